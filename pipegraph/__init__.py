@@ -1,0 +1,66 @@
+"""pipegraph turns an exportable PyTorch model into a pipeline of readable stages and runs it.
+
+The names below are loaded on first use, so that ``import pipegraph`` stays quick and does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from pipegraph.errors import (
+    CaptureError,
+    PackageError,
+    PipegraphError,
+    PlanError,
+    RuntimeFault,
+    ScheduleError,
+    SourceError,
+)
+
+if TYPE_CHECKING:
+    from pipegraph import schedule as schedule
+    from pipegraph.codegen.package_writer import write_package
+    from pipegraph.graph.capture import capture
+    from pipegraph.planner.plan import plan
+    from pipegraph.runtime.pipeline import Pipeline
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "PackageError",
+    "PipegraphError",
+    "Pipeline",
+    "PlanError",
+    "RuntimeFault",
+    "ScheduleError",
+    "SourceError",
+    "__version__",
+    "capture",
+    "plan",
+    "schedule",
+    "write_package",
+]
+
+# Where each name that is loaded on first use is defined; `schedule` is a package of ours, found by its own name.
+_DEFINED_IN = {
+    "Pipeline": "pipegraph.runtime.pipeline",
+    "capture": "pipegraph.graph.capture",
+    "plan": "pipegraph.planner.plan",
+    "write_package": "pipegraph.codegen.package_writer",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "schedule":
+        return importlib.import_module("pipegraph.schedule")
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_DEFINED_IN[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

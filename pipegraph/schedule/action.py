@@ -1,0 +1,123 @@
+"""One action of a schedule: what a rank does with one microbatch of one stage."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pipegraph.errors import ScheduleError, nearest
+
+
+class Kind(StrEnum):
+    """What an action does. The values are torch's, so that schedules can be exchanged as text."""
+
+    F = "F"  # forward
+    I = "I"  # input gradient  # noqa: E741 - the field's letter
+    W = "W"  # weight gradient
+    B = "B"  # full backward: I and W in one
+    SEND_F = "SEND_F"  # this stage's outputs, to a later stage
+    RECV_F = "RECV_F"  # this stage's inputs, from an earlier stage
+    SEND_B = "SEND_B"  # the gradients of this stage's inputs, to the earlier stage they came from
+    RECV_B = "RECV_B"  # the gradients of this stage's outputs, from the later stage that used them
+
+    @property
+    def is_transfer(self) -> bool:
+        return self in _PEER
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether this computes a gradient."""
+        return self in (Kind.B, Kind.I, Kind.W)
+
+
+# Of each transfer: the kind at its other end, and on which side of its own stage that other end lies.
+_PEER: dict[Kind, tuple[Kind, int]] = {
+    Kind.SEND_F: (Kind.RECV_F, +1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, +1),
+}
+
+# Nine digits at most: int() refuses thousands of them, and no schedule needs more.
+_NUMBER = "([0-9]{1,9})"
+_ACTION = re.compile(rf"{_NUMBER}([A-Za-z_]+){_NUMBER}(?:([<>]){_NUMBER})?")
+_FORM = "An action is a stage, a kind and a microbatch: 2F0, 0B3, 0SEND_F1, or 0SEND_F1>3 to a stage that is not next."
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action, printed as torch prints it: ``2F0`` is the forward of microbatch 0 on stage 2.
+
+    ``peer`` is the other stage of a transfer, and None for an action that computes. It is the neighbour unless given,
+    and is printed where it is not the neighbour: ``0SEND_F0>3`` sends to stage 3 what ``3RECV_F0<0`` receives.
+
+    Raises ScheduleError where a field is no sensible number, or the peer lies on the wrong side of the stage.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+    peer: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.stage) is not int or type(self.microbatch) is not int or self.stage < 0 or self.microbatch < 0:
+            raise ScheduleError(
+                f"The stage and microbatch of an action count from 0: {self.stage!r} and {self.microbatch!r} do not."
+            )
+        if type(self.kind) is not Kind:
+            object.__setattr__(self, "kind", _kind(self.kind))
+        if self.kind not in _PEER:
+            if self.peer is not None:
+                raise ScheduleError(f"{self.stage}{self.kind.value}{self.microbatch} moves nothing, so it has no peer.")
+            return
+        _, side = _PEER[self.kind]
+        if self.peer is None:
+            object.__setattr__(self, "peer", self.stage + side)
+        peer = self.peer
+        if type(peer) is not int or peer < 0 or (peer - self.stage) * side <= 0:
+            raise ScheduleError(
+                f"{self.stage}{self.kind.value}{self.microbatch} cannot have stage {peer} at its other end: "
+                f"that of a {self.kind.value} is {'a later' if side > 0 else 'an earlier'} stage."
+            )
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.kind.value}{self.microbatch}"
+        if self.peer is None or abs(self.peer - self.stage) == 1:
+            return text
+        return f"{text}{'>' if self.sends else '<'}{self.peer}"
+
+    __repr__ = __str__
+
+    @property
+    def sends(self) -> bool:
+        return self.kind is Kind.SEND_F or self.kind is Kind.SEND_B
+
+    @property
+    def partner(self) -> Action:
+        """The other end of a transfer: of ``0SEND_F2``, ``1RECV_F2``. ScheduleError for an action that computes."""
+        if self.peer is None:
+            raise ScheduleError(f"{self} moves nothing, so it has no partner.")
+        return Action(self.peer, _PEER[self.kind][0], self.microbatch, self.stage)
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read what ``str`` writes. Raises ScheduleError that quotes the text and says what an action looks like."""
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(f"{text.strip()!r} is no action. {_FORM}")
+        stage, kind, microbatch, arrow, peer = match.groups()
+        action = cls(int(stage), _kind(kind), int(microbatch), None if peer is None else int(peer))
+        if arrow is not None and (arrow == ">") is not action.sends:
+            raise ScheduleError(f"{text.strip()!r} is no action: a SEND points to its peer with >, a RECV with <.")
+        return action
+
+
+def _kind(text: str) -> Kind:
+    try:
+        return Kind(text)
+    except ValueError:
+        choices = [kind.value for kind in Kind]
+        raise ScheduleError(
+            f"There is no action of the kind {text!r}.{nearest(str(text), choices)} The kinds are {', '.join(choices)}."
+        ) from None

@@ -1,0 +1,131 @@
+"""A schedule: which rank does what, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pipegraph.errors import ScheduleError
+from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.dependencies import Dependencies, Edge, chain
+from pipegraph.schedule.grid import grid
+from pipegraph.schedule.replay import slots
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """The actions of every rank in the order in which it does them. ``str`` draws them over time.
+
+    Making one checks that its parts fit together; `check` decides whether its actions can and should run.
+    """
+
+    name: str
+    placement: tuple[int, ...]
+    """stage → rank"""
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+    """of each rank"""
+    overlapped: frozenset[tuple[Action, Action]] = frozenset()
+    """pairs of an F and a B of one rank that are meant to run at the same time"""
+    edges: tuple[Edge, ...] | None = None
+    """(producer stage, consumer stage) pairs that carry values; None: the chain, and what the transfers show"""
+    gradient_edges: tuple[Edge, ...] | None = None
+    """those over which a gradient comes back; None: all"""
+
+    def __post_init__(self) -> None:
+        if type(self.microbatches) is not int or self.microbatches < 1:
+            raise ScheduleError(f"A schedule has 1 microbatch or more, not {self.microbatches!r}.")
+        self._set("placement", _tuple("placement", self.placement))
+        self._set("actions", tuple(_tuple("actions of a rank", row) for row in _tuple("actions", self.actions)))
+        for item in (item for row in self.actions for item in row if type(item) is not Action):
+            raise ScheduleError(f"The actions of a schedule are of the class Action, not {item!r}.")
+        if not self.actions:
+            raise ScheduleError("A schedule has 1 rank or more: give the actions of each.")
+        if not all(type(rank) is int for rank in self.placement) or {*self.placement} != {*range(self.ranks)}:
+            raise ScheduleError(
+                f"The placement {self.placement} does not fit the actions of {self.ranks} ranks: "
+                f"it gives the rank of each stage, and every rank from 0 to {self.ranks - 1} holds one or more."
+            )
+        self._set("overlapped", frozenset(_pair(pair) for pair in _tuple("overlapped pairs", self.overlapped)))
+        if self.edges is not None:
+            self._set("edges", _edges(self.edges, self.stages))
+            back = self.edges if self.gradient_edges is None else _edges(self.gradient_edges, self.stages)
+            self._set("gradient_edges", back)
+            if unknown := sorted({*back} - {*self.edges}):
+                raise ScheduleError(
+                    f"A gradient cannot come back over {unknown[0]}: that is not among the edges {self.edges}."
+                )
+        elif self.gradient_edges is not None:
+            raise ScheduleError("gradient_edges are some of the edges: give edges too.")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @cached_property
+    def has_backward(self) -> bool:
+        return any(action.kind.is_backward for row in self.actions for action in row)
+
+    @cached_property
+    def lowered(self) -> bool:
+        """Whether the actions include transfers."""
+        return any(action.kind.is_transfer for row in self.actions for action in row)
+
+    @cached_property
+    def dependencies(self) -> Dependencies:
+        """What the actions wait for."""
+        if self.edges is not None and self.gradient_edges is not None:
+            return Dependencies(self.placement, self.edges, self.gradient_edges, self.lowered)
+        every, back = set(chain(self.stages)), set(chain(self.stages))
+        for row in self.actions:
+            for action in row:
+                if action.peer is not None and max(action.stage, action.peer) < self.stages:
+                    edge = (min(action.stage, action.peer), max(action.stage, action.peer))
+                    every.add(edge)
+                    if action.kind is Kind.SEND_B or action.kind is Kind.RECV_B:
+                        back.add(edge)
+        return Dependencies(self.placement, tuple(sorted(every)), tuple(sorted(back)), self.lowered)
+
+    def __str__(self) -> str:
+        sizes = f"{self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches"
+        return f"{self.name}: {sizes}\n{grid(self.actions, slots(self.actions, self.dependencies))}"
+
+    __repr__ = __str__
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)  # the dataclass is frozen to everyone else
+
+
+def _tuple(what: str, items: Iterable[Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(items)
+    except TypeError:
+        raise ScheduleError(f"The {what} of a schedule are a sequence, not {items!r}.") from None
+
+
+def _pair(pair: object) -> tuple[Action, Action]:
+    match pair:
+        case (Action(kind=Kind.F) as forward, Action(kind=Kind.B) as backward):
+            return (forward, backward)
+    raise ScheduleError(f"An overlapped pair is an F and a B, not {pair!r}.")
+
+
+def _edges(edges: Iterable[object], stages: int) -> tuple[Edge, ...]:
+    """The edges sorted, each once. ScheduleError where one does not lead from a stage to a later one."""
+    found = set()
+    for edge in _tuple("edges", edges):
+        match edge:
+            case (int(producer), int(consumer)) if 0 <= producer < consumer < stages:
+                found.add((producer, consumer))
+            case _:
+                raise ScheduleError(
+                    f"{edge!r} is no edge: an edge leads from one of the stages 0 to {stages - 1} to a later one, "
+                    f"such as (0, 1)."
+                )
+    return tuple(sorted(found))

@@ -1,0 +1,102 @@
+"""Schedules as text, in the CSV form of torch.distributed.pipelining: a line per rank, a cell per action."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+
+from pipegraph.errors import ScheduleError
+from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.schedule import Schedule
+
+# torch writes two actions that run at the same time as (0F7;7B3)OVERLAP_F_B.
+_OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
+# What torch adds for sharded parameters and for data parallelism. It is no part of the schedule, and is left out.
+_OF_OTHERS = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Write the orders of all ranks.
+
+    An overlapped pair is written as one cell where its two actions stand together; torch has no other form for it.
+    """
+    return "".join(f"{','.join(_cells(actions, schedule.overlapped))}\n" for actions in schedule.actions)
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """Read what `to_csv` or torch writes, with or without transfers; empty cells mean nothing.
+
+    The placement is read off the lines: a stage is on the rank in whose line its actions stand. Microbatches count from
+    0 to the largest that stands there. Raises ScheduleError that names line and action; whether the schedule can run is
+    for `check` to say.
+    """
+    orders: list[tuple[Action, ...]] = []
+    overlapped: set[tuple[Action, Action]] = set()
+    placement: dict[int, int] = {}
+    for rank, row in enumerate(_lines(text)):
+        order: list[Action] = []
+        for column, cell in enumerate(row):
+            where = f"line {rank + 1}, action {column + 1}"
+            try:
+                actions = _parse(cell)
+            except ScheduleError as error:
+                raise ScheduleError(f"{name}, {where}: {error}") from None
+            for action in actions:
+                if (other := placement.setdefault(action.stage, rank)) != rank:
+                    raise ScheduleError(
+                        f"{name}, {where}: {action} is of stage {action.stage}, which line {other + 1} holds. "
+                        f"A stage is on one rank: move {action} to line {other + 1}."
+                    )
+            if len(actions) == 2:
+                overlapped.add((actions[0], actions[1]))
+            order += actions
+        if not order:
+            raise ScheduleError(f"{name}, line {rank + 1}: no action stands here. Every rank has a line with actions.")
+        orders.append(tuple(order))
+    if not orders:
+        raise ScheduleError(f"{name}: there is no action. A schedule has a line per rank, such as 0F0,0F1,0B0,0B1.")
+    for stage in range(len(placement)):
+        if stage not in placement:
+            raise ScheduleError(
+                f"{name}: stage {stage} has no action, but stage {max(placement)} has. Stages count from 0 with no gap."
+            )
+    microbatches = 1 + max(action.microbatch for order in orders for action in order)
+    ranks_of_stages = tuple(placement[stage] for stage in range(len(placement)))
+    return Schedule(name, ranks_of_stages, microbatches, tuple(orders), frozenset(overlapped))
+
+
+def _cells(actions: tuple[Action, ...], overlapped: frozenset[tuple[Action, Action]]) -> Iterator[str]:
+    position = 0
+    while position < len(actions):
+        pair = actions[position : position + 2]
+        if pair in overlapped:
+            yield f"({pair[0]};{pair[1]})OVERLAP_F_B"
+        else:
+            yield str(actions[position])
+        position += 2 if pair in overlapped else 1
+
+
+def _lines(text: str) -> list[list[str]]:
+    """The cells of every line, without the empty lines at the end."""
+    try:
+        lines = list(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise ScheduleError(f"This is no CSV: {error}.") from None
+    while lines and not any(cell.strip() for cell in lines[-1]):
+        lines.pop()
+    return lines
+
+
+def _parse(cell: str) -> list[Action]:
+    """The actions of one cell: none, one, or an overlapped F and B."""
+    cell = cell.strip()
+    if not cell or _OF_OTHERS.fullmatch(cell):
+        return []
+    if match := _OVERLAPPED.fullmatch(cell):
+        pair = [Action.parse(part) for part in match.groups()]
+        if [action.kind for action in pair] != [Kind.F, Kind.B]:
+            raise ScheduleError(f"{cell!r} is no overlapped pair: that is an F and a B, such as (0F7;7B3)OVERLAP_F_B.")
+        return pair
+    return [Action.parse(cell)]

@@ -1,0 +1,85 @@
+"""Actions and their text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipegraph.errors import ScheduleError
+from pipegraph.schedule import Action, Kind
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("2F0", Action(2, Kind.F, 0)),
+        ("0B12", Action(0, Kind.B, 12)),
+        ("1I3", Action(1, Kind.I, 3)),
+        ("10W3", Action(10, Kind.W, 3)),
+        ("0SEND_F0", Action(0, Kind.SEND_F, 0, 1)),
+        ("1RECV_F0", Action(1, Kind.RECV_F, 0, 0)),
+        ("1SEND_B0", Action(1, Kind.SEND_B, 0, 0)),
+        ("0RECV_B0", Action(0, Kind.RECV_B, 0, 1)),
+        ("0SEND_F0>3", Action(0, Kind.SEND_F, 0, 3)),
+        ("3RECV_F0<0", Action(3, Kind.RECV_F, 0, 0)),
+        ("3SEND_B0>0", Action(3, Kind.SEND_B, 0, 0)),
+        ("0RECV_B0<3", Action(0, Kind.RECV_B, 0, 3)),
+    ],
+)
+def test_text_and_its_inverse(text: str, action: Action) -> None:
+    assert str(action) == text
+    assert Action.parse(text) == action
+
+
+def test_the_peer_is_the_neighbour_unless_given() -> None:
+    assert Action(1, Kind.SEND_F, 0).peer == 2
+    assert Action(1, Kind.SEND_B, 0).peer == 0
+    assert Action.parse("0SEND_F0>1") == Action(0, Kind.SEND_F, 0)
+    assert Action(1, Kind.F, 0).peer is None
+
+
+def test_partners_name_each_other() -> None:
+    for text, partner in [("0SEND_F2", "1RECV_F2"), ("3SEND_B0>0", "0RECV_B0<3")]:
+        assert str(Action.parse(text).partner) == partner
+        assert str(Action.parse(partner).partner) == text
+    with pytest.raises(ScheduleError, match="0F0 moves nothing"):
+        _ = Action(0, Kind.F, 0).partner
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is no action. An action is a stage, a kind and a microbatch"),
+        ("F0", "'F0' is no action"),
+        ("2F", "'2F' is no action"),
+        ("2F0 1F0", "is no action"),
+        ("-1F0", "is no action"),
+        ("٢F0", "is no action"),
+        ("2F" + "9" * 5000, "is no action"),
+        ("2X0", "no action of the kind 'X'. The kinds are F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B."),
+        ("2SENDF0", "no action of the kind 'SENDF'. Did you mean \"SEND_F\"?"),
+        ("0F0>1", "0F0 moves nothing, so it has no peer"),
+        ("3RECV_F0>0", "a SEND points to its peer with >, a RECV with <"),
+        ("0RECV_F0", "0RECV_F0 cannot have stage -1 at its other end"),
+        ("2SEND_F0>1", "that of a SEND_F is a later stage"),
+        ("2SEND_B0>3", "that of a SEND_B is an earlier stage"),
+    ],
+)
+def test_what_is_no_action(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        Action.parse(text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("numbers", [(-1, 0), (0, -1), (0.5, 0), ("0", 0), (True, 0), (0, None)])
+def test_stage_and_microbatch_are_numbers(numbers: tuple) -> None:
+    with pytest.raises(ScheduleError, match="count from 0"):
+        Action(numbers[0], Kind.F, numbers[1])
+
+
+@given(st.text() | st.from_regex(r"[0-9]+[A-Z_]+[0-9]*([<>][0-9]+)?", fullmatch=True))
+def test_any_text_is_an_action_or_a_schedule_error(text: str) -> None:
+    try:
+        action = Action.parse(text)
+    except ScheduleError:
+        return
+    assert Action.parse(str(action)) == action

@@ -1,0 +1,240 @@
+"""Planted faults: each is found, named, and marked in the grid."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipegraph.errors import ScheduleError
+from pipegraph.schedule import Action, Kind, Schedule, build, check, from_csv, lower, names, peak_activations
+
+Rows = list[list[Action]]
+
+
+def refused(schedule: Schedule, memory_limit: int | None = None) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        check(schedule, memory_limit)
+    return str(caught.value)
+
+
+def changed(schedule: Schedule, change: Callable[[Rows], object]) -> Schedule:
+    rows = [list(row) for row in schedule.actions]
+    change(rows)
+    return replace(schedule, actions=rows)  # type: ignore[arg-type]
+
+
+def two_ranks(first: str, second: str) -> Schedule:
+    """Two microbatches through stage 0 on rank 0 and stage 1 on rank 1, in the orders given."""
+    return Schedule("two", (0, 1), 2, tuple(tuple(map(Action.parse, order.split())) for order in (first, second)))
+
+
+def test_a_whole_message() -> None:
+    assert refused(changed(build("1f1b", 3, 3), lambda rows: rows[1].insert(4, Action.parse("1F1")))) == (
+        "1f1b: 1F1 cannot stand on rank 1: it stands there already.\n"
+        "rank 0  0F0 0F1 0F2         0B0         0B1\n"
+        "rank 1      1F0 1F1     1B0 1F2 1F1 <-- ERROR HERE\n"
+        "rank 2          2F0 2B0 2F1 2B1 2F2 2B2\n"
+        "Remove one of the two."
+    )
+
+
+SOUND = "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"
+SENT = "0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1RECV_F1 1F1"
+
+
+def test_what_the_faults_are_planted_in_is_sound() -> None:
+    check(two_ranks(*SOUND))
+    check(two_ranks(*SENT))
+    assert two_ranks(*SOUND).actions == build("1f1b", 2, 2).actions
+    assert two_ranks(*SENT).actions == lower(build("forward", 2, 2)).actions
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message", "marked"),
+    [
+        ("0F0 0F1 0B0 0B1 0F0", SOUND[1], "0F0 cannot stand on rank 0: it stands there already.", "0B1 0F0"),
+        ("0F0 0B0 0B1", SOUND[1], "0F1 is missing on rank 0: stage 0 needs it for every microbatch.", "0B1"),
+        (SOUND[0], "1F0 1B0 1F1", "1B1 is missing on rank 1: stage 1 needs it for every microbatch.", "1F1"),
+        ("", SOUND[1], "0F0 is missing on rank 0: stage 0 needs it for every microbatch.", "rank 0"),
+        (SOUND[0], "1B0 1F0 1F1 1B1", "On rank 1, 1B0 stands before 1F0, which it needs.", "1B0"),
+        ("0F0 0F1 0B0 0B1 1B1", "1F0 1B0 1F1", "1B1 cannot stand on rank 0: stage 1 is placed on rank 1.", "1B1"),
+        ("0F0 0F1 0B0 0B1 2F0", SOUND[1], "2F0 cannot stand on rank 0: there are only stages 0 to 1.", "2F0"),
+        ("0F0 0F1 0B0 0B1 0F2", SOUND[1], "0F2 cannot stand on rank 0: there are only microbatches 0 to 1.", "0F2"),
+        (SOUND[0], "1F0 1B0 1W0 1F1 1B1", "1B0 and 1W0 cannot both stand on rank 1: B is I and W in one.", "1W0"),
+        (SOUND[0], "1F0 1I0 1F1 1B1", "1W0 is missing on rank 1: stage 1 needs it for every microbatch.", "1B1"),
+        (SOUND[0], "1F0 1W0 1F1 1B1", "1I0 is missing on rank 1: stage 1 needs it for every microbatch.", "1B1"),
+        (SOUND[0], "1F0 1W0 1I0 1F1 1B1", "On rank 1, 1W0 stands before 1I0, which it needs.", "1W0"),
+        ("0F0 0F1", "1F0 1F1 1B0", "0B0 is missing on rank 0: stage 0 needs it for every microbatch.", "0F1"),
+        ("0SEND_F0 0F0 0F1 0SEND_F1", SENT[1], "On rank 0, 0SEND_F0 stands before 0F0, which it needs.", "0SEND_F0"),
+        (SENT[0], "1F0 1RECV_F0 1RECV_F1 1F1", "On rank 1, 1F0 stands before 1RECV_F0, which it needs.", "1F0"),
+        ("0F0 0SEND_F0 0F1", SENT[1], "0SEND_F1 is missing on rank 0, though 1RECV_F1 stands on rank 1.", "0F1"),
+        (SENT[0], "1RECV_F0 1F0 1F1", "1RECV_F1 is missing on rank 1, though 0SEND_F1 stands on rank 0.", "1F1"),
+        ("0F0 0SEND_F0 0F1", "1RECV_F0 1F0 1F1", "0SEND_F1 is missing on rank 0, and so is 1RECV_F1 on rank 1.", "0F1"),
+        (f"{SENT[0]} 0SEND_F1", SENT[1], "0SEND_F1 cannot stand on rank 0: it stands there already.", "0SEND_F1"),
+        (f"{SENT[0]} 1RECV_F1", SENT[1], "1RECV_F1 cannot stand on rank 0: stage 1 is placed on rank 1.", "1RECV_F1"),
+        (f"{SENT[0]} 0SEND_F1>5", SENT[1], "0SEND_F1>5 cannot stand on rank 0: there are only stages 0 to 1.", ">5"),
+        (f"{SENT[0]} 0RECV_B0", SENT[1], "0RECV_B0 cannot stand on rank 0: the schedule has no backward.", "0RECV_B0"),
+    ],
+)
+def test_planted_faults(first: str, second: str, message: str, marked: str) -> None:
+    text = refused(two_ranks(first, second))
+    assert text.startswith(f"two: {message}\n")
+    assert [line.endswith(f"{marked} <-- ERROR HERE") for line in text.splitlines() if "<--" in line] == [True]
+
+
+def test_orders_that_must_be_rejected() -> None:
+    refused(from_csv("0SEND_F1,2RECV_F0\n1SEND_F0,1RECV_F1\n"))
+    assert refused(
+        from_csv("0F0,0SEND_F0,0F1,0SEND_F1,2RECV_F0,2F0,2RECV_F1,2F1\n1RECV_F0,1F0,1SEND_F0,1RECV_F1,1F1,1SEND_F1\n")
+    ) == (
+        "csv: This deadlocks: rank 0 is at 0SEND_F1 and waits for 1RECV_F1 of rank 1; "
+        "rank 1 is at 1SEND_F0 and waits for 2RECV_F0 of rank 0.\n"
+        "rank 0  0F0 0SEND_F0 0F1 0SEND_F1 <-- ERROR HERE\n"
+        "rank 1      1RECV_F0 1F0 1SEND_F0 <-- ERROR HERE\n"
+        "Order the transfers of every two ranks alike on both, or let lower() place them."
+    )
+
+
+def test_crossed_transfers() -> None:
+    crossed = from_csv("0F0,0F1,0SEND_F0,0SEND_F1\n1RECV_F1,1RECV_F0,1F0,1F1\n")
+    assert "rank 0 is at 0SEND_F0 and waits for 1RECV_F0 of rank 1; rank 1 is at 1RECV_F1" in refused(crossed)
+    check(from_csv("0F0,0F1,0SEND_F1,0SEND_F0\n1RECV_F1,1RECV_F0,1F0,1F1\n"))
+
+
+def test_ranks_that_wait_in_a_circle_without_transfers() -> None:
+    circle = from_csv("0F0,2F0,0F1,2F1\n1F1,1F0\n")
+    message = refused(circle)
+    assert "This deadlocks: rank 0 is at 2F0 and waits for 1F0 of rank 1; rank 1 is at 1F1 and waits for 0F1" in message
+    assert message.count("<-- ERROR HERE") == 2
+
+
+def test_orders_that_torch_defers_into_a_deadlock() -> None:
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    rows = get_schedule_ops("Interleaved1F1B", 4, 8, with_comms=True, defer_pp_recv=True)
+    assert "This deadlocks" in refused(from_csv("\n".join(",".join(map(str, row)) for row in rows)))
+
+
+def test_transfers_that_no_edge_asks_for() -> None:
+    forward = build("forward", 3, 1)
+    skipping = lower(forward, edges=[(0, 1), (1, 2), (0, 2)])
+    chained = replace(skipping, edges=((0, 1), (1, 2)), gradient_edges=())
+    assert "no value goes from stage 0 to stage 2" in refused(chained)
+    both_ways = lower(build("gpipe", 2, 1))
+    without = replace(both_ways, edges=((0, 1),), gradient_edges=())
+    assert "no gradient goes from stage 1 to stage 0" in refused(without)
+    at_home = from_csv("0F0,0SEND_F0,1RECV_F0,1F0\n")
+    assert "stages 0 and 1 are on the same rank" in refused(at_home)
+
+
+def test_a_schedule_lowered_over_one_edge_only_is_missing_the_others() -> None:
+    message = refused(from_csv("0F0,0SEND_F0\n1RECV_F0,1F0\n2F0\n"))
+    assert "1SEND_F0 is missing on rank 1, and so is 2RECV_F0 on rank 2." in message
+    assert "1SEND_B0 is missing on rank 1, and so is 0RECV_B0" in refused(
+        from_csv("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0\n")
+    )
+
+
+def test_memory_limit() -> None:
+    schedule = build("1f1b", 4, 6)
+    check(schedule, memory_limit=4)
+    assert refused(schedule, memory_limit=3) == (
+        "1f1b: 0F3 is too much for rank 0: with it, 4 activations are held.\n"
+        "rank 0  0F0 0F1 0F2 0F3 <-- ERROR HERE\n"
+        "rank 1      1F0 1F1 1F2\n"
+        "rank 2          2F0 2F1     2B0\n"
+        "rank 3              3F0 3B0 3F1\n"
+        "The limit is 3: let a B or W come first, raise the limit, or try another schedule."
+    )
+    check(lower(schedule), memory_limit=4)
+    check(build("forward", 2, 9), memory_limit=0)  # without a backward nothing is saved
+
+
+def test_activations_are_held_until_w() -> None:
+    late = from_csv("0F0,0I0,0F1,0I1,0W0,0W1\n")
+    assert peak_activations(late) == (2,)
+    assert "0F1 is too much for rank 0: with it, 2 activations are held" in refused(late, memory_limit=1)
+    check(from_csv("0F0,0I0,0W0,0F1,0I1,0W1\n"), memory_limit=1)
+
+
+def test_overlapped_pairs_stand_on_one_rank_in_order() -> None:
+    schedule = build("gpipe", 2, 2)
+    check(replace(schedule, overlapped={(Action.parse("0F1"), Action.parse("0B0"))}))  # type: ignore[arg-type]
+    for pair in [("0F1", "1B0"), ("7F0", "0B0"), ("7F0", "7B0")]:
+        wrong = replace(schedule, overlapped={tuple(map(Action.parse, pair))})  # type: ignore[arg-type]
+        assert f"{pair[0]} and {pair[1]} cannot overlap" in refused(wrong)
+
+
+def test_a_large_grid_is_cut_down_to_the_place() -> None:
+    wrong = changed(build("1f1b", 64, 128), lambda rows: rows[40].insert(60, rows[40][59]))
+    lines = refused(wrong).splitlines()
+    assert [line.split("  ")[0] for line in lines[1:-1]] == ["rank 38", "rank 39", "rank 40", "rank 41", "rank 42"]
+    assert max(map(len, lines)) < 120
+
+
+def test_huge_numbers_end_soon() -> None:
+    assert "0F0 is missing" in refused(from_csv("0F999999999\n"))
+
+
+@pytest.mark.parametrize("nonsense", [None, "1f1b", [[Action(0, Kind.F, 0)]]])
+def test_what_is_no_schedule(nonsense: object) -> None:
+    assert "check takes a Schedule" in refused(nonsense)  # type: ignore[arg-type]
+
+
+def test_a_limit_that_is_no_number() -> None:
+    assert "A memory limit is a number of activations" in refused(build("gpipe", 2, 2), memory_limit="3GiB")  # type: ignore[arg-type]
+
+
+actions = st.builds(Action, st.integers(0, 3), st.sampled_from([Kind.F, Kind.B, Kind.I, Kind.W]), st.integers(0, 3))
+transfers = st.sampled_from(["0SEND_F0", "1RECV_F0", "0SEND_F1>2", "2RECV_F1<0", "2SEND_B0", "1RECV_B0", "0RECV_B1<9"])
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.sampled_from(names()),
+    st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), actions | transfers.map(Action.parse) | st.none())),
+    st.none() | st.integers(0, 3),
+)
+def test_damage_raises_nothing_but_schedule_errors_with_the_place(
+    name: str,
+    size: tuple[int, int],
+    lowered: bool,
+    damage: list[tuple[int, int, Action | None]],
+    memory_limit: int | None,
+) -> None:
+    schedule = build(name, *size)
+    schedule = lower(schedule) if lowered else schedule
+    rows = [list(row) for row in schedule.actions]
+    for rank, at, action in damage:
+        row = rows[rank % len(rows)]
+        if action is not None:
+            row.insert(at % (len(row) + 1), action)
+        elif row:
+            row.insert(at % len(row), row.pop())
+    damaged = replace(schedule, actions=rows)  # type: ignore[arg-type]
+    assert str(damaged)
+    text = "<-- ERROR HERE"  # what a sound schedule would say
+    try:
+        check(damaged, memory_limit)
+    except ScheduleError as error:
+        text = str(error)
+    assert "<-- ERROR HERE" in text
+
+
+@settings(deadline=None)
+@given(st.sampled_from(names()), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
+def test_no_action_can_be_left_out_or_done_twice(
+    name: str, ranks: int, microbatches: int, lowered: bool, data: st.DataObject
+) -> None:
+    schedule = build(name, ranks, microbatches)
+    schedule = lower(schedule) if lowered else schedule
+    rank = data.draw(st.integers(0, ranks - 1))
+    at = data.draw(st.integers(0, len(schedule.actions[rank]) - 1))
+    refused(changed(schedule, lambda rows: rows[rank].append(rows[rank][at])))
+    shorter = changed(schedule, lambda rows: rows[rank].pop(at))
+    if shorter.has_backward or not schedule.has_backward:  # the only B of all leaves a sound forward
+        refused(shorter)
