@@ -1,0 +1,355 @@
+"""From a stage's operations to classes: one per distinct structure, nested as the model nests its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from pipegraph.codegen.attributes import Tree, assignments, build_tree
+from pipegraph.codegen.body import Body, common_regions
+from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, roll
+from pipegraph.codegen.leaves import constructor, leaf_call
+from pipegraph.codegen.literals import type_text
+from pipegraph.codegen.names import class_name, prose, unused, unused_class, variable
+from pipegraph.codegen.origins import Origins
+from pipegraph.graph.calls import Call, call_tree
+from pipegraph.graph.captured import Captured, State
+from pipegraph.graph.segments import opened_calls
+from pipegraph.graph.stages import StageGraph, local_name
+
+# A module without state and with no more operations than this is written where it is called.
+_SMALL = 2
+
+
+@dataclass(frozen=True)
+class ClassSource:
+    """The parts of a class, ready for a template.
+
+    ``body`` holds the statements of ``forward``, each with the ``with`` headers it stands under; ``children`` the
+    constructors that a subclass of ``nn.Sequential`` hands to its base.
+    """
+
+    name: str
+    docstring: str
+    assignments: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    body: tuple[tuple[tuple[str, ...], str], ...] = ()
+    base: str = "nn.Module"
+    children: tuple[str, ...] = ()
+
+
+class Blocks:
+    """The classes of a package, collected stage by stage; a structure that was met before is not written again."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        self.origins = Origins(captured)
+        self._names: dict[str, list[str]] = {}
+        for entry in captured.state.values():
+            self._names.setdefault(entry.canonical, []).append(entry.fqn)
+        self._opened = opened_calls(captured)
+        # Values of calls that return several: the caller's statement does not tell them apart.
+        self._returned_together: set[fx.Node] = set()
+        self._by_structure: dict[tuple[object, ...], ClassSource] = {}
+
+    @property
+    def classes(self) -> tuple[ClassSource, ...]:
+        """What ``blocks.py`` holds; a class stands behind those it uses."""
+        return tuple(self._by_structure.values())
+
+    def stage(self, stage: StageGraph) -> tuple[Scope, Tree]:
+        """A stage's own ``forward`` and attributes; the classes that it uses are collected."""
+        inside = _Inside(frozenset(stage.nodes), frozenset(stage.outputs), frozenset(stage.state))
+        root = call_tree(stage.nodes)
+        return self._scope(inside, "", root.items, stage.inputs, stage.outputs, regions=0)
+
+    # ---- scopes ------------------------------------------------------------------------------------------------------
+
+    def _scope(
+        self,
+        inside: _Inside,
+        prefix: str,
+        items: Sequence[fx.Node | Call],
+        inputs: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        regions: int,
+    ) -> tuple[Scope, Tree]:
+        inlined: frozenset[str] = frozenset()
+        made = self._items(inside, prefix, items, inlined)
+        while conflicts := _conflicts(made):
+            inlined |= conflicts
+            made = self._items(inside, prefix, items, inlined)
+        constructors = {_relative(item.fqn, prefix): item.constructor for item in made if isinstance(item, ModuleCall)}
+        state = {
+            _relative(fqn, prefix): self._captured.state[fqn]
+            for fqn in self._captured.state
+            if fqn in inside.state and _is_within(fqn, prefix)
+        }
+        constructors |= self._silent_leaves(prefix, state, constructors)
+        own = {
+            name: entry for name, entry in state.items() if not any(_is_within(name, module) for module in constructors)
+        }
+        order = {fqn: position for position, fqn in enumerate(self._captured.modules)}
+        ordered = sorted(constructors, key=lambda name: order.get(f"{prefix}.{name}" if prefix else name, len(order)))
+        tree = build_tree({name: constructors[name] for name in ordered}, own)
+        scope = Scope(
+            prefix=prefix,
+            items=roll(made, outputs),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            state=state,
+            names=self._held(inside, prefix, made, outputs),
+            regions=regions,
+        )
+        return scope, tree
+
+    def _items(
+        self, inside: _Inside, prefix: str, items: Iterable[fx.Node | Call], inlined: frozenset[str]
+    ) -> list[Item]:
+        """Operations and calls in order; what cannot be a call of its own is spread out."""
+        made: list[Item] = []
+        for item in items:
+            if isinstance(item, fx.Node):
+                made.append(Operation(item))
+                continue
+            call = None
+            if item.call not in self._opened and item.fqn not in inlined and _is_within(item.fqn, prefix):
+                call = self._call(inside, item)
+            made += [call] if call is not None else self._items(inside, prefix, item.items, inlined)
+        return made
+
+    def _call(self, inside: _Inside, call: Call) -> ModuleCall | None:
+        """A call of a torch.nn module, or of a class that is written for it; None for what is better spread out."""
+        nodes = tuple(call.nodes())
+        reads, makes = self._reads(call, nodes), _makes(inside, nodes)
+        if not makes:
+            return None
+        if len(makes) > 1:
+            self._returned_together.update(makes)
+        text = leaf_call(self._captured, call, reads, makes) or self._sequential(inside, call, nodes, reads, makes)
+        if text is None:
+            stateless = not any(node.op == "get_attr" for each in nodes for node in each.all_input_nodes)
+            if stateless and len(nodes) <= _SMALL and not any(True for _ in call.calls()):
+                return None
+            text = f"{self._class(inside, call, nodes, reads, makes).name}()"
+        return ModuleCall(call.fqn, text, reads, makes, nodes)
+
+    def _sequential(
+        self,
+        inside: _Inside,
+        call: Call,
+        nodes: Sequence[fx.Node],
+        reads: tuple[fx.Node, ...],
+        makes: tuple[fx.Node, ...],
+    ) -> str | None:
+        """``nn.Sequential(…)``, or a subclass that adds nothing but its name; None for everything else."""
+        module = self._captured.modules[call.fqn].module
+        if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+            return None
+        if len(reads) != 1 or len(makes) != 1 or [*module._modules] != [str(index) for index in range(len(module))]:
+            return None
+        row = self._items(inside, call.fqn, call.items, frozenset())
+        built = {item.fqn: item for item in row if isinstance(item, ModuleCall)}
+        handed, texts = reads, []
+        for name, child in module.named_children():
+            item = built.pop(f"{call.fqn}.{name}", None)
+            if item is not None and item.reads == handed and len(item.makes) == 1:
+                handed = item.makes
+            elif item is not None or not isinstance(child, (nn.Identity, nn.Dropout)):
+                return None
+            texts.append(item.constructor if item is not None else constructor(child))
+        if built or handed != makes or len(texts) < len(row) or None in texts:
+            return None
+        if type(module) is nn.Sequential:
+            return f"nn.Sequential({', '.join(text for text in texts if text)})"
+        return f"{self._subclass(call, nodes, tuple(text for text in texts if text), reads, makes).name}()"
+
+    def _subclass(
+        self,
+        call: Call,
+        nodes: Sequence[fx.Node],
+        children: tuple[str, ...],
+        reads: tuple[fx.Node, ...],
+        makes: tuple[fx.Node, ...],
+    ) -> ClassSource:
+        """A class of the model's that derives from ``nn.Sequential`` and has no ``forward`` of its own."""
+        module = self._captured.modules[call.fqn]
+        return self._collect(
+            (module.class_name, children),
+            lambda name: ClassSource(
+                name=name,
+                docstring=self._docstring(call, self.parameters(call.fqn, reads), reads, makes),
+                base="nn.Sequential",
+                children=children,
+            ),
+            module.class_name,
+        )
+
+    def _collect(self, structure: tuple[object, ...], make: Callable[[str], ClassSource], name: str) -> ClassSource:
+        """The class of a structure: the one that is there, or a new one under an unused name."""
+        if structure not in self._by_structure:
+            taken = {source.name for source in self._by_structure.values()}
+            self._by_structure[structure] = make(unused_class(class_name(name), taken))
+        return self._by_structure[structure]
+
+    def _reads(self, call: Call, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        """Values from outside, in the order in which they are first read; state of the module itself is none."""
+        inner = set(nodes)
+        read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes)
+        return tuple(
+            node
+            for node in read
+            if node not in inner
+            and not (
+                node.op == "get_attr" and any(_is_within(name, call.fqn) for name in self._names[str(node.target)])
+            )
+        )
+
+    def _class(
+        self,
+        inside: _Inside,
+        call: Call,
+        nodes: Sequence[fx.Node],
+        reads: tuple[fx.Node, ...],
+        makes: tuple[fx.Node, ...],
+    ) -> ClassSource:
+        scope, tree = self._scope(inside, call.fqn, call.items, reads, makes, regions=len(common_regions(nodes)))
+        made = tuple(assignments(tree))
+        neutral = [f"p{position}" for position in range(len(reads))]
+        module = self._captured.modules[call.fqn]
+        structure = (module.class_name, made, len(reads), tuple(Body(scope, tree, neutral, None).lines()))
+        parameters = self.parameters(call.fqn, reads)
+        return self._collect(
+            structure,
+            lambda name: ClassSource(
+                name=name,
+                docstring=self._docstring(call, parameters, reads, makes),
+                assignments=made,
+                parameters=tuple(parameters),
+                body=tuple(Body(scope, tree, parameters, self.origins).lines()),
+            ),
+            module.class_name,
+        )
+
+    def parameters(self, fqn: str, reads: Sequence[fx.Node]) -> list[str]:
+        """Names for the arguments of ``forward``: the module's own for the first, the values' names for the others."""
+        names: list[str] = []
+        for position, node in enumerate(reads):
+            wanted = self.origins.parameter_name(fqn) if position == 0 else self.value_name(node)
+            names.append(unused(variable(wanted or "x", "x"), names))
+        return names
+
+    def value_name(self, node: fx.Node, default: str | None = None) -> str:
+        """What the model's source calls a value; where it does not say, ``default`` or the operation's name."""
+        if node.op != "call_function":
+            return str(node.target).rpartition(".")[2]
+        # The outermost call that ends with the value names it best: it speaks the caller's language.
+        for call, fqn in node.meta["path"] if node not in self._returned_together else ():
+            ends = all(call not in dict(user.meta.get("path", ())) for user in node.users)
+            chain = self.origins.of_call(fqn, node) if ends and call not in self._opened else ()
+            if chain and len(chain[-1].targets) == 1:
+                return chain[-1].targets[0]
+        chain = self.origins.of_operation(node)
+        if chain and len(chain[-1].targets) == 1:
+            return chain[-1].targets[0]
+        if node.target is torch.ops.aten.to.dtype and isinstance(node.args[0], fx.Node):
+            return self.value_name(node.args[0], default)  # a cast keeps the name
+        operation = node.target._opname.strip("_") if isinstance(node.target, torch._ops.OpOverload) else "x"
+        return default or operation
+
+    def _docstring(
+        self, call: Call, parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
+    ) -> str:
+        module = self._captured.modules[call.fqn]
+        source = f" ({prose(module.source)})" if module.source else ""
+        return f"{prose(module.class_name)}{source}, as in {prose(call.fqn)}.  {signature(parameters, reads, makes)}."
+
+    def _silent_leaves(self, prefix: str, state: dict[str, State], constructors: dict[str, str]) -> dict[str, str]:
+        """torch.nn modules whose weights are read although the module is not called (an attention's ``out_proj``)."""
+        found: dict[str, str] = {}
+        for name in state:
+            owner, _, _ = name.rpartition(".")
+            if not owner or owner in found or any(_is_within(name, module) for module in constructors):
+                continue
+            module = self._captured.modules.get(f"{prefix}.{owner}" if prefix else owner)
+            text = constructor(module.module) if module is not None else None
+            if module is None or text is None:
+                continue
+            held = {
+                f"{owner}.{each}" for each, _ in (*module.module.named_parameters(), *module.module.named_buffers())
+            }
+            if held <= set(state):
+                found[owner] = text
+        return found
+
+    def _held(
+        self, inside: _Inside, prefix: str, items: Sequence[Item], outputs: Sequence[fx.Node]
+    ) -> dict[fx.Node, str]:
+        """State that the scope reads itself → its name relative to the class."""
+        held: dict[fx.Node, str] = {}
+        for item in items:
+            for node in item.reads:
+                if node.op == "get_attr" and node not in held:
+                    self._hold(inside, held, node, prefix, local_name(item.nodes[0], self._names[str(node.target)]))
+        for node in outputs:
+            if node.op == "get_attr" and node not in held:
+                self._hold(inside, held, node, prefix, str(node.target))
+        return held
+
+    def _hold(self, inside: _Inside, held: dict[fx.Node, str], node: fx.Node, prefix: str, wanted: str) -> None:
+        names = [wanted, *self._names[str(node.target)]]
+        for name in names:
+            if name in inside.state and _is_within(name, prefix):
+                held[node] = _relative(name, prefix)
+                return
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """The stage that a scope belongs to."""
+
+    nodes: frozenset[fx.Node]
+    outputs: frozenset[fx.Node]
+    state: frozenset[str]
+
+
+def _makes(inside: _Inside, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """Values that something outside ``nodes`` reads."""
+    inner = set(nodes)
+    return tuple(
+        node
+        for node in nodes
+        if node in inside.outputs or any(user in inside.nodes and user not in inner for user in node.users)
+    )
+
+
+def _conflicts(items: Iterable[Item]) -> frozenset[str]:
+    """Modules that are called twice in ways that one class cannot serve."""
+    constructors: dict[str, str] = {}
+    conflicts = set()
+    for item in items:
+        if isinstance(item, ModuleCall) and constructors.setdefault(item.fqn, item.constructor) != item.constructor:
+            conflicts.add(item.fqn)
+    return frozenset(conflicts)
+
+
+def _is_within(name: str, prefix: str) -> bool:
+    return not prefix or name.startswith(f"{prefix}.")
+
+
+def _relative(fqn: str, prefix: str) -> str:
+    return fqn.removeprefix(f"{prefix}.") if prefix else fqn
+
+
+def signature(parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:
+    """``h f32[8, 128, 512] → logits f32[8, 128, 10000]`` (results of a block have no name)."""
+    taken = ", ".join(f"{name} {_type(node)}" for name, node in zip(parameters, reads, strict=True))
+    return f"{taken or 'nothing'} → {', '.join(_type(node) for node in makes)}"
+
+
+def _type(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return type_text(value) if isinstance(value, torch.Tensor) else "tuple"

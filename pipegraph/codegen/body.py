@@ -1,0 +1,415 @@
+"""The statements of a ``forward``."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from pipegraph.codegen.attributes import Tree, access
+from pipegraph.codegen.expressions import ATOM, Expression, Writer, express
+from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope
+from pipegraph.codegen.literals import literal
+from pipegraph.codegen.names import unused, variable
+from pipegraph.codegen.origins import Origins, Statement
+
+# An expression that was put together from several is no longer than this; one that goes into another, than that.
+_LONGEST, _FOLDED_LENGTH = 96, 88
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_WRITES = (torch.ops.aten.fill_, torch.ops.aten.copy_)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A value that is not written yet: it may stand inside the expression of its only reader."""
+
+    expression: Expression
+    names: frozenset[str]
+    regions: tuple[str, ...]
+    item: Item
+
+
+class Body:
+    """Writes one ``forward``.
+
+    ``origins`` gives names and line breaks of the model's own source. Without it every value has a line and a neutral
+    name: two scopes of equal structure then give equal text. ``wanted`` names values that the source leaves unnamed.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        tree: Tree,
+        parameters: Sequence[str],
+        origins: Origins | None,
+        wanted: Mapping[fx.Node, str] | None = None,
+    ) -> None:
+        self._scope = scope
+        self._tree = tree
+        self._origins = origins
+        self._wanted = wanted or {}
+        self._left = Counter(node for item in scope.items for node in _operands(item))
+        self._left.update(scope.outputs)
+        self._variables: dict[str, fx.Node] = {}
+        self._written: dict[fx.Node, Expression] = {}
+        self._pending: dict[fx.Node, _Pending] = {}
+        self._lines: list[tuple[tuple[str, ...], str]] = []
+        self._chain = {item: self._find_chain(item) for item in scope.items} if origins else {}
+        self._maker = {node: item for item in scope.items for node in item.makes}
+        self._readers: dict[fx.Node, list[Item]] = {}
+        for item in scope.items:
+            for node in dict.fromkeys(item.reads):
+                self._readers.setdefault(node, []).append(item)
+        for node, name in scope.names.items():
+            self._written[node] = Expression(access(tree, name.split(".")))
+        for node, name in zip(scope.inputs, parameters, strict=True):
+            self._variables[name] = node
+            self._written[node] = Expression(name)
+        self._device = self._device_expression(parameters)
+        self._source_names = self._name_results()
+
+    def lines(self) -> list[tuple[tuple[str, ...], str]]:
+        """Statements in order, each with the ``with`` headers that it stands under."""
+        for item in self._scope.items:
+            if isinstance(item, Loop):
+                self._loop(item)
+            elif isinstance(item, ModuleCall):
+                self._call(item)
+            else:
+                self._operation(item)
+        self._return()
+        return self._lines
+
+    def _return(self) -> None:
+        """``return`` of the results; one that was assigned a line before is returned by its expression."""
+        texts = [self._value(node).text for node in self._scope.outputs]
+        regions, last = self._lines[-1] if self._lines else ((), "")
+        if not regions and len(texts) == 1 and self._origins is not None and last.startswith(f"{texts[0]} = "):
+            texts = [self._lines.pop()[1].removeprefix(f"{texts[0]} = ")]
+        self._lines.append(((), f"return {', '.join(texts)}"))
+
+    # ---- items -----------------------------------------------------------------------------------------------------
+
+    def _operation(self, item: Operation) -> None:
+        node = item.node
+        if node in self._written:  # a part of a tuple that was unpacked
+            return
+        if "writes" in node.meta:
+            self._write(item)
+            return
+        expression = self._build(item, lambda: express(node, Writer(self._value, self._device)))
+        parts = [user for user in node.users if user.target is operator.getitem and user in self._maker]
+        if isinstance(node.meta.get("val"), (tuple, list)) and len(parts) > 1:
+            self._unpack(item, expression, parts)
+        else:
+            self._place(item, node, expression)
+
+    def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
+        """``a, b = x.split(…)``."""
+        by_position = {int(part.args[1]): part for part in parts}  # type: ignore[arg-type]
+        names = [
+            self._bind(by_position[position], self._name(item, by_position[position]))
+            if position in by_position
+            else "_"
+            for position in range(len(item.node.meta["val"]))
+        ]
+        self._emit(item, f"{', '.join(names)} = {expression.text}")
+
+    def _write(self, item: Operation) -> None:
+        """An operation in place is a statement; its result is the tensor that it wrote into."""
+        node = item.node
+        self._flush(except_for=_operands(item))
+        target = node.args[0]
+        assert isinstance(target, fx.Node) and isinstance(node.target, torch._ops.OpOverload)
+        owner = self._value(target)
+        self._written[target] = owner
+        self._left[target] += 1
+        if node.target.overloadpacket in _WRITES and owner.text.endswith("]"):
+            source = node.args[1]
+            text = f"{owner.text} = {self._value(source).text if isinstance(source, fx.Node) else literal(source)}"
+            self._left[target] -= 1
+        else:
+            text = express(node, Writer(self._value, self._device)).text
+        self._written[node] = owner
+        if owner.text in self._variables:
+            self._variables[owner.text] = node
+        self._emit(item, text)
+
+    def _call(self, item: ModuleCall) -> None:
+        owner = access(self._tree, self._relative(item.fqn))
+        expression = self._build(item, lambda: self._invoke(owner, item.reads))
+        if len(item.makes) == 1:
+            self._place(item, item.makes[0], expression)
+            return
+        names = [self._bind(node, self._name(item, node)) for node in item.makes]
+        self._emit(item, f"{', '.join(names)} = {expression.text}")
+
+    def _loop(self, item: Loop) -> None:
+        """``for layer in self.layers.values(): h = layer(h, cos, sin)``."""
+        container = self._relative(item.calls[0].fqn)[:-1]
+        carried = dict(item.carried)
+        begin = {made: item.reads[position] for position, made in item.carried}
+        for position, node in enumerate(item.reads):
+            if position not in carried:
+                self._settle(node)
+        # All names are chosen while what the loop reads in every turn still counts as needed.
+        names = {made: self._carry(item, made, node) for made, node in sorted(begin.items())}
+        module = unused(variable(container[-1].removesuffix("s"), "module"), self._taken() | set(names.values()))
+        for made, node in enumerate(item.makes):
+            if made in names:
+                self._variables[names[made]] = node
+                self._written[node] = Expression(names[made])
+            else:
+                names[made] = self._bind(node, self._name(item, node))
+        arguments = [
+            names[carried[position]] if position in carried else self._value(node).text
+            for position, node in enumerate(item.reads)
+        ]
+        numbers = [call.fqn.rpartition(".")[2] for call in item.calls]
+        holder = self._tree.at(container)
+        everything = isinstance(holder, Tree) and list(holder.children) == numbers
+        targets = ", ".join(names[made] for made in range(len(item.makes)))
+        owner = access(self._tree, container)
+        if everything:
+            header, callee = f"for {module} in {owner}.values():", module
+        else:
+            header = f"for i in range({numbers[0]}, {int(numbers[-1]) + 1}):"
+            callee = f"{owner}[str(i)]" if isinstance(holder, Tree) and holder.is_dict else f"getattr({owner}, str(i))"
+        self._emit(item, header)
+        self._emit(item, f"    {targets} = {callee}({', '.join(arguments)})")
+
+    def _carry(self, item: Loop, made: int, begin: fx.Node) -> str:
+        """The variable that goes round a loop, holding ``begin`` before the first turn."""
+        uses = sum(item.reads[position] is begin for position, _ in item.carried)
+        wanted = variable(self._name(item, item.makes[made]), "x")
+        pending = self._pending.get(begin)
+        if pending is not None:
+            self._left[begin] -= uses
+            del self._pending[begin]
+            name = unused(wanted, self._taken())
+            self._lines.append((pending.regions, f"{name} = {pending.expression.text}"))
+            self._variables[name] = begin
+            return name
+        self._left[begin] -= uses
+        held = self._written[begin].text
+        if (
+            self._left[begin] == 0
+            and held in self._variables
+            and (held.startswith(wanted) or begin in self._scope.inputs)
+        ):
+            return held
+        name = unused(wanted, self._taken() | {held})
+        self._emit(item, f"{name} = {held}")
+        self._variables[name] = begin
+        return name
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+
+    def _invoke(self, owner: str, reads: Iterable[fx.Node]) -> Expression:
+        return Expression(f"{owner}({', '.join(self._value(node).text for node in reads)})", ATOM)
+
+    def _value(self, node: fx.Node) -> Expression:
+        """The expression of a value, used once more."""
+        self._left[node] -= 1
+        if node in self._pending:
+            return self._pending.pop(node).expression
+        return self._written[node]
+
+    def _build(self, item: Item, build: Callable[[], Expression]) -> Expression:
+        """Build the expression of an item. What it draws in is written on lines of its own if it would grow too
+        long, or if the item's effects must come after."""
+        operands = dict.fromkeys(_operands(item))
+        if _has_effects(item):
+            self._flush(except_for=operands)
+        drawn = [node for node in self._pending if node in operands]
+        regions = self._regions(item)
+        if all(self._pending[node].regions == regions for node in drawn):
+            left, pending = {node: self._left[node] for node in operands}, dict(self._pending)
+            self._drawn = frozenset(name for node in operands for name in self._held_names(node))
+            expression = build()
+            if not drawn or len(expression.text) <= _LONGEST:
+                return expression
+            self._left.update({node: count - self._left[node] for node, count in left.items()})
+            self._pending = pending
+        for node in drawn:
+            self._settle(node)
+        self._drawn = frozenset(name for node in operands for name in self._held_names(node))
+        return build()
+
+    def _held_names(self, node: fx.Node) -> frozenset[str]:
+        """The variables that the expression of a value mentions."""
+        if node in self._pending:
+            return self._pending[node].names
+        text = self._written[node].text if node in self._written else ""
+        return frozenset(_NAME.findall(text)) & self._variables.keys()
+
+    def _place(self, item: Item, node: fx.Node, expression: Expression) -> None:
+        """Keep an expression for its only reader, or write it on a line."""
+        if self._may_fold(item, node, expression):
+            self._pending[node] = _Pending(expression, self._drawn, self._regions(item), item)
+        elif self._left[node] == 0:
+            self._emit(item, expression.text)
+        else:
+            self._emit(item, f"{self._bind(node, self._name(item, node))} = {expression.text}")
+
+    def _may_fold(self, item: Item, node: fx.Node, expression: Expression) -> bool:
+        """A value with one reader stands inside its expression, unless the model's source gives it a name."""
+        if self._origins is None or self._left[node] != 1 or len(expression.text) > _FOLDED_LENGTH:
+            return False
+        return node not in self._source_names and (isinstance(item, Operation) or bool(self._chain[item]))
+
+    def _settle(self, node: fx.Node) -> None:
+        """Write a pending value on a line of its own."""
+        pending = self._pending.pop(node, None)
+        if pending is None:
+            return
+        name = self._bind(node, self._name(pending.item, node))
+        self._lines.append((pending.regions, f"{name} = {pending.expression.text}"))
+
+    def _flush(self, except_for: Iterable[fx.Node]) -> None:
+        kept = set(except_for)
+        for node in [node for node in self._pending if node not in kept]:
+            self._settle(node)
+
+    # ---- names -----------------------------------------------------------------------------------------------------
+
+    def _name(self, item: Item, node: fx.Node) -> str:
+        if self._origins is None:
+            return "v"
+        return (
+            self._source_names.get(node)
+            or self._wanted.get(node)
+            or self._inner_name(item, node)
+            or _default_name(item)
+        )
+
+    def _inner_name(self, item: Item, node: fx.Node) -> str | None:
+        """Where a call gives several values, what its own source calls each."""
+        assert self._origins is not None
+        chain = self._origins.of_operation(node) if len(item.makes) > 1 else ()
+        return chain[-1].targets[0] if chain and len(chain[-1].targets) == 1 else None
+
+    def _name_results(self) -> dict[fx.Node, str]:
+        """The values that the model's source names: what a statement leaves for others is what it assigns."""
+        results: dict[Statement, list[fx.Node]] = {}
+        for item, chain in self._chain.items():
+            for node in item.makes if chain else ():
+                if isinstance(item, Operation) and isinstance(node.meta.get("val"), (tuple, list)):
+                    continue
+                readers = [reader for reader in self._readers.get(node, ()) if not _next_turn(item, reader)]
+                if not any(chain[-1] in self._chain[reader] for reader in readers):
+                    results.setdefault(chain[-1], []).append(node)
+        names: dict[fx.Node, str] = {}
+        for statement, nodes in results.items():
+            targets = statement.targets
+            if len(targets) == 1 and len({self._maker[node] for node in nodes}) == len(nodes):
+                names |= dict.fromkeys(nodes, targets[0])
+            elif len(targets) == len(nodes):
+                names |= dict(zip(nodes, targets, strict=True))
+        return names
+
+    def _bind(self, node: fx.Node, wanted: str) -> str:
+        """A variable for a value: the wanted name, or that with a number while the name is still needed."""
+        name = unused(variable(wanted, "x"), self._taken())
+        self._variables[name] = node
+        self._written[node] = Expression(name)
+        return name
+
+    def _taken(self) -> set[str]:
+        """Variables that something still reads, directly or inside a pending expression."""
+        live = {name for name, node in self._variables.items() if self._left[node] > 0 and self._reads_name(name, node)}
+        return live | {name for pending in self._pending.values() for name in pending.names}
+
+    def _reads_name(self, name: str, node: fx.Node) -> bool:
+        return node not in self._written or self._written[node].text == name
+
+    def _relative(self, fqn: str) -> list[str]:
+        prefix = self._scope.prefix
+        return (fqn.removeprefix(f"{prefix}.") if prefix else fqn).split(".")
+
+    # ---- surroundings ----------------------------------------------------------------------------------------------
+
+    def _find_chain(self, item: Item) -> tuple[Statement, ...]:
+        """The statements of the model's source that led to an item, outermost first."""
+        assert self._origins is not None
+        if isinstance(item, Operation):
+            return self._origins.of_operation(item.node)
+        call = item.calls[-1] if isinstance(item, Loop) else item
+        return self._origins.of_call(call.fqn, call.nodes[-1])
+
+    def _regions(self, item: Item) -> tuple[str, ...]:
+        """The headers of the ``with`` blocks around an item; a ``no_grad`` that no gradient would pass is left out."""
+        headers = []
+        for kind, settings in common_regions(item.nodes)[self._scope.regions :]:
+            if kind == "autocast":
+                _, dtype, enabled, cache = settings
+                named = [f"dtype={literal(dtype)}"] if enabled and dtype is not None else []
+                named += [f"enabled={enabled}"] if not enabled else []
+                named += ["cache_enabled=False"] if enabled and cache is False else []
+                headers.append(f"with torch.autocast({', '.join([f'{self._device}.type', *named])}):")
+            elif any(parent.meta["requires_grad"] for node in item.nodes for parent in node.all_input_nodes):
+                headers.append("with torch.enable_grad():" if settings[0] else "with torch.no_grad():")
+        return tuple(headers)
+
+    def _emit(self, item: Item, text: str) -> None:
+        self._lines.append((self._regions(item), text))
+
+    def _device_expression(self, parameters: Sequence[str]) -> str:
+        """Where this class runs: the device of its first tensor."""
+        if parameters:
+            return f"{parameters[0]}.device"
+        if self._scope.names:
+            return f"{access(self._tree, next(iter(self._scope.names.values())).split('.'))}.device"
+        return "torch.get_default_device()"
+
+
+def _operands(item: Item) -> list[fx.Node]:
+    """Values that an item mentions, as often as it does."""
+    if isinstance(item, Operation):
+        found: list[fx.Node] = []
+        fx.map_arg((item.node.args, item.node.kwargs), found.append)
+        return found
+    return list(item.reads)
+
+
+def _next_turn(item: Item, reader: Item) -> bool:
+    """Whether a reader in the same statement runs in the next turn of a loop of the model's source."""
+    if isinstance(item, Operation) or isinstance(reader, Operation):
+        return False
+    first = item.calls[-1].fqn if isinstance(item, Loop) else item.fqn
+    second = reader.calls[0].fqn if isinstance(reader, Loop) else reader.fqn
+    return first.rpartition(".")[0] == second.rpartition(".")[0] and second.rpartition(".")[2].isdigit()
+
+
+def _has_effects(item: Item) -> bool:
+    """Whether the place of an item in the order matters: it draws random numbers or changes state."""
+    return any(
+        "writes" in node.meta or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        for node in item.nodes
+    )
+
+
+def common_regions(nodes: Sequence[fx.Node]) -> tuple[tuple[str, tuple[object, ...]], ...]:
+    """The ``with`` blocks that all of ``nodes`` stand in, outermost first."""
+    common = nodes[0].meta["regions"] if nodes else ()
+    for node in nodes:
+        depth = 0
+        while depth < min(len(common), len(node.meta["regions"])) and common[depth] == node.meta["regions"][depth]:
+            depth += 1
+        common = common[:depth]
+    return tuple(common)
+
+
+def _default_name(item: Item) -> str:
+    """A name for what the model's source leaves unnamed."""
+    if isinstance(item, Operation):
+        target = item.node.target
+        return target._opname.strip("_") if isinstance(target, torch._ops.OpOverload) else "part"
+    fqn = item.calls[0].fqn if isinstance(item, Loop) else item.fqn
+    parts = [part for part in fqn.split(".") if not part.isdigit()]
+    return parts[-1] if parts else "x"

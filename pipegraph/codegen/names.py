@@ -1,0 +1,77 @@
+"""Names that come from a model and must become safe Python."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Container
+
+# What the generated source itself calls; a local variable must not shadow it.
+_TAKEN = frozenset({"torch", "nn", "F", "self", "str", "float", "range", "getattr", "super", "slice", "bool", "int"})
+
+
+def is_plain(name: str) -> bool:
+    """Whether ``self.<name>`` means the attribute of that name: an ASCII identifier (Python normalises others), no
+    keyword, and not a name that a class body mangles (``__x``)."""
+    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("__")
+
+
+def attribute(owner: str, name: str) -> str:
+    """The expression for an attribute, whatever it is called."""
+    return f"{owner}.{name}" if is_plain(name) else f"getattr({owner}, {literal_text(name)})"
+
+
+def variable(name: str, default: str) -> str:
+    """A name for a local variable, made from any text; ``default`` where nothing of it can be kept."""
+    clean = re.sub(r"[^0-9a-zA-Z_]+", "_", name).strip("_")
+    if not clean or not clean.isidentifier():
+        clean = default
+    return f"{clean}_" if keyword.iskeyword(clean) or keyword.issoftkeyword(clean) or clean in _TAKEN else clean
+
+
+def class_name(name: str) -> str:
+    """A name for a class, made from any text."""
+    clean = re.sub(r"[^0-9a-zA-Z_]+", "_", name).strip("_")
+    clean = clean if clean.isidentifier() and not keyword.iskeyword(clean) else "Block"
+    return f"{clean}_" if clean in _TAKEN else clean
+
+
+def unused(name: str, taken: Container[str]) -> str:
+    """``name``, or ``name_1``, ``name_2``, … until it is not taken."""
+    if name not in taken:
+        return name
+    count = 1
+    while f"{name}_{count}" in taken:
+        count += 1
+    return f"{name}_{count}"
+
+
+def unused_class(name: str, taken: Container[str]) -> str:
+    """``Block``, or ``Block2``, ``Block3``, … until it is not taken."""
+    if name not in taken:
+        return name
+    stem, count = f"{name}_" if name[-1].isdigit() else name, 2
+    while f"{stem}{count}" in taken:
+        count += 1
+    return f"{stem}{count}"
+
+
+def literal_text(text: str) -> str:
+    """A string literal: ASCII, on one line, in the quotes that a formatter would choose."""
+    body = text.encode("unicode_escape").decode("ascii")
+    if '"' in body and "'" not in body:
+        return f"'{body}'"
+    return '"' + body.replace('"', '\\"') + '"'
+
+
+def prose(text: str) -> str:
+    """Text for a docstring or a comment: ASCII and our own signs as they are, everything else escaped."""
+    return "".join(_prose_character(character) for character in text)
+
+
+def _prose_character(character: str) -> str:
+    if character in '\\"':
+        return "\\\\" if character == "\\" else "'"
+    if character in "…→–" or (character.isascii() and character.isprintable()):
+        return character
+    return character.encode("unicode_escape").decode("ascii").replace("\\", "\\\\")

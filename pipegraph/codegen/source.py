@@ -1,0 +1,132 @@
+"""Render the source files of a package through the templates."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+import pipegraph
+from pipegraph.codegen.blocks import ClassSource
+from pipegraph.codegen.wrap import wrap
+
+_DOCSTRING_WIDTH = 112
+# Sizes stay on one line: their spaces are no-break spaces while a docstring is filled.
+_SIZES = re.compile(r"\[[\d, ]*\]")
+_JOINED = "\u00a0"
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(templates_folder()),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # Python, not HTML; every name is escaped where it enters
+    )
+
+
+def templates_folder() -> Path:
+    """``codegen_templates``: inside the installed package, or at the top of a checkout."""
+    package = Path(pipegraph.__file__).parent
+    inside = package / "codegen_templates"
+    return inside if inside.is_dir() else package.parent / "codegen_templates"
+
+
+def render_stage(source: ClassSource, blocks: Sequence[ClassSource], header: str) -> str:
+    """``stage_0.py``."""
+    text = "\n".join(class_lines(source))
+    used = sorted(block.name for block in blocks if re.search(rf"\b{block.name}\(", text))
+    return _render(
+        "stage.py.jinja", header=_docstring(header, 0), lines=text, imports=_imports(text), blocks=_wrapped(used)
+    )
+
+
+def render_blocks(blocks: Sequence[ClassSource], header: str, requires: Sequence[str]) -> str:
+    """``blocks.py``."""
+    texts = ["\n".join(class_lines(block)) for block in blocks]
+    return _render(
+        "blocks.py.jinja",
+        header=_docstring(header, 0),
+        classes=texts,
+        imports=_imports("\n".join(texts), always=bool(texts)),
+        requires=requires,
+    )
+
+
+def render_init(stages: Sequence[ClassSource], header: str, requires: Sequence[str]) -> str:
+    """``__init__.py``."""
+    return _render(
+        "init.py.jinja", header=_docstring(header, 0), stages=[stage.name for stage in stages], requires=requires
+    )
+
+
+def _render(template: str, **values: Any) -> str:
+    return _environment().get_template(template).render(**values)
+
+
+def class_lines(source: ClassSource) -> list[str]:
+    """A class as lines; ``forward``'s blocks are indented and long lines broken."""
+    lines = [f"class {source.name}({source.base}):", *(_indented(_docstring(source.docstring, 4), 4)), ""]
+    if source.children:
+        return [*lines, "    def __init__(self):", *wrap(f"super().__init__({', '.join(source.children)})", 8)]
+    if source.assignments:
+        lines += ["    def __init__(self):", "        super().__init__()"]
+        lines += [line for text in source.assignments for line in wrap(text, 8)]
+        lines += [""]
+    lines += wrap(f"def forward({', '.join(('self', *source.parameters))}):", 4)
+    open_regions: tuple[str, ...] = ()
+    for regions, text in source.body:
+        shared = 0
+        while shared < min(len(regions), len(open_regions)) and regions[shared] == open_regions[shared]:
+            shared += 1
+        for depth in range(shared, len(regions)):
+            lines += wrap(regions[depth], 8 + 4 * depth)
+        open_regions = regions
+        inner = len(text) - len(text.lstrip())
+        lines += wrap(text.lstrip(), 8 + 4 * len(regions) + inner)
+    return lines
+
+
+def _docstring(text: str, indent: int) -> list[str]:
+    """A docstring as lines without indentation, broken where it is too long."""
+    if len(text) + indent + 6 <= _DOCSTRING_WIDTH + 8:
+        return [f'"""{text}"""']
+    head, *parts = _SIZES.sub(lambda found: found[0].replace(" ", _JOINED), text).split("  ")
+    lines = textwrap.wrap(head, _DOCSTRING_WIDTH - indent - 3, break_long_words=False, break_on_hyphens=False)
+    body = [
+        line
+        for part in parts
+        for line in textwrap.wrap(part, _DOCSTRING_WIDTH - indent, break_long_words=False, break_on_hyphens=False)
+    ]
+    joined = [f'"""{lines[0]}', *lines[1:], *([""] if body else []), *body, '"""']
+    return [line.replace(_JOINED, " ") for line in joined]
+
+
+def _indented(lines: Sequence[str], indent: int) -> list[str]:
+    return [f"{' ' * indent}{line}" if line else "" for line in lines]
+
+
+def _imports(text: str, always: bool = True) -> list[str]:
+    code = re.sub(r'"""(?:.|\n)*?"""', "", text)
+    found = []
+    if re.search(r"\btorch\.", code):
+        found.append("import torch")
+    if re.search(r"\bF\.", code):
+        found.append("import torch.nn.functional as F")
+    return [*found, "from torch import nn"] if always else found
+
+
+def _wrapped(names: Sequence[str]) -> list[str]:
+    return (
+        wrap(f"from .blocks import {', '.join(names)}", 0)
+        if names and len(", ".join(names)) < 90
+        else (["from .blocks import (", *(f"    {name}," for name in names), ")"] if names else [])
+    )

@@ -1,0 +1,136 @@
+"""The class of one stage, ready for its template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import fx
+
+from pipegraph.codegen.attributes import Tree, access, assignments
+from pipegraph.codegen.blocks import Blocks, ClassSource, signature
+from pipegraph.codegen.body import Body
+from pipegraph.codegen.literals import type_text
+from pipegraph.codegen.names import is_plain, literal_text, prose
+from pipegraph.cost.stage import StageCost
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.stages import StageGraph
+from pipegraph.planner.plan import Plan, stage_modules
+
+
+def stage_class(plan: Plan, blocks: Blocks, stage: StageGraph, names: Mapping[fx.Node, str]) -> ClassSource:
+    """``class Stage1``: its attributes, and a ``forward`` over blocks with loops rolled.
+
+    Args:
+        names: of all values that cross, as the manifest has them; they are the arguments of ``forward``.
+    """
+    scope, tree = blocks.stage(stage)
+    parameters = [names[node] for node in stage.inputs]
+    captured = plan.captured
+    body = Body(scope, tree, parameters, blocks.origins, {node: names[node] for node in stage.outputs})
+    return ClassSource(
+        name=f"Stage{stage.index}",
+        docstring=_docstring(plan, stage, parameters, names),
+        assignments=(
+            *assignments(tree),
+            *_ties(captured, stage, tree),
+            *_frozen(captured, stage),
+            *_modes(captured, stage, tree),
+        ),
+        parameters=tuple(parameters),
+        body=tuple(body.lines()),
+    )
+
+
+def _docstring(plan: Plan, stage: StageGraph, parameters: Sequence[str], names: Mapping[fx.Node, str]) -> str:
+    held = ", ".join(stage_modules(plan.captured, stage)).replace(" – ", " … ")
+    taken = signature(parameters, stage.inputs, ()).removesuffix(" → ")
+    given = ", ".join(f"{names[node]} {type_text(node.meta['val'])}" for node in stage.outputs)
+    return f"{prose(held)}.  {taken} → {given}.  {cost_text(plan.costs[stage.index])}."
+
+
+def cost_text(cost: StageCost) -> str:
+    """``12.6 M parameters, 51.3 GFLOP``."""
+    return f"{scaled(cost.parameters)} parameters, {scaled(cost.flops, 'FLOP')}"
+
+
+def scaled(number: int, unit: str = "") -> str:
+    """``12.6 M``, or ``51.3 GFLOP`` with a unit."""
+    for factor, prefix in ((10**15, "P"), (10**12, "T"), (10**9, "G" if unit else "B"), (10**6, "M"), (10**3, "k")):
+        if number >= factor:
+            return f"{number / factor:.1f} {prefix}{unit}"
+    return f"{number} {unit}".rstrip()
+
+
+def _ties(captured: Captured, stage: StageGraph, tree: Tree) -> Iterator[str]:
+    """``self.output.weight = self.embed.weight`` where both names are in this stage."""
+    for group in captured.tied:
+        names = [name for name in group if name in stage.state]
+        for name in names[1:]:
+            owner, _, attribute = name.rpartition(".")
+            target = _module(tree, owner)
+            value = _parameter(tree, names[0])
+            if is_plain(attribute):
+                yield f"{target}.{attribute} = {value}"
+            else:
+                yield f"setattr({target}, {literal_text(attribute)}, {value})"
+
+
+def _frozen(captured: Captured, stage: StageGraph) -> Iterator[str]:
+    """``self.embed.requires_grad_(False)``, for the largest modules in which nothing is trained."""
+    parameters = [captured.state[fqn] for fqn in stage.state if captured.state[fqn].kind == "parameter"]
+    frozen = {entry.fqn for entry in parameters if not entry.requires_grad and entry.dtype.is_floating_point}
+    trained = {entry.fqn for entry in parameters} - frozen
+    if frozen and not trained:
+        yield "self.requires_grad_(False)"
+        return
+    done: list[str] = []
+    for fqn in sorted(frozen):
+        parts = fqn.split(".")
+        if any(fqn.startswith(f"{module}.") for module in done):
+            continue
+        for depth in range(1, len(parts)):
+            module = ".".join(parts[:depth])
+            if not any(name.startswith(f"{module}.") for name in trained):
+                done.append(module)
+                yield f"self.get_submodule({literal_text(module)}).requires_grad_(False)"
+                break
+        else:
+            yield f"self.get_parameter({literal_text(fqn)}).requires_grad_(False)"
+
+
+def _modes(captured: Captured, stage: StageGraph, tree: Tree) -> Iterator[str]:
+    """``self.eval()``, or the modules that were in evaluation mode in a model that was in training mode."""
+    if not captured.modules[""].training:
+        yield "self.eval()"
+        return
+    done: list[str] = []
+    for fqn in _module_paths(tree):
+        module = captured.modules.get(fqn)
+        if module is None or module.training or any(fqn.startswith(f"{outer}.") for outer in done):
+            continue
+        done.append(fqn)
+        yield f"self.get_submodule({literal_text(fqn)}).eval()"
+
+
+def _module_paths(tree: Tree, prefix: str = "") -> Iterator[str]:
+    for name, child in tree.children.items():
+        fqn = f"{prefix}{name}"
+        yield fqn
+        if isinstance(child, Tree):
+            yield from _module_paths(child, f"{fqn}.")
+
+
+def _module(tree: Tree, fqn: str) -> str:
+    """The expression for a module of the stage; one inside a block is found by its name."""
+    path = fqn.split(".") if fqn else []
+    if not path or tree.at(path) is not None:
+        return access(tree, path)
+    return f"self.get_submodule({literal_text(fqn)})"
+
+
+def _parameter(tree: Tree, fqn: str) -> str:
+    owner, _, name = fqn.rpartition(".")
+    path = owner.split(".") if owner else []
+    if is_plain(name) and (not path or tree.at(path) is not None):
+        return f"{access(tree, path)}.{name}"
+    return f"self.get_parameter({literal_text(fqn)})"

@@ -1,0 +1,65 @@
+"""The tensors of a package: one safetensors file per stage and an index over them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from pipegraph.errors import PackageError
+from pipegraph.graph.captured import Captured, State
+from pipegraph.graph.stages import StageGraph
+from pipegraph.package import WEIGHTS_INDEX
+
+
+def shard_plan(captured: Captured, stages: Sequence[StageGraph], weights: bool) -> dict[str, tuple[str, ...]]:
+    """Shard file → the names that it holds.
+
+    Every tensor stands once, in the first stage that has it, under the first of its names. Without ``weights`` only
+    buffers and constants are written: they hold values (a rotary table) that nothing else could restore.
+    """
+    shards: dict[str, tuple[str, ...]] = {}
+    placed: set[str] = set()
+    for stage in stages:
+        names = [captured.state[fqn].canonical for fqn in stage.state if weights or _is_value(captured.state[fqn])]
+        new = tuple(name for name in dict.fromkeys(names) if name not in placed)
+        placed.update(new)
+        if new:
+            shards[f"stage-{stage.index:05}-of-{len(stages):05}.safetensors"] = new
+    return shards
+
+
+def _is_value(entry: State) -> bool:
+    return entry.kind != "parameter"
+
+
+def write_weights(captured: Captured, shards: dict[str, tuple[str, ...]], folder: Path) -> None:
+    """Write the shards and ``model.safetensors.index.json``.
+
+    Raises:
+        PackageError: a tensor is on the meta device, so that there is no value to write.
+    """
+    from safetensors.torch import save_file
+
+    for file, names in shards.items():
+        _check_values(captured, names)
+        save_file({name: captured.tensors[name].cpu().contiguous().clone() for name in names}, folder / file)
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    total = sum(captured.tensors[name].numel() * captured.tensors[name].element_size() for name in weight_map)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _check_values(captured: Captured, names: Iterable[str]) -> None:
+    empty = [name for name in names if captured.tensors[name].device == torch.device("meta")]
+    if empty:
+        kind = "weights" if captured.state[empty[0]].kind == "parameter" else "buffers"
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        advice = (
+            "capture the model with its weights, or pass weights=False (--no-weights)"
+            if kind == "weights"
+            else "build the model on the CPU, so that its buffers hold their values"
+        )
+        raise PackageError(f"{empty[0]}{more} on the meta device: there are no {kind} to write.\nTry: {advice}.")

@@ -1,0 +1,1 @@
+"""Floor 3: what a piece of the graph costs."""

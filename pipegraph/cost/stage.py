@@ -1,0 +1,80 @@
+"""Floating-point operations and bytes of a stage, for one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipegraph.graph.captured import State
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one microbatch on one stage needs.
+
+    Attributes:
+        flops: floating-point operations of the forward; the backward takes about twice as many.
+        parameters: elements of the stage's parameters, a tied weight counted once.
+        parameter_bytes: their size.
+        input_bytes, output_bytes: what the stage receives from other stages and sends to them.
+    """
+
+    flops: int
+    parameters: int
+    parameter_bytes: int
+    input_bytes: int
+    output_bytes: int
+
+    def to_json(self) -> dict[str, int]:
+        """The fields by name."""
+        return asdict(self)
+
+
+def stage_cost(
+    nodes: Iterable[fx.Node], state: Iterable[State], received: Iterable[fx.Node], sent: Iterable[fx.Node]
+) -> StageCost:
+    """Add up a stage. Operations are counted by torch's own registry (``torch.utils.flop_counter``)."""
+    parameters = {entry.canonical: entry for entry in state if entry.kind == "parameter"}.values()
+    return StageCost(
+        flops=sum(flops(node) for node in nodes),
+        parameters=sum(entry.numel for entry in parameters),
+        parameter_bytes=sum(entry.numel * entry.dtype.itemsize for entry in parameters),
+        input_bytes=sum(value_bytes(node) for node in received),
+        output_bytes=sum(value_bytes(node) for node in sent),
+    )
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of one node: it is run on meta tensors under torch's counter, so that a composite
+    operation (``linear``, attention) counts as what it is made of. Elementwise work counts as zero, as there."""
+    arguments = fx.map_arg((node.args, node.kwargs), _meta)
+    leaves = [leaf for leaf in node.all_input_nodes if isinstance(leaf.meta.get("val"), torch.Tensor)]
+    if not any(leaf.meta["val"].is_floating_point() for leaf in leaves) or not callable(node.target):
+        return 0
+    args, kwargs = arguments
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter, torch.no_grad():
+            node.target(*args, **{name: value for name, value in kwargs.items() if name != "device"})
+    except (RuntimeError, NotImplementedError, TypeError):
+        return 0  # no meta kernel: such an operation has no formula in the registry either
+    return int(counter.get_total_flops())
+
+
+def _meta(node: fx.Node) -> Any:
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor,
+        lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"),
+        node.meta.get("val"),
+    )
+
+
+def value_bytes(node: fx.Node) -> int:
+    """Size of a value that crosses."""
+    value = node.meta["val"]
+    return int(value.numel() * value.element_size())

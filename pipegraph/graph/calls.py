@@ -1,0 +1,53 @@
+"""The tree of module calls over a run of operations: which module ran what, nested as the model nests it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from pipegraph.graph.captured import path_of
+
+
+@dataclass
+class Call:
+    """One call of a module: the operations of its ``forward`` and the calls it makes, in order.
+
+    ``call`` tells two calls of one module apart; ``fqn`` names the module, "" the model itself.
+    """
+
+    call: str
+    fqn: str
+    items: list[fx.Node | Call] = field(default_factory=list)
+
+    def nodes(self) -> Iterator[fx.Node]:
+        """All operations of the call, those of inner calls included, in order."""
+        for item in self.items:
+            if isinstance(item, Call):
+                yield from item.nodes()
+            else:
+                yield item
+
+    def calls(self) -> Iterator[Call]:
+        """The calls that this one makes itself."""
+        return (item for item in self.items if isinstance(item, Call))
+
+
+def call_tree(nodes: Sequence[fx.Node]) -> Call:
+    """Nest ``nodes`` by the module calls they ran in. A call that a run of operations holds only in part is in the tree
+    with that part."""
+    root = Call(call="", fqn="")
+    stack = [root]
+    for node in nodes:
+        path = path_of(node)
+        depth = 0
+        while depth < len(path) and depth + 1 < len(stack) and stack[depth + 1].call == path[depth][0]:
+            depth += 1
+        del stack[depth + 1 :]
+        for call, fqn in path[depth:]:
+            inner = Call(call=call, fqn=fqn)
+            stack[-1].items.append(inner)
+            stack.append(inner)
+        stack[-1].items.append(node)
+    return root

@@ -1,0 +1,245 @@
+"""``capture``: a model becomes one flat graph through ``torch.export``, at no memory cost for its parameters."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from pipegraph.errors import CaptureError
+from pipegraph.graph.captured import Captured, Module, State
+from pipegraph.graph.fake import fake_parameters
+from pipegraph.graph.flatten import flatten
+from pipegraph.graph.simplify import simplify
+
+_TORCH = Path(torch.__file__).parent
+
+
+def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Captured:
+    """Capture ``model`` on the inputs of one microbatch.
+
+    The model is left as it was: its parameters stand in as fake tensors while it is traced, so that neither memory nor
+    time goes into them, and it is traced in training mode, so that dropout and batch norm are seen. A model that traces
+    only as it is (or only in evaluation mode) is captured so, with a warning.
+
+    Args:
+        model: any module that ``torch.export`` takes; parameters may be on the meta device.
+        args, kwargs: its inputs, one microbatch; tensors may be real or on the meta device.
+
+    Raises:
+        CaptureError: ``torch.export`` cannot trace it; names the line of the model's own source.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            f"capture takes a torch.nn.Module, not {type(model).__name__}.\n"
+            "Try: pipegraph.capture(model, args=(tokens,))."
+        )
+    if not isinstance(args, tuple):
+        raise CaptureError(f"args must be a tuple, not {type(args).__name__}.\nTry: args=(tokens,).")
+    kwargs = dict(kwargs or {})
+    state, tensors = _state(model)
+    modules = _modules(model)
+    exported, training = _export(model, args, kwargs)
+    graph = flatten(exported, state, tensors)
+    simplify(graph)
+    inputs, constants = _inputs(graph, exported, args, kwargs)
+    return Captured(
+        graph=graph,
+        model_name=type(model).__name__,
+        args=inputs[0],
+        kwargs=inputs[1],
+        outputs=_outputs(graph, exported),
+        constants=constants,
+        state=state,
+        tensors=tensors,
+        modules=modules,
+        training=training,
+    )
+
+
+def _state(model: nn.Module) -> tuple[dict[str, State], dict[str, torch.Tensor]]:
+    """Every parameter and buffer under every name it has, in the order of ``state_dict()``."""
+    state: dict[str, State] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    first_name: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for kind, named in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in named.items():
+                if tensor is None:
+                    continue
+                fqn = f"{prefix}.{name}" if prefix else name
+                tensors[fqn] = tensor.detach()
+                state[fqn] = State(
+                    fqn=fqn,
+                    kind=kind,
+                    shape=tuple(tensor.shape),
+                    dtype=tensor.dtype,
+                    requires_grad=kind == "parameter" and tensor.requires_grad,
+                    persistent=kind == "parameter" or name not in module._non_persistent_buffers_set,
+                    canonical=first_name.setdefault(id(tensor), fqn),
+                )
+    return state, tensors
+
+
+def _modules(model: nn.Module) -> dict[str, Module]:
+    return {
+        fqn: Module(
+            fqn=fqn,
+            class_name=type(module).__name__,
+            training=module.training,
+            source=_where_written(type(module)),
+            module=module,
+        )
+        for fqn, module in model.named_modules(remove_duplicate=False)
+    }
+
+
+def _where_written(cls: type) -> str:
+    """``file.py:line`` of a class outside torch, or nothing: the file's name alone, so that output does not depend on a
+    machine's folders."""
+    try:
+        file = inspect.getsourcefile(cls)
+        _, line = inspect.getsourcelines(cls)
+    except (OSError, TypeError):
+        return ""
+    return "" if file is None or _TORCH in Path(file).parents else f"{Path(file).name}:{line}"
+
+
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.export.ExportedProgram, bool]:
+    """Export in training mode, or in the first other mode that works."""
+    flags = {module: module.training for module in model.modules()}
+    as_is = model.training
+    first_error: Exception | None = None
+    modes = [dict.fromkeys(flags, True), dict.fromkeys(flags, False)]
+    if flags not in modes:
+        modes.insert(1, flags)
+    for mode in modes:
+        with _modes(mode, restore=flags), fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs):
+            try:
+                exported = torch.export.export(model, fake_args, fake_kwargs, strict=False)
+            except Exception as error:
+                first_error = first_error or error
+                continue
+        if first_error is not None:
+            warnings.warn(
+                f"{type(model).__name__} cannot be traced in training mode ({_summary(first_error)}); it was captured "
+                "in evaluation mode, so that dropout without a module of its own is left out.",
+                stacklevel=3,
+            )
+        return exported, mode[model]
+    assert first_error is not None
+    raise CaptureError(_explain(model, first_error, as_is)) from first_error
+
+
+@contextmanager
+def _modes(flags: Mapping[nn.Module, bool], restore: Mapping[nn.Module, bool]) -> Iterator[None]:
+    for module, training in flags.items():
+        module.training = training
+    try:
+        yield
+    finally:
+        for module, training in restore.items():
+            module.training = training
+
+
+def _summary(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _explain(model: nn.Module, error: Exception, training: bool) -> str:
+    """What export says, where in the user's source, and what to try."""
+    where, text = _user_line(error)
+    advice = "make the line independent of tensor values and of Python objects that export does not know"
+    if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__:
+        advice = "replace the branch on tensor values by torch.where, or by torch.cond"
+    return (
+        f"{type(model).__name__} cannot be captured: {_summary(error)}\n"
+        f"  at {where}: {text}\n"
+        f"Try: {advice}; torch.export.export(model, args) shows the same."
+    )
+
+
+def _user_line(error: Exception) -> tuple[str, str]:
+    """The innermost line outside torch and pipegraph that the error, or what caused it, passed through."""
+    own = Path(__file__).parents[1]
+    found = ("an unknown line", "no frame of the model is on the stack")
+    current: BaseException | None = error
+    while current is not None:
+        trace = current.__traceback__
+        while trace is not None:
+            file = Path(trace.tb_frame.f_code.co_filename)
+            if _TORCH not in file.parents and own not in file.parents and file.exists():
+                lines = file.read_text(errors="replace").splitlines()
+                text = lines[trace.tb_lineno - 1].strip() if trace.tb_lineno <= len(lines) else ""
+                found = (f"{file}:{trace.tb_lineno}", text)
+            trace = trace.tb_next
+        if found[0] != "an unknown line":
+            return found
+        current = current.__cause__ or current.__context__
+    return found
+
+
+def _inputs(
+    graph: fx.Graph, exported: torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """The nesting of the model's arguments with names as leaves, and the arguments that are no tensors.
+
+    A tensor that the model does not read keeps its name: the caller passes it all the same.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    names = exported.graph_signature.user_inputs
+    constants: dict[str, Any] = {}
+    labels: list[str | None] = []
+    placeholders = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+    assert len(placeholders) == len(leaves) == len(names), "export changed the number of inputs"
+    for name, leaf in zip(placeholders, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            if leaf is not None and not isinstance(leaf, (bool, int, float, str)):
+                raise CaptureError(
+                    f"Input {name} is a {type(leaf).__name__}; a pipeline's inputs are tensors, numbers, strings or "
+                    "None.\nTry: build the object inside the model's forward."
+                )
+            constants[name] = leaf
+        labels.append(name)
+    nested = _plain(pytree.tree_unflatten(labels, spec))
+    return (tuple(nested[0]), nested[1]), constants
+
+
+def _outputs(graph: fx.Graph, exported: torch.export.ExportedProgram) -> Any:
+    """The nesting of what the model returns, with names of graph values as leaves."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    leaves: list[str | None] = []
+    for value in output.args[0]:
+        if isinstance(value, fx.Node):
+            leaves.append(value.name)
+        elif value is None:
+            leaves.append(None)
+        else:
+            raise CaptureError(
+                f"The model returns {value!r}, which is neither a tensor nor None.\nTry: return tensors only."
+            )
+    spec = exported.call_spec.out_spec
+    assert spec is not None
+    return _plain(pytree.tree_unflatten(leaves, spec))
+
+
+def _plain(tree: Any) -> Any:
+    """Lists and dicts only: a named tuple becomes a list, a dataclass or a ``ModelOutput`` a dict."""
+    if isinstance(tree, Mapping):
+        return {str(key): _plain(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_plain(value) for value in tree]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return {entry.name: _plain(getattr(tree, entry.name)) for entry in fields(tree)}
+    return tree

@@ -1,0 +1,113 @@
+"""What capture returns: one flat graph of ATen operations, the modules it came from and the state they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+@dataclass(frozen=True)
+class State:
+    """A parameter, buffer or constant of the model.
+
+    Attributes:
+        fqn: its name, as in ``model.state_dict()``.
+        kind: ``parameter``, ``buffer``, or ``constant`` for a plain tensor that the model's code holds.
+        shape, dtype: of the tensor.
+        requires_grad: False for frozen parameters, buffers and constants.
+        persistent: whether ``state_dict()`` has it.
+        canonical: the first name of the tensor; tied weights share it.
+    """
+
+    fqn: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    persistent: bool
+    canonical: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of the captured model: its name there, its class, its mode, and where its class is written."""
+
+    fqn: str
+    class_name: str
+    training: bool
+    source: str = ""
+    module: nn.Module = field(repr=False, default_factory=nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A model as one flat graph.
+
+    The graph holds ``placeholder`` nodes (the model's inputs, flattened), ``get_attr`` nodes (state, by FQN),
+    ``call_function`` nodes (ATen operations in the order the model ran them) and one ``output`` node. Of the
+    metadata of a node, ``val`` is a fake tensor with its shape and dtype, ``path`` the module calls it ran in,
+    outermost first, as (call, FQN) pairs, ``requires_grad`` whether a gradient flows through it, ``regions`` the
+    ``no_grad`` and ``autocast`` blocks around it, and ``frames`` the lines of source that made it.
+
+    Attributes:
+        model_name: class name of the model.
+        args, kwargs, outputs: the model's own nesting, with names of graph values (or constants) as leaves.
+        constants: inputs that are no tensors, fixed at capture: name → value.
+        state: every parameter, buffer and constant by FQN, in the order of ``state_dict()``.
+        tensors: the tensor behind each FQN (a parameter may be on the meta device).
+        modules: every module by FQN; a module registered twice stands under each of its names.
+        training: mode in which the graph was captured.
+    """
+
+    graph: fx.Graph = field(repr=False)
+    model_name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+    constants: dict[str, Any]
+    state: dict[str, State] = field(repr=False)
+    tensors: dict[str, torch.Tensor] = field(repr=False)
+    modules: dict[str, Module] = field(repr=False)
+    training: bool = True
+
+    @cached_property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The operations, in the order in which the model ran them; markers left out."""
+        return tuple(node for node in self.graph.nodes if node.op == "call_function" and node.target is not split_point)
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The model's tensor inputs."""
+        return tuple(node for node in self.graph.nodes if node.op == "placeholder")
+
+    @property
+    def returned(self) -> tuple[fx.Node, ...]:
+        """The tensors that the model returns, in order, each once."""
+        output = next(node for node in self.graph.nodes if node.op == "output")
+        return tuple(dict.fromkeys(output.all_input_nodes))
+
+    @property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names of one tensor, each in the order of ``state_dict()``."""
+        groups: dict[str, list[str]] = {}
+        for entry in self.state.values():
+            groups.setdefault(entry.canonical, []).append(entry.fqn)
+        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def split_point(fqn: str, side: str) -> None:
+    """Marks on a graph where a stage begins; it computes nothing."""
+
+
+def path_of(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """The module calls that ``node`` ran in, outermost first, the model itself left out: (call, FQN)."""
+    return node.meta.get("path", ())

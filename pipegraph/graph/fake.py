@@ -1,0 +1,67 @@
+"""Fake parameters: a model is traced as if its weights were in memory, without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+
+@contextmanager
+def fake_parameters(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Put fake tensors in the place of the model's parameters and inputs while it is exported.
+
+    Tracing on the meta device itself would lose the values of tensors made in ``forward`` (``torch.tensor([1, 2],
+    device=x.device)``) and break code that asks for the kind of device; a fake tensor says "cpu" (or the device it
+    stands for) and holds nothing. The modules get their own parameters back, also after an error, and tied
+    parameters stay tied.
+
+    Private interface: ``torch._subclasses.FakeTensorMode`` with a ``ShapeEnv``, which ``torch.export`` accepts as
+    inputs ("export with fake tensors") but which has no public constructor.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    device = _device(args, kwargs)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        where = device if tensor.device.type == "meta" else tensor.device
+        with mode:
+            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
+            return twin.requires_grad_(tensor.requires_grad)
+
+    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: fake(leaf.detach()), (args, kwargs))
+    twins: dict[int, nn.Parameter] = {}
+    replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
+    try:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in twins:
+                    twins[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+                replaced.append((module, name, parameter))
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type == "meta":
+                    replaced.append((module, name, buffer))
+        # setattr and not _parameters[name]: an nn.LSTM keeps its weights in a second list, which follows setattr only.
+        for module, name, tensor in replaced:
+            setattr(module, name, twins[id(tensor)] if isinstance(tensor, nn.Parameter) else fake(tensor))
+        yield fake_args, fake_kwargs
+    finally:
+        for module, name, tensor in replaced:
+            setattr(module, name, tensor)
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """The device that parameters on meta stand for: that of the first real input."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+            return leaf.device
+    return torch.device("cpu")

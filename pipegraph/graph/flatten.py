@@ -1,0 +1,150 @@
+"""From an exported program to one flat graph: state by name, regions inlined."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind
+
+from pipegraph.errors import CaptureError
+from pipegraph.graph.captured import State
+
+_NO_GRAD = "wrap_with_set_grad_enabled"
+_AUTOCAST = "wrap_with_autocast"
+
+
+def flatten(
+    exported: torch.export.ExportedProgram, state: dict[str, State], tensors: dict[str, torch.Tensor]
+) -> fx.Graph:
+    """exported(state…, inputs…) → graph(inputs…) with ``get_attr`` nodes for state.
+
+    ``no_grad`` and ``autocast`` blocks, which export keeps as graphs of their own, are inlined; their nodes carry the
+    block in ``meta["regions"]``. Constants that the model's code made are added to ``state`` and ``tensors`` under the
+    name of the module that reads them.
+    """
+    flattening = _Flattening(exported, state, tensors)
+    return flattening.run()
+
+
+class _Flattening:
+    def __init__(
+        self, exported: torch.export.ExportedProgram, state: dict[str, State], tensors: dict[str, torch.Tensor]
+    ) -> None:
+        self.exported = exported
+        self.state = state
+        self.tensors = tensors
+        self.graph = fx.Graph()
+        self.held: dict[str, fx.Node] = {}
+
+    def run(self) -> fx.Graph:
+        module = self.exported.graph_module
+        specs = {spec.arg.name: spec for spec in self.exported.graph_signature.input_specs}
+        values: dict[fx.Node, Any] = {}
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = self._placeholder(node, specs[node.name])
+        self._inline(module, values, regions=())
+        return self.graph
+
+    def _placeholder(self, node: fx.Node, spec: Any) -> Any:
+        if spec.kind == InputKind.USER_INPUT:
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                return node.meta.get("val")
+            placed = self.graph.placeholder(node.name)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            placed = self._get_attr(node, self.state[spec.target].canonical)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            placed = self._get_attr(node, self._constant(node, spec.target))
+        else:
+            raise CaptureError(
+                f"The model uses {spec.target or node.name}, a {spec.kind.name.lower()} that a stage's source cannot "
+                "hold.\nTry: keep tensors, numbers and modules in the model, and build other objects inside forward."
+            )
+        placed.meta["val"] = node.meta["val"]
+        return placed
+
+    def _get_attr(self, node: fx.Node, fqn: str) -> fx.Node:
+        """One node per tensor. Not ``Graph.get_attr``, which wants an owning module and warns without one."""
+        if fqn not in self.held:
+            self.held[fqn] = self.graph.create_node("get_attr", fqn, name=node.name)
+            self.held[fqn].meta["requires_grad"] = self.state[fqn].requires_grad
+        return self.held[fqn]
+
+    def _constant(self, node: fx.Node, target: str) -> str:
+        """Name a constant after the module that first reads it, so that equal layers hold equally named constants."""
+        reader = next(iter(node.users), None)
+        stack = list(reader.meta.get("nn_module_stack", {}).values()) if reader is not None else []
+        owner = stack[-1][0] if stack else ""
+        name = target.rpartition(".")[2] if target in self.exported.constants and "lifted" not in target else "constant"
+        if "lifted" not in target and "." in target:
+            owner = target.rpartition(".")[0]
+        fqn, count = (f"{owner}.{name}" if owner else name), 0
+        while fqn in self.state:
+            count += 1
+            fqn = f"{owner}.{name}_{count}" if owner else f"{name}_{count}"
+        tensor = self.exported.constants[target]
+        self.tensors[fqn] = tensor.detach()
+        self.state[fqn] = State(
+            fqn=fqn,
+            kind="constant",
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            requires_grad=False,
+            persistent=False,
+            canonical=fqn,
+        )
+        return fqn
+
+    def _inline(self, module: fx.GraphModule, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> Any:
+        """Copy the operations of ``module`` behind what stands; return the values of its output."""
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                result = fx.map_arg(node.args[0], lambda arg: values[arg])
+                if not regions:
+                    self.graph.output(result)
+                return result
+            if node.op == "get_attr":
+                values[node] = getattr(module, str(node.target))
+            elif node.target is operator.getitem and isinstance(values[node.args[0]], (tuple, list)):
+                values[node] = values[node.args[0]][node.args[1]]
+            elif _is_region(node):
+                values[node] = self._region(node, values, regions)
+            else:
+                values[node] = self._operation(node, values, regions)
+        raise AssertionError("an exported graph has an output node")
+
+    def _region(self, node: fx.Node, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> Any:
+        name = node.target.name()  # type: ignore[union-attr]
+        kept = 1 if name == _NO_GRAD else 4
+        settings = tuple(node.args[:kept])
+        body = values[node.args[kept]]  # type: ignore[index]
+        arguments = [values[arg] if isinstance(arg, fx.Node) else arg for arg in node.args[kept + 1 :]]
+        inner = [inside for inside in body.graph.nodes if inside.op == "placeholder"]
+        region = ("grad" if name == _NO_GRAD else "autocast", settings)
+        return self._inline(body, {**values, **dict(zip(inner, arguments, strict=True))}, (*regions, region))
+
+    def _operation(self, node: fx.Node, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> fx.Node:
+        if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
+            raise CaptureError(
+                f"The model uses {node.target}, a control-flow or custom operator that cannot be written as a stage."
+                "\nTry: replace it by plain tensor operations (torch.where for torch.cond)."
+            )
+        placed = self.graph.node_copy(node, lambda arg: values[arg])
+        stack = list(node.meta.get("nn_module_stack", {}).items())
+        placed.meta = {
+            "val": node.meta.get("val"),
+            "path": tuple((call, fqn) for call, (fqn, _) in stack if fqn),
+            "regions": regions,
+            "stack_trace": node.meta.get("stack_trace") or "",
+        }
+        return placed
+
+
+def _is_region(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() in (_NO_GRAD, _AUTOCAST)

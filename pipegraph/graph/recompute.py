@@ -1,0 +1,78 @@
+"""Values that a stage makes for itself instead of receiving them: masks, positions, rotary tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from pipegraph.graph.captured import Captured
+
+# Making a value costs memory traffic on one device, sending it costs the link between two. Memory is faster than a link
+# by 7 (NVLink 4: 450 GB/s of 3.35 TB/s) to 65 (InfiniBand NDR: 50 GB/s) on an H100 (NVIDIA's data sheets), and a sent
+# value occupies both ends.
+_MEMORY_PER_LINK_BYTE = 16
+
+
+@lru_cache(maxsize=4)  # asked for once per split point
+def parameter_free(captured: Captured) -> frozenset[fx.Node]:
+    """The operations that depend on no parameter and no activation, and give the same result wherever they run.
+
+    An integer or boolean input of the model (token ids, an attention mask) is no activation: every rank may be given
+    it.
+    """
+    written = {node.meta["writes"] for node in captured.nodes if "writes" in node.meta}
+    free: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            fixed = not node.meta["val"].is_floating_point()
+        elif node.op == "get_attr":
+            fixed = captured.state[node.target].kind != "parameter"
+        else:
+            fixed = node.op == "call_function" and all(parent in free for parent in node.all_input_nodes)
+            fixed = fixed and not _random(node)
+        if fixed and node.name not in written and "writes" not in node.meta:
+            free.add(node)
+    return frozenset(node for node in free if node.op == "call_function")
+
+
+def _random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def recomputation(captured: Captured, values: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """The operations that make those of ``values`` which are cheaper made again than sent, in the model's order."""
+    free = parameter_free(captured)
+    chosen: set[fx.Node] = set()
+    for value in values:
+        if value in free:
+            needed = _ancestors(value)
+            if _bytes(needed) <= _MEMORY_PER_LINK_BYTE * _bytes([value]):
+                chosen |= needed
+    return tuple(node for node in captured.nodes if node in chosen)
+
+
+def _ancestors(value: fx.Node) -> set[fx.Node]:
+    """``value`` and every operation that it depends on."""
+    found: set[fx.Node] = set()
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "call_function" and node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
+def _bytes(nodes: Iterable[fx.Node]) -> int:
+    """Bytes that operations write."""
+    return sum(_size(node.meta.get("val")) for node in nodes)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, (tuple, list)):
+        return sum(_size(part) for part in value)
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0

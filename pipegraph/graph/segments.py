@@ -1,0 +1,85 @@
+"""The chain of segments: the repeated layers of a model and the glue between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pipegraph.graph.calls import Call, call_tree
+from pipegraph.graph.captured import Captured
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Operations ``start`` … ``stop`` − 1 of ``Captured.nodes``, led by a call of the module ``fqn``."""
+
+    fqn: str
+    start: int
+    stop: int
+
+
+def segments(captured: Captured) -> tuple[Segment, ...]:
+    """Cut the model at its repeated layers and their neighbours: ``embed``, ``layers.0`` … ``norm``, ``head``.
+
+    A module that holds repeated layers is opened (``model``, ``encoder``); everything else stays whole. What holds no
+    parameter (a dropout, a mask, operations between two calls) belongs to the segment before.
+    """
+    position = {node: index for index, node in enumerate(captured.nodes)}
+    calls = whole_calls(captured, call_tree(captured.nodes))
+    led = [(call.fqn, position[next(call.nodes())]) for call in calls if holds_parameter(captured, call)]
+    if not led:
+        return (Segment("", 0, len(position)),)
+    starts = [0, *(start for _, start in led[1:]), len(position)]
+    return tuple(Segment(fqn, start, stop) for (fqn, _), start, stop in zip(led, starts[:-1], starts[1:], strict=True))
+
+
+def holds_parameter(captured: Captured, call: Call) -> bool:
+    """Whether an operation of the call reads a parameter."""
+    return any(
+        parent.op == "get_attr" and captured.state[str(parent.target)].kind == "parameter"
+        for node in call.nodes()
+        for parent in node.all_input_nodes
+    )
+
+
+def whole_calls(captured: Captured, root: Call) -> Iterator[Call]:
+    """The calls in ``root`` that stay whole, in order."""
+    opened = opened_calls(captured)
+    for call in root.calls():
+        if call.call in opened:
+            yield from whole_calls(captured, call)
+        else:
+            yield call
+
+
+@lru_cache(maxsize=4)  # asked for by every stage
+def opened_calls(captured: Captured) -> frozenset[str]:
+    """The calls on the way to repeated layers, the model itself included."""
+
+    def visit(call: Call, inside_layer: bool) -> bool:
+        repeated = _repeated(captured, call)
+        children = [visit(child, inside_layer or child.fqn in repeated) for child in call.calls()]
+        # Experts inside a layer are repeated too; a layer is opened only where it is itself a row of layers.
+        found = bool(repeated) or (any(children) and not inside_layer)
+        if found:
+            opened.add(call.call)
+        return found
+
+    root = call_tree(captured.nodes)
+    opened: set[str] = {root.call}
+    visit(root, inside_layer=False)
+    return frozenset(opened)
+
+
+def _repeated(captured: Captured, call: Call) -> set[str]:
+    """FQNs of two or more equal calls that stand side by side in a list, dict or Sequential of ``call``."""
+    kinds = {}
+    for child in call.calls():
+        container, _, name = child.fqn.rpartition(".")
+        listed = container != call.fqn or name.isdigit()
+        if listed and any(True for _ in child.calls()):
+            kinds[child.fqn] = (container, captured.modules[child.fqn].class_name)
+    count = Counter(kinds.values())
+    return {fqn for fqn, kind in kinds.items() if count[kind] > 1}

@@ -1,0 +1,199 @@
+"""Passes that leave of a flat graph what a person would have written. Each changes the graph in place."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# Export's own checks, and copies of constants that guard against writes into them.
+_ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_scalar.default)
+_CASTS = (
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+)
+_COPIES = (aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Run all passes, in their order."""
+    drop_assertions(graph)
+    drop_identities(graph)
+    make_functional(graph)
+    drop_identities(graph)  # once more: x + 0 is one only when nothing writes into its result any longer
+    drop_dead(graph)
+    mark_gradients(graph)
+
+
+def drop_assertions(graph: fx.Graph) -> None:
+    """Take out the checks that export adds: they would keep values alive and say nothing to a reader."""
+    for node in reversed(graph.nodes):
+        if node.target in _ASSERTIONS:
+            graph.erase_node(node)
+
+
+def drop_identities(graph: fx.Graph) -> None:
+    """Replace by its input each operation that returns it: a cast to the dtype it has, a full slice, ``x + 0``."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        source = node.args[0]
+        if _is_identity(node, source) and not _is_written(node):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _is_identity(node: fx.Node, source: fx.Node) -> bool:
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    same = bool(before.dtype == after.dtype and before.shape == after.shape and before.device == after.device)
+    target = node.target
+    if target in _CASTS:
+        return same and not _copies(node)
+    if target in _COPIES:
+        return same
+    if target is aten.detach_.default:
+        return source.op == "get_attr" and not source.meta.get("requires_grad", False)
+    if target in (aten.slice.Tensor, aten.expand.default):
+        return same and bool(len(node.args) < 5 or node.args[4] == 1)
+    if target in (aten.add.Tensor, aten.sub.Tensor):
+        return bool(same and type(node.args[1]) is int and node.args[1] == 0)
+    if target is aten.dropout.default:
+        return bool(node.args[1] == 0.0) and not _in_module(node, "dropout")
+    return False
+
+
+def _copies(node: fx.Node) -> bool:
+    """Whether a cast was asked to copy, or to change the memory layout, in any case."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    bound = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    return bool(bound.get("copy")) or bound.get("memory_format") not in (None, torch.preserve_format)
+
+
+def _in_module(node: fx.Node, file: str) -> bool:
+    """Whether a torch.nn module of that file made the node; it is kept as the module it came from."""
+    return f"nn/modules/{file}.py" in node.meta["stack_trace"]
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether anything writes into the node's result, or into a view of it."""
+    return any(node in _written(user) or (node in _viewed(user) and _is_written(user)) for user in node.users)
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operation changes in place; ``detach_`` leaves their values alone."""
+    if node.target is aten.detach_.default:
+        return []
+    return _arguments(node, lambda info: info is not None and info.is_write)
+
+
+def _viewed(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory the result of an operation may share."""
+    return _arguments(node, lambda info: info is not None and not info.is_write)
+
+
+def _arguments(node: fx.Node, wanted: Any) -> list[fx.Node]:
+    if node.target is operator.getitem:
+        return [node.args[0]] if wanted(_ALIAS) else []  # type: ignore[list-item]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if isinstance(value, fx.Node) and wanted(argument.alias_info):
+            found.append(value)
+    return found
+
+
+class _ALIAS:
+    """Stands for the alias annotation that ``operator.getitem`` lacks: a part of a tuple shares its memory."""
+
+    is_write = False
+
+
+def make_functional(graph: fx.Graph) -> None:
+    """Rewrite ``x.add_(y)`` as ``x + y`` wherever nothing else can see the difference, so that any cut is legal.
+
+    A write into a view (``x[:, 0] = 5``), or into a tensor of which a view exists, stays as it is, and so does a write
+    into a buffer. It is marked with ``meta["writes"]``, the name of the node that made the memory: a split point may
+    not part the two.
+    """
+    memory: dict[fx.Node, fx.Node] = {}
+    sharing: dict[fx.Node, list[fx.Node]] = {}
+    for node in list(graph.nodes):
+        written = _written(node)
+        if written:
+            target = written[0]
+            root = memory.get(target, target)
+            functional = _functional(node)
+            if functional is not None and root.op != "get_attr" and sharing.get(root, [root]) == [target]:
+                node.target = functional
+                _replace_later_uses(target, node)
+                memory[node], sharing[node] = node, [node]
+            else:
+                memory[node] = root
+                node.meta["writes"] = root.name
+                _replace_later_uses(target, node)
+            continue
+        viewed = _viewed(node)
+        root = memory.get(viewed[0], viewed[0]) if viewed else node
+        memory[node] = root
+        sharing.setdefault(root, [root] if root is not node else []).append(node)
+
+
+def _functional(node: fx.Node) -> torch._ops.OpOverload | None:
+    """``aten.add_.Tensor`` → ``aten.add.Tensor``."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    name = target._schema.name.removeprefix("aten::")
+    if target.namespace != "aten" or not name.endswith("_") or name in ("copy_", "set_", "resize_"):
+        return None
+    packet = getattr(aten, name.removesuffix("_"), None)
+    return getattr(packet, target._overloadname, None) if packet is not None else None
+
+
+def _replace_later_uses(before: fx.Node, after: fx.Node) -> None:
+    """Uses of ``before`` behind ``after`` read ``after``, which has the same value by then."""
+    for user in list(before.users):
+        if user > after:
+            user.replace_input_with(before, after)
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Take out what nothing reads; writes and the state and inputs of the model stay."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and "writes" not in node.meta:
+            graph.erase_node(node)
+
+
+def mark_gradients(graph: fx.Graph) -> None:
+    """Set ``meta["requires_grad"]``: whether a parameter's gradient flows through the node's value.
+
+    State carries its own flag already; inputs of the model get no gradient.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function":
+            node.meta.setdefault("requires_grad", False)
+            continue
+        inside = not any(kind == "grad" and settings == (False,) for kind, settings in node.meta["regions"])
+        flows = inside and node.target not in (aten.detach.default, aten.detach_.default)
+        node.meta["requires_grad"] = (
+            flows
+            and _differentiable(node.meta["val"])
+            and any(parent.meta["requires_grad"] for parent in node.all_input_nodes)
+        )
+
+
+def _differentiable(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_differentiable(part) for part in value)
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

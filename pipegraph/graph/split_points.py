@@ -1,0 +1,131 @@
+"""Split points: named by the user, found in the graph, and marked on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from torch import fx
+
+from pipegraph.errors import PlanError, nearest
+from pipegraph.graph.captured import Captured, path_of, split_point
+from pipegraph.graph.recompute import parameter_free
+
+
+class SplitPoint(Enum):
+    """On which side of a module the graph is cut."""
+
+    BEGINNING = "beginning"
+    END = "end"
+
+
+@dataclass(frozen=True)
+class Point:
+    """``layers.4`` starts a stage at that module; ``layers.3:end`` starts one behind it."""
+
+    fqn: str
+    side: SplitPoint = SplitPoint.BEGINNING
+
+    @classmethod
+    def parse(cls, text: str) -> Point:
+        """Read a point as the command line writes it."""
+        name, colon, side = text.strip().rpartition(":")
+        if colon and side in ("end", "beginning"):
+            return cls(name, SplitPoint(side))
+        return cls(text.strip())
+
+    def __str__(self) -> str:
+        return self.fqn if self.side is SplitPoint.BEGINNING else f"{self.fqn}:end"
+
+
+def locate(captured: Captured, points: Sequence[Point]) -> list[int]:
+    """The position in ``captured.nodes`` at which each point starts a stage.
+
+    Raises:
+        PlanError: a point names no module that the model calls, cuts nothing, or stands twice or out of order.
+    """
+    starts: list[int] = []
+    for point in points:
+        start = _position(captured, point)
+        if starts and start <= starts[-1]:
+            earlier = points[len(starts) - 1]
+            problem = "is the same cut as" if start == starts[-1] else "lies before"
+            raise PlanError(
+                f"Split point {point} {problem} {earlier}: points must follow the order in which the model runs.\n"
+                f"Try: --points {','.join(str(each) for each in _ordered(captured, points))}."
+            )
+        starts.append(start)
+    return starts
+
+
+def _position(captured: Captured, point: Point) -> int:
+    inside = [index for index, node in enumerate(captured.nodes) if _runs_in(node, point.fqn)]
+    if not inside:
+        raise PlanError(_unknown(captured, point))
+    start = inside[0] if point.side is SplitPoint.BEGINNING else inside[-1] + 1
+    work = [index for index, node in enumerate(captured.nodes) if node not in parameter_free(captured)]
+    if not work or start <= work[0]:
+        raise PlanError(
+            f"Split point {point} cuts nothing: the model's work begins there, so the first stage would be empty.\n"
+            f"Try: a module that runs later, such as {_examples(captured, start)}."
+        )
+    if start > work[-1]:
+        raise PlanError(
+            f"Split point {point} cuts nothing: the model's work ends there, so the last stage would be empty.\n"
+            "Try: a module that runs earlier."
+        )
+    return start
+
+
+def _runs_in(node: fx.Node, fqn: str) -> bool:
+    return any(each == fqn or each.startswith(f"{fqn}.") for _, each in path_of(node))
+
+
+def _called(captured: Captured) -> list[str]:
+    """FQNs of the modules that the model calls, in order."""
+    return list(dict.fromkeys(fqn for node in captured.nodes for _, fqn in path_of(node)))
+
+
+def _unknown(captured: Captured, point: Point) -> str:
+    called = _called(captured)
+    if point.fqn in captured.modules:
+        return (
+            f"Split point {point}: the module {point.fqn} computes nothing in forward.{nearest(point.fqn, called)}\n"
+            f"Try: one of {', '.join(called[:8])}."
+        )
+    parent = point.fqn
+    while parent and parent not in captured.modules:
+        parent = parent.rpartition(".")[0]
+    near = [fqn for fqn in called if fqn.startswith(f"{parent}.")] if parent else []
+    top = near or [fqn for fqn in called if "." not in fqn] or called
+    return (
+        f"Split point {point}: the model has no module {point.fqn}.{nearest(point.fqn, called)}\n"
+        f"Try: one of {', '.join(top[:8])}{', …' if len(top) > 8 else ''}."
+    )
+
+
+def _examples(captured: Captured, start: int) -> str:
+    later = dict.fromkeys(path_of(node)[0][1] for node in captured.nodes[start:] if path_of(node))
+    here = {fqn for _, fqn in path_of(captured.nodes[start])}
+    return ", ".join([fqn for fqn in later if fqn not in here][:3]) or "one of its children"
+
+
+def _ordered(captured: Captured, points: Iterable[Point]) -> list[Point]:
+    """The points in the order in which they cut, each cut once."""
+    found: dict[int, Point] = {}
+    for point in points:
+        found.setdefault(_position(captured, point), point)
+    return [found[start] for start in sorted(found)]
+
+
+def mark(captured: Captured, points: Sequence[Point], starts: Sequence[int]) -> Captured:
+    """A copy of the graph with a ``split_point`` node where each stage but the first begins."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    marked = {captured.nodes[start]: point for start, point in zip(starts, points, strict=True)}
+    for node in captured.graph.nodes:
+        if node in marked:
+            graph.call_function(split_point, (marked[node].fqn, marked[node].side.value))
+        copies[node] = graph.node_copy(node, lambda source: copies[source])
+    return replace(captured, graph=graph)

@@ -1,0 +1,213 @@
+"""Divide a marked graph into stages and find what crosses between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from pipegraph.errors import PlanError
+from pipegraph.graph.captured import Captured, State, path_of, split_point
+from pipegraph.graph.recompute import recomputation
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """One stage's part of the graph.
+
+    Attributes:
+        index: of the stage, from 0.
+        nodes: its operations in order; those made again from an earlier stage come first.
+        inputs: what ``forward`` takes: inputs of the model, then values of earlier stages.
+        outputs: what ``forward`` returns: values for later stages or, from the last stage, what the model returns.
+        state: FQNs of its parameters, buffers and constants, each under the name used here.
+    """
+
+    index: int
+    nodes: tuple[fx.Node, ...] = field(repr=False)
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    state: tuple[str, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A tensor that crosses: its node, the stage that makes it (−1: the caller) and the stages that read it."""
+
+    node: fx.Node
+    producer: int
+    consumers: tuple[int, ...]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient comes back over it."""
+        return self.producer >= 0 and bool(self.node.meta["requires_grad"])
+
+
+def divide(captured: Captured) -> tuple[StageGraph, ...]:
+    """The stages between the ``split_point`` markers of a graph.
+
+    A value that a later stage reads goes straight there, over any number of stages; one that depends on no parameter
+    and no activation is made again where it is read, if that is cheaper.
+
+    Raises:
+        PlanError: a split point parts an in-place write from the tensor it writes into.
+    """
+    runs = _runs(captured)
+    made_in = {node: index for index, run in enumerate(runs) for node in run}
+    _check_writes(captured, made_in)
+    nodes: list[tuple[fx.Node, ...]] = []
+    reads: list[list[fx.Node]] = []
+    for index, run in enumerate(runs):
+        wanted = [parent for node in run for parent in node.all_input_nodes]
+        if index == len(runs) - 1:
+            wanted += captured.returned
+        foreign = [node for node in dict.fromkeys(wanted) if made_in.get(node, index) != index]
+        again = recomputation(captured, foreign)
+        nodes.append((*again, *run))
+        inside = set(nodes[-1])
+        wanted += [parent for node in again for parent in node.all_input_nodes]
+        reads.append([node for node in dict.fromkeys(wanted) if node not in inside])
+    state = _place_state(captured, nodes, reads)
+    return tuple(
+        StageGraph(
+            index=index,
+            nodes=nodes[index],
+            inputs=_inputs(captured, reads[index]),
+            outputs=captured.returned if index == len(runs) - 1 else _outputs(runs[index], reads[index + 1 :]),
+            state=state[index],
+        )
+        for index in range(len(runs))
+    )
+
+
+def boundaries(captured: Captured, stages: Sequence[StageGraph]) -> tuple[Boundary, ...]:
+    """Everything that crosses: the model's inputs, the values between stages, and what the last stage returns."""
+    made_in = {node: stage.index for stage in reversed(stages) for node in stage.outputs if node in set(stage.nodes)}
+    last = stages[-1]
+    crossing = [*captured.inputs, *(node for stage in stages for node in stage.outputs)]
+    return tuple(
+        Boundary(
+            node=node,
+            producer=-1 if node.op == "placeholder" else made_in.get(node, last.index),
+            consumers=tuple(stage.index for stage in stages if node in stage.inputs),
+        )
+        for node in dict.fromkeys(crossing)
+    )
+
+
+def _runs(captured: Captured) -> list[list[fx.Node]]:
+    runs: list[list[fx.Node]] = [[]]
+    for node in captured.graph.nodes:
+        if node.target is split_point:
+            runs.append([])
+        elif node.op == "call_function":
+            runs[-1].append(node)
+    return runs
+
+
+def _check_writes(captured: Captured, made_in: dict[fx.Node, int]) -> None:
+    by_name = {node.name: node for node in captured.graph.nodes}
+    for node in made_in:
+        if "writes" not in node.meta:
+            continue
+        root = by_name[node.meta["writes"]]
+        readers = {made_in[user] for user in root.users if user in made_in}
+        home = made_in.get(root, made_in[node])
+        if made_in[node] != home or (root.op == "get_attr" and readers - {home}):
+            where = path_of(node)[-1][1] if path_of(node) else "the model"
+            raise PlanError(
+                f"{where} writes in place ({node.target}) into a tensor that another stage holds.\n"
+                f"  {_source_line(node)}\n"
+                "Try: move the split point to before the tensor is made, or write x = x.index_fill(…) or torch.where "
+                "instead of the in-place form."
+            )
+
+
+def _source_line(node: fx.Node) -> str:
+    lines = [line.strip() for line in str(node.meta["stack_trace"]).splitlines() if line.strip()]
+    return " ".join(lines[-2:])
+
+
+def _inputs(captured: Captured, reads: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """Inputs of the model in the model's order, then values in the order in which they are made."""
+    order = {node: position for position, node in enumerate(captured.graph.nodes)}
+    return tuple(sorted((node for node in reads if node.op != "get_attr"), key=order.__getitem__))
+
+
+def _outputs(run: Sequence[fx.Node], later: Sequence[Sequence[fx.Node]]) -> tuple[fx.Node, ...]:
+    wanted = {node for reads in later for node in reads}
+    return tuple(node for node in run if node in wanted)
+
+
+def _place_state(
+    captured: Captured, nodes: Sequence[Sequence[fx.Node]], reads: Sequence[Sequence[fx.Node]]
+) -> list[tuple[str, ...]]:
+    """The state of each stage: what it reads, and what nothing reads beside its neighbours, so that none is lost."""
+    names: dict[str, list[str]] = {}
+    for entry in captured.state.values():
+        names.setdefault(entry.canonical, []).append(entry.fqn)
+    placed: list[set[str]] = [set() for _ in nodes]
+    for index, run in enumerate(nodes):
+        for node in run:
+            for parent in node.all_input_nodes:
+                if parent.op == "get_attr":
+                    placed[index].add(local_name(node, names[str(parent.target)]))
+        for node in reads[index]:
+            if node.op == "get_attr" and not placed[index].intersection(names[str(node.target)]):
+                placed[index].add(str(node.target))
+    for entry in captured.state.values():
+        if not any(entry.fqn in stage for stage in placed):
+            for home in _homes(entry, names, placed):
+                placed[home].add(entry.fqn)
+    return [tuple(fqn for fqn in captured.state if fqn in stage) for stage in placed]
+
+
+def local_name(reader: fx.Node, names: Sequence[str]) -> str:
+    """Of a tensor's names, the one within the innermost module that reads it."""
+    for _, fqn in reversed(path_of(reader)):
+        for name in names:
+            if name.startswith(f"{fqn}."):
+                return name
+    return names[0]
+
+
+def _homes(entry: State, names: dict[str, list[str]], placed: Sequence[set[str]]) -> list[int]:
+    """Where a name that no operation reads belongs: with the same tensor, or with its nearest relatives.
+
+    A buffer goes along with the buffers of its module to every stage that has them, so that the module keeps one form.
+    """
+    for index, stage in enumerate(placed):
+        if stage.intersection(names[entry.canonical]):
+            return [index]
+    parts = entry.fqn.split(".")
+
+    def relatives(stage: set[str]) -> int:
+        return max((_shared(parts, fqn.split(".")) for fqn in stage), default=0)
+
+    nearest = [relatives(stage) for stage in placed]
+    homes = [index for index, shared in enumerate(nearest) if shared == max(nearest)]
+    return homes if entry.kind != "parameter" and max(nearest) == len(parts) - 1 > 0 else homes[:1]
+
+
+def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+    count = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor:
+    """The fake tensor with the shape and dtype of a value that crosses.
+
+    Raises:
+        PlanError: the value is a tuple; a cut cannot fall between an operation and the parts of its result.
+    """
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        raise PlanError(f"{node.name} is a {type(value).__name__}, not a tensor, and cannot cross to another stage.")
+    return value

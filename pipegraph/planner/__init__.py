@@ -1,0 +1,1 @@
+"""Floor 4: from split points to a plan."""
