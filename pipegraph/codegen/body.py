@@ -91,7 +91,10 @@ class Body:
         regions, last = self._lines[-1] if self._lines else ((), "")
         if not regions and len(texts) == 1 and self._origins is not None and last.startswith(f"{texts[0]} = "):
             texts = [self._lines.pop()[1].removeprefix(f"{texts[0]} = ")]
-        self._lines.append(((), f"return {', '.join(texts)}"))
+        result = ", ".join(texts)
+        self._lines.append(
+            ((), f"return ({result})" if len(texts) > 1 and len(result) > _LONGEST else f"return {result}")
+        )
 
     # ---- items -----------------------------------------------------------------------------------------------------
 

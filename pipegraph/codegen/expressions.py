@@ -150,7 +150,14 @@ def _reversed_subtraction(node: fx.Node, arguments: dict[str, Any], writer: Writ
 
 def _unary(symbol: str) -> Callable[..., Expression | None]:
     def write(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
-        return Expression(f"{symbol}{writer.operand(arguments['self'], UNARY)}", UNARY)
+        return Expression(f"{symbol}{writer.operand(arguments['self'], ATOM)}", UNARY)
+
+    return write
+
+
+def _property(name: str) -> Callable[..., Expression | None]:
+    def write(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
+        return Expression(f"{writer.operand(arguments['self'], ATOM)}.{name}")
 
     return write
 
@@ -278,6 +285,9 @@ _SPECIAL: dict[str, Callable[[fx.Node, dict[str, Any], Writer], Expression | Non
     "gt": _binary(">", COMPARE),
     "ge": _binary(">=", COMPARE),
     "rsub": _reversed_subtraction,
+    "numpy_T": _property("T"),
+    "mT": _property("mT"),
+    "mH": _property("mH"),
     "neg": _unary("-"),
     "bitwise_not": _unary("~"),
     "slice": _slice,
@@ -344,6 +354,17 @@ _FUNCTIONAL = frozenset(
 )
 
 
+# Where Python has an operation, how it is called there, and how the names of its operations begin.
+_LIBRARIES: tuple[tuple[Any, str, str], ...] = (
+    (torch.linalg, "torch.linalg", "linalg_"),
+    (torch.special, "torch.special", "special_"),
+    (torch.fft, "torch.fft", "fft_"),
+    (torch.nn.functional, "F", ""),
+    (torch.Tensor, "", ""),
+    (torch, "torch", ""),
+)
+
+
 def _generic(node: fx.Node, name: str, arguments: dict[str, Any], writer: Writer) -> Expression | None:
     """A call of ``F.name``, of the method or of ``torch.name``, whichever exists and, run on meta tensors, gives what
     the operation gives. Arguments with a default go by name."""
@@ -354,15 +375,20 @@ def _generic(node: fx.Node, name: str, arguments: dict[str, Any], writer: Writer
     positional = list(zip(required, values, strict=True))
     named = {key: value for key, value in arguments.items() if key not in required}
     first = node.target._schema.arguments[0].name if node.target._schema.arguments else ""  # type: ignore[union-attr]
-    for owner, prefix in ((torch.nn.functional, "F"), (torch.Tensor, ""), (torch, "torch")):
-        if (prefix == "F" and name not in _FUNCTIONAL) or (prefix == "" and first != "self"):
+    for owner, prefix, start in _LIBRARIES:
+        if (
+            not name.startswith(start)
+            or (prefix == "F" and name not in _FUNCTIONAL)
+            or (not prefix and first != "self")
+        ):
             continue
-        function = getattr(owner, name, None)
+        python_name = name.removeprefix(start)
+        function = getattr(owner, python_name, None)
         if name.startswith("_") or function is None or not _gives_the_same(node, function, positional, named):
             continue
         if prefix:
-            return writer.call(f"{prefix}.{name}", [value for _, value in positional], named)
-        return writer.method(positional[0][1], name, [value for _, value in positional[1:]], named)
+            return writer.call(f"{prefix}.{python_name}", [value for _, value in positional], named)
+        return writer.method(positional[0][1], python_name, [value for _, value in positional[1:]], named)
     return None
 
 

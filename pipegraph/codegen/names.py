@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import keyword
 import re
+import unicodedata
 from collections.abc import Container
 
 # What the generated source itself calls; a local variable must not shadow it.
 _TAKEN = frozenset({"torch", "nn", "F", "self", "str", "float", "range", "getattr", "super", "slice", "bool", "int"})
 
+# Letters that look like digits (pycodestyle's E741).
+_AMBIGUOUS = frozenset({"l", "O", "I"})
+
 
 def is_plain(name: str) -> bool:
-    """Whether ``self.<name>`` means the attribute of that name: an ASCII identifier (Python normalises others), no
-    keyword, and not a name that a class body mangles (``__x``)."""
-    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("__")
+    """Whether ``self.<name>`` means the attribute of that name: an identifier that Python does not normalise to
+    another, no keyword, and not a name that a class body mangles (``__x``)."""
+    identifier = name.isidentifier() and unicodedata.normalize("NFKC", name) == name
+    return identifier and not keyword.iskeyword(name) and not name.startswith("__")
 
 
 def attribute(owner: str, name: str) -> str:
@@ -26,7 +31,8 @@ def variable(name: str, default: str) -> str:
     clean = re.sub(r"[^0-9a-zA-Z_]+", "_", name).strip("_")
     if not clean or not clean.isidentifier():
         clean = default
-    return f"{clean}_" if keyword.iskeyword(clean) or keyword.issoftkeyword(clean) or clean in _TAKEN else clean
+    avoided = keyword.iskeyword(clean) or keyword.issoftkeyword(clean) or clean in _TAKEN or clean in _AMBIGUOUS
+    return f"{clean}_" if avoided else clean
 
 
 def class_name(name: str) -> str:

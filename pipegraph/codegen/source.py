@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,32 +40,24 @@ def templates_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "codegen_templates"
 
 
-def render_stage(source: ClassSource, blocks: Sequence[ClassSource], header: str) -> str:
+def render_stage(source: ClassSource, blocks: Sequence[ClassSource], header: str, libraries: Mapping[str, str]) -> str:
     """``stage_0.py``."""
     text = "\n".join(class_lines(source))
-    used = sorted(block.name for block in blocks if re.search(rf"\b{block.name}\(", text))
-    return _render(
-        "stage.py.jinja", header=_docstring(header, 0), lines=text, imports=_imports(text), blocks=_wrapped(used)
-    )
+    used = sorted((block.name for block in blocks if re.search(rf"\b{block.name}\(", text)), key=_import_order)
+    imports = _imports(text, libraries)
+    return _render("stage.py.jinja", header=_docstring(header, 0), lines=text, imports=imports, blocks=_wrapped(used))
 
 
-def render_blocks(blocks: Sequence[ClassSource], header: str, requires: Sequence[str]) -> str:
+def render_blocks(blocks: Sequence[ClassSource], header: str, libraries: Mapping[str, str]) -> str:
     """``blocks.py``."""
     texts = ["\n".join(class_lines(block)) for block in blocks]
-    return _render(
-        "blocks.py.jinja",
-        header=_docstring(header, 0),
-        classes=texts,
-        imports=_imports("\n".join(texts), always=bool(texts)),
-        requires=requires,
-    )
+    imports = _imports("\n".join(texts), libraries) if texts else []
+    return _render("blocks.py.jinja", header=_docstring(header, 0), classes=texts, imports=imports)
 
 
-def render_init(stages: Sequence[ClassSource], header: str, requires: Sequence[str]) -> str:
+def render_init(stages: Sequence[ClassSource], header: str) -> str:
     """``__init__.py``."""
-    return _render(
-        "init.py.jinja", header=_docstring(header, 0), stages=[stage.name for stage in stages], requires=requires
-    )
+    return _render("init.py.jinja", header=_docstring(header, 0), stages=[stage.name for stage in stages])
 
 
 def _render(template: str, **values: Any) -> str:
@@ -114,14 +106,22 @@ def _indented(lines: Sequence[str], indent: int) -> list[str]:
     return [f"{' ' * indent}{line}" if line else "" for line in lines]
 
 
-def _imports(text: str, always: bool = True) -> list[str]:
+def _imports(text: str, libraries: Mapping[str, str]) -> list[str]:
+    """The imports that a file needs, in isort's order."""
     code = re.sub(r'"""(?:.|\n)*?"""', "", text)
-    found = []
-    if re.search(r"\btorch\.", code):
-        found.append("import torch")
+    found = {"torch": "import torch"} if re.search(r"\btorch\.", code) else {}
     if re.search(r"\bF\.", code):
-        found.append("import torch.nn.functional as F")
-    return [*found, "from torch import nn"] if always else found
+        found["torch.nn.functional"] = "import torch.nn.functional as F"
+    for namespace, module in libraries.items():
+        if f"torch.ops.{namespace}." in code:
+            found[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"
+    return [*(found[module] for module in sorted(found)), "from torch import nn"]
+
+
+def _import_order(name: str) -> tuple[int, list[tuple[int, str]]]:
+    """isort's order of imported names: CONSTANTS, Classes, and numbers by their value."""
+    kind = 0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2
+    return kind, [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _wrapped(names: Sequence[str]) -> list[str]:

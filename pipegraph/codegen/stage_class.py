@@ -33,7 +33,7 @@ def stage_class(plan: Plan, blocks: Blocks, stage: StageGraph, names: Mapping[fx
         assignments=(
             *assignments(tree),
             *_ties(captured, stage, tree),
-            *_frozen(captured, stage),
+            *_frozen(captured, stage, tree),
             *_modes(captured, stage, tree),
         ),
         parameters=tuple(parameters),
@@ -75,7 +75,7 @@ def _ties(captured: Captured, stage: StageGraph, tree: Tree) -> Iterator[str]:
                 yield f"setattr({target}, {literal_text(attribute)}, {value})"
 
 
-def _frozen(captured: Captured, stage: StageGraph) -> Iterator[str]:
+def _frozen(captured: Captured, stage: StageGraph, tree: Tree) -> Iterator[str]:
     """``self.embed.requires_grad_(False)``, for the largest modules in which nothing is trained."""
     parameters = [captured.state[fqn] for fqn in stage.state if captured.state[fqn].kind == "parameter"]
     frozen = {entry.fqn for entry in parameters if not entry.requires_grad and entry.dtype.is_floating_point}
@@ -92,10 +92,10 @@ def _frozen(captured: Captured, stage: StageGraph) -> Iterator[str]:
             module = ".".join(parts[:depth])
             if not any(name.startswith(f"{module}.") for name in trained):
                 done.append(module)
-                yield f"self.get_submodule({literal_text(module)}).requires_grad_(False)"
+                yield f"{_module(tree, module)}.requires_grad_(False)"
                 break
         else:
-            yield f"self.get_parameter({literal_text(fqn)}).requires_grad_(False)"
+            yield f"{_parameter(tree, fqn)}.requires_grad_(False)"
 
 
 def _modes(captured: Captured, stage: StageGraph, tree: Tree) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _modes(captured: Captured, stage: StageGraph, tree: Tree) -> Iterator[str]:
         if module is None or module.training or any(fqn.startswith(f"{outer}.") for outer in done):
             continue
         done.append(fqn)
-        yield f"self.get_submodule({literal_text(fqn)}).eval()"
+        yield f"{_module(tree, fqn)}.eval()"
 
 
 def _module_paths(tree: Tree, prefix: str = "") -> Iterator[str]:

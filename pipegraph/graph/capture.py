@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pipegraph.errors import CaptureError
-from pipegraph.graph.captured import Captured, Module, State
+from pipegraph.graph.captured import Captured, Module, State, label_of
 from pipegraph.graph.fake import fake_parameters
 from pipegraph.graph.flatten import flatten
 from pipegraph.graph.simplify import simplify
@@ -118,7 +120,6 @@ def _export(
 ) -> tuple[torch.export.ExportedProgram, bool]:
     """Export in training mode, or in the first other mode that works."""
     flags = {module: module.training for module in model.modules()}
-    as_is = model.training
     first_error: Exception | None = None
     modes = [dict.fromkeys(flags, True), dict.fromkeys(flags, False)]
     if flags not in modes:
@@ -133,12 +134,12 @@ def _export(
         if first_error is not None:
             warnings.warn(
                 f"{type(model).__name__} cannot be traced in training mode ({_summary(first_error)}); it was captured "
-                "in evaluation mode, so that dropout without a module of its own is left out.",
+                "in evaluation mode, without the dropout inside attention.",
                 stacklevel=3,
             )
         return exported, mode[model]
     assert first_error is not None
-    raise CaptureError(_explain(model, first_error, as_is)) from first_error
+    raise CaptureError(_explain(model, first_error)) from first_error
 
 
 @contextmanager
@@ -153,41 +154,45 @@ def _modes(flags: Mapping[nn.Module, bool], restore: Mapping[nn.Module, bool]) -
 
 
 def _summary(error: Exception) -> str:
+    """What went wrong, in a line."""
+    if _depends_on_values(error):
+        return "its control flow depends on the values of a tensor, which are not known while it is traced"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
-def _explain(model: nn.Module, error: Exception, training: bool) -> str:
+def _depends_on_values(error: Exception) -> bool:
+    return "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__
+
+
+def _explain(model: nn.Module, error: Exception) -> str:
     """What export says, where in the user's source, and what to try."""
-    where, text = _user_line(error)
-    advice = "make the line independent of tensor values and of Python objects that export does not know"
-    if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__:
-        advice = "replace the branch on tensor values by torch.where, or by torch.cond"
-    return (
-        f"{type(model).__name__} cannot be captured: {_summary(error)}\n"
-        f"  at {where}: {text}\n"
-        f"Try: {advice}; torch.export.export(model, args) shows the same."
-    )
+    advice = "run the model on its example inputs; what works there and not here is Python that export cannot follow"
+    if _depends_on_values(error):
+        advice = "compute both branches and choose with torch.where"
+    where = _user_line(error)
+    at = f"\n  at {where[0]}: {where[1]}" if where is not None else ""
+    return f"{type(model).__name__} cannot be captured: {_summary(error)}.{at}\nTry: {advice}."
 
 
-def _user_line(error: Exception) -> tuple[str, str]:
-    """The innermost line outside torch and pipegraph that the error, or what caused it, passed through."""
-    own = Path(__file__).parents[1]
-    found = ("an unknown line", "no frame of the model is on the stack")
+def _user_line(error: Exception) -> tuple[str, str] | None:
+    """The innermost line of the model's own source that the error, or what caused it, passed through."""
+    found = None
     current: BaseException | None = error
-    while current is not None:
-        trace = current.__traceback__
-        while trace is not None:
-            file = Path(trace.tb_frame.f_code.co_filename)
-            if _TORCH not in file.parents and own not in file.parents and file.exists():
-                lines = file.read_text(errors="replace").splitlines()
-                text = lines[trace.tb_lineno - 1].strip() if trace.tb_lineno <= len(lines) else ""
-                found = (f"{file}:{trace.tb_lineno}", text)
-            trace = trace.tb_next
-        if found[0] != "an unknown line":
-            return found
+    while current is not None and found is None:
+        for frame in traceback.extract_tb(current.__traceback__):
+            if _is_of_model(Path(frame.filename)):
+                found = (f"{frame.filename}:{frame.lineno}", frame.line or "")
         current = current.__cause__ or current.__context__
     return found
+
+
+def _is_of_model(file: Path) -> bool:
+    """Whether a file is neither torch's, nor pipegraph's, nor Python's own (libraries may lie in Python's folder)."""
+    ours = (_TORCH, Path(__file__).parents[1])
+    library = Path(os.__file__).parent
+    standard = library in file.parents and "site-packages" not in file.parts
+    return file.is_file() and not standard and not any(folder in file.parents for folder in ours)
 
 
 def _inputs(
@@ -222,7 +227,7 @@ def _outputs(graph: fx.Graph, exported: torch.export.ExportedProgram) -> Any:
     leaves: list[str | None] = []
     for value in output.args[0]:
         if isinstance(value, fx.Node):
-            leaves.append(value.name)
+            leaves.append(label_of(value))
         elif value is None:
             leaves.append(None)
         else:

@@ -108,6 +108,12 @@ def split_point(fqn: str, side: str) -> None:
     """Marks on a graph where a stage begins; it computes nothing."""
 
 
+def label_of(node: fx.Node) -> str:
+    """The name of a node in ``Captured.args``, ``kwargs`` and ``outputs``: that of the model's argument for an input
+    (the node's own name may differ, where the argument is called ``torch``)."""
+    return str(node.target) if node.op == "placeholder" else node.name
+
+
 def path_of(node: fx.Node) -> tuple[tuple[str, str], ...]:
     """The module calls that ``node`` ran in, outermost first, the model itself left out: (call, FQN)."""
     return node.meta.get("path", ())

@@ -129,6 +129,12 @@ class _Flattening:
         return self._inline(body, {**values, **dict(zip(inner, arguments, strict=True))}, (*regions, region))
 
     def _operation(self, node: fx.Node, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> fx.Node:
+        if _has_unknown_size(node.meta.get("val")):
+            lines = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines() if line.strip()]
+            raise CaptureError(
+                f"The model makes a tensor whose shape depends on values ({node.target}).\n  {' '.join(lines[-2:])}\n"
+                "Try: keep the shape and mask the values, with torch.where or a multiplication."
+            )
         if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
             raise CaptureError(
                 f"The model uses {node.target}, a control-flow or custom operator that cannot be written as a stage."
@@ -143,6 +149,13 @@ class _Flattening:
             "stack_trace": node.meta.get("stack_trace") or "",
         }
         return placed
+
+
+def _has_unknown_size(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_unknown_size(part) for part in value)
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
 
 
 def _is_region(node: fx.Node) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -61,7 +60,7 @@ def opened_calls(captured: Captured) -> frozenset[str]:
     def visit(call: Call, inside_layer: bool) -> bool:
         repeated = _repeated(captured, call)
         children = [visit(child, inside_layer or child.fqn in repeated) for child in call.calls()]
-        # Experts inside a layer are repeated too; a layer is opened only where it is itself a row of layers.
+        # A layer is opened only where it is itself a row of layers, not where a part of it is.
         found = bool(repeated) or (any(children) and not inside_layer)
         if found:
             opened.add(call.call)
@@ -74,12 +73,28 @@ def opened_calls(captured: Captured) -> frozenset[str]:
 
 
 def _repeated(captured: Captured, call: Call) -> set[str]:
-    """FQNs of two or more equal calls that stand side by side in a list, dict or Sequential of ``call``."""
-    kinds = {}
+    """FQNs of two or more equal calls in a list, dict or Sequential of ``call``, each working on what the one before
+    gave. Experts, which all work on the same value, are no row."""
+    kinds: dict[tuple[str, str], list[Call]] = {}
     for child in call.calls():
         container, _, name = child.fqn.rpartition(".")
         listed = container != call.fqn or name.isdigit()
         if listed and any(True for _ in child.calls()):
-            kinds[child.fqn] = (container, captured.modules[child.fqn].class_name)
-    count = Counter(kinds.values())
-    return {fqn for fqn, kind in kinds.items() if count[kind] > 1}
+            kinds.setdefault((container, captured.modules[child.fqn].class_name), []).append(child)
+    rows = [row for row in kinds.values() if len(row) > 1 and _depends(row[1], row[0], call)]
+    return {child.fqn for row in rows for child in row}
+
+
+def _depends(later: Call, earlier: Call, within: Call) -> bool:
+    """Whether a value of ``earlier`` flows into ``later``."""
+    inside, source = set(within.nodes()), set(earlier.nodes())
+    waiting = list(later.nodes())
+    seen = set(waiting)
+    while waiting:
+        for parent in waiting.pop().all_input_nodes:
+            if parent in source:
+                return True
+            if parent in inside and parent not in seen:
+                seen.add(parent)
+                waiting.append(parent)
+    return False

@@ -1,0 +1,57 @@
+"""The command line: one file per verb; each parses, calls and prints."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+import typer
+
+from pipegraph.cli.run import run
+from pipegraph.cli.show import show
+from pipegraph.cli.split import split
+from pipegraph.cli.verify import verify
+from pipegraph.errors import PipegraphError, RuntimeFault
+
+app = typer.Typer(
+    help="Turn a PyTorch model into a pipeline of readable stages, and run it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for verb in (split, verify, show, run):
+    app.command()(verb)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and end the process.
+
+    Exit codes: 0 done; 1 a check found a difference; 2 usage or input; 3 the model cannot be captured or split; 4 a run
+    failed, or an error of pipegraph's own.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            app(arguments, prog_name="pipegraph")
+    except Exception as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        print(f"error: {_message(error)}", file=sys.stderr)
+        sys.exit(error.exit_code if isinstance(error, PipegraphError) else RuntimeFault.exit_code)
+    sys.exit(0)
+
+
+def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, PipegraphError):
+        return str(error)
+    return f"{type(error).__name__}: {error}\nThis was not expected.\nTry: --debug, which shows where it happened."

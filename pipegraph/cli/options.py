@@ -1,0 +1,29 @@
+"""Arguments and options that several verbs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="file.py, file.py:NAME, or hf:DIR_OR_CONFIG.json.", show_default=False)
+]
+PackageArgument = Annotated[
+    Path, typer.Argument(metavar="OUT", help="The folder that `pipegraph split` wrote.", show_default=False)
+]
+BatchOption = Annotated[
+    int | None, typer.Option(metavar="B", min=1, help="Rows of a microbatch, for hf: models.", show_default=False)
+]
+SequenceOption = Annotated[
+    int | None, typer.Option("--seq", metavar="T", min=1, help="Tokens per row, for hf: models.", show_default=False)
+]
+ScheduleOption = Annotated[str, typer.Option(metavar="NAME", help="Order of the work: 1f1b, gpipe, …")]
+MicrobatchesOption = Annotated[
+    int | None,
+    typer.Option(metavar="M", min=1, show_default=False, help="Microbatches of a step. [default: as many as stages]"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+# Read by `main`, which also meets the errors of parsing.
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -1,0 +1,108 @@
+"""``pipegraph run OUT``: training steps on a package, in one process per rank or all in one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipegraph.cli.options import (
+    BatchOption,
+    DebugOption,
+    JsonOption,
+    MicrobatchesOption,
+    PackageArgument,
+    ScheduleOption,
+    SequenceOption,
+)
+from pipegraph.cli.output import print_json
+
+if TYPE_CHECKING:
+    from pipegraph.graph.source import ModelSource
+    from pipegraph.package import Package
+    from pipegraph.schedule import Schedule
+
+
+def run(
+    out: PackageArgument,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Processes to start; 1 runs every stage in this one. [default: the number of stages]",
+        ),
+    ] = None,
+    schedule: ScheduleOption = "1f1b",
+    microbatches: MicrobatchesOption = None,
+    steps: Annotated[int, typer.Option(metavar="K", min=1, help="Steps to run.")] = 1,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            show_default=False,
+            help="Take example_inputs, example_target and loss_fn from here. [default: seeded inputs, mean square]",
+        ),
+    ] = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to run; with cuda, a GPU per rank.")] = "cpu",
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Run training steps, without an optimizer, and print each one's loss and time.
+
+    Starts its own processes, unless torchrun has: torchrun --nproc-per-node N -m pipegraph run OUT
+    """
+    from pipegraph.package import Package
+    from pipegraph.report.schedules import choose_schedule
+    from pipegraph.runtime.launch import check_processes, exit_with_parent, is_launched, launch, record_failure
+
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda.", param_hint="--device")
+    try:
+        exit_with_parent()
+        package = Package.open(out)
+        chosen = choose_schedule(package, schedule, microbatches)
+        launched = is_launched()
+        processes = int(os.environ["WORLD_SIZE"]) if launched else nproc or chosen.ranks
+        check_processes(chosen, processes, launched)
+        if processes == 1 or launched:
+            _run_here(package, chosen, steps, _source(model, batch, seq), device, json)
+            return
+        options = {"schedule": schedule, "microbatches": microbatches, "steps": steps, "device": device}
+        options |= {"model": model, "batch": batch, "seq": seq}
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        flags = [flag for flag, is_set in (("--json", json), ("--debug", debug)) if is_set]
+        launch(["-m", "pipegraph", "run", str(out), *given, *flags], processes, debug)
+    except Exception as error:
+        record_failure(error)
+        raise
+
+
+def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSource | None:
+    if model is None:
+        return None
+    from pipegraph.graph.source import load
+
+    return load(model, weights=False, batch=batch, seq=seq)
+
+
+def _run_here(
+    package: Package, schedule: Schedule, steps: int, source: ModelSource | None, device: str, json: bool
+) -> None:
+    """Run this process's stages; the process that holds the last one prints."""
+    from pipegraph.report.steps import run_steps
+
+    place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
+    taken = []
+    for step in run_steps(package, schedule, steps, source, place):
+        taken.append(dataclasses.asdict(step))
+        if not json:
+            print(step, flush=True)
+    if json and taken:
+        named = {"schedule": schedule.name, "ranks": schedule.ranks, "microbatches": schedule.microbatches}
+        print_json({**named, "steps": taken})

@@ -1,0 +1,71 @@
+"""``pipegraph split MODEL``: a model becomes a package of stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipegraph.cli.options import BatchOption, DebugOption, JsonOption, ModelArgument, SequenceOption
+from pipegraph.cli.output import print_json
+from pipegraph.cli.progress import held_back, progress
+
+
+def split(
+    model: ModelArgument,
+    points: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FQN,…",
+            show_default=False,
+            help="Modules that start a stage, in the model's order; layers.3:end starts one behind layers.3.",
+        ),
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(metavar="N", min=1, show_default=False, help="Cut into N stages of equal length.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="OUT", show_default=False, help="Folder to write. [default: build/NAME]"),
+    ] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights/--no-weights", help="Write the model's weights beside the stages.")
+    ] = True,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the stages and write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a package that pipegraph wrote.")] = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Split a model at the given points, or into so many stages, and write the stages as Python source."""
+    with progress(f"loading {model}"):
+        from pipegraph.codegen.package_writer import generate, write_package
+        from pipegraph.graph.capture import capture
+        from pipegraph.graph.source import load
+        from pipegraph.planner.plan import plan
+        from pipegraph.report.overview import manifest_dict
+
+        source = load(model, weights=weights and not dry_run, batch=batch, seq=seq)
+    with progress(f"capturing {source.name}"), held_back(unless=debug):
+        captured = capture(source.model, source.args, source.kwargs)
+    planned = plan(captured, points=None if points is None else points.split(","), stages=stages)
+    folder = None if dry_run else out or Path("build", _stem(model))
+    if folder is None:
+        _, manifest = generate(planned, weights, source)
+    else:
+        with progress(f"writing {folder}"):
+            manifest = write_package(planned, folder, weights, overwrite, source).manifest
+    if json:
+        print_json({"out": None if folder is None else str(folder), **manifest_dict(manifest)})
+        return
+    print("\n".join(planned.describe()))
+    if folder is not None:
+        print(f"wrote {folder}")
+
+
+def _stem(model: str) -> str:
+    """``transformer`` for ``examples/transformer.py``, ``llama`` for ``hf:examples/llama/config.json``."""
+    path = Path(model.removeprefix("hf:").rpartition(":")[0] if ".py:" in model else model.removeprefix("hf:"))
+    return path.parent.name if path.name == "config.json" else path.stem

@@ -1,0 +1,46 @@
+"""``pipegraph verify OUT MODEL``: does the package compute what the model computes?"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from pipegraph.cli.options import (
+    BatchOption,
+    DebugOption,
+    JsonOption,
+    ModelArgument,
+    PackageArgument,
+    SequenceOption,
+)
+from pipegraph.cli.output import print_json
+from pipegraph.cli.progress import progress
+
+
+def verify(
+    out: PackageArgument,
+    model: ModelArgument,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare a package's outputs, loss and gradients with those of the unsplit model. Exit code 1: they differ."""
+    from pipegraph.package import Package
+
+    package = Package.open(out)
+    with progress(f"loading {model}"):
+        from pipegraph.graph.source import load
+        from pipegraph.report.verify import verify as compare
+
+        source = load(model, weights=True, batch=batch, seq=seq)
+    with progress("comparing"):
+        found = compare(package, source)
+    if json:
+        print_json(found.to_dict())
+    else:
+        print(found)
+    if not found.equal:
+        print(f"error: {out} does not compute what {model} computes.\n{found.hint()}", file=sys.stderr)
+        raise typer.Exit(1)

@@ -1,0 +1,153 @@
+"""What a package holds: its source files and its manifest, made from a plan; nothing is written here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import pipegraph
+from pipegraph.codegen.blocks import Blocks
+from pipegraph.codegen.libraries import libraries
+from pipegraph.codegen.literals import dtype_name
+from pipegraph.codegen.names import prose, unused, variable
+from pipegraph.codegen.source import render_blocks, render_init, render_stage
+from pipegraph.codegen.stage_class import stage_class
+from pipegraph.codegen.weights import shard_plan
+from pipegraph.graph.bounds import index_bound
+from pipegraph.graph.captured import label_of
+from pipegraph.graph.source import ModelSource
+from pipegraph.graph.stages import Boundary, tensor_of
+from pipegraph.package import Buffer, Manifest, StageEntry, Value
+from pipegraph.planner.plan import Plan
+
+
+def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None) -> tuple[dict[str, str], Manifest]:
+    """The source files of a package by name, and its manifest; nothing is written."""
+    captured = plan.captured
+    blocks = Blocks(captured)
+    names = _value_names(plan, blocks)
+    stages = [stage_class(plan, blocks, stage, names) for stage in plan.stages]
+    requires = libraries(captured)
+    model = source.name if source is not None else captured.model_name
+    about = f"{prose(captured.model_name)} ({prose(model)})"
+    count = f"{len(stages)} stages" if len(stages) > 1 else "one stage"
+    files = {
+        "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {pipegraph.__version__}."),
+        "blocks.py": render_blocks(blocks.classes, f"The blocks that the stages of {about} share.", requires),
+    }
+    for index, stage in enumerate(stages):
+        header = f"Stage {index} of {len(stages)} of {about}."
+        files[f"stage_{index}.py"] = render_stage(stage, blocks.classes, header, requires)
+    return files, _manifest(plan, names, files, weights, tuple(requires), source)
+
+
+def _manifest(
+    plan: Plan,
+    names: Mapping[fx.Node, str],
+    files: Mapping[str, str],
+    weights: bool,
+    requires: Sequence[str],
+    source: ModelSource | None,
+) -> Manifest:
+    captured = plan.captured
+    by_label = {label_of(node): names[node] for node in (*captured.inputs, *captured.returned)}
+    shards = {name: file for file, held in shard_plan(captured, plan.stages, weights).items() for name in held}
+    file_of = {int(file[6:11]): file for file in shards.values()}
+    values = {names[boundary.node]: _value(names[boundary.node], boundary) for boundary in plan.boundaries}
+    for name, constant in captured.constants.items():
+        values[name] = Value(name, "", (), -1, (), constant=constant)
+    return Manifest(
+        generator=f"pipegraph {pipegraph.__version__}",
+        model={
+            "source": source.name if source is not None else "",
+            "class": captured.model_name,
+            "sha256": source.sha256 if source is not None else "",
+        },
+        args=_relabel(list(captured.args), by_label),
+        kwargs=_relabel(captured.kwargs, by_label),
+        outputs=_relabel(captured.outputs, by_label),
+        values=values,
+        stages=tuple(
+            StageEntry(
+                index=stage.index,
+                module=f"stage_{stage.index}",
+                class_name=f"Stage{stage.index}",
+                inputs=tuple(names[node] for node in stage.inputs),
+                outputs=tuple(names[node] for node in stage.outputs),
+                parameters=tuple(fqn for fqn in stage.state if captured.state[fqn].kind == "parameter"),
+                buffers=tuple(
+                    Buffer(fqn, captured.state[fqn].persistent)
+                    for fqn in stage.state
+                    if captured.state[fqn].kind != "parameter"
+                ),
+                weights=file_of.get(stage.index),
+                cost=cost.to_json(),
+            )
+            for stage, cost in zip(plan.stages, plan.costs, strict=True)
+        ),
+        tied=captured.tied,
+        plan={
+            "points": [str(point) for point in plan.points],
+            "stages": [line.partition(": ")[2] for line in plan.describe()],
+        },
+        files={name: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for name, text in files.items()},
+        requires=tuple(requires),
+    )
+
+
+def _value(name: str, boundary: Boundary) -> Value:
+    tensor = tensor_of(boundary.node)
+    integer = boundary.producer < 0 and not (tensor.is_floating_point() or tensor.dtype == torch.bool)
+    return Value(
+        name=name,
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        producer=boundary.producer,
+        consumers=boundary.consumers,
+        requires_grad=boundary.requires_grad,
+        bound=index_bound(boundary.node) if integer else None,
+    )
+
+
+def _value_names(plan: Plan, blocks: Blocks) -> dict[fx.Node, str]:
+    """A name for everything that crosses: the model's own for its arguments, the key for what it returns in a dict, and
+    else what its source calls the value."""
+    captured = plan.captured
+    taken = set(captured.constants)
+    keys = {label: key for key, label in _labelled(captured.outputs)}
+    names: dict[fx.Node, str] = {}
+    for boundary in plan.boundaries:
+        node = boundary.node
+        if node.op == "placeholder":
+            wanted = label_of(node)
+        elif node in captured.returned:
+            wanted = keys.get(label_of(node)) or blocks.value_name(node, default="output")
+        else:
+            wanted = blocks.value_name(node)
+        names[node] = unused(variable(wanted, "x"), taken)
+        taken.add(names[node])
+    return names
+
+
+def _labelled(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, label) of each leaf that stands under a key."""
+    if isinstance(tree, dict):
+        for name, inner in tree.items():
+            yield from _labelled(inner, name)
+    elif isinstance(tree, list):
+        for inner in tree:
+            yield from _labelled(inner, key)
+    elif tree is not None and key:
+        yield key, tree
+
+
+def _relabel(tree: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _relabel(inner, names) for key, inner in tree.items()}
+    if isinstance(tree, list):
+        return [_relabel(inner, names) for inner in tree]
+    return names.get(tree, tree)

@@ -1,0 +1,108 @@
+"""A package on disk: the folder that `pipegraph split` writes, opened, checked, and its stages loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
+
+from pipegraph.errors import PackageError
+from pipegraph.package.manifest import Manifest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MANIFEST: Final = "pipeline.json"
+WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package on disk: its folder and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> Package:
+        """Read and check the manifest in the folder `path`; nothing is imported and no weight read yet."""
+        folder = Path(path).resolve()
+        try:
+            text = (folder / MANIFEST).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            hint = "A package is the folder that `pipegraph split MODEL -o OUT` writes."
+            raise PackageError(f"{path} is not a package: {MANIFEST} cannot be read ({why}). {hint}") from None
+        return cls(folder, Manifest.from_json(text, str(folder / MANIFEST)))
+
+    def edited(self) -> tuple[str, ...]:
+        """The generated files whose content is no longer what was written, or that are gone."""
+        written = sorted(self.manifest.files.items())
+        return tuple(name for name, digest in written if _digest(self.path / name) != digest)
+
+    @cached_property
+    def weight_map(self) -> dict[str, str]:
+        """FQN → shard file, as `model.safetensors.index.json` says; empty without one."""
+        index = self.path / WEIGHTS_INDEX
+        if not index.exists():
+            return {}
+        try:
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise PackageError(f"{index} is no index of safetensors, or truncated: {error!r}.") from None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether parameters were written; false after `pipegraph split --no-weights`."""
+        names = [name for stage in self.manifest.stages for name in stage.parameters]
+        return not names or any(self.manifest.stored_name(name) in self.weight_map for name in names)
+
+    def load_stage(self, index: int, device: str = "cpu", weights: bool = True) -> nn.Module:
+        """Stage `index` as its source stands now. Without `weights`, parameters are as their constructors make them."""
+        entry = self.manifest.stages[index]
+        stored = [self.manifest.stored_name(name) for name in entry.parameters] if weights else []
+        for name in stored:
+            if name not in self.weight_map:
+                raise PackageError(f"{self.path / WEIGHTS_INDEX} lacks {name}, a weight of stage {index}.")
+        for shard in sorted({self.weight_map[name] for name in stored} | {entry.weights or MANIFEST}):
+            if not (self.path / shard).is_file():
+                raise PackageError(
+                    f"{self.path / shard} is missing: stage {index} needs it. Restore it, or split again."
+                )
+        try:
+            stage: nn.Module = self._module.load_stage(index, device=device, weights=weights)
+        except Exception as error:  # edited source and damaged shards raise anything
+            where = f"{self.path / entry.module}.py"
+            raise PackageError(f"stage {index} ({where}) cannot be loaded: {type(error).__name__}: {error}") from error
+        return stage
+
+    @cached_property
+    def _module(self) -> ModuleType:
+        """The folder imported under a name of its own, so that two packages, or two versions of one, do not meet."""
+        name, source = f"_pipegraph_package_{next(_numbers)}", self.path / "__init__.py"
+        spec = importlib.util.spec_from_file_location(name, source, submodule_search_locations=[str(self.path)])
+        assert spec is not None and spec.loader is not None  # always so for a file that ends in .py
+        module = importlib.util.module_from_spec(spec)
+        written, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a stale .pyc would hide a quick edit
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # edited source raises anything
+            del sys.modules[name]
+            raise PackageError(f"{self.path} cannot be imported: {type(error).__name__}: {error}") from error
+        finally:
+            sys.dont_write_bytecode = written
+        return module
+
+
+def _digest(path: Path) -> str | None:
+    return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}" if path.is_file() else None

@@ -1,0 +1,124 @@
+"""A package at a glance: its stages and their costs, what crosses between them, and the schedule's grid."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
+from pipegraph.report.tables import clip, count, size, table
+from pipegraph.schedule import Schedule
+
+_BITS = {"bool": 8, "bfloat16": 16, "half": 16, "float": 32, "double": 64}
+
+
+def overview(package: Package, schedule: Schedule) -> str:
+    """The text of ``pipegraph show``."""
+    manifest = package.manifest
+    parts = [_title(package), _stage_table(manifest), _value_table(manifest)]
+    if manifest.tied:
+        parts.append("\n".join(f"tied: {' = '.join(map(clip, group))}" for group in manifest.tied))
+    if edited := package.edited():
+        parts.append(f"edited since it was written: {', '.join(edited)}")
+    parts.append(str(schedule))
+    return "\n\n".join(parts)
+
+
+def overview_dict(package: Package, schedule: Schedule) -> dict[str, Any]:
+    """The same as data, for ``--json``."""
+    return {
+        **manifest_dict(package.manifest),
+        "edited": list(package.edited()),
+        "schedule": {
+            "name": schedule.name,
+            "microbatches": schedule.microbatches,
+            "ranks": [[str(action) for action in actions] for actions in schedule.actions],
+        },
+    }
+
+
+def manifest_dict(manifest: Manifest) -> dict[str, Any]:
+    """The stages of a package, written or about to be, and what crosses between them."""
+    return {
+        "model": manifest.model,
+        "points": manifest.plan.get("points", []),
+        "stages": [
+            {
+                "index": stage.index,
+                "holds": holds(manifest, stage.index),
+                "inputs": list(stage.inputs),
+                "outputs": list(stage.outputs),
+                "cost": stage.cost,
+            }
+            for stage in manifest.stages
+        ],
+        "boundaries": [
+            {
+                "value": value.name,
+                "dtype": value.dtype,
+                "shape": list(value.shape),
+                "bytes": bytes_of(value),
+                "producer": value.producer,
+                "consumers": list(value.consumers),
+                "requires_grad": value.requires_grad,
+            }
+            for value in _crossing(manifest)
+        ],
+        "tied": [list(group) for group in manifest.tied],
+    }
+
+
+def holds(manifest: Manifest, stage: int) -> str:
+    """The modules of a stage: ``tok_embeddings, layers.0 – layers.3``; empty where the plan does not say."""
+    described = manifest.plan.get("stages", [])
+    return str(described[stage]) if stage < len(described) else ""
+
+
+def bytes_of(value: Value) -> int:
+    """The size of a value of one microbatch, in bytes."""
+    digits = "".join(character for character in value.dtype if character.isdigit())
+    bits = _BITS.get(value.dtype) or int(digits or 32)
+    if value.dtype.startswith("float8"):
+        bits = 8
+    return math.prod(value.shape) * bits // 8
+
+
+def _title(package: Package) -> str:
+    model = package.manifest.model
+    stages = len(package.manifest.stages)
+    return f"{model.get('class', 'model')} of {model.get('source', '?')} in {stages} stage{'s' if stages > 1 else ''}"
+
+
+def _stage_table(manifest: Manifest) -> str:
+    rows = [[str(stage.index), clip(holds(manifest, stage.index)), *_costs(stage)] for stage in manifest.stages]
+    return table(["stage", "holds", "parameters", "forward", "weights"], rows)
+
+
+def _costs(stage: StageEntry) -> list[str]:
+    parameters, flops = stage.cost.get("parameters"), stage.cost.get("flops")
+    return [
+        str(len(stage.parameters)) if parameters is None else count(parameters),
+        "" if flops is None else count(flops, "FLOP"),
+        stage.weights or "none",
+    ]
+
+
+def _value_table(manifest: Manifest) -> str:
+    rows = [
+        [
+            clip(value.name),
+            f"{value.dtype}{list(value.shape)}",
+            "caller" if value.producer == CALLER else f"stage {value.producer}",
+            ", ".join(f"stage {consumer}" for consumer in value.consumers) or "no stage",
+            size(bytes_of(value)),
+            "yes" if value.requires_grad else "no",
+        ]
+        for value in _crossing(manifest)
+    ]
+    return table(["boundary", "tensor", "from", "to", "microbatch", "gradient"], rows)
+
+
+def _crossing(manifest: Manifest) -> list[Value]:
+    """The tensors that cross: from the caller first, then by producer."""
+    found = [value for value in manifest.values.values() if not value.is_constant and value.consumers]
+    return sorted(found, key=lambda value: (value.producer, value.name))

@@ -1,0 +1,138 @@
+"""Training steps on a package, and what each of them took: the work of ``pipegraph run``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegraph.graph.source import ModelSource
+from pipegraph.package import Manifest, Package, Value
+from pipegraph.runtime.pipeline import LossFunction, Pipeline
+from pipegraph.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one step, all its microbatches joined along dimension 0."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as the rank of the last stage saw it."""
+
+    index: int
+    loss: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"step {self.index}   loss {self.loss:.6f}   {self.seconds:.3f} s"
+
+
+def run_steps(
+    package: Package, schedule: Schedule, steps: int, source: ModelSource | None = None, device: str = "cpu"
+) -> Iterator[Step]:
+    """Run steps on one batch, each from empty gradients and without an optimizer.
+
+    The batch and the loss are those of ``source``, or else seeded inputs and the mean square of the outputs. Only the
+    process that holds the last stage knows the loss: elsewhere nothing is yielded.
+    """
+    if source is None:
+        batch = batch_from_manifest(package.manifest, schedule.microbatches)
+    else:
+        batch = batch_from_source(source, schedule.microbatches)
+    loss_fn = mean_square if source is None else loss_of(source)
+    pipeline = Pipeline(package, schedule, loss_fn=loss_fn, device=device)
+    for index in range(steps):
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        start = time.perf_counter()
+        result = pipeline.step(*batch.args, target=batch.target, **batch.kwargs)
+        if result.loss is not None:
+            loss = float(result.loss)  # waits for the device
+            yield Step(index, loss, time.perf_counter() - start)
+
+
+def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) -> Batch:
+    """Seeded inputs as the manifest describes them: normal floats, integers below their bound, constants as such."""
+    generator = torch.Generator().manual_seed(seed)
+    # In the order of `values`, which every process reads alike.
+    made = {
+        name: value.constant if value.is_constant else _random(value, microbatches, generator)
+        for name, value in sorted(manifest.values.items())
+        if value.producer < 0
+    }
+    args, kwargs = _fill(manifest.args, made), _fill(manifest.kwargs, made)
+    return Batch(args, kwargs)
+
+
+def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
+    """The example inputs and target of a model file, once for each microbatch."""
+
+    def repeat(leaf: Any) -> Any:
+        return torch.cat([leaf] * microbatches) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+
+    return Batch(_map(repeat, source.args), _map(repeat, source.kwargs), _map(repeat, source.example_target))
+
+
+def loss_of(source: ModelSource) -> LossFunction:
+    """The model file's loss if it can be called: it needs a target."""
+    return mean_square if source.loss_fn is None or source.example_target is None else source.loss_fn
+
+
+def mean_square(output: Any, target: Any = None) -> Tensor:
+    """The loss of outputs without a target: the mean over their floating-point tensors' mean squares."""
+    squares = [tensor.float().square().mean() for tensor in tensors(output).values() if tensor.is_floating_point()]
+    return torch.stack(squares).mean()
+
+
+def tensors(structure: Any, path: str = "") -> dict[str, Tensor]:
+    """The tensors in nested dicts, sequences and dataclasses, under their paths: ``{"hidden.0": …}``."""
+    if isinstance(structure, Tensor):
+        return {path: structure}
+    if isinstance(structure, dict):
+        items = [(str(key), item) for key, item in structure.items()]
+    elif isinstance(structure, (list, tuple)):
+        items = [(str(index), item) for index, item in enumerate(structure)]
+    elif is_dataclass(structure):
+        items = [(field.name, getattr(structure, field.name)) for field in fields(structure)]
+    else:
+        return {}
+    found: dict[str, Tensor] = {}
+    for key, item in items:
+        found |= tensors(item, f"{path}.{key}" if path else key)
+    return found
+
+
+def _random(value: Value, microbatches: int, generator: torch.Generator) -> Tensor:
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    shape = (microbatches * value.shape[0], *value.shape[1:]) if value.shape else ()
+    if dtype.is_floating_point or dtype.is_complex:
+        # In float32 and cast: not every dtype has a random generator of its own.
+        drawn = torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+    else:
+        bound = 2 if dtype == torch.bool or value.bound is None else value.bound
+        drawn = torch.randint(max(bound, 1), shape, generator=generator)
+    return drawn.to(dtype)
+
+
+def _fill(structure: Any, made: dict[str, Any]) -> Any:
+    return _map(lambda name: None if name is None else made[name], structure)
+
+
+def _map(function: Callable[[Any], Any], structure: Any) -> Any:
+    """``function`` of every leaf of nested dicts, lists and tuples."""
+    if isinstance(structure, dict):
+        return {key: _map(function, item) for key, item in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        items = [_map(function, item) for item in structure]
+        return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
+    return function(structure)

@@ -1,0 +1,66 @@
+"""Plain-text tables and numbers that a person reads, the same on a terminal and in a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width, two spaces apart; a column of numbers is set right.
+
+    >>> print(table(["stage", "size"], [["0", "9 B"], ["1", "12 B"]]))
+    stage  size
+        0   9 B
+        1  12 B
+    """
+    lines = [list(headers), *map(list, rows)]
+    columns = list(zip(*lines, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [any(column[1:]) and all(map(_is_number, filter(None, column[1:]))) for column in columns]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _is_number(cell: str) -> bool:
+    return cell[0].isdigit() or cell in ("inf", "nan")
+
+
+def count(number: float, unit: str = "") -> str:
+    """Three figures and a decimal prefix.
+
+    >>> count(12_584_960), count(51_300_000_000, "FLOP"), count(7)
+    ('12.6 M', '51.3 GFLOP', '7')
+    """
+    power = 0 if number < 1000 else min(int(math.log10(number) // 3), len(_THOUSANDS) - 1)
+    scaled = number / 1000**power
+    if round(scaled, 1) >= 1000 and power < len(_THOUSANDS) - 1:
+        power, scaled = power + 1, scaled / 1000
+    text = f"{scaled:.0f}" if power == 0 else f"{scaled:.1f}"
+    return f"{text} {_THOUSANDS[power]}{unit}".rstrip()
+
+
+def size(number: int) -> str:
+    """Bytes with a binary prefix.
+
+    >>> size(2 * 2**20), size(100)
+    ('2.0 MiB', '100 B')
+    """
+    scaled, power = float(number), 0
+    while scaled >= 1024 and power < len(_BINARY) - 1:
+        scaled, power = scaled / 1024, power + 1
+    return f"{scaled:.0f} B" if power == 0 else f"{scaled:.1f} {_BINARY[power]}"
+
+
+def clip(text: str, width: int = 60) -> str:
+    """``text`` on one line of at most ``width`` characters."""
+    line = text.encode("unicode_escape").decode() if not text.isprintable() else text
+    return line if len(line) <= width else f"{line[: width - 1]}…"

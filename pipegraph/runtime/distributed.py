@@ -1,0 +1,81 @@
+"""The transport between processes: gloo for tensors on the CPU, NCCL for those on a GPU.
+
+Every direction of every pair of ranks that talk has a group of its own. So NCCL, which works off the transfers of a
+group one after the other, has no order in which two ranks could wait for each other; and a rank that closes its side is
+noticed by all that wait for it, whatever else is still on its way to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from pipegraph.runtime.group import Group, lost_connections
+from pipegraph.runtime.sends import AwaitedSends, PolledSends, Sending, Sends
+from pipegraph.runtime.transport import Transfer
+from pipegraph.runtime.wiring import torch_dtype
+from pipegraph.runtime.world import World
+
+
+class DistributedReceive:
+    """Buffers that are being filled. It stands among `unfinished` until it has been waited for."""
+
+    def __init__(
+        self, group: Group, transfer: Transfer, device: torch.device, unfinished: set[DistributedReceive]
+    ) -> None:
+        self._peer = transfer.ranks[0]
+        self._tensors = [torch.empty(v.shape, dtype=torch_dtype(v), device=device) for v in transfer.values]
+        self._works = [group.receive(tensor, self._peer) for tensor in self._tensors if tensor.numel()]
+        self._unfinished = unfinished
+        unfinished.add(self)
+
+    def ready(self) -> bool:
+        return True  # nothing else in this process could make it so
+
+    def wait(self) -> Sequence[Tensor]:
+        with lost_connections(self._peer):
+            for work in self._works:
+                work.wait()
+        self.drop()
+        return self._tensors
+
+    def drop(self) -> None:
+        self._works.clear()
+        self._unfinished.discard(self)
+
+
+class DistributedTransport:
+    """This rank's connections. `pairs` are the (sender, receiver) ranks between which anything is sent at all."""
+
+    def __init__(self, world: World, pairs: Iterable[tuple[int, int]]) -> None:
+        self._device = world.device
+        self._unfinished: set[DistributedReceive] = set()
+        self._sends: Sends = PolledSends() if world.device.type == "cuda" else AwaitedSends()
+        self._groups = {
+            pair: world.connect(f"{pair[0]}-{pair[1]}", pair) for pair in sorted(pairs) if world.rank in pair
+        }
+        # NCCL connects at a group's first transfer, and blocks until the other side comes. Here all come in one order.
+        for (sender, receiver), group in self._groups.items():
+            byte = torch.zeros(1, dtype=torch.uint8, device=world.device)
+            peer = receiver if sender == world.rank else sender
+            with lost_connections(peer):
+                (group.send if sender == world.rank else group.receive)(byte, peer).wait()
+
+    def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
+        peer, group = transfer.ranks[1], self._groups[transfer.ranks]
+        sent = [tensor.contiguous() for tensor in tensors if tensor.numel()]
+        self._sends.add(Sending(peer, [group.send(tensor, peer) for tensor in sent], sent))
+
+    def receive(self, transfer: Transfer) -> DistributedReceive:
+        return DistributedReceive(self._groups[transfer.ranks], transfer, self._device, self._unfinished)
+
+    def finish(self) -> None:
+        self._sends.finish()
+
+    def close(self) -> None:
+        """Let go of every transfer that is not done, as each keeps its connection open. The groups are the world's."""
+        self._sends.drop()
+        for receive in tuple(self._unfinished):
+            receive.drop()

@@ -1,0 +1,159 @@
+"""The interpreter of one rank's lowered actions. It knows no schedule by name.
+
+fed or received ─▶ F ─▶ outputs ─▶ SEND_F ─▶ RECV_F, of the consumer
+                   └──▶ saved ─┐
+RECV_B ─▶ sum over consumers ──┴─▶ B, or I and then W ─▶ gradients of inputs ─▶ SEND_B
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pipegraph.kernels import StageKernels
+from pipegraph.package import CALLER
+from pipegraph.runtime.faults import ActionFailed
+from pipegraph.runtime.step import Feed, Results, Step, Sums
+from pipegraph.runtime.transport import Transport
+from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer, zeros
+from pipegraph.schedule import Action, Kind, Schedule
+
+RECEIVES_AHEAD: Final = 2
+"""How many receives are posted before the schedule reaches them, so that a message travels while its receiver computes.
+Each holds buffers for one microbatch."""
+
+
+class Executor:
+    """One rank's part of a lowered schedule, over the kernels of that rank's stages. Each `run` is one step."""
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        wiring: Sequence[StageWiring],
+        kernels: Mapping[int, StageKernels],
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        self.rank = rank
+        self.actions = schedule.actions[rank]
+        self.position = 0
+        self._schedule = schedule
+        self._wiring = wiring
+        self._kernels = kernels
+        self._transport = transport
+        self._device = device
+        moves = [action for action in self.actions if action.kind.is_transfer]
+        self._transfers = {action: transfer(action, wiring, schedule.placement) for action in moves}
+        self._receives = [action for action in moves if not action.sends]
+        reached = itertools.accumulate(action.kind.is_transfer and not action.sends for action in self.actions)
+        self._due = [count + RECEIVES_AHEAD for count in reached]
+        self._do: dict[Kind, Callable[[Step, Feed, Results, Action], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._input_backward,
+            Kind.W: self._weight_backward,
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+        }
+
+    def run(self, feed: Feed, results: Results) -> Iterator[None]:
+        """Do every action. Yields where another executor of this process has to go on first. Raises ActionFailed."""
+        step, posted = Step(), 0
+        for position, action in enumerate(self.actions):
+            self.position = position
+            try:
+                for receive in self._receives[posted : self._due[position]]:
+                    self._post(step, receive)
+                    posted += 1
+                if action.kind in (Kind.F, Kind.B, Kind.I):
+                    for _, message in step.posted.get((action.stage, action.microbatch, action.kind is not Kind.F), ()):
+                        while not message.ready():
+                            yield
+                if action.kind in self._do:  # a RECV is posted by now; what uses it waits for it
+                    self._do[action.kind](step, feed, results, action)
+            except Exception as error:
+                raise ActionFailed(self.rank, self.actions, position) from error
+
+    def _post(self, step: Step, action: Action) -> None:
+        message = self._transfers[action]
+        receive = self._transport.receive(message)
+        step.posted[action.stage, action.microbatch, message.backward].append((message, receive))
+
+    def _send(self, step: Step, feed: Feed, results: Results, action: Action) -> None:
+        message = self._transfers[action]
+        self._transport.send(message, step.outgoing.pop(message.key))
+
+    def _forward(self, step: Step, feed: Feed, results: Results, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        wiring = self._wiring[stage]
+        arrived = step.inputs.pop((stage, microbatch), {})
+        arrived.update(step.arrived(stage, microbatch, backward=False))
+        with_loss = self._is_last(stage) and feed.with_loss
+        forward = self._kernels[stage].forward(
+            [
+                feed.inputs[value.name][microbatch] if value.producer == CALLER else arrived.pop(value.name)
+                for value in wiring.inputs
+            ],
+            target=feed.targets[microbatch] if with_loss else None,
+            with_loss=with_loss,
+            differentiable=self._schedule.has_backward,
+        )
+        outputs = named_outputs(wiring, forward.outputs)
+        for edge in wiring.leaving:
+            if self._is_here(edge.consumer):
+                step.inputs[edge.consumer, microbatch].update((name, outputs[name]) for name in edge.names)
+            else:
+                step.outgoing[stage, edge.consumer, microbatch] = [outputs[name] for name in edge.names]
+        if self._schedule.has_backward:
+            step.saved[stage, microbatch] = forward.saved
+        if forward.loss is not None:
+            results.losses[microbatch] = forward.loss
+        if self._is_last(stage) and feed.keep_outputs:
+            results.outputs[microbatch] = forward.outputs
+
+    def _backward(self, step: Step, feed: Feed, results: Results, action: Action) -> None:
+        saved = step.saved.pop((action.stage, action.microbatch))
+        gradients = self._kernels[action.stage].backward(saved, self._output_gradients(step, results, action))
+        self._return_gradients(step, action, gradients)
+
+    def _input_backward(self, step: Step, feed: Feed, results: Results, action: Action) -> None:
+        saved = step.saved[action.stage, action.microbatch]
+        gradients = self._kernels[action.stage].input_backward(saved, self._output_gradients(step, results, action))
+        self._return_gradients(step, action, gradients)
+
+    def _weight_backward(self, step: Step, feed: Feed, results: Results, action: Action) -> None:
+        self._kernels[action.stage].weight_backward(step.saved.pop((action.stage, action.microbatch)))
+
+    def _output_gradients(self, step: Step, results: Results, action: Action) -> list[Tensor | None]:
+        """Of each output, the sum over its consumers; at the end that of the loss, a mean over microbatches."""
+        stage, microbatch = action.stage, action.microbatch
+        sums = step.gradients.pop((stage, microbatch), Sums())
+        sums.add(step.arrived(stage, microbatch, backward=True))
+        gradients = [sums.get(value.name) for value in self._wiring[stage].outputs]
+        if self._is_last(stage):
+            gradients.append(torch.full_like(results.losses[microbatch], 1 / self._schedule.microbatches))
+        return gradients
+
+    def _return_gradients(self, step: Step, action: Action, gradients: Sequence[Tensor | None]) -> None:
+        """Give the gradients of a stage's inputs back to the stages that the inputs came from."""
+        stage, microbatch = action.stage, action.microbatch
+        wiring = self._wiring[stage]
+        found = {value.name: grad for value, grad in zip(wiring.inputs, gradients, strict=True) if grad is not None}
+        for edge in wiring.arriving:
+            if self._is_here(edge.producer):
+                names = [value.name for value in edge.gradients if value.name in found]
+                step.gradients[edge.producer, microbatch].add((name, found[name]) for name in names)
+            elif edge.gradients:
+                sent = [found[v.name] if v.name in found else zeros(v, self._device) for v in edge.gradients]
+                step.outgoing[stage, edge.producer, microbatch] = sent
+
+    def _is_here(self, stage: int) -> bool:
+        return self._schedule.placement[stage] == self.rank
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == len(self._wiring) - 1

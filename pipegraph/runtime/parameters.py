@@ -1,0 +1,111 @@
+"""The parameters and buffers of a rank's stages, under the model's names."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegraph.errors import PackageError, nearest
+from pipegraph.package import Manifest, Package
+
+Stages = Mapping[int, nn.Module]
+
+
+def load_stages(package: Package, indices: list[int], device: torch.device) -> dict[int, nn.Module]:
+    """The stages `indices` on `device`. Weights that the package was written without are made up, with a warning."""
+    made_up = not package.has_weights
+    if made_up:
+        warnings.warn(
+            f"{package.path} holds no weights: its parameters are initialised at random, on every rank alike.",
+            stacklevel=3,
+        )
+    stages = {}
+    with torch.random.fork_rng(devices=[]):  # making layers must not move the caller's random numbers
+        for index in indices:
+            if made_up:
+                stages[index] = _initialised(package.load_stage(index, "cpu", weights=False)).to(device)
+            else:
+                stages[index] = package.load_stage(index, str(device))
+    for index, stage in stages.items():
+        _check_names(package, index, stage)
+    return stages
+
+
+def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter once, under its first name."""
+    seen: set[int] = set()
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+
+def state_dict(stages: Stages) -> dict[str, Any]:
+    """The model's own keys, for these stages: every name of a tied weight, and no buffer that is not persistent."""
+    return {name: item for stage in stages.values() for name, item in stage.state_dict().items()}
+
+
+def load_state_dict(manifest: Manifest, stages: Stages, state: Mapping[str, Tensor]) -> None:
+    """Load what concerns these stages from a state dict of the whole model, or of them.
+
+    A tied weight may stand there under any of its names. Raises PackageError for names and shapes that do not fit.
+    """
+    known = {name for stage in manifest.stages for name in stage.parameters}
+    known |= {buffer.name for stage in manifest.stages for buffer in stage.buffers} | {*state_dict(stages)}
+    known |= {name for group in manifest.tied for name in group}
+    for name in state:
+        if name not in known:
+            raise PackageError(f"the state dict holds {name}, which the package does not have.{nearest(name, known)}")
+    for index, stage in stages.items():
+        own = {}
+        for name in stage.state_dict():
+            names = [name, *(other for group in manifest.tied if name in group for other in group)]
+            found = next((other for other in names if other in state), None)
+            if found is None:
+                raise PackageError(f"the state dict lacks {name}, of stage {index}.{nearest(name, state)}")
+            own[name] = state[found]
+        try:
+            stage.load_state_dict(own)
+        except RuntimeError as error:
+            raise PackageError(f"the state dict does not fit stage {index}: {error}") from None
+
+
+def _check_names(package: Package, index: int, stage: nn.Module) -> None:
+    expected = {*package.manifest.stages[index].parameters}
+    found = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+    if expected != found:
+        missing, added = sorted(expected - found), sorted(found - expected)
+        raise PackageError(
+            f"stage {index} of {package.path} has other parameters than pipeline.json says: "
+            f"missing {missing}, added {added}. Was it edited? Correct `parameters` there too."
+        )
+
+
+def _initialised(stage: nn.Module) -> nn.Module:
+    """Initialise each module as its class does, else normally (std 0.02), seeded by name. Buffers keep their values."""
+    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
+    done: set[int] = set()
+    for name, module in stage.named_modules():
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            torch.manual_seed(_seed(name))
+            reset()
+            done |= {id(parameter) for parameter in module.parameters()}
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            if id(parameter) not in done and parameter.is_floating_point():
+                torch.manual_seed(_seed(name))
+                parameter.normal_(std=0.02)
+        for name, buffer in stage.named_buffers():
+            buffer.copy_(buffers[name])
+    return stage
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 2**63

@@ -1,0 +1,229 @@
+"""`Pipeline`: a package, a schedule and this process's stages, put together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegraph.errors import PipegraphError
+from pipegraph.kernels import Loss, make
+from pipegraph.package import CALLER, Manifest, Package
+from pipegraph.runtime import parameters
+from pipegraph.runtime.choose import choose, forward_only
+from pipegraph.runtime.clip import clip_grad_norm
+from pipegraph.runtime.distributed import DistributedTransport
+from pipegraph.runtime.drive import drive
+from pipegraph.runtime.executor import Executor
+from pipegraph.runtime.faults import Guard
+from pipegraph.runtime.local import LocalTransport
+from pipegraph.runtime.microbatch import bind, check, cut, cut_target, join, pack
+from pipegraph.runtime.step import Feed, Results
+from pipegraph.runtime.ties import RemoteTies, share, ties
+from pipegraph.runtime.transport import Transport
+from pipegraph.runtime.wiring import rank_pairs, wire
+from pipegraph.runtime.world import find, local_device
+from pipegraph.schedule import Schedule, lower
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives on the rank of the last stage; elsewhere everything is None.
+
+    `loss` is the mean over microbatches, `losses` (where asked for) one number for each, `outputs` (where asked for)
+    the model's outputs joined along the batch. None of them carries a graph.
+    """
+
+    loss: Tensor | None
+    losses: Tensor | None
+    outputs: Any
+
+
+class Pipeline:
+    """Runs a package under a schedule.
+
+    Under a launcher such as torchrun, or with a process group (`group`, else the default one), every process holds the
+    stages of one rank, and all make the Pipeline together. In a plain process all stages are held here, on virtual
+    ranks that take turns: same schedule, same executor, same numbers.
+
+    `schedule` is a name, a `Schedule`, or the path of a CSV file; `loss_fn(output, target)` the loss of one microbatch.
+
+        pipe = Pipeline("out/", schedule="1f1b", microbatches=8, loss_fn=loss)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        result = pipe.step(tokens, target=labels)
+        optimizer.step()
+    """
+
+    def __init__(
+        self,
+        package: Package | str | PathLike[str],
+        schedule: str | PathLike[str] | Schedule = "1f1b",
+        microbatches: int | None = None,
+        loss_fn: LossFunction | None = None,
+        device: str | torch.device = "cpu",
+        kernels: str = "autograd",
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self._loss_fn = loss_fn
+        self._device = local_device(device)
+        self._world = world = find(group, self._device)
+        self._guard = Guard(world.rank if world else 0, world.store if world else None)
+        weakref.finalize(self, self._guard.close)  # also at exit, before torch's own threads are torn down
+        if world:
+            self._guard.closing.callback(world.close)
+        with self._guard:
+            self.package = package if isinstance(package, Package) else Package.open(package)
+            manifest = self.package.manifest
+            self.schedule = choose(schedule, microbatches, len(manifest.stages), world.size if world else None)
+            placement = self.schedule.placement
+            ranks = [world.rank] if world else range(self.schedule.ranks)
+            own = [stage for stage, rank in enumerate(placement) if rank in ranks]
+            self.stages: dict[int, nn.Module] = parameters.load_stages(self.package, own, self._device)
+            shared = share(ties(manifest), self.stages)
+            elsewhere = (parameter for tie, parameter in shared.items() if tie.owner(placement) not in ranks)
+            self._counted_elsewhere = set(map(id, elsewhere))
+            wiring, loss = wire(manifest), _packed_loss(manifest, loss_fn)
+            made = {
+                index: make(
+                    kernels,
+                    stage,
+                    wiring[index].input_gradients,
+                    wiring[index].output_gradients,
+                    loss if index == len(wiring) - 1 else None,
+                )
+                for index, stage in self.stages.items()
+            }
+            training = lower(self.schedule, manifest.edges(), manifest.gradient_edges())
+            evaluation = lower(forward_only(self.schedule), manifest.edges(), ())
+
+            # What may fail on one rank alone is done. From here on the ranks need each other.
+            self._ties: RemoteTies | None = None
+            self._transport: Transport = LocalTransport()
+            if world:
+                world.agree(f"{manifest.to_json()} {self.schedule.actions}")
+                self._ties = RemoteTies(shared, placement, world)
+                self._transport = DistributedTransport(world, rank_pairs(training))
+            self._guard.closing.callback(self._transport.close)
+            self._training, self._evaluation = (
+                [Executor(rank, lowered, wiring, made, self._transport, self._device) for rank in ranks]
+                for lowered in (training, evaluation)
+            )
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = False,
+        return_losses: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """One training step over a batch: the model's own arguments, cut along dimension 0, and the target likewise.
+
+        Gradients of the mean loss are added to `.grad`. A rank may be given None for inputs that its stages do not
+        take. Raises BatchError, before anything is sent, where a shape or dtype is not the package's; RuntimeFault
+        where this rank or another one fails.
+        """
+        differentiable = self.schedule.has_backward
+        if differentiable and self._loss_fn is None:
+            raise PipegraphError(f"{self.schedule.name} has a backward, which needs a loss: give Pipeline a loss_fn.")
+        with_loss = self._loss_fn is not None
+        results = self._run(self._training, args, kwargs, target, with_loss, return_outputs, differentiable)
+        losses = torch.stack([results.losses[index] for index in sorted(results.losses)]) if results.losses else None
+        return StepResult(
+            loss=None if losses is None else losses.mean(),
+            losses=losses if return_losses else None,
+            outputs=self._joined(results),
+        )
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for a batch, on the rank of the last stage and None elsewhere.
+
+        Forward only, without gradients. Modules stay in the mode they are in: `pipe.stages[0].eval()` sets it.
+        """
+        return self._joined(self._run(self._evaluation, args, kwargs, None, False, True, False))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, each once."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, each once, under the model's name: the first one, for a tied weight."""
+        return parameters.named_parameters(self.stages)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The entries of the model's `state_dict()` that belong to this rank's stages."""
+        return parameters.state_dict(self.stages)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load this rank's part of a state dict of the model."""
+        parameters.load_state_dict(self.package.manifest, self.stages, state_dict)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, over the gradients of all ranks, which call this together."""
+        with self._guard:
+            group = self._world.everyone() if self._world else None
+            own = list(self.parameters())
+            counted = [parameter for parameter in own if id(parameter) not in self._counted_elsewhere]
+            return clip_grad_norm(own, counted, max_norm, norm_type, group, self._device)
+
+    def _run(
+        self,
+        executors: Sequence[Executor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        with_loss: bool,
+        keep_outputs: bool,
+        summed: bool,
+    ) -> Results:
+        results = Results()
+        with self._guard:
+            feed = self._feed(args, kwargs, target, with_loss, keep_outputs)
+            with self._ties.summed() if self._ties and summed else nullcontext():
+                drive(executors, feed, results)
+            self._transport.finish()
+        return results
+
+    def _feed(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, with_loss: bool, keep_outputs: bool
+    ) -> Feed:
+        manifest, microbatches = self.package.manifest, self.schedule.microbatches
+        given = bind(manifest, args, kwargs)
+        taken = {name for index in self.stages for name in manifest.stages[index].inputs}
+        needed = {name for name in taken if manifest.values[name].producer == CALLER}
+        for name in sorted(needed | given.keys()):  # also what only others take, so that every rank says the same
+            check(manifest.values[name], given.get(name), microbatches)
+        inputs = {name: cut(manifest.values[name], given[name], microbatches, self._device) for name in needed}
+        targets = cut_target(target, microbatches, self._device if self._has_last_stage else None)
+        return Feed(inputs, targets, with_loss, keep_outputs)
+
+    def _joined(self, results: Results) -> Any:
+        if not results.outputs:
+            return None
+        manifest = self.package.manifest
+        by_microbatch = [results.outputs[index] for index in sorted(results.outputs)]
+        joined = map(join, zip(*by_microbatch, strict=True))
+        return pack(manifest.outputs, dict(zip(manifest.stages[-1].outputs, joined, strict=True)))
+
+    @property
+    def _has_last_stage(self) -> bool:
+        return len(self.package.manifest.stages) - 1 in self.stages
+
+
+def _packed_loss(manifest: Manifest, loss_fn: LossFunction | None) -> Loss | None:
+    """The loss of the last stage's outputs: `loss_fn` takes them in the model's own structure."""
+    if loss_fn is None:
+        return None
+    names = manifest.stages[-1].outputs
+    return lambda outputs, target: loss_fn(pack(manifest.outputs, dict(zip(names, outputs, strict=True))), target)

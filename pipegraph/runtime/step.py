@@ -1,0 +1,60 @@
+"""What one step takes, holds and gives."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from pipegraph.runtime.transport import Receive, Transfer
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What a step takes from the caller: every input by name and the target, each as one item per microbatch."""
+
+    inputs: Mapping[str, Sequence[Any]]
+    targets: Sequence[Any]
+    with_loss: bool = False
+    keep_outputs: bool = False
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a step gives on the rank of the last stage, by microbatch."""
+
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+
+
+class Sums(dict[str, Tensor]):
+    """Gradients by the name of their value, summed over the consumers of the value."""
+
+    def add(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        for name, gradient in gradients:
+            # Never in place: what came first may be shared with the graph that it came from.
+            self[name] = self[name] + gradient if name in self else gradient
+
+
+@dataclass(frozen=True)
+class Step:
+    """The tensors of one step on one rank. Each stands in one place, and leaves it when it is used.
+
+    Keys are (stage, microbatch), with True for what comes back, or (from stage, to stage, microbatch).
+    """
+
+    inputs: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    gradients: dict[tuple[int, int], Sums] = field(default_factory=lambda: defaultdict(Sums))
+    saved: dict[tuple[int, int], Any] = field(default_factory=dict)
+    outgoing: dict[tuple[int, int, int], Sequence[Tensor]] = field(default_factory=dict)
+    posted: dict[tuple[int, int, bool], list[tuple[Transfer, Receive]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def arrived(self, stage: int, microbatch: int, backward: bool) -> Iterable[tuple[str, Tensor]]:
+        """What other ranks sent for this microbatch, by name; waits for it."""
+        for transfer, receive in self.posted.pop((stage, microbatch, backward), ()):
+            yield from zip(transfer.names, receive.wait(), strict=True)

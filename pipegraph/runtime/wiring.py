@@ -1,0 +1,119 @@
+"""Where a stage's inputs come from and its outputs go: the manifest's values, laid out for the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegraph.errors import PackageError, RuntimeFault
+from pipegraph.package import CALLER, Manifest, Value
+from pipegraph.runtime.transport import Transfer
+from pipegraph.schedule import Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The values that go from one stage to another, and those of them whose gradients come back."""
+
+    producer: int
+    consumer: int
+    values: tuple[Value, ...]
+
+    @cached_property
+    def gradients(self) -> tuple[Value, ...]:
+        return tuple(value for value in self.values if value.requires_grad)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(value.name for value in self.values)
+
+
+@dataclass(frozen=True)
+class StageWiring:
+    """One stage's inputs and outputs, and its edges from earlier stages and to later ones."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    arriving: tuple[Edge, ...]
+    leaving: tuple[Edge, ...]
+
+    @property
+    def input_gradients(self) -> tuple[bool, ...]:
+        """Of each input, whether its gradient is wanted. The caller's are not: `step` gives gradients of parameters."""
+        return tuple(value.requires_grad and value.producer != CALLER for value in self.inputs)
+
+    @property
+    def output_gradients(self) -> tuple[bool, ...]:
+        """Of each output, whether a gradient comes back, or the loss may ask for one."""
+        return tuple(value.requires_grad or not value.consumers for value in self.outputs)
+
+
+def wire(manifest: Manifest) -> tuple[StageWiring, ...]:
+    """The wiring of every stage."""
+    edges = [
+        Edge(producer, consumer, tuple(manifest.values[name] for name in manifest.edge_values(producer, consumer)))
+        for producer, consumer in manifest.edges()
+    ]
+    return tuple(
+        StageWiring(
+            inputs=tuple(manifest.values[name] for name in stage.inputs),
+            outputs=tuple(manifest.values[name] for name in stage.outputs),
+            arriving=tuple(edge for edge in edges if edge.consumer == stage.index),
+            leaving=tuple(edge for edge in edges if edge.producer == stage.index),
+        )
+        for stage in manifest.stages
+    )
+
+
+def transfer(action: Action, wiring: Sequence[StageWiring], placement: Sequence[int]) -> Transfer:
+    """What a SEND or RECV action moves."""
+    peer = action.partner.stage
+    backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
+    sender, receiver = (action.stage, peer) if action.sends else (peer, action.stage)
+    producer, consumer = (receiver, sender) if backward else (sender, receiver)
+    edge = next(edge for edge in wiring[producer].leaving if edge.consumer == consumer)
+    values = edge.gradients if backward else edge.values
+    ranks = placement[sender], placement[receiver]
+    return Transfer(sender, receiver, backward, action.microbatch, ranks, values)
+
+
+def rank_pairs(schedule: Schedule) -> set[tuple[int, int]]:
+    """The (sender, receiver) ranks of all transfers of a lowered schedule."""
+    sends = (action for row in schedule.actions for action in row if action.sends)
+    return {(schedule.placement[send.stage], schedule.placement[send.partner.stage]) for send in sends}
+
+
+def named_outputs(wiring: StageWiring, outputs: Sequence[Any]) -> dict[str, Tensor]:
+    """A stage's outputs by name. RuntimeFault where they are not what the manifest promises the consumers."""
+    if len(outputs) != len(wiring.outputs):
+        names = ", ".join(value.name for value in wiring.outputs)
+        raise RuntimeFault(
+            f"the stage returned {len(outputs)} values; pipeline.json lists {len(wiring.outputs)}: {names}."
+        )
+    for value, output in zip(wiring.outputs, outputs, strict=True):
+        if value.consumers and not (output.shape == value.shape and output.dtype == torch_dtype(value)):
+            raise RuntimeFault(
+                f"the stage returned {value.name} as {dtype_name(output)}{list(output.shape)}; pipeline.json promises "
+                f"{value} to stage {value.consumers[0]}. Correct the stage's source, or `values` in pipeline.json."
+            )
+    return {value.name: output for value, output in zip(wiring.outputs, outputs, strict=True)}
+
+
+def zeros(value: Value, device: torch.device) -> Tensor:
+    return torch.zeros(value.shape, dtype=torch_dtype(value), device=device)
+
+
+def torch_dtype(value: Value) -> torch.dtype:
+    dtype = getattr(torch, value.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PackageError(f'pipeline.json gives {value.name} the dtype "{value.dtype}", which torch does not have.')
+    return dtype
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

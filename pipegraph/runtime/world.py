@@ -1,0 +1,105 @@
+"""The processes that share a pipeline: found, or made, and connected."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from pipegraph.errors import RuntimeFault, ScheduleError
+from pipegraph.runtime.group import Group
+from pipegraph.runtime.transport import ConnectionLost
+
+_made: Final[Counter[tuple[int, ...]]] = Counter()
+"""Pipelines made so far over the same processes: each has names of its own in the store."""
+
+
+class World:
+    """This process among those of one pipeline, and its connections to them. Ranks count within the pipeline."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        processes = tuple(dist.get_process_group_ranks(group))
+        self.rank, self.size, self.device = dist.get_rank(group), len(processes), device
+        _made[processes] += 1
+        name = f"pipegraph/{'-'.join(map(str, processes))}/{_made[processes]}"
+        self.store: dist.Store = dist.PrefixStore(name, _default_store())
+        self._groups: list[Group] = []
+        self._everyone: Group | None = None
+        self._control = self.connect("control", range(self.size), torch.device("cpu"))
+
+    def connect(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
+        """A group of `ranks`, of which this is one, for tensors on `device`. All of them call this with one `name`."""
+        group = Group(dist.PrefixStore(name, self.store), self.rank, ranks, device or self.device)
+        self._groups.append(group)
+        return group
+
+    def agree(self, what: str) -> None:
+        """Wait until every rank is here. ScheduleError unless all of them bring the same `what`."""
+        number = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
+        least, most = torch.tensor(number), torch.tensor(number)
+        self._control.all_reduce(least, dist.ReduceOp.MIN)
+        self._control.all_reduce(most, dist.ReduceOp.MAX)
+        if least != most:
+            raise ScheduleError(
+                "the ranks were given different packages, schedules or numbers of microbatches. "
+                "Give every rank the same, and copy the package anew where it lies on several machines."
+            )
+
+    def everyone(self) -> Group:
+        """All ranks of the pipeline. They ask for it together."""
+        if self._everyone is None:
+            self._everyone = self.connect("everyone", range(self.size))
+        return self._everyone
+
+    def close(self) -> None:
+        """End every connection: whoever waits for this rank is woken by that."""
+        for group in self._groups:
+            group.close()
+
+
+def find(group: dist.ProcessGroup | None, device: torch.device) -> World | None:
+    """The world of `group`, else of the default group, which is made where a launcher's environment asks for one.
+
+    None in a plain process: all stages are then this process's.
+    """
+    if not dist.is_initialized():
+        if group is None and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            return None
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(_destroy_default_group)
+    found = dist.group.WORLD if group is None else group
+    assert found is not None, "the default group was found, or made, above"
+    try:
+        return World(found, device)
+    except ConnectionLost as error:
+        raise RuntimeFault(f"the processes of the pipeline could not all be connected: {error}.") from error
+
+
+def local_device(device: str | torch.device) -> torch.device:
+    """`device`; plain "cuda" under a launcher is the device of this process's local rank."""
+    if str(device) == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}"
+    found = torch.device(device)
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
+    return found
+
+
+def _destroy_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _default_store() -> dist.Store:
+    """The default group's store, by `distributed_c10d._get_default_store`.
+
+    Private, as torch has no public way to it. A store of our own would need an address that every rank knows.
+    """
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
