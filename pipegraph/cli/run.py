@@ -61,8 +61,6 @@ def run(
     from pipegraph.report.schedules import choose_schedule
     from pipegraph.runtime.launch import check_processes, exit_with_parent, is_launched, launch, record_failure
 
-    if device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda.", param_hint="--device")
     try:
         exit_with_parent()
         package = Package.open(out)
@@ -70,6 +68,7 @@ def run(
         launched = is_launched()
         processes = int(os.environ["WORLD_SIZE"]) if launched else nproc or chosen.ranks
         check_processes(chosen, processes, launched)
+        _check_device(device, processes)
         if processes == 1 or launched:
             _run_here(package, chosen, steps, _source(model, batch, seq), device, json)
             return
@@ -81,6 +80,21 @@ def run(
     except Exception as error:
         record_failure(error)
         raise
+
+
+def _check_device(device: str, processes: int) -> None:
+    if device == "cpu":
+        return
+    if device != "cuda":
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda.", param_hint="--device")
+    import torch
+
+    present = torch.cuda.device_count()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    if local > present:
+        raise typer.BadParameter(
+            f"{local} processes need a GPU each, and there are {present} here. Try --device cpu.", param_hint="--device"
+        )
 
 
 def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSource | None:
@@ -97,9 +111,8 @@ def _run_here(
     """Run this process's stages; the process that holds the last one prints."""
     from pipegraph.report.steps import run_steps
 
-    place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
     taken = []
-    for step in run_steps(package, schedule, steps, source, place):
+    for step in run_steps(package, schedule, steps, source, device):
         taken.append(dataclasses.asdict(step))
         if not json:
             print(step, flush=True)

@@ -41,11 +41,13 @@ def split(
 ) -> None:
     """Split a model at the given points, or into so many stages, and write the stages as Python source."""
     with progress(f"loading {model}"):
-        from pipegraph.codegen.package_writer import generate, write_package
+        from pipegraph.codegen.generate import generate
+        from pipegraph.codegen.package_writer import write_package
         from pipegraph.graph.capture import capture
         from pipegraph.graph.source import load
         from pipegraph.planner.plan import plan
         from pipegraph.report.overview import manifest_dict
+        from pipegraph.report.tables import one_line
 
         source = load(model, weights=weights and not dry_run, batch=batch, seq=seq)
     with progress(f"capturing {source.name}"), held_back(unless=debug):
@@ -60,7 +62,7 @@ def split(
     if json:
         print_json({"out": None if folder is None else str(folder), **manifest_dict(manifest)})
         return
-    print("\n".join(planned.describe()))
+    print("\n".join(map(one_line, planned.describe())))
     if folder is not None:
         print(f"wrote {folder}")
 

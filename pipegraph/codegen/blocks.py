@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,10 @@ class ClassSource:
     base: str = "nn.Module"
     children: tuple[str, ...] = ()
 
+    def mentions(self, name: str) -> bool:
+        """Whether it makes an object of the class ``name``."""
+        return any(re.search(rf"(?<![\w.]){name}\(", text) for text in (*self.assignments, *self.children))
+
 
 class Blocks:
     """The classes of a package, collected stage by stage; a structure that was met before is not written again."""
@@ -55,10 +60,14 @@ class Blocks:
         self._returned_together: set[fx.Node] = set()
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
 
-    @property
-    def classes(self) -> tuple[ClassSource, ...]:
-        """What ``blocks.py`` holds; a class stands behind those it uses."""
-        return tuple(self._by_structure.values())
+    def used_by(self, stages: Sequence[ClassSource]) -> tuple[ClassSource, ...]:
+        """What ``blocks.py`` holds; a class stands behind those it uses. One whose module was spread out after all is
+        left out."""
+        users = list(stages)
+        for block in reversed(self._by_structure.values()):
+            if any(user.mentions(block.name) for user in users):
+                users.append(block)
+        return tuple(reversed(users[len(stages) :]))
 
     def stage(self, stage: StageGraph) -> tuple[Scope, Tree]:
         """A stage's own ``forward`` and attributes; the classes that it uses are collected."""
@@ -327,12 +336,13 @@ def _makes(inside: _Inside, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def _conflicts(items: Iterable[Item]) -> frozenset[str]:
-    """Modules that are called twice in ways that one class cannot serve."""
+    """Modules that are called twice in ways that one class cannot serve, and those of which a part is called beside."""
     constructors: dict[str, str] = {}
     conflicts = set()
     for item in items:
         if isinstance(item, ModuleCall) and constructors.setdefault(item.fqn, item.constructor) != item.constructor:
             conflicts.add(item.fqn)
+    conflicts.update(outer for outer in constructors if any(_is_within(inner, outer) for inner in constructors))
     return frozenset(conflicts)
 
 

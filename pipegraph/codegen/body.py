@@ -127,7 +127,7 @@ class Body:
         """An operation in place is a statement; its result is the tensor that it wrote into."""
         node = item.node
         self._flush(except_for=_operands(item))
-        target = node.args[0]
+        target = node.kwargs.get("out", node.args[0])
         assert isinstance(target, fx.Node) and isinstance(node.target, torch._ops.OpOverload)
         owner = self._value(target)
         self._written[target] = owner
@@ -162,7 +162,9 @@ class Body:
                 self._settle(node)
         # All names are chosen while what the loop reads in every turn still counts as needed.
         names = {made: self._carry(item, made, node) for made, node in sorted(begin.items())}
-        module = unused(variable(container[-1].removesuffix("s"), "module"), self._taken() | set(names.values()))
+        taken = self._taken() | set(names.values())
+        module = unused(variable(container[-1].removesuffix("s") if container else "module", "module"), taken)
+        number = unused("i", taken)
         for made, node in enumerate(item.makes):
             if made in names:
                 self._variables[names[made]] = node
@@ -178,11 +180,13 @@ class Body:
         everything = isinstance(holder, Tree) and list(holder.children) == numbers
         targets = ", ".join(names[made] for made in range(len(item.makes)))
         owner = access(self._tree, container)
+        is_dict = isinstance(holder, Tree) and holder.is_dict
         if everything:
-            header, callee = f"for {module} in {owner}.values():", module
+            header, callee = f"for {module} in {owner}.{'values' if is_dict else 'children'}():", module
         else:
-            header = f"for i in range({numbers[0]}, {int(numbers[-1]) + 1}):"
-            callee = f"{owner}[str(i)]" if isinstance(holder, Tree) and holder.is_dict else f"getattr({owner}, str(i))"
+            first = f"{numbers[0]}, " if numbers[0] != "0" else ""
+            header = f"for {number} in range({first}{int(numbers[-1]) + 1}):"
+            callee = f"{owner}[str({number})]" if is_dict else f"getattr({owner}, str({number}))"
         self._emit(item, header)
         self._emit(item, f"    {targets} = {callee}({', '.join(arguments)})")
 
@@ -355,7 +359,7 @@ class Body:
                 named += [f"enabled={enabled}"] if not enabled else []
                 named += ["cache_enabled=False"] if enabled and cache is False else []
                 headers.append(f"with torch.autocast({', '.join([f'{self._device}.type', *named])}):")
-            elif any(parent.meta["requires_grad"] for node in item.nodes for parent in node.all_input_nodes):
+            elif any("writes" in node.meta or node.meta["cut_off"] or _gradient_comes(node) for node in item.nodes):
                 headers.append("with torch.enable_grad():" if settings[0] else "with torch.no_grad():")
         return tuple(headers)
 
@@ -378,6 +382,10 @@ def _operands(item: Item) -> list[fx.Node]:
         fx.map_arg((item.node.args, item.node.kwargs), found.append)
         return found
     return list(item.reads)
+
+
+def _gradient_comes(node: fx.Node) -> bool:
+    return any(parent.meta["requires_grad"] for parent in node.all_input_nodes)
 
 
 def _next_turn(item: Item, reader: Item) -> bool:

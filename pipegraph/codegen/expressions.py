@@ -208,7 +208,7 @@ def _normalization(*names: str) -> Callable[..., Expression | None]:
     """``F.layer_norm(x, (512,), weight, bias, eps=…)``; cuDNN's switch is left out."""
 
     def write(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
-        kept = {name: value for name, value in arguments.items() if name != "cudnn_enable"}
+        kept = {name: value for name, value in arguments.items() if name not in ("cudnn_enable", "cudnn_enabled")}
         name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
         positional = [kept.pop(each) for each in names if each in kept]
         return writer.call(f"F.{name}", positional, kept)
@@ -224,7 +224,9 @@ def _batch_norm(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Exp
     order = ("input", "running_mean", "running_var")
     named = {name: arguments[name] for name in ("weight", "bias") if arguments.get(name) is not None}
     text = writer.call("F.batch_norm", [arguments.get(name) for name in order], named).text[:-1]
-    return Expression(f"{text}, training=self.training, momentum={arguments['momentum']}, eps={arguments['eps']})")
+    # Without running statistics there is only one mode.
+    training = "self.training" if arguments.get("running_mean") is not None else "True"
+    return Expression(f"{text}, training={training}, momentum={arguments['momentum']}, eps={arguments['eps']})")
 
 
 def _dropout(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
@@ -429,7 +431,7 @@ def _signature(value: Any) -> Any:
 
 
 def _write(node: fx.Node, name: str, arguments: dict[str, Any], writer: Writer) -> Expression | None:
-    if "self" not in arguments or not hasattr(torch.Tensor, name):
+    if "self" not in arguments or "out" in arguments or not hasattr(torch.Tensor, name):
         return None
     others = {key: value for key, value in arguments.items() if key != "self"}
     positional = [others.pop(key) for key in list(others) if key in _required(node)]

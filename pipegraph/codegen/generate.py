@@ -31,17 +31,18 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     blocks = Blocks(captured)
     names = _value_names(plan, blocks)
     stages = [stage_class(plan, blocks, stage, names) for stage in plan.stages]
+    shared = blocks.used_by(stages)
     requires = libraries(captured)
     model = source.name if source is not None else captured.model_name
     about = f"{prose(captured.model_name)} ({prose(model)})"
     count = f"{len(stages)} stages" if len(stages) > 1 else "one stage"
     files = {
         "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {pipegraph.__version__}."),
-        "blocks.py": render_blocks(blocks.classes, f"The blocks that the stages of {about} share.", requires),
+        "blocks.py": render_blocks(shared, f"The blocks that the stages of {about} share.", requires),
     }
     for index, stage in enumerate(stages):
         header = f"Stage {index} of {len(stages)} of {about}."
-        files[f"stage_{index}.py"] = render_stage(stage, blocks.classes, header, requires)
+        files[f"stage_{index}.py"] = render_stage(stage, shared, header, requires)
     return files, _manifest(plan, names, files, weights, tuple(requires), source)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +55,7 @@ def _arguments(cls: type[nn.Module], module: nn.Module) -> dict[str, Any] | None
         if name == "self" or name in _NOT_ARGUMENTS:
             continue
         if entry.kind in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD):
-            if cls is nn.Identity:
+            if cls is nn.Identity or cls.__init__ is nn.Module.__init__:  # arguments that mean nothing
                 continue
             return None
         read = _RECOVERED.get(name)
@@ -129,6 +130,8 @@ def leaf_call(captured: Captured, call: Call, read: Sequence[fx.Node], made: Seq
     module = captured.modules[call.fqn].module
     if len(read) != 1 or len(made) != 1 or read[0].op == "get_attr" or any(True for _ in call.calls()):
         return None
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return None  # the call did more than a new module of that class would do
     text = constructor(module)
     if text is None or not _takes_one(module) or not _same_result(module, read[0], made[0]):
         return None
@@ -142,7 +145,10 @@ def _takes_one(module: nn.Module) -> bool:
 
 
 def _same_result(module: nn.Module, read: fx.Node, made: fx.Node) -> bool:
-    """Whether ``module(x)`` has the shape that the call gave; a call with further arguments may not."""
+    """Whether ``module(x)`` has the shape that the call gave; a call with further arguments may not.
+
+    Tried in evaluation mode: in training some modules compute with their state, which is on the meta device here.
+    """
     given, expected = read.meta["val"], made.meta["val"]
     if not isinstance(given, torch.Tensor) or not isinstance(expected, torch.Tensor):
         return False
@@ -150,9 +156,11 @@ def _same_result(module: nn.Module, read: fx.Node, made: fx.Node) -> bool:
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
+    twin = copy.copy(module)
+    twin.training = False
     try:
         with torch.no_grad():
-            result = torch.func.functional_call(module, state, torch.empty_like(given, device="meta"))
+            result = torch.func.functional_call(twin, state, torch.empty_like(given, device="meta"))
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return False
     return isinstance(result, torch.Tensor) and result.shape == expected.shape and result.dtype == expected.dtype

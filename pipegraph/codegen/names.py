@@ -10,6 +10,9 @@ from collections.abc import Container
 # What the generated source itself calls; a local variable must not shadow it.
 _TAKEN = frozenset({"torch", "nn", "F", "self", "str", "float", "range", "getattr", "super", "slice", "bool", "int"})
 
+# The classes of stages, which import the others.
+_STAGE = re.compile(r"Stage\d+")
+
 # Letters that look like digits (pycodestyle's E741).
 _AMBIGUOUS = frozenset({"l", "O", "I"})
 
@@ -18,7 +21,8 @@ def is_plain(name: str) -> bool:
     """Whether ``self.<name>`` means the attribute of that name: an identifier that Python does not normalise to
     another, no keyword, and not a name that a class body mangles (``__x``)."""
     identifier = name.isidentifier() and unicodedata.normalize("NFKC", name) == name
-    return identifier and not keyword.iskeyword(name) and not name.startswith("__")
+    mangled = name.startswith("__") and not name.endswith("__")
+    return identifier and not keyword.iskeyword(name) and not mangled
 
 
 def attribute(owner: str, name: str) -> str:
@@ -39,7 +43,7 @@ def class_name(name: str) -> str:
     """A name for a class, made from any text."""
     clean = re.sub(r"[^0-9a-zA-Z_]+", "_", name).strip("_")
     clean = clean if clean.isidentifier() and not keyword.iskeyword(clean) else "Block"
-    return f"{clean}_" if clean in _TAKEN else clean
+    return f"{clean}_" if clean in _TAKEN or _STAGE.fullmatch(clean) else clean
 
 
 def unused(name: str, taken: Container[str]) -> str:

@@ -43,7 +43,7 @@ def templates_folder() -> Path:
 def render_stage(source: ClassSource, blocks: Sequence[ClassSource], header: str, libraries: Mapping[str, str]) -> str:
     """``stage_0.py``."""
     text = "\n".join(class_lines(source))
-    used = sorted((block.name for block in blocks if re.search(rf"\b{block.name}\(", text)), key=_import_order)
+    used = sorted((block.name for block in blocks if source.mentions(block.name)), key=_import_order)
     imports = _imports(text, libraries)
     return _render("stage.py.jinja", header=_docstring(header, 0), lines=text, imports=imports, blocks=_wrapped(used))
 

@@ -11,7 +11,8 @@ _OPEN, _CLOSE = "([{", ")]}"
 def wrap(line: str, indent: int) -> list[str]:
     """``line`` at ``indent`` spaces, broken inside its last bracket if it is too long.
 
-    First the bracket's content goes on a line of its own, then every element on its own line with a trailing comma.
+    First the bracket's content goes on a line of its own (arguments of a call only), then every element on its own
+    line with a trailing comma.
     """
     pad = " " * indent
     if len(pad + line) <= LINE_LENGTH:
@@ -22,7 +23,8 @@ def wrap(line: str, indent: int) -> list[str]:
     head, content, tail = line[: start + 1], line[start + 1 : stop], line[stop:]
     elements = _split(content)
     inner = " " * (indent + 4)
-    if len(inner + content) <= LINE_LENGTH and not content.endswith(","):
+    literal = not head[:-1] or head[-2] in " =([{"
+    if len(inner + content) <= LINE_LENGTH and not content.endswith(",") and not (literal and len(elements) > 1):
         return [pad + head, inner + content, pad + tail]
     if " for " in content and len(elements) == 1 and head.endswith("{"):
         before, _, after = content.rpartition(" for ")

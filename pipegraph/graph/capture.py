@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, Module, State, label_of
 from pipegraph.graph.fake import fake_parameters
 from pipegraph.graph.flatten import flatten
+from pipegraph.graph.segments import find_segments
 from pipegraph.graph.simplify import simplify
 
 _TORCH = Path(torch.__file__).parent
@@ -53,7 +54,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     graph = flatten(exported, state, tensors)
     simplify(graph)
     inputs, constants = _inputs(graph, exported, args, kwargs)
-    return Captured(
+    captured = Captured(
         graph=graph,
         model_name=type(model).__name__,
         args=inputs[0],
@@ -65,6 +66,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
         modules=modules,
         training=training,
     )
+    return replace(captured, segments=find_segments(captured))
 
 
 def _state(model: nn.Module) -> tuple[dict[str, State], dict[str, torch.Tensor]]:

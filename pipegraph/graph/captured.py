@@ -48,6 +48,15 @@ class Module:
     module: nn.Module = field(repr=False, default_factory=nn.Module)
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Operations ``start`` … ``stop`` − 1 of ``Captured.nodes``, led by a call of the module ``fqn``."""
+
+    fqn: str
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, eq=False)
 class Captured:
     """A model as one flat graph.
@@ -66,6 +75,7 @@ class Captured:
         tensors: the tensor behind each FQN (a parameter may be on the meta device).
         modules: every module by FQN; a module registered twice stands under each of its names.
         training: mode in which the graph was captured.
+        segments: the chain of repeated layers and their neighbours.
     """
 
     graph: fx.Graph = field(repr=False)
@@ -78,6 +88,7 @@ class Captured:
     tensors: dict[str, torch.Tensor] = field(repr=False)
     modules: dict[str, Module] = field(repr=False)
     training: bool = True
+    segments: tuple[Segment, ...] = ()
 
     @cached_property
     def nodes(self) -> tuple[fx.Node, ...]:

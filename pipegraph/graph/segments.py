@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
 from pipegraph.graph.calls import Call, call_tree
-from pipegraph.graph.captured import Captured
+from pipegraph.graph.captured import Captured, Segment
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Operations ``start`` … ``stop`` − 1 of ``Captured.nodes``, led by a call of the module ``fqn``."""
-
-    fqn: str
-    start: int
-    stop: int
-
-
-def segments(captured: Captured) -> tuple[Segment, ...]:
+def find_segments(captured: Captured) -> tuple[Segment, ...]:
     """Cut the model at its repeated layers and their neighbours: ``embed``, ``layers.0`` … ``norm``, ``head``.
 
     A module that holds repeated layers is opened (``model``, ``encoder``); everything else stays whole. What holds no

@@ -176,7 +176,8 @@ def drop_dead(graph: fx.Graph) -> None:
 
 
 def mark_gradients(graph: fx.Graph) -> None:
-    """Set ``meta["requires_grad"]``: whether a parameter's gradient flows through the node's value.
+    """Set ``meta["requires_grad"]``: whether a parameter's gradient flows through the node's value, and
+    ``meta["cut_off"]``: whether only a ``no_grad`` block keeps one from it.
 
     State carries its own flag already; inputs of the model get no gradient.
     """
@@ -184,13 +185,16 @@ def mark_gradients(graph: fx.Graph) -> None:
         if node.op != "call_function":
             node.meta.setdefault("requires_grad", False)
             continue
-        inside = not any(kind == "grad" and settings == (False,) for kind, settings in node.meta["regions"])
+        enabled = [settings[0] for kind, settings in node.meta["regions"] if kind == "grad"]
+        inside = not enabled or enabled[-1]
         flows = inside and node.target not in (aten.detach.default, aten.detach_.default)
         node.meta["requires_grad"] = (
             flows
             and _differentiable(node.meta["val"])
             and any(parent.meta["requires_grad"] for parent in node.all_input_nodes)
         )
+        parents = [parent.meta["requires_grad"] or parent.meta.get("cut_off", False) for parent in node.all_input_nodes]
+        node.meta["cut_off"] = not inside and any(parents)
 
 
 def _differentiable(value: Any) -> bool:

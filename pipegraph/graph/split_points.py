@@ -89,20 +89,24 @@ def _called(captured: Captured) -> list[str]:
 
 def _unknown(captured: Captured, point: Point) -> str:
     called = _called(captured)
-    if point.fqn in captured.modules:
+    near = nearest(point.fqn, called)
+    if point.fqn in captured.modules and point.fqn:
         return (
-            f"Split point {point}: the module {point.fqn} computes nothing in forward.{nearest(point.fqn, called)}\n"
-            f"Try: one of {', '.join(called[:8])}."
+            f"Split point {point}: the module {point.fqn} computes nothing in forward, so there is nothing to cut at."
+            f"{near}\nTry: {_choices(captured, point)}."
         )
-    parent = point.fqn
+    named = f"the model has no module {point.fqn}" if point.fqn else "the name of a module is missing"
+    return f"Split point {point}: {named}.{near}\nTry: {_choices(captured, point)}."
+
+
+def _choices(captured: Captured, point: Point) -> str:
+    """Modules inside the part of the name that exists, or the segments of the model."""
+    parent = point.fqn.rpartition(".")[0]
     while parent and parent not in captured.modules:
         parent = parent.rpartition(".")[0]
-    near = [fqn for fqn in called if fqn.startswith(f"{parent}.")] if parent else []
-    top = near or [fqn for fqn in called if "." not in fqn] or called
-    return (
-        f"Split point {point}: the model has no module {point.fqn}.{nearest(point.fqn, called)}\n"
-        f"Try: one of {', '.join(top[:8])}{', …' if len(top) > 8 else ''}."
-    )
+    inside = [fqn for fqn in _called(captured) if parent and fqn.rpartition(".")[0] == parent]
+    names = inside or [segment.fqn for segment in captured.segments[1:]]
+    return f"one of {', '.join(names)}" if len(names) <= 8 else f"one of {', '.join(names[:7])}, …, {names[-1]}"
 
 
 def _examples(captured: Captured, start: int) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipegraph.cost.stage import StageCost, stage_cost
 from pipegraph.errors import PlanError
 from pipegraph.graph.calls import Call, call_tree
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.segments import holds_parameter, segments, whole_calls
-from pipegraph.graph.split_points import Point, locate, mark
+from pipegraph.graph.segments import holds_parameter, whole_calls
+from pipegraph.graph.split_points import Point, SplitPoint, locate, mark
 from pipegraph.graph.stages import Boundary, StageGraph, boundaries, divide
 
 
@@ -37,12 +37,17 @@ class Plan:
         return [f"stage {stage.index}: {', '.join(stage_modules(self.captured, stage))}" for stage in self.stages]
 
 
-def plan(captured: Captured, points: Sequence[str | Point] | None = None, stages: int | None = None) -> Plan:
+def plan(
+    captured: Captured,
+    points: Sequence[str | Point] | Mapping[str, SplitPoint] | None = None,
+    stages: int | None = None,
+) -> Plan:
     """Cut a captured model.
 
     Args:
         captured: from :func:`pipegraph.capture`.
-        points: FQNs that start a stage (``layers.4``; ``layers.3:end`` starts one behind it), in the model's order.
+        points: FQNs that start a stage (``layers.4``; ``layers.3:end`` starts one behind it), in the model's order; or
+            FQN → ``SplitPoint``, as ``torch.distributed.pipelining`` takes them.
         stages: cut into this many stages of equally many segments instead.
 
     Raises:
@@ -54,7 +59,7 @@ def plan(captured: Captured, points: Sequence[str | Point] | None = None, stages
     if stages is not None:
         chosen, starts = _equal_segments(captured, stages)
     elif points:
-        chosen = tuple(point if isinstance(point, Point) else Point.parse(point) for point in points)
+        chosen = _points(points)
         starts = locate(captured, chosen)
     else:
         raise PlanError(
@@ -73,8 +78,16 @@ def plan(captured: Captured, points: Sequence[str | Point] | None = None, stages
     )
 
 
+def _points(points: Sequence[str | Point] | Mapping[str, SplitPoint]) -> tuple[Point, ...]:
+    if isinstance(points, Mapping):
+        return tuple(Point(fqn, side) for fqn, side in points.items())
+    if isinstance(points, str):
+        raise PlanError(f"points is a string, not a sequence of names.\nTry: points={points.split(',')!r}.")
+    return tuple(point if isinstance(point, Point) else Point.parse(point) for point in points)
+
+
 def _equal_segments(captured: Captured, stages: int) -> tuple[tuple[Point, ...], list[int]]:
-    chain = segments(captured)
+    chain = captured.segments
     if stages < 1:
         raise PlanError(f"A model cannot be cut into {stages} stages.\nTry: --stages 2.")
     if stages > len(chain):
@@ -91,7 +104,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _suggestion(captured: Captured) -> str:
-    chain = segments(captured)
+    chain = captured.segments
     return chain[len(chain) // 2].fqn or "layers.4"
 
 

@@ -60,7 +60,18 @@ def size(number: int) -> str:
     return f"{scaled:.0f} B" if power == 0 else f"{scaled:.1f} {_BINARY[power]}"
 
 
+def one_line(text: str) -> str:
+    """``text`` with what is not printable escaped: a module's name may hold anything.
+
+    >>> one_line("layers.new\\nline")
+    'layers.new\\\\nline'
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
 def clip(text: str, width: int = 60) -> str:
     """``text`` on one line of at most ``width`` characters."""
-    line = text.encode("unicode_escape").decode() if not text.isprintable() else text
+    line = one_line(text)
     return line if len(line) <= width else f"{line[: width - 1]}…"

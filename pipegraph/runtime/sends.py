@@ -17,6 +17,10 @@ from pipegraph.runtime.group import lost_connections
 from pipegraph.runtime.transport import ConnectionLost
 
 
+_PATIENCE = 5.0
+"""Seconds to wait for messages on their way when everything ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sending:
     """One message that has been started."""
@@ -71,8 +75,9 @@ class AwaitedSends:
         self._queue: SimpleQueue[Sending | threading.Event | None] = SimpleQueue()
         self._lost: list[ConnectionLost] = []
         arguments = (self._queue, self._lost)
-        threading.Thread(target=_await_sends, args=arguments, name="pipegraph-sends", daemon=True).start()
-        weakref.finalize(self, self._queue.put, None)
+        thread = threading.Thread(target=_await_sends, args=arguments, name="pipegraph-sends", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, thread, self._queue)
 
     def add(self, sending: Sending) -> None:
         self._raise_lost()
@@ -94,6 +99,12 @@ class AwaitedSends:
     def _raise_lost(self) -> None:
         if self._lost:
             raise self._lost[0]
+
+
+def _end(thread: threading.Thread, queue: SimpleQueue[Sending | threading.Event | None]) -> None:
+    """End the thread before the process takes torch's own threads down, which it must not outlive."""
+    queue.put(None)
+    thread.join(_PATIENCE)
 
 
 def _await_sends(queue: SimpleQueue[Sending | threading.Event | None], lost: list[ConnectionLost]) -> None:

@@ -1,0 +1,246 @@
+"""Bad input: an exit code, a message that helps, no traceback, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cli.command import ROOT, Command, Result
+
+CHAIN = "tests/models/chain.py"
+MODEL = """
+import torch
+from torch import nn
+
+{body}
+"""
+
+
+def fails(result: Result, code: int, *said: str) -> None:
+    """The command ended with ``code``, printed no result and no traceback, and its message says all of ``said``."""
+    assert result.code == code, result
+    assert result.out == ""
+    assert result.err.startswith("error: ")
+    assert "Traceback" not in result.err
+    for text in said:
+        assert text in result.err
+
+
+# A model that cannot be loaded
+
+
+def test_missing_file_names_the_nearest(pipegraph: Command, tmp_path: Path) -> None:
+    result = pipegraph("split", "tests/models/chains.py", "--stages", 2, "-o", tmp_path / "out")
+    fails(result, 2, "No model file tests/models/chains.py", 'Did you mean "tests/models/chain.py"?')
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("example_inputs = (torch.ones(1),)", "defines neither build_model() nor model"),
+        ("model = nn.Linear(1, 1)", "defines no example_inputs"),
+        ("def build_model(): return 3\nexample_inputs = (torch.ones(1),)", "build_model gives int"),
+        ("model = nn.Linear(1, 1)\nexample_inputs = 3", "example_inputs is a int"),
+        ("def build_model(:", "SyntaxError"),
+        ("import nowhere_to_be_found", "ModuleNotFoundError"),
+        ("def build_model(): raise ValueError('out of bricks')\nexample_inputs = ()", "out of bricks"),
+    ],
+)
+def test_model_file_without_what_it_needs(pipegraph: Command, tmp_path: Path, body: str, said: str) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(MODEL.format(body=body))
+    fails(pipegraph("split", file, "--stages", 2, "-o", tmp_path / "out"), 2, str(file), said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_name_in_a_model_file(pipegraph: Command, tmp_path: Path) -> None:
+    result = pipegraph("split", "examples/transformer.py:build_tiny", "--stages", 2, "-o", tmp_path / "out")
+    fails(result, 2, "has no build_tiny", 'Did you mean "build_tiny_model"?')
+
+
+def test_missing_configuration(pipegraph: Command, tmp_path: Path) -> None:
+    fails(pipegraph("split", f"hf:{tmp_path}/none.json", "--stages", 2, "-o", tmp_path / "out"), 2, "none.json")
+
+
+def test_batch_belongs_to_configurations(pipegraph: Command, tmp_path: Path) -> None:
+    fails(pipegraph("split", CHAIN, "--stages", 2, "--batch", 4, "-o", tmp_path / "out"), 2, "--batch")
+
+
+def test_control_flow_on_data_names_the_line(pipegraph: Command, tmp_path: Path) -> None:
+    file = ROOT / "tests/models/data_dependent.py"
+    line = next(number for number, text in enumerate(file.read_text().splitlines(), 1) if "if x.sum()" in text)
+    result = pipegraph("split", file, "--stages", 2, "-o", tmp_path / "out")
+    fails(result, 3, f"{file}:{line}", "if x.sum() > 0")
+    assert list(tmp_path.iterdir()) == []
+
+
+# A model that cannot be split as asked
+
+
+@pytest.mark.parametrize(
+    ("points", "said"),
+    [
+        ("layer.2", 'Did you mean "layers.2"?'),
+        ("layers.7", "the model has no module layers.7"),
+        ("layers.3,layers.1", "lies before layers.3"),
+        ("layers.2,layers.2", "is the same cut as"),
+        ("layers.1:end,layers.2", "is the same cut as"),
+        ("layers.0", "cuts nothing"),
+        ("head:end", "cuts nothing"),
+        ("", "point"),
+    ],
+)
+def test_points_that_do_not_cut(pipegraph: Command, tmp_path: Path, points: str, said: str) -> None:
+    fails(pipegraph("split", CHAIN, "--points", points, "-o", tmp_path / "out"), 3, said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_points_and_stages(pipegraph: Command, tmp_path: Path) -> None:
+    result = pipegraph("split", CHAIN, "--points", "layers.2", "--stages", 2, "-o", tmp_path / "out")
+    fails(result, 3, "not both")
+
+
+def test_neither_points_nor_stages(pipegraph: Command, tmp_path: Path) -> None:
+    fails(pipegraph("split", CHAIN, "-o", tmp_path / "out"), 3, "--points", "--stages")
+
+
+def test_more_stages_than_segments(pipegraph: Command, tmp_path: Path) -> None:
+    fails(pipegraph("split", CHAIN, "--stages", 9, "-o", tmp_path / "out"), 3, "5 segments", "9 stages")
+    assert list(tmp_path.iterdir()) == []
+
+
+# A folder that must not be written to
+
+
+def test_folder_with_other_files_is_never_touched(pipegraph: Command, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    for flags in ([], ["--overwrite"]):
+        fails(pipegraph("split", CHAIN, "--stages", 2, "-o", out, *flags), 2, str(out))
+        assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.tex"]
+
+
+def test_other_file_beside_a_package_is_never_touched(pipegraph: Command, tmp_path: Path, copied: Path) -> None:
+    (copied / "notes.txt").write_text("mine")
+    before = _contents(copied)
+    fails(pipegraph("split", CHAIN, "--stages", 3, "-o", copied, "--overwrite"), 2, "notes.txt")
+    assert _contents(copied) == before
+
+
+def test_edited_stage_is_kept_without_overwrite(pipegraph: Command, tmp_path: Path, copied: Path) -> None:
+    with (copied / "stage_0.py").open("a") as file:
+        file.write("# a careful change\n")
+    before = _contents(copied)
+    fails(pipegraph("split", CHAIN, "--stages", 3, "-o", copied), 2, "stage_0.py", "--overwrite")
+    assert _contents(copied) == before
+    assert pipegraph("split", CHAIN, "--stages", 3, "-o", copied, "--overwrite").code == 0
+    assert (copied / "stage_2.py").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["package"]
+
+
+# A package that is damaged
+
+
+def _truncate(folder: Path) -> None:
+    manifest = folder / "pipeline.json"
+    manifest.write_text(manifest.read_text()[:200])
+
+
+def _from_the_future(folder: Path) -> None:
+    manifest = folder / "pipeline.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema_version": 99}))
+
+
+def _no_manifest(folder: Path) -> None:
+    (folder / "pipeline.json").unlink()
+
+
+@pytest.mark.parametrize("verb", ["show", "run", "verify"])
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [(_truncate, "truncated"), (_from_the_future, "schema_version 99"), (_no_manifest, "is not a package")],
+)
+def test_damaged_manifest(
+    pipegraph: Command, copied: Path, verb: str, damage: Callable[[Path], None], said: str
+) -> None:
+    damage(copied)
+    fails(pipegraph(verb, copied, *([CHAIN] if verb == "verify" else [])), 2, "pipeline.json", said)
+
+
+def _remove_shard(folder: Path) -> None:
+    (folder / "stage-00001-of-00002.safetensors").unlink()
+
+
+def _reshape_shard(folder: Path) -> None:
+    shard = folder / "stage-00001-of-00002.safetensors"
+    save_file(load_file(shard) | {"head.weight": torch.zeros(3, 3)}, shard)
+
+
+def _cut_shard(folder: Path) -> None:
+    shard = folder / "stage-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:40])
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("damage", [_remove_shard, _reshape_shard, _cut_shard])
+def test_damaged_shard(pipegraph: Command, copied: Path, damage: Callable[[Path], None], nproc: int) -> None:
+    damage(copied)
+    fails(pipegraph("run", copied, "--nproc", nproc), 2, "stage")
+
+
+# A run that cannot be
+
+
+def test_wrong_number_of_processes(pipegraph: Command, chain: Path) -> None:
+    fails(pipegraph("run", chain, "--nproc", 3), 2, "3 processes cannot run 2 stages", "2 processes", "--nproc 2")
+
+
+def test_unknown_schedule(pipegraph: Command, chain: Path) -> None:
+    for verb in ("run", "show"):
+        fails(pipegraph(verb, chain, "--schedule", "1f1c"), 2, 'Did you mean "1f1b"?')
+
+
+def test_batch_of_another_size_than_the_plan(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(
+        MODEL.format(body="from tests.models.chain import build_model\nexample_inputs = (torch.ones(3, 8),)")
+    )
+    fails(pipegraph("run", chain, "--nproc", 1, "--model", file), 2, "x has the shape [6, 8]", "pass 8 rows")
+
+
+def test_usage(pipegraph: Command, chain: Path) -> None:
+    for arguments in (["run"], ["run", chain, "--steps", 0], ["run", chain, "--device", "tpu"], ["splat"]):
+        result = pipegraph(*arguments)
+        assert (result.code, result.out) == (2, "")
+        assert "Usage: pipegraph" in result.err
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs enough")
+def test_more_processes_than_gpus(pipegraph: Command, chain: Path) -> None:
+    result = pipegraph("run", chain, "--device", "cuda")
+    assert (result.code, result.out) == (2, "")
+    assert "2 processes need a GPU each" in " ".join(result.err.split())
+
+
+def test_debug_shows_the_traceback(pipegraph: Command, tmp_path: Path) -> None:
+    result = pipegraph("show", tmp_path / "none", "--debug")
+    assert result.code == 2
+    assert "Traceback" in result.err
+    assert "is not a package" in result.err
+
+
+@pytest.fixture
+def copied(chain: Path, tmp_path: Path) -> Path:
+    """A package to be damaged."""
+    return Path(shutil.copytree(chain, tmp_path / "package"))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

@@ -1,0 +1,54 @@
+"""Every example splits, computes what its model computes, and runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import Command
+
+LAYERS = ["layers.2", "layers.4", "layers.6"]
+
+
+def split_and_verify(pipegraph: Command, model: str, out: Path, *options: str) -> list[str]:
+    """The stages as ``pipegraph split`` echoes them."""
+    split = pipegraph("split", model, "-o", out, *options)
+    assert (split.code, split.err) == (0, "")
+    verified = pipegraph("verify", out, model)
+    assert verified.code == 0, verified.out + verified.err
+    assert "equal in training mode" in verified.out
+    return split.out.splitlines()[:-1]
+
+
+def test_transformer(pipegraph: Command, tmp_path: Path) -> None:
+    stages = split_and_verify(pipegraph, "examples/transformer.py", tmp_path / "out", "--points", "layers.4")
+    assert stages == ["stage 0: tok_embeddings, layers.0 – layers.3", "stage 1: layers.4 – layers.7, norm, output"]
+    assert "for layer in self.layers.values():" in (tmp_path / "out" / "stage_1.py").read_text()
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_tiny_transformer(pipegraph: Command, tmp_path: Path, stages: int) -> None:
+    model = "examples/transformer.py:build_tiny_model"
+    points = ",".join(LAYERS[-(stages - 1) :])
+    assert len(split_and_verify(pipegraph, model, tmp_path / "out", "--points", points)) == stages
+    ran = pipegraph("run", tmp_path / "out", "--nproc", 1, "--model", model, "--json")
+    assert json.loads(ran.out)["ranks"] == stages
+
+
+def test_llama(pipegraph: Command, tmp_path: Path) -> None:
+    stages = split_and_verify(pipegraph, "hf:examples/llama", tmp_path / "out", "--stages", "2")
+    assert stages[0].startswith("stage 0: model.embed_tokens, model.layers.0 – ")
+    manifest = json.loads((tmp_path / "out" / "pipeline.json").read_text())
+    assert manifest["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+
+
+def test_unet(pipegraph: Command, tmp_path: Path) -> None:
+    stages = split_and_verify(pipegraph, "examples/unet.py", tmp_path / "out", "--points", "down.2,up.1")
+    assert stages[1] == "stage 1: down.2, bottom, up.0"
+    manifest = json.loads((tmp_path / "out" / "pipeline.json").read_text())
+    past = [value for value in manifest["values"].values() if value["producer"] == 0 and 2 in value["consumers"]]
+    assert len(past) == 2  # the skips of the two upper levels go past stage 1
+    ran = pipegraph("run", tmp_path / "out", "--model", "examples/unet.py", "--steps", 2)
+    assert (ran.code, len(ran.out.splitlines())) == (0, 2), ran.err

@@ -1,0 +1,100 @@
+"""``pipegraph split`` and ``show``: what they print and what they leave on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import ROOT, Command
+
+CHAIN = "tests/models/chain.py"
+
+
+def test_split_echoes_the_stages(pipegraph: Command, tmp_path: Path) -> None:
+    done = pipegraph("split", CHAIN, "--points", "layers.1,layers.3:end", "-o", tmp_path / "out")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines() == [
+        "stage 0: layers.0",
+        "stage 1: layers.1 – layers.3",
+        "stage 2: head",
+        f"wrote {tmp_path / 'out'}",
+    ]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "__init__.py",
+        "blocks.py",
+        "model.safetensors.index.json",
+        "pipeline.json",
+        "stage-00000-of-00003.safetensors",
+        "stage-00001-of-00003.safetensors",
+        "stage-00002-of-00003.safetensors",
+        "stage_0.py",
+        "stage_1.py",
+        "stage_2.py",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_names_are_printed_on_one_line(pipegraph: Command) -> None:
+    done = pipegraph("split", "tests/models/hostile_names.py", "--points", "head", "--dry-run")
+    assert (done.code, len(done.out.splitlines())) == (0, 2)
+    assert "layers.new\\nline" in done.out
+
+
+def test_dry_run_writes_nothing(pipegraph: Command, tmp_path: Path) -> None:
+    done = pipegraph("split", CHAIN, "--stages", 2, "--dry-run", "-o", tmp_path / "out")
+    assert (done.code, len(done.out.splitlines())) == (0, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_weights_no_parameter_is_written(pipegraph: Command, tmp_path: Path) -> None:
+    assert pipegraph("split", CHAIN, "--stages", 2, "--no-weights", "-o", tmp_path / "out").code == 0
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {}
+
+
+def test_default_folder_is_named_after_the_model(
+    pipegraph: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert pipegraph("split", ROOT / CHAIN, "--stages", 2).out.splitlines()[-1] == "wrote build/chain"
+    config = ROOT / "tests/models/tied_llama"
+    assert pipegraph("split", f"hf:{config}", "--stages", 2).out.splitlines()[-1] == "wrote build/tied_llama"
+
+
+def test_split_json(pipegraph: Command, tmp_path: Path) -> None:
+    result = json.loads(pipegraph("split", CHAIN, "--points", "layers.2", "-o", tmp_path / "out", "--json").out)
+    assert (result["schema_version"], result["points"]) == (1, ["layers.2"])
+    assert [stage["holds"] for stage in result["stages"]] == ["layers.0 – layers.1", "layers.2 – layers.3, head"]
+    assert result["stages"][1]["inputs"] == result["stages"][0]["outputs"]
+    assert result["stages"][0]["cost"]["parameters"] == 2 * (8 * 8 + 8)
+
+
+def test_show(pipegraph: Command, chain: Path) -> None:
+    done = pipegraph("show", chain, "--microbatches", 3)
+    assert (done.code, done.err) == (0, "")
+    value = json.loads(pipegraph("show", chain, "--json").out)["stages"][0]["outputs"][0]
+    assert done.out.splitlines() == [
+        "Chain of chain.py in 2 stages",
+        "",
+        "stage  holds                      parameters    forward  weights",
+        "    0  layers.0 – layers.1               144  1.0 kFLOP  stage-00000-of-00002.safetensors",
+        "    1  layers.2 – layers.3, head         162  1.2 kFLOP  stage-00001-of-00002.safetensors",
+        "",
+        "boundary  tensor         from     to       microbatch  gradient",
+        "x         float32[4, 8]  caller   stage 0       128 B  no",
+        f"{value:<8}  float32[4, 8]  stage 0  stage 1       128 B  yes",
+        "",
+        "1f1b: 2 ranks, 2 stages, 3 microbatches",
+        "rank 0  0F0 0F1     0B0 0F2 0B1     0B2",
+        "rank 1      1F0 1B0 1F1 1B1 1F2 1B2",
+    ]
+
+
+def test_show_json(pipegraph: Command, chain: Path) -> None:
+    result = json.loads(pipegraph("show", chain, "--schedule", "gpipe", "--json").out)
+    assert result["schema_version"] == 1
+    assert result["edited"] == []
+    assert result["schedule"]["ranks"][1] == ["1F0", "1F1", "1B0", "1B1"]
+    assert [value["bytes"] for value in result["boundaries"]] == [128, 128]

@@ -1,0 +1,69 @@
+"""``pipegraph verify``: equal, different, and why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import ROOT, Command
+
+MODELS = {
+    "batch_norm": "layers.2",
+    "buffers": "layers.1,layers.3",
+    "chain": "layers.1,layers.2,layers.3",
+    "dropout": "layers.2",
+    "hostile_names": "head",
+    "late_input": "layers.2",
+    "llama": "model.layers.1,model.layers.3",
+    "masked": "layers.1,layers.3",
+    "nested_values": "layers.1",
+    "rotary": "layers.2,layers.4",
+    "t5": "t5.encoder.block.2,t5.decoder.block.1",
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_package_computes_what_the_model_computes(pipegraph: Command, tmp_path: Path, model: str) -> None:
+    file = f"tests/models/{model}.py"
+    split = pipegraph("split", file, "--points", MODELS[model], "-o", tmp_path / "out")
+    assert split.code == 0, split.err
+    done = pipegraph("verify", tmp_path / "out", file)
+    assert (done.code, done.err) == (0, ""), done.out + done.err
+    mode = "evaluation" if model == "dropout" else "training"
+    assert done.out.splitlines()[-1] == f"equal in {mode} mode, within 1e-05 relative"
+
+
+def test_package_without_weights_gets_the_models(pipegraph: Command, tmp_path: Path) -> None:
+    pipegraph("split", "tests/models/chain.py", "--stages", 2, "--no-weights", "-o", tmp_path / "out")
+    assert pipegraph("verify", tmp_path / "out", "tests/models/chain.py").code == 0
+
+
+def test_edited_stage_is_found(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+    edited = Path(shutil.copytree(chain, tmp_path / "edited"))
+    stage = edited / "stage_1.py"
+    stage.write_text(stage.read_text().replace("return ", "return 2 * "))
+    done = pipegraph("verify", edited, "tests/models/chain.py")
+    assert done.code == 1
+    assert "DIFFERENT in training mode" in done.out
+    assert "gradient head.weight" in done.out
+    assert "Edited since they were written: stage_1.py" in done.err
+
+
+def test_unseeded_model_is_suspected(pipegraph: Command, tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    text = (ROOT / "tests/models/chain.py").read_text()
+    file.write_text(text.replace("torch.manual_seed(0)", "torch.seed()"))
+    assert pipegraph("split", file, "--stages", 2, "-o", tmp_path / "out").code == 0
+    done = pipegraph("verify", tmp_path / "out", file)
+    assert done.code == 1
+    assert "Try: seed build_model" in done.err
+
+
+def test_json(pipegraph: Command, chain: Path) -> None:
+    result = json.loads(pipegraph("verify", chain, "tests/models/chain.py", "--json").out)
+    assert (result["schema_version"], result["equal"], result["mode"]) == (1, True, "training")
+    assert result["compared"] == {"output": 1, "loss": 1, "gradient": 10}
+    assert result["different"] == []

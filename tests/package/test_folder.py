@@ -1,0 +1,101 @@
+"""The folder of a package: opened, checked, and its stages loaded as their source stands."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipegraph.errors import PackageError
+from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package
+from tests.runtime.packages import chain, tied, write
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(chain(2), tmp_path / "out")
+
+
+def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match=r"is not a package: pipeline.json cannot be read \(No such file"):
+        Package.open(tmp_path / "absent")
+    with pytest.raises(PackageError, match="A package is the folder that `pipegraph split MODEL -o OUT` writes"):
+        Package.open(tmp_path)
+
+
+def test_a_stage_runs_as_its_source_stands_now(folder: Path) -> None:
+    """Also right after an edit of the same length, in the same second, when Python would trust an old .pyc."""
+    before = Package.open(folder).load_stage(0)
+    source = (folder / "stage_0.py").read_text()
+    (folder / "stage_0.py").write_text(source.replace("torch.tanh", "torch.cosh"))
+    after = Package.open(folder).load_stage(0)
+    x = torch.ones(2, 8)
+    assert torch.allclose(after(x), torch.cosh(torch.atanh(before(x))))
+    assert not (folder / "__pycache__").exists()
+
+
+def test_edited_files_are_known(folder: Path) -> None:
+    package = Package.open(folder)
+    digests = {
+        name: f"sha256 {hashlib.sha256((folder / name).read_bytes()).hexdigest()}"
+        for name in ("__init__.py", "stage_0.py", "stage_1.py")
+    }
+    (folder / MANIFEST).write_text(replace(package.manifest, files=digests).to_json())
+    assert Package.open(folder).edited() == ()
+    (folder / "stage_1.py").write_text("# mine\n")
+    (folder / "__init__.py").unlink()
+    assert Package.open(folder).edited() == ("__init__.py", "stage_1.py")
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    (folder / "stage-1.safetensors").unlink()
+    package = Package.open(folder)
+    package.load_stage(0)
+    with pytest.raises(PackageError, match=r"stage-1.safetensors is missing: stage 1 needs it"):
+        package.load_stage(1)
+
+
+def test_the_shard_of_a_tied_weight_is_needed_too(tmp_path: Path) -> None:
+    folder = write(tied(), tmp_path / "tied")
+    (folder / "stage-0.safetensors").unlink()
+    with pytest.raises(PackageError, match=r"stage-0.safetensors is missing: stage 2 needs it"):
+        Package.open(folder).load_stage(2)
+
+
+def test_a_weight_that_the_index_lacks_is_named(folder: Path) -> None:
+    index = json.loads((folder / WEIGHTS_INDEX).read_text())
+    del index["weight_map"]["layer1.weight"]
+    (folder / WEIGHTS_INDEX).write_text(json.dumps(index))
+    with pytest.raises(PackageError, match=r"index.json lacks layer1.weight, a weight of stage 1"):
+        Package.open(folder).load_stage(1)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_damaged_index_is_refused(text: str, folder: Path) -> None:
+    (folder / WEIGHTS_INDEX).write_text(text)
+    with pytest.raises(PackageError, match="is no index of safetensors"):
+        Package.open(folder).load_stage(0)
+
+
+def test_a_damaged_shard_names_the_stage(folder: Path) -> None:
+    (folder / "stage-1.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(PackageError, match=r"stage 1 \(.*stage_1.py\) cannot be loaded: SafetensorError"):
+        Package.open(folder).load_stage(1)
+
+
+def test_a_source_with_a_mistake_is_named(folder: Path) -> None:
+    (folder / "stage_0.py").write_text("def forward(:\n")
+    with pytest.raises(PackageError, match=r"cannot be imported: SyntaxError: .*stage_0.py, line 1"):
+        Package.open(folder).load_stage(0)
+
+
+def test_without_weights(tmp_path: Path) -> None:
+    package = Package.open(write(chain(2), tmp_path / "out", weights=False))
+    assert not package.has_weights
+    package.load_stage(1, weights=False)
+    with pytest.raises(PackageError, match=r"lacks layer1.weight"):
+        package.load_stage(1)

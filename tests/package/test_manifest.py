@@ -1,0 +1,139 @@
+"""The manifest: what stands in pipeline.json, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipegraph.errors import PackageError
+from pipegraph.package import NOT_CONSTANT, Buffer, Manifest, StageEntry, Value, leaves
+
+MANIFEST = Manifest(
+    generator="pipegraph 0.1.0",
+    model={"source": "model.py", "class": "Transformer", "sha256": "00"},
+    args=["tokens", {"mask": [None, "mask"]}],
+    kwargs={"cached": "cached"},
+    outputs={"logits": "logits", "hidden": ["h"]},
+    values={
+        "tokens": Value("tokens", "int64", (8, 128), -1, (0,), bound=100),
+        "mask": Value("mask", "bool", (8, 128), -1, (1,)),
+        "cached": Value("cached", "", (), -1, (), constant=None),
+        "h": Value("h", "float32", (8, 128, 16), 0, (1, 2), True),
+        "angle": Value("angle", "float32", (128, 16), 0, (2,)),
+        "k": Value("k", "float32", (8, 128, 16), 1, (2,), True),
+        "logits": Value("logits", "float32", (8, 128, 100), 2, (), True),
+    },
+    stages=(
+        StageEntry(0, "stage_0", "Stage0", ("tokens",), ("h", "angle"), ("embed.weight",), (Buffer("table", False),)),
+        StageEntry(1, "stage_1", "Stage1", ("mask", "h"), ("k",), buffers=(Buffer("count"),)),
+        StageEntry(2, "stage_2", "Stage2", ("k", "angle", "h"), ("logits", "h"), ("output.weight",)),
+    ),
+    tied=(("embed.weight", "output.weight"),),
+    files={"stage_0.py": "sha256 00"},
+)
+
+
+def test_json_and_back_is_the_same() -> None:
+    text = MANIFEST.to_json()
+    assert Manifest.from_json(text, "pipeline.json") == MANIFEST
+    assert Manifest.from_json(text, "pipeline.json").to_json() == text
+    assert json.loads(text)["stages"][0] == {
+        "index": 0,
+        "module": "stage_0",
+        "class": "Stage0",
+        "inputs": ["tokens"],
+        "outputs": ["h", "angle"],
+        "parameters": ["embed.weight"],
+        "buffers": [{"name": "table", "persistent": False}],
+        "weights": None,
+        "cost": {},
+    }
+
+
+def test_json_is_sorted_and_one_value_is_one_line() -> None:
+    lines = MANIFEST.to_json().splitlines()
+    assert ' "args": ["tokens", {"mask": [null, "mask"]}],' in lines
+    assert (
+        '  "h": {"consumers": [1, 2], "dtype": "float32", "producer": 0, "requires_grad": true, "shape": [8, 128, 16]},'
+    ) in lines
+    keys = list(json.loads(MANIFEST.to_json()))
+    assert keys == sorted(keys)
+
+
+def test_a_constant_none_is_not_the_absence_of_a_constant() -> None:
+    values = Manifest.from_json(MANIFEST.to_json(), "pipeline.json").values
+    assert values["cached"].is_constant
+    assert values["cached"].constant is None
+    assert values["mask"].constant is NOT_CONSTANT
+
+
+def test_edges() -> None:
+    assert MANIFEST.edges() == ((0, 1), (0, 2), (1, 2))
+    assert MANIFEST.gradient_edges() == ((0, 1), (0, 2), (1, 2))
+    assert MANIFEST.edge_values(0, 2) == ("angle", "h")  # in the order of the consumer's inputs
+    no_gradient = replace(MANIFEST.values["h"], requires_grad=False)
+    assert replace(MANIFEST, values=MANIFEST.values | {"h": no_gradient}).gradient_edges() == ((1, 2),)
+
+
+def test_a_tied_weight_is_stored_under_its_first_name() -> None:
+    assert MANIFEST.stored_name("output.weight") == "embed.weight"
+    assert MANIFEST.stored_name("other.weight") == "other.weight"
+
+
+def test_leaves_keep_their_order() -> None:
+    assert list(leaves([{"b": "x", "a": ["y", None]}, "z"])) == ["x", "y", None, "z"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MANIFEST.to_json()[:300], "^out/pipeline.json is not JSON, or truncated"),
+        ("[]", "has no schema_version"),
+        ('{"schema_version": 2}', "has schema_version 2; this pipegraph reads up to 1. Upgrade pipegraph"),
+        ('{"schema_version": 1}', "the key 'generator' is missing"),
+    ],
+    ids=["truncated", "another thing", "newer", "missing key"],
+)
+def test_a_text_that_is_no_manifest_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PackageError, match=message):
+        Manifest.from_json(text, "out/pipeline.json")
+
+
+def _set(*path: str | int, to: Any) -> Callable[[Any], None]:
+    def change(entry: Any) -> None:
+        for key in path[:-1]:
+            entry = entry[key]
+        entry[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("stages", 0, "weights", to="../weights"), "the path '../weights' leaves the package's folder"),
+        (_set("files", to={"/etc/passwd": ""}), "the path '/etc/passwd' leaves the package's folder"),
+        (_set("stages", 0, "module", to="os; x"), "must be names of Python"),
+        (_set("stages", 1, "index", to=5), r"stages must be numbered from 0.*\[0, 5, 2\]"),
+        (_set("stages", to=[]), "there is at least one"),
+        (_set("stages", 1, "inputs", to=["x"]), "stage 1 names 'x', which is not one of the values"),
+        (_set("stages", 1, "inputs", to=["k"]), "stage 1 takes 'k' .* which does not reach it"),
+        (_set("values", "h", "consumers", to=[0]), "does not reach it"),
+        (_set("values", "h", "producer", to=1), "does not reach it"),
+        (_set("values", "angle", "producer", to=1), "comes from stage 1, which does not return it"),
+        (_set("values", "logits", "producer", to=9), "has not the form of a manifest"),
+        (_set("values", "h", "shape", to=None), "has not the form of a manifest"),
+        (_set("args", to=["other"]), "the argument 'other' is not a value that the caller passes"),
+        (_set("outputs", to=["k"]), "the output 'k' is not an output of the last stage"),
+    ],
+)
+def test_a_manifest_that_could_not_run_is_refused(change: Callable[[Any], None], message: str) -> None:
+    entry = json.loads(MANIFEST.to_json())
+    change(entry)
+    with pytest.raises(PackageError, match=message) as raised:
+        Manifest.from_json(json.dumps(entry), "out/pipeline.json")
+    assert str(raised.value).startswith("out/pipeline.json")

@@ -1,0 +1,325 @@
+"""Small packages written by hand, each beside the plain model that it has to equal."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pipegraph.package import CALLER, MANIFEST, WEIGHTS_INDEX, Buffer, Manifest, Package, StageEntry, Value
+from pipegraph.runtime.microbatch import pack
+
+INIT = """
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+{imports}
+
+STAGES = [{classes}]
+
+
+def load_stage(index, device="cpu", weights=True):
+    stage = STAGES[index]()
+    folder = Path(__file__).parent
+    manifest = json.loads((folder / "pipeline.json").read_text())
+    stored = load_file(folder / manifest["stages"][index]["weights"])
+    shared = load_file(folder / "stage-0.safetensors")
+    first = {{name: group[0] for group in manifest["tied"] for name in group}}
+    for name, tensor in [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers()]:
+        name = first.get(name, name)
+        if name in stored or name in shared:
+            tensor.data.copy_(stored[name] if name in stored else shared[name])
+        elif weights:
+            raise KeyError(name)
+    return stage.to(device)
+"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage takes and returns, its layers, and the body of its forward."""
+
+    inputs: str
+    outputs: str
+    init: str
+    forward: str
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A package in few words. A value is (dtype, shape of a microbatch, requires_grad); the callers' come first."""
+
+    stages: tuple[Stage, ...]
+    values: dict[str, tuple[str, tuple[int, ...], bool]]
+    outputs: Any
+    tied: tuple[tuple[str, ...], ...] = ()
+    integers: int = 6
+    constants: dict[str, object] = field(default_factory=dict)
+    kwargs: dict[str, str] = field(default_factory=dict)
+
+
+def write(sketch: Sketch, folder: Path, weights: bool = True) -> Path:
+    """Write the package of a sketch, with seeded random weights."""
+    folder.mkdir(parents=True)
+    entries, weight_map, stored = [], {}, set()
+    first = {name: group[0] for group in sketch.tied for name in group}
+    for index, stage in enumerate(sketch.stages):
+        source = (
+            f"import torch\nfrom torch import nn\n\n\nclass Stage{index}(nn.Module):\n"
+            f"    def __init__(self):\n        super().__init__()\n{textwrap.indent(stage.init, ' ' * 8)}\n\n"
+            f"    def forward(self, {stage.inputs}):\n{textwrap.indent(stage.forward, ' ' * 8)}\n"
+        )
+        (folder / f"stage_{index}.py").write_text(source)
+        scope: dict[str, Any] = {}
+        exec(source, scope)
+        torch.manual_seed(index)
+        module = scope[f"Stage{index}"]()
+        shard, tensors = f"stage-{index}.safetensors", {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            key = first.get(name, name)
+            if weights and key not in stored:
+                stored.add(key)
+                tensors[key], weight_map[key] = parameter.detach().clone(), shard
+        persistent = module.state_dict().keys()
+        buffers = tuple(Buffer(name, name in persistent) for name, _ in module.named_buffers())
+        tensors |= {name: buffer.clone() for name, buffer in module.named_buffers()}
+        weight_map |= {buffer.name: shard for buffer in buffers}
+        save_file(tensors, folder / shard)
+        parameters = tuple(name for name, _ in module.named_parameters(remove_duplicate=False))
+        inputs, outputs = tuple(stage.inputs.split(", ")), tuple(stage.outputs.split(", "))
+        entries.append(
+            StageEntry(index, f"stage_{index}", f"Stage{index}", inputs, outputs, parameters, buffers, shard)
+        )
+    count = range(len(entries))
+    (folder / "__init__.py").write_text(
+        INIT.format(
+            imports="\n".join(f"from .stage_{index} import Stage{index}" for index in count),
+            classes=", ".join(f"Stage{index}" for index in count),
+        )
+    )
+    (folder / WEIGHTS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / MANIFEST).write_text(_manifest(sketch, entries).to_json())
+    return folder
+
+
+def _manifest(sketch: Sketch, stages: Sequence[StageEntry]) -> Manifest:
+    values = {}
+    for name, (dtype, shape, requires_grad) in sketch.values.items():
+        producer = next((stage.index for stage in stages if name in stage.outputs and name not in stage.inputs), CALLER)
+        consumers = tuple(stage.index for stage in stages if name in stage.inputs)
+        bound = sketch.integers if dtype == "int64" else None
+        values[name] = Value(name, dtype, shape, producer, consumers, requires_grad, bound)
+    for name, constant in sketch.constants.items():
+        values[name] = Value(name, "", (), CALLER, (), constant=constant)
+    args = [name for name, value in values.items() if value.producer == CALLER and name not in sketch.kwargs.values()]
+    model = {"source": "sketch", "class": "Sketch", "sha256": ""}
+    return Manifest("pipegraph", model, args, sketch.kwargs, sketch.outputs, values, tuple(stages), sketch.tied)
+
+
+class Reference:
+    """The unsplit model: the stages' modules called one after the other under plain autograd, tied weights shared."""
+
+    def __init__(self, package: Package) -> None:
+        self.manifest = package.manifest
+        self.stages = [package.load_stage(stage.index) for stage in self.manifest.stages]
+        self.parameters: dict[str, nn.Parameter] = {}
+        shared: dict[str, nn.Parameter] = {}
+        for module in self.stages:
+            for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+                one = shared.setdefault(self.manifest.stored_name(name), parameter)
+                path, _, attribute = name.rpartition(".")
+                setattr(module.get_submodule(path), attribute, one)
+                self.parameters[name] = one
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
+        values = dict(inputs)
+        for entry, module in zip(self.manifest.stages, self.stages, strict=True):
+            returned = module(*(values[name] for name in entry.inputs))
+            values.update(zip(entry.outputs, returned if isinstance(returned, tuple) else (returned,), strict=True))
+        return pack(self.manifest.outputs, values)
+
+
+def batch(manifest: Manifest, microbatches: int, seed: int = 0) -> dict[str, Tensor]:
+    """Seeded inputs for so many microbatches, by name."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, value in manifest.values.items():
+        if value.producer == CALLER and not value.is_constant:
+            shape = (value.shape[0] * microbatches, *value.shape[1:]) if value.shape else ()
+            if value.bound is not None:
+                made[name] = torch.randint(value.bound, shape, generator=generator)
+            else:
+                made[name] = torch.randn(shape, generator=generator).to(getattr(torch, value.dtype))
+    return made
+
+
+def loss(output: Any, target: Any) -> Tensor:
+    """The sum over all outputs of their mean square difference to the target."""
+    if isinstance(output, Mapping):
+        return sum((loss(item, target) for item in output.values()), start=torch.zeros(()))
+    if isinstance(output, tuple):
+        return sum((loss(item, target) for item in output), start=torch.zeros(()))
+    if output is None:
+        return torch.zeros(())
+    return (output - target.reshape(-1, *[1] * (output.dim() - 1))).square().mean()
+
+
+def chain(stages: int, width: int = 8) -> Sketch:
+    """Linear and tanh, so many times."""
+    parts, values = [], {"x": ("float32", (2, width), False)}
+    for index in range(stages):
+        name = f"h{index}"
+        parts.append(
+            Stage(
+                "x" if index == 0 else f"h{index - 1}",
+                name,
+                f"self.layer{index} = nn.Linear({width}, {width})",
+                f"return torch.tanh(self.layer{index}({'x' if index == 0 else f'h{index - 1}'}))",
+            )
+        )
+        values[name] = ("float32", (2, width), True)
+    return Sketch(tuple(parts), values, f"h{stages - 1}")
+
+
+def skips() -> Sketch:
+    """Four stages: `a` goes to 1, 2 and 3; integers and floats without gradient cross over; `a` is returned as well."""
+    wide = ("float32", (2, 5, 8), True)
+    return Sketch(
+        stages=(
+            Stage(
+                "tokens",
+                "a, cosine, mask",
+                "self.embed = nn.Embedding(6, 8)\n"
+                "self.register_buffer('table', torch.arange(40.0).reshape(5, 8), persistent=False)",
+                "a = self.embed(tokens)\nreturn a, torch.cos(self.table).expand(len(tokens), 5, 8), tokens > 2",
+            ),
+            Stage("a", "b", "self.one = nn.Linear(8, 8)", "return torch.tanh(self.one(a)) + a"),
+            Stage("a, b, cosine", "c, b2", "self.two = nn.Linear(8, 8)", "return self.two(a + b) * cosine, b"),
+            Stage(
+                "c, a, b2, mask, weights, cosine",
+                "logits, a",
+                "self.norm = nn.LayerNorm(8)\nself.head = nn.Linear(8, 4)",
+                "logits = self.head(self.norm(c + a * b2 + cosine)) * weights[:, None, None]\n"
+                "return logits.masked_fill(mask[:, :, None], 0.5), a",
+            ),
+        ),
+        values={
+            "tokens": ("int64", (2, 5), False),
+            "weights": ("float32", (2,), False),
+            "a": wide,
+            "cosine": ("float32", (2, 5, 8), False),
+            "mask": ("bool", (2, 5), False),
+            "b": wide,
+            "b2": wide,
+            "c": wide,
+            "logits": ("float32", (2, 5, 4), True),
+        },
+        outputs={"logits": "logits", "hidden": ["a", None]},
+        kwargs={"weights": "weights"},
+    )
+
+
+def tied() -> Sketch:
+    """Three stages: the embedding is the head under another name; `shared.weight` stands in all three."""
+    return Sketch(
+        stages=(
+            Stage(
+                "tokens",
+                "a",
+                "self.embed = nn.Embedding(6, 8)\nself.shared = nn.Linear(8, 8, bias=False)",
+                "return self.shared(self.embed(tokens))",
+            ),
+            Stage("a", "b", "self.shared = nn.Linear(8, 8, bias=False)", "return torch.tanh(self.shared(a))"),
+            Stage(
+                "b",
+                "logits",
+                "self.shared = nn.Linear(8, 8, bias=False)\nself.output = nn.Linear(8, 6, bias=False)",
+                "return self.output(self.shared(b))",
+            ),
+        ),
+        values={
+            "tokens": ("int64", (2, 5), False),
+            "a": ("float32", (2, 5, 8), True),
+            "b": ("float32", (2, 5, 8), True),
+            "logits": ("float32", (2, 5, 6), True),
+        },
+        outputs="logits",
+        tied=(("embed.weight", "output.weight"),),
+    )
+
+
+def frozen() -> Sketch:
+    """Three stages: the first is frozen whole and needs no gradient, the second in part."""
+    return Sketch(
+        stages=(
+            Stage("x", "a", "self.one = nn.Linear(8, 8).requires_grad_(False)", "return self.one(x)"),
+            Stage(
+                "a",
+                "b",
+                "self.two = nn.Linear(8, 8)\nself.two.bias.requires_grad_(False)",
+                "return torch.tanh(self.two(a))",
+            ),
+            Stage("b", "c", "self.three = nn.Linear(8, 8)", "return self.three(b)"),
+        ),
+        values={
+            "x": ("float32", (2, 8), False),
+            "a": ("float32", (2, 8), False),
+            "b": ("float32", (2, 8), True),
+            "c": ("float32", (2, 8), True),
+        },
+        outputs="c",
+    )
+
+
+def aliases() -> Sketch:
+    """Two stages: outputs that are the input itself or views of it, and one that nothing uses."""
+    plain = ("float32", (2, 8), True)
+    return Sketch(
+        stages=(
+            Stage("x", "a, left, unused", "self.one = nn.Linear(8, 8)", "a = self.one(x)\nreturn a, a[:, :4], a * 2"),
+            Stage("a, left", "a, b", "self.two = nn.Linear(4, 8)", "return a, self.two(left)"),
+        ),
+        values={
+            "x": ("float32", (2, 8), False),
+            "a": plain,
+            "left": ("float32", (2, 4), True),
+            "unused": plain,
+            "b": plain,
+        },
+        outputs=["b", "a"],
+    )
+
+
+def normed() -> Sketch:
+    """Two stages with batch norm and dropout, whose mode and statistics matter."""
+    return Sketch(
+        stages=(
+            Stage(
+                "x", "a", "self.one = nn.Linear(8, 8)\nself.norm = nn.BatchNorm1d(8)", "return self.norm(self.one(x))"
+            ),
+            Stage("a", "b", "self.two = nn.Linear(8, 8)\nself.drop = nn.Dropout(0.5)", "return self.drop(self.two(a))"),
+        ),
+        values={"x": ("float32", (4, 8), False), "a": ("float32", (4, 8), True), "b": ("float32", (4, 8), True)},
+        outputs="b",
+    )
+
+
+PARITY: dict[str, Callable[[], Sketch]] = {
+    "chain2": lambda: chain(2),
+    "chain3": lambda: chain(3),
+    "chain4": lambda: chain(4),
+    "skips": skips,
+    "tied": tied,
+    "frozen": frozen,
+    "aliases": aliases,
+}
+"""Packages without random or per-batch layers, for which every schedule must give the numbers of plain autograd."""

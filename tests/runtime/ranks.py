@@ -1,0 +1,217 @@
+"""Starting real processes, one per rank over gloo, and what they run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from pipegraph.errors import PipegraphError, RuntimeFault
+from pipegraph.package import Package
+from pipegraph.runtime.pipeline import Pipeline
+from tests.runtime.packages import Reference, batch, loss
+from tests.runtime.parity import arguments, assert_parity
+
+
+def run(function: Callable[..., Any], ranks: int, *args: Any, store: str = "file", timeout: float = 60.0) -> list[Any]:
+    """What `function(rank, *args)` returns on each rank, or the text of its error; None where it was killed.
+
+    Nothing outlives the call. `store` is where the default group meets: a "file", or a "tcp" store that rank 0 hosts.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_main, args=(function, rank, ranks, folder, store, args), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        assert not late, f"ranks {late} did not end within {timeout} s"
+        files = [Path(folder, f"{rank}.pt") for rank in range(ranks)]
+        return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def _main(function: Callable[..., Any], rank: int, ranks: int, folder: str, store: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    if store == "tcp":
+        meeting: Any = _tcp_store(rank, ranks, Path(folder, "port"))
+    else:
+        meeting = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
+    try:
+        result = function(rank, *args)
+    except PipegraphError as error:
+        result = f"{type(error).__name__}: {error}"
+    except BaseException:
+        result = traceback.format_exc()
+    torch.save(result, f"{folder}/{rank}.tmp")
+    os.rename(f"{folder}/{rank}.tmp", f"{folder}/{rank}.pt")
+    os._exit(0)  # as abruptly as a crash: nobody may depend on a tidy end
+
+
+def _tcp_store(rank: int, ranks: int, port_file: Path) -> dist.TCPStore:
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+        port_file.with_suffix(".tmp").write_text(str(store.port))
+        port_file.with_suffix(".tmp").rename(port_file)
+        return store
+    while not port_file.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(port_file.read_text()), ranks, is_master=False)
+
+
+def parity(rank: int, cases: list[tuple[str, str]]) -> str:
+    """Every (package, schedule) of `cases`, over two optimizer steps of two accumulated batches each."""
+    for folder, schedule in cases:
+        assert_parity(Path(folder), schedule, accumulate=2)
+    return "equal"
+
+
+def fail(rank: int, folder: str, how: str, failing: int, in_forward: bool, keep: bool) -> tuple[str, float, str]:
+    """After a good step stage `failing` fails at microbatch 2. What this rank says, after how long, and what then.
+
+    With `keep`, the processes stay alive until all have noticed, so that no one is told by another's end.
+    """
+    package = Package.open(folder)
+    pipe = Pipeline(package, schedule="1f1b", microbatches=4, loss_fn=loss)
+    inputs, _ = arguments(package, batch(package.manifest, 4))
+    target = torch.zeros(len(inputs[0]))
+    pipe.step(*inputs, target=target)
+    calls = 0
+
+    def break_down(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("broken on purpose")
+
+    if rank == failing:
+        stage = pipe.stages[rank]
+        if in_forward:
+            stage.register_forward_pre_hook(break_down)
+        else:
+            next(stage.parameters()).register_hook(break_down)
+    started = time.monotonic()
+    try:
+        for _ in range(2):  # a rank that was done with the step already learns of it in the next one
+            pipe.step(*inputs, target=target)
+    except RuntimeFault as error:
+        seconds, said = time.monotonic() - started, str(error)
+    try:
+        pipe.step(*inputs, target=target)
+    except RuntimeFault as error:
+        again = str(error)
+    if keep:
+        time.sleep(2)
+    return said, seconds, again
+
+
+def evaluate(rank: int, folder: str) -> Any:
+    """Training and evaluation in turns, as each rank sees it, then a batch of a wrong size."""
+    package = Package.open(folder)
+    pipe = Pipeline(package, schedule="1f1b", microbatches=2, loss_fn=loss)
+    reference = Reference(package)
+    for seed in range(3):
+        inputs = batch(package.manifest, 2, seed)
+        args, kwargs = arguments(package, inputs)
+        for _ in range(2):
+            output = pipe.eval(*args, **kwargs)
+            if len(reference.stages) - 1 in pipe.stages:
+                assert_close(output, reference(inputs))
+            else:
+                assert output is None
+        pipe.step(*args, target=torch.zeros(4), **kwargs)
+    pipe.eval(*(tensor[:2] for tensor in args), **kwargs)
+
+
+def clip(rank: int, folder: str, norm_type: float) -> str:
+    """Clipping over all ranks equals clipping of the unsplit model, where a tied weight is one parameter."""
+    package = Package.open(folder)
+    pipe = Pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss)
+    reference = Reference(package)
+    inputs = batch(package.manifest, 2)
+    args, kwargs = arguments(package, inputs)
+    target = torch.linspace(0, 1, 4)
+    pipe.step(*args, target=target, **kwargs)
+    loss(reference(inputs), target).backward()
+    whole = {id(parameter): parameter for parameter in reference.parameters.values()}.values()
+    for _ in range(2):
+        expected = torch.nn.utils.clip_grad_norm_(whole, 0.1, norm_type)
+        assert_close(pipe.clip_grad_norm_(0.1, norm_type), expected)
+    for name, parameter in pipe.named_parameters():
+        assert_close(parameter.grad, reference.parameters[name].grad)
+    return "equal"
+
+
+def own_inputs(rank: int, folder: str) -> str:
+    """A rank that passes only what its stages take, and the target only where the last stage is."""
+    package = Package.open(folder)
+    pipe = Pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss)
+    inputs = batch(package.manifest, 2)
+    if rank == 0:
+        result = pipe.step(inputs["tokens"])
+    elif rank == 3:
+        result = pipe.step(weights=inputs["weights"], target=torch.zeros(4))
+        assert result.loss is not None
+    else:
+        result = pipe.step()
+    return "done"
+
+
+def build(rank: int, folder: str, schedules: list[str], missing_on: int | None = None) -> None:
+    """Make a pipeline, with a schedule of its own on each rank, or without a rank's weights."""
+    if rank == missing_on:
+        folder = f"{folder}-elsewhere"
+    Pipeline(folder, schedule=schedules[rank], microbatches=2, loss_fn=loss)
+
+
+def groups(rank: int, folder: str) -> str:
+    """Two pipelines of two ranks side by side, each over a group of its own; the user's groups stay usable."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    package = Package.open(folder)
+    pipe = Pipeline(package, microbatches=2, loss_fn=loss, group=pairs[rank // 2])
+    inputs, _ = arguments(package, batch(package.manifest, 2))
+    result = pipe.step(*inputs, target=torch.zeros(4))
+    assert (result.loss is not None) == (rank % 2 == 1)
+    dist.barrier()
+    return "done"
+
+
+def receives(rank: int, folder: str, microbatches: int) -> int:
+    """The most receives that were unfinished at any time of a step under 1F1B."""
+    package = Package.open(folder)
+    pipe = Pipeline(package, schedule="1f1b", microbatches=microbatches, loss_fn=loss)
+    inputs, _ = arguments(package, batch(package.manifest, microbatches))
+    most = 0
+    transport = pipe._transport
+    post = transport.receive
+
+    def counting(transfer: Any) -> Any:
+        nonlocal most
+        receive = post(transfer)
+        most = max(most, len(transport._unfinished))
+        return receive
+
+    transport.receive = counting
+    pipe.step(*inputs, target=torch.zeros(len(inputs[0])))
+    assert not transport._unfinished
+    return most

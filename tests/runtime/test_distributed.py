@@ -1,0 +1,63 @@
+"""A pipeline over real processes and gloo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipegraph.runtime.executor import RECEIVES_AHEAD
+from tests.runtime import ranks
+from tests.runtime.packages import PARITY, chain, skips, tied, write
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_parity_with_the_unsplit_model(processes: int, tmp_path: Path) -> None:
+    sketches = {name: make() for name, make in PARITY.items()}
+    fitting = {name: sketch for name, sketch in sketches.items() if len(sketch.stages) == processes}
+    folders = [str(write(sketch, tmp_path / name)) for name, sketch in fitting.items()]
+    cases = [(folder, schedule) for folder in folders for schedule in ("gpipe", "1f1b")]
+    assert len(cases) >= 4
+    assert ranks.run(ranks.parity, processes, cases) == ["equal"] * processes
+
+
+def test_evaluation_and_training_in_turns_give_the_same_numbers(tmp_path: Path) -> None:
+    said = ranks.run(ranks.evaluate, 4, str(write(skips(), tmp_path / "skips")))
+    for message in said:  # what stops it is the batch of a wrong size at its end
+        assert message.startswith("BatchError: tokens has the shape [2, 5]: 2 rows for 2 microbatches.")
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_the_norm_of_all_gradients_counts_a_tied_weight_once(norm_type: float, tmp_path: Path) -> None:
+    assert ranks.run(ranks.clip, 3, str(write(tied(), tmp_path / "tied")), norm_type) == ["equal"] * 3
+
+
+def test_a_rank_may_be_given_only_the_inputs_of_its_stages(tmp_path: Path) -> None:
+    assert ranks.run(ranks.own_inputs, 4, str(write(skips(), tmp_path / "skips"))) == ["done"] * 4
+
+
+def test_two_pipelines_run_side_by_side_in_groups_of_their_own(tmp_path: Path) -> None:
+    assert ranks.run(ranks.groups, 4, str(write(chain(2), tmp_path / "chain"))) == ["done"] * 4
+
+
+def test_receives_do_not_grow_with_the_microbatches(tmp_path: Path) -> None:
+    """torch.distributed.pipelining allocates a buffer for each microbatch (pytorch #136380)."""
+    most = ranks.run(ranks.receives, 3, str(write(chain(3), tmp_path / "chain")), 16)
+    assert max(most) <= 2 * RECEIVES_AHEAD + 1
+
+
+def test_torchrun_makes_the_process_group(tmp_path: Path) -> None:
+    folder = write(chain(2), tmp_path / "chain")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nimport torch\nfrom pipegraph.runtime.pipeline import Pipeline\n"
+        "pipe = Pipeline(sys.argv[1], microbatches=2, loss_fn=lambda output, target: output.sum())\n"
+        "result = pipe.step(torch.ones(4, 8))\n"
+        "assert (result.loss is None) == (0 in pipe.stages)\n"
+        "print('stage', *pipe.stages, 'done', flush=True)\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, script, folder], capture_output=True, text=True, timeout=60)
+    assert sorted(done.stdout.splitlines()) == ["stage 0 done", "stage 1 done"], done.stderr

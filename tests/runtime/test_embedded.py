@@ -1,0 +1,276 @@
+"""A pipeline in one process: every number as plain autograd has it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from pipegraph.errors import PackageError, PipegraphError, RuntimeFault, ScheduleError
+from pipegraph.package import MANIFEST, Package
+from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.schedule import Action, Schedule
+from tests.runtime.packages import PARITY, Reference, batch, chain, frozen, loss, normed, skips, tied, write
+from tests.runtime.parity import assert_parity
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", PARITY)
+def test_parity_with_the_unsplit_model(name: str, schedule: str, microbatches: int, tmp_path: Path) -> None:
+    assert_parity(write(PARITY[name](), tmp_path / name), schedule, microbatches)
+
+
+@pytest.mark.parametrize("name", ["skips", "tied"])
+def test_gradients_accumulate_over_steps(name: str, tmp_path: Path) -> None:
+    """torch.distributed.pipelining divides what earlier steps left in `.grad`."""
+    assert_parity(write(PARITY[name](), tmp_path / name), "1f1b", accumulate=3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,0F1,3F0,3B0,0B0,3F1,3B1,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n",  # a V: stages 1 and 2 are neighbours
+        "0F0,0F1,3F0,3I0,0I0,3F1,3I1,0I1,3W0,3W1,0W0,0W1\n1F0,2F0,1F1,2F1,2I0,1I0,1W0,2I1,1I1,2W1,1W1,2W0\n",
+    ],
+    ids=["several stages on a rank", "I and W apart"],
+)
+def test_any_schedule_from_a_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(text)
+    assert_parity(write(skips(), tmp_path / "skips"), str(tmp_path / "mine.csv"), microbatches=2)
+
+
+def test_batch_norm_sees_the_microbatches_in_order(tmp_path: Path) -> None:
+    pipe = Pipeline(write(normed(), tmp_path / "normed"), microbatches=3, loss_fn=loss)
+    plain = pipe.package.load_stage(0)
+    (x,) = batch(pipe.package.manifest, 3).values()
+    pipe.step(x, target=torch.zeros(12))
+    for part in x.chunk(3):
+        plain(part)
+    for name, buffer in plain.named_buffers():
+        assert_close(pipe.stages[0].get_buffer(name), buffer)
+    assert pipe.state_dict()["norm.num_batches_tracked"] == 3
+
+
+def test_eval_mode_is_the_users_and_reaches_dropout(tmp_path: Path) -> None:
+    pipe = Pipeline(write(normed(), tmp_path / "normed"), microbatches=2, loss_fn=loss)
+    (x,) = batch(pipe.package.manifest, 2).values()
+    assert (pipe.eval(x) == 0).any()  # dropout is on: eval() does not change the mode
+    assert all(stage.training for stage in pipe.stages.values())
+    for stage in pipe.stages.values():
+        stage.eval()
+    reference = Reference(pipe.package)
+    for index, stage in enumerate(reference.stages):
+        stage.load_state_dict(pipe.stages[index].state_dict())
+        stage.eval()
+    assert_close(pipe.eval(x), reference({"x": x}).detach())
+    assert not pipe.eval(x).requires_grad
+    pipe.stages[1].train()
+    assert (pipe.eval(x) == 0).any()
+
+
+def test_switching_between_step_and_eval_runs_no_stage_more_often(tmp_path: Path) -> None:
+    """torch.distributed.pipelining infers shapes anew, with a forward of every stage, at each second switch."""
+    pipe = Pipeline(write(chain(3), tmp_path / "chain"), microbatches=4, loss_fn=loss)
+    calls = []
+    for index, stage in pipe.stages.items():
+        stage.register_forward_hook(lambda *_, index=index: calls.append(index))
+    (x,) = batch(pipe.package.manifest, 4).values()
+    for _ in range(3):
+        pipe.step(x, target=torch.zeros(8))
+        pipe.eval(x)
+        pipe.eval(x)
+    assert [calls.count(index) for index in range(3)] == [3 * 3 * 4] * 3
+
+
+def test_a_step_takes_a_target_of_any_structure_and_returns_the_models(tmp_path: Path) -> None:
+    seen = []
+
+    def loss_fn(output: dict[str, Tensor], target: dict[str, tuple[Tensor, str]]) -> Tensor:
+        seen.append((sorted(output), target["labels"][0].tolist(), target["labels"][1], target["scale"].item()))
+        return output["logits"].mean() * target["scale"]
+
+    pipe = Pipeline(write(skips(), tmp_path / "skips"), microbatches=2, loss_fn=loss_fn)
+    inputs = batch(pipe.package.manifest, 2)
+    target = {"labels": [torch.arange(4), "mean"], "scale": torch.tensor(2.0)}
+    result = pipe.step(inputs["tokens"], weights=inputs["weights"], target=target, return_outputs=True)
+    assert seen == [(["hidden", "logits"], [0, 1], "mean", 2.0), (["hidden", "logits"], [2, 3], "mean", 2.0)]
+    assert result.losses is None
+    hidden, nothing = result.outputs["hidden"]
+    assert hidden.shape == (4, 5, 8)
+    assert nothing is None
+
+
+def test_a_forward_schedule_steps_without_gradients(tmp_path: Path) -> None:
+    pipe = Pipeline(write(chain(2), tmp_path / "chain"), schedule="forward", microbatches=2)
+    (x,) = batch(pipe.package.manifest, 2).values()
+    result = pipe.step(x, return_outputs=True)
+    assert result.loss is None
+    assert_close(result.outputs, pipe.eval(x))
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_a_backward_needs_a_loss(tmp_path: Path) -> None:
+    pipe = Pipeline(write(chain(2), tmp_path / "chain"), microbatches=2)
+    with pytest.raises(PipegraphError, match="1f1b has a backward, which needs a loss: give Pipeline a loss_fn"):
+        pipe.step(torch.zeros(4, 8))
+
+
+def test_the_grad_mode_of_the_caller_does_not_matter(tmp_path: Path) -> None:
+    pipe = Pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
+    with torch.no_grad():
+        pipe.step(torch.ones(2, 8), target=torch.zeros(2))
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
+def test_a_tied_weight_is_one_parameter_with_every_name(tmp_path: Path) -> None:
+    pipe = Pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
+    assert [name for name, _ in pipe.named_parameters()] == ["embed.weight", "shared.weight"]
+    assert sorted(pipe.state_dict()) == ["embed.weight", "output.weight", "shared.weight"]
+    assert pipe.stages[0].embed.weight is pipe.stages[2].output.weight
+
+
+def test_a_frozen_parameter_stays_frozen(tmp_path: Path) -> None:
+    pipe = Pipeline(write(frozen(), tmp_path / "frozen"), loss_fn=loss)
+    pipe.step(torch.ones(2, 8), target=torch.zeros(2))
+    with_gradient = [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
+    assert with_gradient == ["two.weight", "three.weight", "three.bias"]
+
+
+def test_thawing_what_the_package_has_frozen_is_refused(tmp_path: Path) -> None:
+    pipe = Pipeline(write(frozen(), tmp_path / "frozen"), loss_fn=loss)
+    pipe.stages[0].requires_grad_(True)
+    with pytest.raises(RuntimeFault, match=r"needs a gradient, and pipeline.json says that none comes back"):
+        pipe.step(torch.ones(2, 8), target=torch.zeros(2))
+
+
+def test_the_state_dict_is_the_models(tmp_path: Path) -> None:
+    pipe = Pipeline(write(skips(), tmp_path / "skips"), loss_fn=loss)
+    assert "table" not in pipe.state_dict()  # it is not persistent
+    assert "table" in dict(pipe.stages[0].named_buffers())
+    doubled = {name: tensor * 2 for name, tensor in pipe.state_dict().items()}
+    pipe.load_state_dict(doubled)
+    assert_close(pipe.state_dict(), doubled)
+
+
+def test_a_state_dict_may_hold_a_tied_weight_once(tmp_path: Path) -> None:
+    pipe = Pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
+    pipe.load_state_dict({"output.weight": torch.ones(6, 8), "shared.weight": torch.zeros(8, 8)})
+    assert (pipe.stages[0].embed.weight == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer3.weight": torch.zeros(8, 8)}, r'holds layer3.weight, .* Did you mean "layer[01].weight"\?'),
+        ({"layer1.weight": None}, "lacks layer1.weight, of stage 1"),
+        ({"layer1.weight": torch.zeros(3, 8)}, r"does not fit stage 1: [\s\S]*layer1.weight"),
+    ],
+    ids=["unknown", "missing", "shape"],
+)
+def test_a_state_dict_that_does_not_fit_is_refused(change: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    pipe = Pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
+    state = {name: tensor for name, tensor in (pipe.state_dict() | change).items() if tensor is not None}
+    with pytest.raises(PackageError, match=message):
+        pipe.load_state_dict(state)
+
+
+def test_clipping_equals_that_of_the_unsplit_model(tmp_path: Path) -> None:
+    pipe = Pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
+    reference = Reference(pipe.package)
+    inputs, target = batch(pipe.package.manifest, 1), torch.zeros(2)
+    pipe.step(*inputs.values(), target=target)
+    loss(reference(inputs), target).backward()
+    whole = {id(parameter): parameter for parameter in reference.parameters.values()}.values()
+    assert_close(pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(whole, 0.1))
+    for name, parameter in pipe.named_parameters():
+        assert_close(parameter.grad, reference.parameters[name].grad)
+
+
+def test_a_package_without_weights_is_initialised_alike_every_time(tmp_path: Path) -> None:
+    folder = write(skips(), tmp_path / "skips", weights=False)
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match="holds no weights"):
+        first = Pipeline(folder, loss_fn=loss)
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    assert_close(torch.rand(1), drawn)  # the caller's random numbers were not touched
+    with pytest.warns(UserWarning, match="holds no weights"):
+        second = Pipeline(folder, loss_fn=loss)
+    assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
+    assert_close(first.stages[0].table, torch.arange(40.0).reshape(5, 8))
+    assert all(parameter.any() for name, parameter in first.named_parameters() if name != "norm.bias")
+
+
+def test_a_stage_that_fails_is_named_and_ends_the_pipeline(tmp_path: Path) -> None:
+    pipe = Pipeline(write(chain(3), tmp_path / "chain"), schedule="gpipe", microbatches=4, loss_fn=loss)
+    calls = []
+
+    def break_down(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("broken on purpose")
+
+    pipe.stages[1].register_forward_pre_hook(break_down)
+    (x,) = batch(pipe.package.manifest, 4).values()
+    with pytest.raises(RuntimeFault) as raised:
+        pipe.step(x, target=torch.zeros(8))
+    fault, row = str(raised.value).splitlines()
+    assert fault == "rank 1 failed in stage 1, action 1F2, microbatch 2: ValueError: broken on purpose"
+    assert row.endswith("1F2  <-- ERROR HERE")
+    assert isinstance(raised.value.__cause__, ValueError)
+    with pytest.raises(RuntimeFault, match=r"stopped at an earlier failure; make a new one. rank 1 failed in stage 1"):
+        pipe.eval(x)
+
+
+def test_an_edited_stage_that_breaks_its_boundary_is_named(tmp_path: Path) -> None:
+    folder = write(chain(2), tmp_path / "chain")
+    source = folder / "stage_0.py"
+    source.write_text(source.read_text().replace("torch.tanh(", "torch.tanh(1 + ").replace("(x))", "(x))[:, :3]"))
+    pipe = Pipeline(folder, loss_fn=loss)
+    with pytest.raises(
+        RuntimeFault, match=r"returned h0 as float32\[2, 3\]; pipeline.json promises h0 float32\[2, 8\]"
+    ):
+        pipe.step(torch.ones(2, 8), target=torch.zeros(2))
+
+
+def test_a_loss_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    pipe = Pipeline(write(chain(2), tmp_path / "chain"), loss_fn=lambda output, target: output)
+    with pytest.raises(RuntimeFault, match=r"loss_fn\(output, target\) returned a tensor of shape \[2, 8\]"):
+        pipe.step(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("1f2b", 'Did you mean "1f1b"'),
+        ("absent.csv", "the schedule absent.csv cannot be read"),
+        (Schedule("mine", (0,), 1, ((Action.parse("0F0"),),)), "mine is for 1 stages, and the package has 2"),
+        (
+            Schedule("two", (0, 1), 2, tuple((Action(i, "F", 0), Action(i, "F", 1)) for i in (0, 1))),
+            "has 2 microbatches",
+        ),
+    ],
+    ids=["name", "file", "stages", "microbatches"],
+)
+def test_a_schedule_that_does_not_fit_is_refused(schedule: str | Schedule, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Pipeline(write(chain(2), tmp_path / "chain"), schedule=schedule, microbatches=1, loss_fn=loss)
+
+
+def test_unknown_kernels_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PipegraphError, match=r'No kernels are called "autograb". Did you mean "autograd"'):
+        Pipeline(write(chain(2), tmp_path / "chain"), kernels="autograb")
+
+
+def test_a_stage_whose_parameters_are_not_the_manifests_is_refused(tmp_path: Path) -> None:
+    folder = write(chain(2), tmp_path / "chain")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["stages"][1]["parameters"].remove("layer1.bias")
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(PackageError, match=r"stage 1 .* added \['layer1.bias'\]"):
+        Pipeline(Package.open(folder))

@@ -1,0 +1,111 @@
+"""Ranks as processes: what a failed one leaves behind is one error that names it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipegraph import schedule
+from pipegraph.errors import PackageError, PipegraphError, RuntimeFault, ScheduleError
+from pipegraph.runtime.launch import check_processes, launch
+
+CHILD = """
+import os, sys, time
+from pipegraph.errors import PackageError, RuntimeFault
+from pipegraph.runtime.launch import exit_with_parent, record_failure
+exit_with_parent()
+rank, line = int(os.environ["RANK"]), sys.argv[1]
+print(f"rank {rank} starts", file=sys.stderr, flush=True)
+def fail(error):
+    record_failure(error)
+    sys.exit(error.exit_code)
+if rank == 1:
+    exec(line)
+elif line != "pass":
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Path:
+    file = tmp_path / "child.py"
+    file.write_text(CHILD)
+    return file
+
+
+def test_success_passes_on_what_was_said(child: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    environment = dict(os.environ)
+    launch([str(child), "pass"], 2)
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "rank 0 starts\nrank 1 starts\n")
+    assert dict(os.environ) == environment
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "said"),
+    [
+        ("fail(PackageError('torn'))", PackageError, "rank 1: torn"),
+        ("fail(RuntimeFault('rank 1, stage 1: torn'))", RuntimeFault, "rank 1, stage 1: torn"),
+        ("os._exit(7)", RuntimeFault, "rank 1: the process exited with code 7; its last words: rank 1 starts"),
+        ("os.kill(os.getpid(), 9)", RuntimeFault, "rank 1: the process was killed by SIGKILL"),
+        ("raise ValueError('torn')", RuntimeFault, "ValueError: torn"),
+    ],
+)
+def test_failure_is_raised_as_the_child_raised_it(
+    child: Path, line: str, kind: type[PipegraphError], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(kind, match=said) as caught:
+        launch([str(child), line], 2)
+    assert type(caught.value) is kind
+    assert time.monotonic() - start < 20  # rank 0 would sleep for 60
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_children_end_with_their_parent(child: Path, tmp_path: Path, stop: signal.Signals) -> None:
+    start = f"import pipegraph.runtime.launch as here; here.launch([{str(child)!r}, 'time.sleep(60)'], 2)"
+    environment = os.environ | {"TMPDIR": str(tmp_path)}  # a killed parent leaves its log files
+    parent = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL, env=environment)
+    try:
+        _wait_until(lambda: _running(child) == 2)
+        parent.send_signal(stop)
+        parent.wait(20)
+        _wait_until(lambda: _running(child) == 0)
+    finally:
+        parent.kill()
+
+
+def test_processes_that_can_run_a_schedule() -> None:
+    built = schedule.build("1f1b", 4, 8)
+    check_processes(built, 1)
+    check_processes(built, 4)
+    with pytest.raises(ScheduleError, match=r"(?s)3 processes cannot run 4 stages under 1f1b.*Try: --nproc 4"):
+        check_processes(built, 3)
+    with pytest.raises(ScheduleError, match=r"(?s)4 processes, or one without a launcher.*--nproc-per-node 4"):
+        check_processes(built, 1, launched=True)
+
+
+def _running(child: Path) -> int:
+    """Living processes that run this very file."""
+    found = 0
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += process.read_bytes().split(b"\0")[1:2] == [str(child).encode()]
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.1)

@@ -1,0 +1,77 @@
+"""Nothing lives longer than the schedule needs it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.sends import AwaitedSends, Sending
+from tests.runtime.packages import batch, chain, loss, write
+
+
+class Token:
+    """Kept alive by a node of a graph."""
+
+
+@pytest.mark.parametrize(("schedule", "peaks"), [("gpipe", [6, 6, 6]), ("1f1b", [3, 2, 1])])
+def test_graphs_in_flight_are_the_schedules(schedule: str, peaks: list[int], tmp_path: Path) -> None:
+    pipe = Pipeline(write(chain(3), tmp_path / "chain"), schedule=schedule, microbatches=6, loss_fn=loss)
+    alive: list[weakref.WeakSet[Token]] = [weakref.WeakSet() for _ in peaks]
+    most = [0] * len(peaks)
+
+    def count(index: int, output: torch.Tensor) -> None:
+        token = Token()
+        output.grad_fn.metadata["token"] = token
+        alive[index].add(token)
+        most[index] = max(most[index], len(alive[index]))
+
+    for index, stage in pipe.stages.items():
+        stage.register_forward_hook(lambda module, args, output, index=index: count(index, output))
+    (x,) = batch(pipe.package.manifest, 6).values()
+    pipe.step(x, target=torch.zeros(12))
+    assert most == peaks
+    gc.collect()
+    assert [len(tokens) for tokens in alive] == [0, 0, 0]
+
+
+class SlowWork:
+    """A send that is done when told so."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def wait(self) -> None:
+        self.done.wait()
+
+
+def test_a_send_holds_nobody_up_and_its_tensor_goes_when_it_is_done() -> None:
+    """torch.distributed.pipelining holds sends to the end of the step, and computation waits for them (#172668)."""
+    sends, works = AwaitedSends(), [SlowWork(), SlowWork()]
+    tensors = []
+    for work in works:
+        tensor = torch.zeros(3)
+        tensors.append(weakref.ref(tensor))
+        sends.add(Sending(1, [work], [tensor]))
+        del tensor
+    assert [tensor() is None for tensor in tensors] == [False, False]
+    works[0].done.set()
+    _until(lambda: tensors[0]() is None)
+    assert tensors[1]() is not None
+    works[1].done.set()
+    sends.finish()
+    _until(lambda: tensors[1]() is None)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -1,0 +1,102 @@
+"""What `step` takes: cut into microbatches, or refused before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipegraph.runtime.microbatch import BatchError, join
+from pipegraph.runtime.pipeline import Pipeline
+from tests.runtime.packages import Sketch, Stage, loss, write
+
+SKETCH = Sketch(
+    stages=(
+        Stage("x, scale", "h", "self.one = nn.Linear(3, 3)", "return self.one(x) * scale"),
+        Stage("h, y", "z", "self.two = nn.Linear(3, 3)", "return self.two(h) + y"),
+    ),
+    values={
+        "x": ("float32", (4, 3), False),
+        "y": ("float32", (4, 3), False),
+        "scale": ("float32", (), False),
+        "h": ("float32", (4, 3), True),
+        "z": ("float32", (4, 3), True),
+    },
+    outputs="z",
+    constants={"cached": False, "nothing": None},
+    kwargs={"scale": "scale", "cached": "cached", "nothing": "nothing"},
+)
+X, Y, SCALE = torch.ones(8, 3), torch.zeros(8, 3), torch.tensor(2.0)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Pipeline:
+    return Pipeline(write(SKETCH, tmp_path / "package"), microbatches=2, loss_fn=loss)
+
+
+def test_arguments_may_go_by_position_or_by_name(pipe: Pipeline) -> None:
+    expected = pipe.eval(X, Y, scale=SCALE)
+    assert torch.equal(pipe.eval(X, y=Y, scale=SCALE), expected)
+    assert torch.equal(pipe.eval(y=Y, x=X, scale=SCALE, cached=False, nothing=None), expected)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((X[:5], Y), {}, "5 rows for 2 microbatches. The plan's microbatch is 4 rows: pass 8 rows, or 4 rows with"),
+        ((X[:4], Y), {}, "4 rows for 2 microbatches. The plan's microbatch is 4 rows: pass 8 rows, or microbatches=1."),
+        ((X[:2], Y), {}, "2 rows for 2 microbatches. The plan's microbatch is 4 rows: pass 8 rows, or 4 rows with"),
+        (
+            (X, Y[:, :2]),
+            {},
+            r"y has the shape \[8, 2\]; the plan's microbatch is \[4, 3\], and 2 of them make \[8, 3\]",
+        ),
+        ((X.double(), Y), {}, r"x is float64; the plan has x float32\[4, 3\]: pass .to\(torch.float32\)"),
+        ((X,), {}, r"y is missing: pass a tensor, y float32\[4, 3\]"),
+        ((X, "y"), {}, "y is 'y': pass a tensor"),
+        (
+            (X, Y, SCALE),
+            {},
+            r"3 positional arguments were passed; the model was captured with \(x, y, cached=, nothing=, scale=",
+        ),
+        ((X, Y), {"scales": SCALE}, "there is no argument 'scales'; .* Did you mean \"scale\""),
+        ((X, Y), {"cached": True}, "cached is True; it was False when the model was captured"),
+        ((X, Y), {"nothing": 3}, "nothing is 3; it was None when the model was captured"),
+        ((X, Y), {"scale": torch.ones(2)}, r"scale has the shape \[2\]; the plan's microbatch is \[\]"),
+    ],
+)
+def test_what_the_package_was_not_made_for_is_refused(
+    args: tuple[Any, ...], kwargs: dict[str, Any], message: str, pipe: Pipeline
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        pipe.step(*args, target=torch.zeros(8), **({"scale": SCALE} | kwargs))
+    pipe.step(X, Y, target=torch.zeros(8), scale=SCALE)  # nothing was sent, so nothing is broken
+
+
+def test_a_target_that_does_not_divide_is_refused(pipe: Pipeline) -> None:
+    with pytest.raises(BatchError, match=r"target\[1\] has 7 rows, which 2 microbatches do not divide: pass 6 rows"):
+        pipe.step(X, Y, scale=SCALE, target=(torch.zeros(8), torch.zeros(7)))
+
+
+def test_nested_arguments(tmp_path: Path) -> None:
+    folder = write(SKETCH, tmp_path / "package")
+    pipe = Pipeline(folder, microbatches=2, loss_fn=loss)
+    nested = replace(pipe.package.manifest, args=({"pair": ["x", "y"]}, None))
+    (folder / "pipeline.json").write_text(nested.to_json())
+    other = Pipeline(folder, microbatches=2, loss_fn=loss)
+    assert torch.equal(other.eval({"pair": (X, Y)}, None, scale=SCALE), pipe.eval(X, Y, scale=SCALE))
+    with pytest.raises(BatchError, match=r"argument 0\['pair'\] is 1 items; it had 2 items"):
+        other.eval({"pair": (X,)}, None, scale=SCALE)
+    with pytest.raises(BatchError, match=r"argument 0 is \['other'\]; it was a dict of \['pair'\]"):
+        other.eval({"other": (X, Y)}, None, scale=SCALE)
+    with pytest.raises(BatchError, match="argument 1 was None when the model was captured"):
+        other.eval({"pair": (X, Y)}, X, scale=SCALE)
+
+
+def test_outputs_join_along_the_batch() -> None:
+    assert join([torch.zeros(2, 3), torch.ones(2, 3)]).shape == (4, 3)
+    assert join([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
+    assert join([torch.tensor(1.0)]).dim() == 0
