@@ -20,7 +20,7 @@ from pipegraph.cli.options import (
 from pipegraph.cli.output import print_json
 
 if TYPE_CHECKING:
-    from pipegraph.graph.source import ModelSource
+    from pipegraph.graph.model_source import ModelSource
     from pipegraph.package import Package
     from pipegraph.schedule import Schedule
 
@@ -49,11 +49,14 @@ def run(
     ] = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    learning_rate: Annotated[
+        float, typer.Option(metavar="LR", min=0.0, help="AdamW's learning rate; 0 leaves the weights as they are.")
+    ] = 1e-3,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to run; with cuda, a GPU per rank.")] = "cpu",
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Run training steps, without an optimizer, and print each one's loss and time.
+    """Train on one batch with AdamW, and print each step's loss and time.
 
     Starts its own processes, unless torchrun has: torchrun --nproc-per-node N -m pipegraph run OUT
     """
@@ -70,10 +73,15 @@ def run(
         check_processes(chosen, processes, launched)
         _check_device(device, processes)
         if processes == 1 or launched:
-            _run_here(package, chosen, steps, _source(model, batch, seq), device, json)
+            _run_here(package, chosen, steps, _source(model, batch, seq), device, learning_rate, json)
             return
-        options = {"schedule": schedule, "microbatches": microbatches, "steps": steps, "device": device}
-        options |= {"model": model, "batch": batch, "seq": seq}
+        options: dict[str, object] = {
+            "schedule": schedule,
+            "microbatches": microbatches,
+            "steps": steps,
+            "device": device,
+        }
+        options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate}
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         flags = [flag for flag, is_set in (("--json", json), ("--debug", debug)) if is_set]
         launch(["-m", "pipegraph", "run", str(out), *given, *flags], processes, debug)
@@ -106,13 +114,19 @@ def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSourc
 
 
 def _run_here(
-    package: Package, schedule: Schedule, steps: int, source: ModelSource | None, device: str, json: bool
+    package: Package,
+    schedule: Schedule,
+    steps: int,
+    source: ModelSource | None,
+    device: str,
+    learning_rate: float,
+    json: bool,
 ) -> None:
     """Run this process's stages; the process that holds the last one prints."""
     from pipegraph.report.steps import run_steps
 
     taken = []
-    for step in run_steps(package, schedule, steps, source, device):
+    for step in run_steps(package, schedule, steps, source, device, learning_rate):
         taken.append(dataclasses.asdict(step))
         if not json:
             print(step, flush=True)

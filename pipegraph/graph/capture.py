@@ -127,7 +127,13 @@ def _export(
     if flags not in modes:
         modes.insert(1, flags)
     for mode in modes:
-        with _modes(mode, restore=flags), fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs):
+        with (
+            _modes(mode, restore=flags),
+            fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
+            warnings.catch_warnings(),
+        ):
+            # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.
+            warnings.filterwarnings("ignore", r"The tensor attributes? self\.\S*_flat_weights")
             try:
                 exported = torch.export.export(model, fake_args, fake_kwargs, strict=False)
             except Exception as error:

@@ -13,7 +13,7 @@ import torch
 
 from pipegraph.errors import SourceError, nearest
 from pipegraph.graph.empty import empty_parameters
-from pipegraph.graph.source import ModelSource
+from pipegraph.graph.model_source import ModelSource
 
 
 def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:

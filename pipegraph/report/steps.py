@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from pipegraph.graph.source import ModelSource
+from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Manifest, Package, Value
 from pipegraph.runtime.pipeline import LossFunction, Pipeline
 from pipegraph.schedule import Schedule
+
+LEARNING_RATE: Final = 1e-3
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,14 @@ class Step:
 
 
 def run_steps(
-    package: Package, schedule: Schedule, steps: int, source: ModelSource | None = None, device: str = "cpu"
+    package: Package,
+    schedule: Schedule,
+    steps: int,
+    source: ModelSource | None = None,
+    device: str = "cpu",
+    learning_rate: float = LEARNING_RATE,
 ) -> Iterator[Step]:
-    """Run steps on one batch, each from empty gradients and without an optimizer.
+    """Train on one batch with AdamW. A step's time is that of the pipeline; the optimizer's is left out.
 
     The batch and the loss are those of ``source``, or else seeded inputs and the mean square of the outputs. Only the
     process that holds the last stage knows the loss: elsewhere nothing is yielded.
@@ -51,14 +58,15 @@ def run_steps(
         batch = batch_from_source(source, schedule.microbatches)
     loss_fn = mean_square if source is None else loss_of(source)
     pipeline = Pipeline(package, schedule, loss_fn=loss_fn, device=device)
+    optimizer = torch.optim.AdamW([{"params": list(pipeline.parameters())}], lr=learning_rate)
     for index in range(steps):
-        for parameter in pipeline.parameters():
-            parameter.grad = None
+        optimizer.zero_grad()
         start = time.perf_counter()
         result = pipeline.step(*batch.args, target=batch.target, **batch.kwargs)
         if result.loss is not None:
             loss = float(result.loss)  # waits for the device
             yield Step(index, loss, time.perf_counter() - start)
+        optimizer.step()
 
 
 def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) -> Batch:

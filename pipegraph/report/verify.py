@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegraph.graph.source import ModelSource
+from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.report.steps import loss_of, tensors
 from pipegraph.report.tables import clip, table

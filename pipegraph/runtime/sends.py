@@ -16,7 +16,6 @@ from torch import Tensor
 from pipegraph.runtime.group import lost_connections
 from pipegraph.runtime.transport import ConnectionLost
 
-
 _PATIENCE = 5.0
 """Seconds to wait for messages on their way when everything ends."""
 

@@ -81,8 +81,13 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
         assert "Traceback" in pipegraph("run", broken, "--debug").err
 
 
-def test_steps_have_no_side_effects(pipegraph: Command, chain: Path) -> None:
-    first, second, third = losses(pipegraph("run", chain, "--nproc", 1, "--steps", 3).out)
+def test_training_lowers_the_loss(pipegraph: Command, chain: Path) -> None:
+    first, second, third = map(float, losses(pipegraph("run", chain, "--nproc", 1, "--steps", 3).out))
+    assert first > second > third
+
+
+def test_a_learning_rate_of_zero_leaves_the_weights(pipegraph: Command, chain: Path) -> None:
+    first, second, third = losses(pipegraph("run", chain, "--steps", 3, "--learning-rate", 0).out)
     assert first == second == third
 
 

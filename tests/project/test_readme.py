@@ -1,0 +1,82 @@
+"""Every command and every line of Python in README does what README shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+# What differs from machine to machine and run to run: times, and the last digits of losses and differences.
+VARIES = re.compile(r"\d+\.\d+ s|loss \d+\.\d+|\d\.\de-\d\d|0\.0e\+00")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[tuple[str, str]]:
+    """(command, expected output) of every console block, in order."""
+    found = [block.removeprefix("$ ").partition("\n") for block in blocks("console")]
+    return [(command, output) for command, _, output in found]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of what README's commands use, so that they leave nothing in the checkout."""
+    copy = tmp_path_factory.mktemp("readme")
+    shutil.copytree(ROOT / "examples", copy / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    yield copy
+    shutil.rmtree(copy)
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    scripts = Path(sys.executable).parent
+    path = os.pathsep.join([str(ROOT), str(folder)])
+    environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.timeout(600)
+def test_commands(folder: Path) -> None:
+    shown = [(command, output) for command, output in commands() if not command.startswith("make")]
+    assert len(shown) >= 5
+    for command, output in shown:
+        done = run(shlex.split(command), folder)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        assert VARIES.sub("…", done.stdout) == VARIES.sub("…", output), command
+    stage = (folder / "build/transformer/stage_1.py").read_text()
+    assert blocks("python")[0] in stage
+
+
+def test_make_demo_runs_what_is_shown() -> None:
+    done = subprocess.run(
+        ["make", "--always-make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for verb in ("split", "verify"):
+        (shown,) = (
+            each
+            for each, _ in commands()
+            if each.startswith(f"pipegraph {verb} examples/tr") or f"{verb} build" in each
+        )
+        assert f".venv/bin/{shown}" in done.stdout
+
+
+def test_the_model_file_can_be_split(folder: Path) -> None:
+    (folder / "mine.py").write_text(blocks("python")[1])
+    done = run(["pipegraph", "split", "mine.py", "--points", "2"], folder)
+    assert done.stdout == "stage 0: 0 – 1\nstage 1: 2 – 3\nwrote build/mine\n", done.stderr
+
+
+def test_python(folder: Path) -> None:
+    (folder / "train.py").write_text(blocks("python")[2])
+    done = run([sys.executable, "-W", "error", "train.py"], folder)
+    assert done.returncode == 0, done.stderr
