@@ -1,0 +1,128 @@
+"""What the tests of a session share, made once by whichever of pytest's workers asks first."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.parity.cases import CASES, MODELS, ROOT, SCHEDULES
+from tests.parity.reference import prepare
+from tests.parity.training import Found, train
+
+TORCHRUN_SECONDS = 80
+
+
+class Workshop:
+    """A folder with one folder per model (packages and references) and one per torchrun (what its ranks found)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def package(self, model: str, stages: int) -> Path:
+        """The package of one of `MODELS`."""
+        return self._model(model) / str(stages)
+
+    def reference(self, case: str) -> dict[str, Any]:
+        """What the unsplit model gives."""
+        model = CASES[case].model
+        reference: dict[str, Any] = torch.load(self._model(model) / f"{case}.pt", mmap=True)
+        return reference
+
+    def in_one_process(self, case: str, schedule: str, stages: int) -> list[Found]:
+        """What training finds with all stages in this process."""
+        return [train(self.package(CASES[case].model, stages), case, schedule, self.reference(case))]
+
+    def under_torchrun(self, case: str, schedule: str, stages: int) -> list[Found]:
+        """What each rank found. All cases of so many stages run in the same processes, when the first is asked for."""
+        folder = self._once(f"torchrun {stages}", lambda out: self._torchrun(stages, out))
+        return [json.loads((folder / f"{case} {schedule} {rank}.json").read_text()) for rank in range(stages)]
+
+    def _model(self, name: str) -> Path:
+        return self._once(name, lambda folder: prepare(name, folder))
+
+    def _torchrun(self, stages: int, out: Path) -> None:
+        for name in MODELS:
+            self._model(name)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(stages)]
+        command += ["-m", "tests.parity.rank", str(self._folder), str(stages), str(out)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        _run(command, environment, out / "said.txt")
+        missing = [
+            f"{case} {schedule}"
+            for case in CASES
+            for schedule in SCHEDULES
+            if not (out / f"{case} {schedule} {stages - 1}.json").exists()
+        ]
+        if missing:
+            raise RuntimeError(f"{', '.join(missing)} did not run:\n{(out / 'said.txt').read_text()[-4000:]}")
+
+    def _once(self, name: str, make: Callable[[Path], None]) -> Path:
+        """The folder `name`, filled by `make`. What `make` raised the first time is raised each time."""
+        folder = self._folder / name
+        with locked(self._folder / f"{name}.lock"):
+            if not folder.exists():
+                folder.mkdir()
+                try:
+                    make(folder)
+                except BaseException as error:  # pytest's time limit is no Exception
+                    (folder / "error.txt").write_text(traceback.format_exc())
+                    if not isinstance(error, Exception):
+                        raise
+        failure = folder / "error.txt"
+        if failure.exists():
+            raise RuntimeError(failure.read_text())
+        return folder
+
+
+@contextmanager
+def workshop(folder: Path) -> Iterator[Workshop]:
+    """A workshop in `folder`, which several processes may share. The last one to leave removes it: it is large."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock, users = folder.with_suffix(".lock"), folder / "users"
+    with locked(lock):
+        users.mkdir(parents=True, exist_ok=True)
+        own = users / str(os.getpid())
+        own.touch()
+    try:
+        yield Workshop(folder)
+    finally:
+        with locked(lock):
+            own.unlink()
+            if not any(users.iterdir()):
+                shutil.rmtree(folder)
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Hold `file`, against other processes; the system lets it go when a process dies."""
+    with file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
+    """Run to the end, or for so long; no process of it outlives the call."""
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(TORCHRUN_SECONDS)
+        except subprocess.TimeoutExpired:
+            said.write(f"not done after {TORCHRUN_SECONDS} s\n")
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
