@@ -13,8 +13,9 @@ from pipegraph.schedule.schedule import Schedule
 
 # torch writes two actions that run at the same time as (0F7;7B3)OVERLAP_F_B.
 _OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
-# What torch adds for sharded parameters and for data parallelism. It is no part of the schedule, and is left out.
-_OF_OTHERS = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")
+# What torch adds for sharded parameters and for data parallelism, and (from 2.15) where it lets go of a sent buffer. It
+# is no part of the order, and is left out.
+_OF_OTHERS = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]*)")
 
 
 def to_csv(schedule: Schedule) -> str:

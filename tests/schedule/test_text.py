@@ -119,3 +119,9 @@ def test_any_text_is_a_schedule_or_a_schedule_error(text: str) -> None:
 def test_a_field_too_large_for_csv_is_a_schedule_error() -> None:
     with pytest.raises(ScheduleError, match="This is no CSV"):
         from_csv("0" * 200_000)
+
+
+def test_what_torch_writes_for_others_is_left_out() -> None:
+    first = "0UNSHARD,0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD"
+    second = "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0"
+    assert to_csv(from_csv(f"{first}\n{second}\n")) == "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
