@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipegraph.codegen.literals import literal
-from pipegraph.codegen.names import attribute, is_plain, literal_text
+from pipegraph.codegen.names import attribute, is_number, is_plain, literal_text
 from pipegraph.graph.captured import State
 
 
@@ -56,6 +56,14 @@ def _descend(tree: Tree, path: Sequence[str]) -> Tree:
     return tree
 
 
+def paths(tree: Tree, prefix: str = "") -> Iterator[str]:
+    """The names of all modules, relative to the class; an outer one stands before those in it."""
+    for name, child in tree.children.items():
+        yield f"{prefix}{name}"
+        if isinstance(child, Tree):
+            yield from paths(child, f"{prefix}{name}.")
+
+
 def access(tree: Tree, path: Sequence[str], owner: str = "self") -> str:
     """The expression for what stands at a path: ``self.model.layers["4"].norm``."""
     here: Tree | str | None = tree
@@ -91,7 +99,7 @@ def _holder(tree: Tree) -> str:
     if not tree.is_dict:
         return "nn.Module()"
     items = {name: _holder(child) if isinstance(child, Tree) else child for name, child in tree.children.items()}
-    numbers = [int(name) for name in items if name.isdigit() and str(int(name)) == name]
+    numbers = [int(name) for name in items if is_number(name)]
     constructor = next(iter(items.values()))
     counted = len(numbers) == len(items) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
     if counted and set(items.values()) == {constructor}:

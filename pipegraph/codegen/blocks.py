@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from pipegraph.codegen.attributes import Tree, assignments, build_tree
+from pipegraph.codegen.attributes import Tree, assignments, build_tree, paths
 from pipegraph.codegen.body import Body, common_regions
-from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, roll
+from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in, roll
 from pipegraph.codegen.leaves import constructor, leaf_call
 from pipegraph.codegen.literals import type_text
 from pipegraph.codegen.names import class_name, prose, unused, unused_class, variable
 from pipegraph.codegen.origins import Origins
 from pipegraph.graph.calls import Call, call_tree
-from pipegraph.graph.captured import Captured, State
+from pipegraph.graph.captured import Captured, State, path_of
 from pipegraph.graph.segments import opened_calls
 from pipegraph.graph.stages import StageGraph, local_name
 
@@ -56,6 +56,7 @@ class Blocks:
         for entry in captured.state.values():
             self._names.setdefault(entry.canonical, []).append(entry.fqn)
         self._opened = opened_calls(captured)
+        self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         # Values of calls that return several: the caller's statement does not tell them apart.
         self._returned_together: set[fx.Node] = set()
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
@@ -126,11 +127,11 @@ class Blocks:
                 continue
             call = None
             if item.call not in self._opened and item.fqn not in inlined and _is_within(item.fqn, prefix):
-                call = self._call(inside, item)
+                call = self._call(inside, prefix, item)
             made += [call] if call is not None else self._items(inside, prefix, item.items, inlined)
         return made
 
-    def _call(self, inside: _Inside, call: Call) -> ModuleCall | None:
+    def _call(self, inside: _Inside, prefix: str, call: Call) -> ModuleCall | None:
         """A call of a torch.nn module, or of a class that is written for it; None for what is better spread out."""
         nodes = tuple(call.nodes())
         reads, makes = self._reads(call, nodes), _makes(inside, nodes)
@@ -138,13 +139,17 @@ class Blocks:
             return None
         if len(makes) > 1:
             self._returned_together.update(makes)
-        text = leaf_call(self._captured, call, reads, makes) or self._sequential(inside, call, nodes, reads, makes)
+        text, modules = leaf_call(self._captured, call, reads, makes), frozenset[str]()
+        if text is None:
+            text, modules = self._sequential(inside, call, nodes, reads, makes)
         if text is None:
             stateless = not any(node.op == "get_attr" for each in nodes for node in each.all_input_nodes)
-            if stateless and len(nodes) <= _SMALL and not any(True for _ in call.calls()):
+            same_mode = self._captured.modules[call.fqn].training == self._captured.modules[prefix].training
+            if stateless and same_mode and len(nodes) <= _SMALL and not any(True for _ in call.calls()):
                 return None
-            text = f"{self._class(inside, call, nodes, reads, makes).name}()"
-        return ModuleCall(call.fqn, text, reads, makes, nodes)
+            source, modules = self._class(inside, call, nodes, reads, makes)
+            text = f"{source.name}()"
+        return ModuleCall(call.fqn, text, reads, makes, nodes, modules | {call.fqn})
 
     def _sequential(
         self,
@@ -153,13 +158,15 @@ class Blocks:
         nodes: Sequence[fx.Node],
         reads: tuple[fx.Node, ...],
         makes: tuple[fx.Node, ...],
-    ) -> str | None:
-        """``nn.Sequential(…)``, or a subclass that adds nothing but its name; None for everything else."""
+    ) -> tuple[str | None, frozenset[str]]:
+        """``nn.Sequential(…)``, or a subclass that adds nothing but its name, and the modules in it; None for all
+        else."""
+        nothing = None, frozenset[str]()
         module = self._captured.modules[call.fqn].module
         if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-            return None
+            return nothing
         if len(reads) != 1 or len(makes) != 1 or [*module._modules] != [str(index) for index in range(len(module))]:
-            return None
+            return nothing
         row = self._items(inside, call.fqn, call.items, frozenset())
         built = {item.fqn: item for item in row if isinstance(item, ModuleCall)}
         handed, texts = reads, []
@@ -167,14 +174,20 @@ class Blocks:
             item = built.pop(f"{call.fqn}.{name}", None)
             if item is not None and item.reads == handed and len(item.makes) == 1:
                 handed = item.makes
-            elif item is not None or not isinstance(child, (nn.Identity, nn.Dropout)):
-                return None
+            elif item is not None or not self._silent(f"{call.fqn}.{name}"):
+                return nothing
             texts.append(item.constructor if item is not None else constructor(child))
         if built or handed != makes or len(texts) < len(row) or None in texts:
-            return None
+            return nothing
+        modules = {f"{call.fqn}.{name}" for name, _ in module.named_children()}.union(*map(modules_in, row))
         if type(module) is nn.Sequential:
-            return f"nn.Sequential({', '.join(text for text in texts if text)})"
-        return f"{self._subclass(call, nodes, tuple(text for text in texts if text), reads, makes).name}()"
+            return f"nn.Sequential({', '.join(text for text in texts if text)})", frozenset(modules)
+        source = self._subclass(call, nodes, tuple(text for text in texts if text), reads, makes)
+        return f"{source.name}()", frozenset(modules)
+
+    def _silent(self, fqn: str) -> bool:
+        """Whether a module does nothing anywhere in the model; in a part of a Sequential, it may be another stage's."""
+        return fqn not in self._called and isinstance(self._captured.modules[fqn].module, (nn.Identity, nn.Dropout))
 
     def _subclass(
         self,
@@ -224,14 +237,15 @@ class Blocks:
         nodes: Sequence[fx.Node],
         reads: tuple[fx.Node, ...],
         makes: tuple[fx.Node, ...],
-    ) -> ClassSource:
+    ) -> tuple[ClassSource, frozenset[str]]:
+        """The class of a call, and the modules in it."""
         scope, tree = self._scope(inside, call.fqn, call.items, reads, makes, regions=len(common_regions(nodes)))
         made = tuple(assignments(tree))
         neutral = [f"p{position}" for position in range(len(reads))]
         module = self._captured.modules[call.fqn]
         structure = (module.class_name, made, len(reads), tuple(Body(scope, tree, neutral, None).lines()))
         parameters = self.parameters(call.fqn, reads)
-        return self._collect(
+        source = self._collect(
             structure,
             lambda name: ClassSource(
                 name=name,
@@ -242,6 +256,7 @@ class Blocks:
             ),
             module.class_name,
         )
+        return source, modules_of(scope, tree)
 
     def parameters(self, fqn: str, reads: Sequence[fx.Node]) -> list[str]:
         """Names for the arguments of ``forward``: the module's own for the first, the values' names for the others."""
@@ -323,6 +338,12 @@ class _Inside:
     nodes: frozenset[fx.Node]
     outputs: frozenset[fx.Node]
     state: frozenset[str]
+
+
+def modules_of(scope: Scope, tree: Tree) -> frozenset[str]:
+    """FQNs of all modules that a class has, those inside others included."""
+    prefix = f"{scope.prefix}." if scope.prefix else ""
+    return frozenset(f"{prefix}{path}" for path in paths(tree)).union(*map(modules_in, scope.items))
 
 
 def _makes(inside: _Inside, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

@@ -87,6 +87,9 @@ class Body:
 
     def _return(self) -> None:
         """``return`` of the results; one that was assigned a line before is returned by its expression."""
+        for node in self._scope.outputs:
+            if node in self._pending and self._pending[node].regions:
+                self._settle(node)
         texts = [self._value(node).text for node in self._scope.outputs]
         regions, last = self._lines[-1] if self._lines else ((), "")
         if not regions and len(texts) == 1 and self._origins is not None and last.startswith(f"{texts[0]} = "):
@@ -125,8 +128,9 @@ class Body:
 
     def _write(self, item: Operation) -> None:
         """An operation in place is a statement; its result is the tensor that it wrote into."""
-        node = item.node
-        self._flush(except_for=_operands(item))
+        node, regions = item.node, self._regions(item)
+        kept = [each for each in _operands(item) if each in self._pending and self._pending[each].regions == regions]
+        self._flush(except_for=kept)
         target = node.kwargs.get("out", node.args[0])
         assert isinstance(target, fx.Node) and isinstance(node.target, torch._ops.OpOverload)
         owner = self._value(target)

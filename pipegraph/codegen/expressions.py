@@ -62,7 +62,7 @@ class Writer:
         if isinstance(argument, fx.Node):
             return self.value(argument).within(strength)
         text = literal(argument)
-        return f"({text})" if text.startswith("-") and strength > SUM else text
+        return f"({text})" if text.startswith("-") and (strength > POWER or strength == SUM + 1) else text
 
     def call(self, name: str, positional: Sequence[Any], named: dict[str, Any]) -> Expression:
         """``name(positional…, named=…)``."""

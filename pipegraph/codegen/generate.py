@@ -19,7 +19,7 @@ from pipegraph.codegen.stage_class import stage_class
 from pipegraph.codegen.weights import shard_plan
 from pipegraph.graph.bounds import index_bound
 from pipegraph.graph.captured import label_of
-from pipegraph.graph.source import ModelSource
+from pipegraph.graph.model_source import ModelSource
 from pipegraph.graph.stages import Boundary, tensor_of
 from pipegraph.package import Buffer, Manifest, StageEntry, Value
 from pipegraph.planner.plan import Plan

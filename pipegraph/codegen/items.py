@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from pipegraph.codegen.names import is_number
 from pipegraph.graph.captured import State
 
 
@@ -34,13 +35,15 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """A call ``self.fqn(reads…)`` that gives ``makes``; ``constructor`` is the text that builds the module."""
+    """A call ``self.fqn(reads…)`` that gives ``makes``; ``constructor`` is the text that builds the module, ``modules``
+    the FQNs of all modules that it builds."""
 
     fqn: str
     constructor: str
     reads: tuple[fx.Node, ...]
     makes: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
+    modules: frozenset[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +74,13 @@ class Loop:
 
 
 Item = Operation | ModuleCall | Loop
+
+
+def modules_in(item: Item) -> frozenset[str]:
+    """FQNs of the modules that an item builds."""
+    if isinstance(item, Loop):
+        return frozenset[str]().union(*(call.modules for call in item.calls))
+    return item.modules if isinstance(item, ModuleCall) else frozenset()
 
 
 @dataclass(frozen=True)
@@ -133,7 +143,7 @@ def _end_of_row(items: Sequence[Item], start: int) -> int:
 def _continues(before: ModuleCall, after: ModuleCall) -> bool:
     """Whether two calls run equal modules that follow each other in one container."""
     (container, _, name), (other, _, next_name) = before.fqn.rpartition("."), after.fqn.rpartition(".")
-    counted = name.isdigit() and next_name.isdigit() and int(next_name) == int(name) + 1
+    counted = is_number(name) and is_number(next_name) and int(next_name) == int(name) + 1
     same = before.constructor == after.constructor and len(before.reads) == len(after.reads)
     return counted and container == other and same and len(before.makes) == len(after.makes)
 

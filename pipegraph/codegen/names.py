@@ -66,6 +66,11 @@ def unused_class(name: str, taken: Container[str]) -> str:
     return f"{stem}{count}"
 
 
+def is_number(name: str) -> bool:
+    """Whether ``str(i)`` of some ``i`` is the name: not for ``01``, nor for digits of other scripts."""
+    return name.isdecimal() and str(int(name)) == name
+
+
 def literal_text(text: str) -> str:
     """A string literal: ASCII, on one line, in the quotes that a formatter would choose."""
     body = text.encode("unicode_escape").decode("ascii")

@@ -12,7 +12,7 @@ from pathlib import Path
 from pipegraph.codegen.generate import generate
 from pipegraph.codegen.weights import shard_plan, write_weights
 from pipegraph.errors import PackageError
-from pipegraph.graph.source import ModelSource
+from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package
 from pipegraph.planner.plan import Plan
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import fx
 
 from pipegraph.codegen.attributes import Tree, access, assignments
-from pipegraph.codegen.blocks import Blocks, ClassSource, signature
+from pipegraph.codegen.blocks import Blocks, ClassSource, modules_of, signature
 from pipegraph.codegen.body import Body
 from pipegraph.codegen.literals import type_text
 from pipegraph.codegen.names import is_plain, literal_text, prose
@@ -34,7 +34,7 @@ def stage_class(plan: Plan, blocks: Blocks, stage: StageGraph, names: Mapping[fx
             *assignments(tree),
             *_ties(captured, stage, tree),
             *_frozen(captured, stage, tree),
-            *_modes(captured, stage, tree),
+            *_modes(captured, modules_of(scope, tree), tree),
         ),
         parameters=tuple(parameters),
         body=tuple(body.lines()),
@@ -98,26 +98,18 @@ def _frozen(captured: Captured, stage: StageGraph, tree: Tree) -> Iterator[str]:
             yield f"{_parameter(tree, fqn)}.requires_grad_(False)"
 
 
-def _modes(captured: Captured, stage: StageGraph, tree: Tree) -> Iterator[str]:
-    """``self.eval()``, or the modules that were in evaluation mode in a model that was in training mode."""
-    if not captured.modules[""].training:
-        yield "self.eval()"
-        return
-    done: list[str] = []
-    for fqn in _module_paths(tree):
-        module = captured.modules.get(fqn)
-        if module is None or module.training or any(fqn.startswith(f"{outer}.") for outer in done):
+def _modes(captured: Captured, modules: frozenset[str], tree: Tree) -> Iterator[str]:
+    """``self.eval()`` and the like, for modules in another mode than the one around them."""
+    modes: dict[str, bool] = {}
+    for fqn, module in captured.modules.items():
+        if fqn and fqn not in modules:
             continue
-        done.append(fqn)
-        yield f"{_module(tree, fqn)}.eval()"
-
-
-def _module_paths(tree: Tree, prefix: str = "") -> Iterator[str]:
-    for name, child in tree.children.items():
-        fqn = f"{prefix}{name}"
-        yield fqn
-        if isinstance(child, Tree):
-            yield from _module_paths(child, f"{fqn}.")
+        outer = fqn
+        while outer and outer not in modes:
+            outer = outer.rpartition(".")[0]
+        if module.training != modes.get(outer, True):
+            yield f"{_module(tree, fqn)}.{'train' if module.training else 'eval'}()"
+        modes[fqn] = module.training
 
 
 def _module(tree: Tree, fqn: str) -> str:

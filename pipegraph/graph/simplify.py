@@ -27,6 +27,7 @@ def simplify(graph: fx.Graph) -> None:
     """Run all passes, in their order."""
     drop_assertions(graph)
     drop_identities(graph)
+    place_updates(graph)
     make_functional(graph)
     drop_identities(graph)  # once more: x + 0 is one only when nothing writes into its result any longer
     drop_dead(graph)
@@ -118,6 +119,49 @@ class _ALIAS:
     """Stands for the alias annotation that ``operator.getitem`` lacks: a part of a tuple shares its memory."""
 
     is_write = False
+
+
+def place_updates(graph: fx.Graph) -> None:
+    """Move the update of a buffer that ``forward`` assigns to (``self.mean = …``) to where its value is made.
+
+    Export has it at the very end, which is in the last stage, and also where the value is the buffer itself, changed in
+    place (``self.count += 1``): then it is taken out.
+    """
+    for node in list(graph.nodes):
+        if node.target is not aten.copy_.default or node.args[0].op != "get_attr" or node.meta["path"]:
+            continue
+        buffer, value = node.args[:2]
+        if _is_update(value, buffer):
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+            continue
+        last = max([value, *(reader for reader in _readers(buffer) if reader is not node)])
+        if last.op == "call_function" and last.meta["path"] == value.meta.get("path"):
+            last.append(node)
+            node.meta |= {"path": last.meta["path"], "regions": last.meta["regions"]}
+
+
+def _is_update(value: fx.Node, buffer: fx.Node) -> bool:
+    """Whether ``value`` is ``buffer`` itself, after writes into it."""
+    while value is not buffer:
+        written = _written(value)
+        if not written:
+            return False
+        value = written[0]
+    return True
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node's memory, through views as well."""
+    found: list[fx.Node] = []
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        for user in current.users:
+            found.append(user)
+            if current in _viewed(user) or current in _written(user):
+                waiting.append(user)
+    return found
 
 
 def make_functional(graph: fx.Graph) -> None:

@@ -151,7 +151,7 @@ def _runs(names: Sequence[str]) -> list[list[str]]:
 
 def _follows(before: str, after: str) -> bool:
     (stem, _, number), (other, _, next_number) = before.rpartition("."), after.rpartition(".")
-    return stem == other and number.isdigit() and next_number.isdigit() and int(next_number) == int(number) + 1
+    return stem == other and number.isdecimal() and next_number.isdecimal() and int(next_number) == int(number) + 1
 
 
 def _range(run: Sequence[str]) -> str:

@@ -1,0 +1,110 @@
+"""The blocks that the stages of LlamaForCausalLM (hf:config.json) share."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class LlamaRotaryEmbedding(nn.Module):
+    """LlamaRotaryEmbedding (modeling_llama.py:72), as in model.rotary_emb.
+
+    x i64[1, 128] → f32[1, 128, 16], f32[1, 128, 16].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", torch.empty(8), persistent=False)
+        self.register_buffer("original_inv_freq", torch.empty(8), persistent=False)
+
+    def forward(self, x):
+        freqs = x.unsqueeze(2).to(torch.float32) * self.inv_freq
+        emb = torch.cat([freqs, freqs], dim=-1)
+        cos = emb.cos() * 1.0
+        sin = emb.sin() * 1.0
+        return cos, sin
+
+
+class LlamaRMSNorm(nn.Module):
+    """LlamaRMSNorm (modeling_llama.py:51), as in model.layers.0.input_layernorm.
+
+    hidden_states f32[1, 128, 128] → f32[1, 128, 128].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(128))
+
+    def forward(self, hidden_states):
+        variance = (hidden_states**2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * (variance + 1e-05).rsqrt()
+        return self.weight * hidden_states
+
+
+class LlamaAttention(nn.Module):
+    """LlamaAttention (modeling_llama.py:205), as in model.layers.0.self_attn.
+
+    hidden_states f32[1, 128, 128], cos f32[1, 128, 16], sin f32[1, 128, 16], causal_mask bool[1, 1, 128, 128] →
+    f32[1, 128, 128].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(128, 128, bias=False)
+        self.k_proj = nn.Linear(128, 64, bias=False)
+        self.v_proj = nn.Linear(128, 64, bias=False)
+        self.o_proj = nn.Linear(128, 128, bias=False)
+
+    def forward(self, hidden_states, cos, sin, causal_mask):
+        query_states = self.q_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
+        unsqueeze = cos.unsqueeze(1)
+        unsqueeze_1 = sin.unsqueeze(1)
+        mul = query_states * unsqueeze
+        mul_1 = torch.cat([-query_states[..., 8:], query_states[..., :8]], dim=-1) * unsqueeze_1
+        query_states = mul + mul_1
+        mul = key_states * unsqueeze
+        mul_1 = torch.cat([-key_states[..., 8:], key_states[..., :8]], dim=-1) * unsqueeze_1
+        key_states = mul + mul_1
+        reshape = key_states.unsqueeze(2).expand(1, 4, 2, 128, 16).reshape(1, 8, 128, 16)
+        reshape_1 = value_states.unsqueeze(2).expand(1, 4, 2, 128, 16).reshape(1, 8, 128, 16)
+        scaled_dot_product_attention = F.scaled_dot_product_attention(
+            query_states, reshape, reshape_1, attn_mask=causal_mask, scale=0.25
+        )
+        attn_output = scaled_dot_product_attention.reshape(1, -1, 128, 16).transpose(1, 2).reshape(1, 128, -1)
+        return self.o_proj(attn_output)
+
+
+class LlamaMLP(nn.Module):
+    """LlamaMLP (modeling_llama.py:152), as in model.layers.0.mlp.  x f32[1, 128, 128] → f32[1, 128, 128]."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj = nn.Linear(128, 352, bias=False)
+        self.up_proj = nn.Linear(128, 352, bias=False)
+        self.down_proj = nn.Linear(352, 128, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LlamaDecoderLayer(nn.Module):
+    """LlamaDecoderLayer (modeling_llama.py:273), as in model.layers.0.
+
+    hidden_states f32[1, 128, 128], cos f32[1, 128, 16], sin f32[1, 128, 16], causal_mask bool[1, 1, 128, 128] →
+    f32[1, 128, 128].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn = LlamaAttention()
+        self.mlp = LlamaMLP()
+        self.input_layernorm = LlamaRMSNorm()
+        self.post_attention_layernorm = LlamaRMSNorm()
+
+    def forward(self, hidden_states, cos, sin, causal_mask):
+        hidden_states_1 = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(hidden_states_1, cos, sin, causal_mask)
+        hidden_states_1 = self.post_attention_layernorm(hidden_states)
+        hidden_states_1 = self.mlp(hidden_states_1)
+        return hidden_states + hidden_states_1

@@ -1,0 +1,38 @@
+"""Stage 0 of 3 of LlamaForCausalLM (hf:config.json)."""
+
+import torch
+from torch import nn
+
+from .blocks import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+
+class Stage0(nn.Module):
+    """model.embed_tokens, model.layers.0 … model.layers.1.
+
+    input_ids i64[1, 128] → hidden_states f32[1, 128, 128].
+    631.3 k parameters, 111.1 MFLOP.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(2048, 128)
+        self.model.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(2)})
+        self.model.rotary_emb = LlamaRotaryEmbedding()
+
+    def forward(self, input_ids):
+        inputs_embeds = self.model.embed_tokens(input_ids)
+        position_ids = torch.arange(128, device=input_ids.device)
+        position_ids = position_ids.unsqueeze(0)
+        cumsum = (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+        unsqueeze = torch.arange(1, device=input_ids.device).unsqueeze(1).unsqueeze(2).unsqueeze(3)
+        unsqueeze_1 = torch.arange(128, device=input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(3)
+        unsqueeze_2 = torch.arange(128, device=input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(2)
+        new_ones = unsqueeze_1.new_ones([], dtype=torch.bool)
+        eq = cumsum[unsqueeze, unsqueeze_1] == cumsum[unsqueeze, unsqueeze_2]
+        causal_mask = new_ones & eq & (position_ids[unsqueeze, unsqueeze_2] <= position_ids[unsqueeze, unsqueeze_1])
+        cos, sin = self.model.rotary_emb(position_ids)
+        hidden_states = inputs_embeds
+        for layer in self.model.layers.values():
+            hidden_states = layer(hidden_states, cos, sin, causal_mask)
+        return hidden_states

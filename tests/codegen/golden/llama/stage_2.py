@@ -1,0 +1,38 @@
+"""Stage 2 of 3 of LlamaForCausalLM (hf:config.json)."""
+
+import torch
+from torch import nn
+
+from .blocks import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+
+class Stage2(nn.Module):
+    """model.layers.5 … model.layers.7, model.norm, lm_head.
+
+    hidden_states_1 f32[1, 128, 128] → logits f32[1, 128, 2048].
+    816.0 k parameters, 233.8 MFLOP.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(5, 8)})
+        self.model.norm = LlamaRMSNorm()
+        self.model.rotary_emb = LlamaRotaryEmbedding()
+        self.lm_head = nn.Linear(128, 2048, bias=False)
+
+    def forward(self, hidden_states_1):
+        position_ids = torch.arange(128, device=hidden_states_1.device)
+        position_ids = position_ids.unsqueeze(0)
+        cumsum = (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+        unsqueeze = torch.arange(1, device=hidden_states_1.device).unsqueeze(1).unsqueeze(2).unsqueeze(3)
+        unsqueeze_1 = torch.arange(128, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(3)
+        unsqueeze_2 = torch.arange(128, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(2)
+        new_ones = unsqueeze_1.new_ones([], dtype=torch.bool)
+        eq = cumsum[unsqueeze, unsqueeze_1] == cumsum[unsqueeze, unsqueeze_2]
+        causal_mask = new_ones & eq & (position_ids[unsqueeze, unsqueeze_2] <= position_ids[unsqueeze, unsqueeze_1])
+        cos, sin = self.model.rotary_emb(position_ids)
+        for layer in self.model.layers.values():
+            hidden_states_1 = layer(hidden_states_1, cos, sin, causal_mask)
+        hidden_states = self.model.norm(hidden_states_1)
+        return self.lm_head(hidden_states)

@@ -1,0 +1,443 @@
+"""The blocks that the stages of Translator (t5.py) share."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class T5LayerNorm(nn.Module):
+    """T5LayerNorm (modeling_t5.py:50), as in t5.encoder.block.0.layer.0.layer_norm.
+
+    hidden_states f32[2, 10, 32] → f32[2, 10, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32))
+
+    def forward(self, hidden_states):
+        variance = (hidden_states**2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * (variance + 1e-06).rsqrt()
+        return self.weight * hidden_states
+
+
+class T5Attention(nn.Module):
+    """T5Attention (modeling_t5.py:176), as in t5.encoder.block.0.layer.0.SelfAttention.
+
+    hidden_states f32[2, 10, 32], attention_mask bool[2, 1, 10, 10] → f32[1, 4, 10, 10], f32[2, 10, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(32, 32, bias=False)
+        self.k = nn.Linear(32, 32, bias=False)
+        self.v = nn.Linear(32, 32, bias=False)
+        self.o = nn.Linear(32, 32, bias=False)
+        self.relative_attention_bias = nn.Embedding(8, 4)
+
+    def forward(self, hidden_states, attention_mask):
+        query_states = self.q(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
+        key_states = self.k(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
+        value_states = self.v(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
+        unsqueeze = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(1)
+        unsqueeze_1 = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
+        sub = unsqueeze_1 - unsqueeze
+        abs = sub.abs()
+        add = ((abs.to(torch.float32) / 2).log() / 2.0794415416798357 * 2).to(torch.int64) + 2
+        add = (sub > 0).to(torch.int64) * 4 + torch.where(abs < 2, abs, add.min(torch.full_like(add, 3)))
+        position_bias = self.relative_attention_bias(add).permute(2, 0, 1).unsqueeze(0)
+        contiguous = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
+        scaled_dot_product_attention = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=contiguous, scale=1.0
+        )
+        contiguous = scaled_dot_product_attention.reshape(2, -1, 10, 8).transpose(1, 2).contiguous()
+        attn_output = contiguous.reshape(2, 10, -1)
+        attn_output = self.o(attn_output)
+        return position_bias, attn_output
+
+
+class T5LayerSelfAttention(nn.Module):
+    """T5LayerSelfAttention (modeling_t5.py:372), as in t5.encoder.block.0.layer.0.
+
+    hidden_states f32[2, 10, 32], attention_mask bool[2, 1, 10, 10] → f32[1, 4, 10, 10], f32[2, 10, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.SelfAttention = T5Attention()
+        self.layer_norm = T5LayerNorm()
+        self.dropout = nn.Dropout(p=0.0)
+
+    def forward(self, hidden_states, attention_mask):
+        normed_hidden_states = self.layer_norm(hidden_states)
+        position_bias, SelfAttention = self.SelfAttention(normed_hidden_states, attention_mask)
+        attention_output = hidden_states + self.dropout(SelfAttention)
+        return position_bias, attention_output
+
+
+class T5DenseActDense(nn.Module):
+    """T5DenseActDense (modeling_t5.py:75), as in t5.encoder.block.0.layer.1.DenseReluDense.
+
+    hidden_states f32[2, 10, 32] → f32[2, 10, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.wi = nn.Linear(32, 64, bias=False)
+        self.wo = nn.Linear(64, 32, bias=False)
+        self.dropout = nn.Dropout(p=0.0)
+        self.act = nn.ReLU()
+
+    def forward(self, hidden_states):
+        hidden_states = self.wi(hidden_states)
+        hidden_states = self.act(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+        return self.wo(hidden_states)
+
+
+class T5LayerFF(nn.Module):
+    """T5LayerFF (modeling_t5.py:126), as in t5.encoder.block.0.layer.1.
+
+    hidden_states f32[2, 10, 32] → f32[2, 10, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.DenseReluDense = T5DenseActDense()
+        self.layer_norm = T5LayerNorm()
+        self.dropout = nn.Dropout(p=0.0)
+
+    def forward(self, hidden_states):
+        forwarded_states = self.layer_norm(hidden_states)
+        forwarded_states = self.DenseReluDense(forwarded_states)
+        return hidden_states + self.dropout(forwarded_states)
+
+
+class T5Block(nn.Module):
+    """T5Block (modeling_t5.py:435), as in t5.encoder.block.0.
+
+    hidden_states f32[2, 10, 32], attention_mask bool[2, 1, 10, 10] → f32[1, 4, 10, 10], f32[2, 10, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention(), "1": T5LayerFF()})
+
+    def forward(self, hidden_states, attention_mask):
+        position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
+        hidden_states = self.layer["1"](attention_output)
+        return position_bias, hidden_states
+
+
+class T5Attention2(nn.Module):
+    """T5Attention (modeling_t5.py:176), as in t5.encoder.block.1.layer.0.SelfAttention.
+
+    hidden_states f32[2, 10, 32], attention_mask bool[2, 1, 10, 10], position_bias f32[1, 4, 10, 10] →
+    f32[2, 10, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(32, 32, bias=False)
+        self.k = nn.Linear(32, 32, bias=False)
+        self.v = nn.Linear(32, 32, bias=False)
+        self.o = nn.Linear(32, 32, bias=False)
+
+    def forward(self, hidden_states, attention_mask, position_bias):
+        query_states = self.q(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
+        key_states = self.k(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
+        value_states = self.v(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
+        contiguous = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
+        scaled_dot_product_attention = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=contiguous, scale=1.0
+        )
+        contiguous = scaled_dot_product_attention.reshape(2, -1, 10, 8).transpose(1, 2).contiguous()
+        attn_output = contiguous.reshape(2, 10, -1)
+        return self.o(attn_output)
+
+
+class T5LayerSelfAttention2(nn.Module):
+    """T5LayerSelfAttention (modeling_t5.py:372), as in t5.encoder.block.1.layer.0.
+
+    hidden_states f32[2, 10, 32], attention_mask bool[2, 1, 10, 10], position_bias f32[1, 4, 10, 10] →
+    f32[2, 10, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.SelfAttention = T5Attention2()
+        self.layer_norm = T5LayerNorm()
+        self.dropout = nn.Dropout(p=0.0)
+
+    def forward(self, hidden_states, attention_mask, position_bias):
+        normed_hidden_states = self.layer_norm(hidden_states)
+        dropout = self.dropout(self.SelfAttention(normed_hidden_states, attention_mask, position_bias))
+        return hidden_states + dropout
+
+
+class T5Block2(nn.Module):
+    """T5Block (modeling_t5.py:435), as in t5.encoder.block.1.
+
+    hidden_states f32[2, 10, 32], attention_mask bool[2, 1, 10, 10], position_bias f32[1, 4, 10, 10] →
+    f32[2, 10, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerFF()})
+
+    def forward(self, hidden_states, attention_mask, position_bias):
+        return self.layer["1"](self.layer["0"](hidden_states, attention_mask, position_bias))
+
+
+class T5Attention3(nn.Module):
+    """T5Attention (modeling_t5.py:176), as in t5.decoder.block.0.layer.0.SelfAttention.
+
+    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7] → f32[1, 4, 7, 7], f32[2, 7, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(32, 32, bias=False)
+        self.k = nn.Linear(32, 32, bias=False)
+        self.v = nn.Linear(32, 32, bias=False)
+        self.o = nn.Linear(32, 32, bias=False)
+        self.relative_attention_bias = nn.Embedding(8, 4)
+
+    def forward(self, hidden_states, attention_mask):
+        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
+        key_states = self.k(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
+        value_states = self.v(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
+        unsqueeze = torch.arange(7, dtype=torch.int64, device=hidden_states.device).unsqueeze(1)
+        unsqueeze_1 = torch.arange(7, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
+        sub = unsqueeze_1 - unsqueeze
+        neg = -sub.min(torch.zeros_like(sub))
+        add = ((neg.to(torch.float32) / 4).log() / 1.3862943611198906 * 4).to(torch.int64) + 4
+        relative_attention_bias = self.relative_attention_bias(
+            torch.where(neg < 4, neg, add.min(torch.full_like(add, 7)))
+        )
+        position_bias = relative_attention_bias.permute(2, 0, 1).unsqueeze(0)
+        contiguous = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
+        scaled_dot_product_attention = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=contiguous, scale=1.0
+        )
+        attn_output = scaled_dot_product_attention.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
+        attn_output = self.o(attn_output)
+        return position_bias, attn_output
+
+
+class T5LayerSelfAttention3(nn.Module):
+    """T5LayerSelfAttention (modeling_t5.py:372), as in t5.decoder.block.0.layer.0.
+
+    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7] → f32[1, 4, 7, 7], f32[2, 7, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.SelfAttention = T5Attention3()
+        self.layer_norm = T5LayerNorm()
+        self.dropout = nn.Dropout(p=0.0)
+
+    def forward(self, hidden_states, attention_mask):
+        normed_hidden_states = self.layer_norm(hidden_states)
+        position_bias, SelfAttention = self.SelfAttention(normed_hidden_states, attention_mask)
+        attention_output = hidden_states + self.dropout(SelfAttention)
+        return position_bias, attention_output
+
+
+class T5Attention4(nn.Module):
+    """T5Attention (modeling_t5.py:176), as in t5.decoder.block.0.layer.1.EncDecAttention.
+
+    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32], encoder_extended_attention_mask
+    bool[2, 1, 7, 10] → f32[2, 7, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(32, 32, bias=False)
+        self.k = nn.Linear(32, 32, bias=False)
+        self.v = nn.Linear(32, 32, bias=False)
+        self.o = nn.Linear(32, 32, bias=False)
+
+    def forward(self, hidden_states, hidden_states_1, encoder_extended_attention_mask):
+        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
+        key_states = self.k(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
+        value_states = self.v(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
+        position_bias = torch.zeros([1, 4, 7, 10], dtype=torch.float32, device=hidden_states.device)
+        where = torch.where(encoder_extended_attention_mask, position_bias, -3.4028234663852886e38)
+        scaled_dot_product_attention = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=where, scale=1.0
+        )
+        attn_output = scaled_dot_product_attention.reshape(2, -1, 7, 8).transpose(1, 2).reshape(2, 7, -1)
+        return self.o(attn_output)
+
+
+class T5LayerCrossAttention(nn.Module):
+    """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.0.layer.1.
+
+    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32], encoder_extended_attention_mask
+    bool[2, 1, 7, 10] → f32[2, 7, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.EncDecAttention = T5Attention4()
+        self.layer_norm = T5LayerNorm()
+        self.dropout = nn.Dropout(p=0.0)
+
+    def forward(self, hidden_states, hidden_states_1, encoder_extended_attention_mask):
+        normed_hidden_states = self.layer_norm(hidden_states)
+        EncDecAttention = self.EncDecAttention(normed_hidden_states, hidden_states_1, encoder_extended_attention_mask)
+        return hidden_states + self.dropout(EncDecAttention)
+
+
+class T5Block3(nn.Module):
+    """T5Block (modeling_t5.py:435), as in t5.decoder.block.0.
+
+    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], hidden_states_1 f32[2, 10, 32],
+    encoder_extended_attention_mask bool[2, 1, 7, 10] → f32[1, 4, 7, 7], f32[2, 7, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention3(), "1": T5LayerCrossAttention(), "2": T5LayerFF()})
+
+    def forward(self, hidden_states, attention_mask, hidden_states_1, encoder_extended_attention_mask):
+        position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
+        layer = self.layer["1"](attention_output, hidden_states_1, encoder_extended_attention_mask)
+        hidden_states = self.layer["2"](layer)
+        return position_bias, hidden_states
+
+
+class T5LayerCrossAttention2(nn.Module):
+    """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.0.layer.1.  nothing → f32[1, 4, 7, 10]."""
+
+    def forward(self):
+        return torch.zeros([1, 4, 7, 10], dtype=torch.float32, device=torch.get_default_device())
+
+
+class T5Block4(nn.Module):
+    """T5Block (modeling_t5.py:435), as in t5.decoder.block.0.  nothing → f32[1, 4, 7, 10]."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.ModuleDict({"1": T5LayerCrossAttention2()})
+
+    def forward(self):
+        return self.layer["1"]()
+
+
+class T5Attention5(nn.Module):
+    """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.0.SelfAttention.
+
+    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(32, 32, bias=False)
+        self.k = nn.Linear(32, 32, bias=False)
+        self.v = nn.Linear(32, 32, bias=False)
+        self.o = nn.Linear(32, 32, bias=False)
+
+    def forward(self, hidden_states, attention_mask, position_bias):
+        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
+        key_states = self.k(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
+        value_states = self.v(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
+        contiguous = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
+        scaled_dot_product_attention = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=contiguous, scale=1.0
+        )
+        attn_output = scaled_dot_product_attention.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
+        return self.o(attn_output)
+
+
+class T5LayerSelfAttention4(nn.Module):
+    """T5LayerSelfAttention (modeling_t5.py:372), as in t5.decoder.block.1.layer.0.
+
+    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.SelfAttention = T5Attention5()
+        self.layer_norm = T5LayerNorm()
+        self.dropout = nn.Dropout(p=0.0)
+
+    def forward(self, hidden_states, attention_mask, position_bias):
+        normed_hidden_states = self.layer_norm(hidden_states)
+        dropout = self.dropout(self.SelfAttention(normed_hidden_states, attention_mask, position_bias))
+        return hidden_states + dropout
+
+
+class T5Attention6(nn.Module):
+    """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.1.EncDecAttention.
+
+    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32], encoder_extended_attention_mask
+    bool[2, 1, 7, 10], position_bias f32[1, 4, 7, 10] → f32[2, 7, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(32, 32, bias=False)
+        self.k = nn.Linear(32, 32, bias=False)
+        self.v = nn.Linear(32, 32, bias=False)
+        self.o = nn.Linear(32, 32, bias=False)
+
+    def forward(self, hidden_states, hidden_states_1, encoder_extended_attention_mask, position_bias):
+        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
+        key_states = self.k(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
+        value_states = self.v(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
+        where = torch.where(encoder_extended_attention_mask, position_bias, -3.4028234663852886e38)
+        scaled_dot_product_attention = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=where, scale=1.0
+        )
+        attn_output = scaled_dot_product_attention.reshape(2, -1, 7, 8).transpose(1, 2).reshape(2, 7, -1)
+        return self.o(attn_output)
+
+
+class T5LayerCrossAttention3(nn.Module):
+    """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.1.layer.1.
+
+    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32], encoder_extended_attention_mask
+    bool[2, 1, 7, 10], position_bias f32[1, 4, 7, 10] → f32[2, 7, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.EncDecAttention = T5Attention6()
+        self.layer_norm = T5LayerNorm()
+        self.dropout = nn.Dropout(p=0.0)
+
+    def forward(self, hidden_states, hidden_states_1, encoder_extended_attention_mask, position_bias):
+        normed_hidden_states = self.layer_norm(hidden_states)
+        EncDecAttention = self.EncDecAttention(
+            normed_hidden_states, hidden_states_1, encoder_extended_attention_mask, position_bias
+        )
+        return hidden_states + self.dropout(EncDecAttention)
+
+
+class T5Block5(nn.Module):
+    """T5Block (modeling_t5.py:435), as in t5.decoder.block.1.
+
+    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], position_bias f32[1, 4, 7, 7], hidden_states_1
+    f32[2, 10, 32], encoder_extended_attention_mask bool[2, 1, 7, 10], position_bias_1 f32[1, 4, 7, 10] →
+    f32[2, 7, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention4(), "1": T5LayerCrossAttention3(), "2": T5LayerFF()})
+
+    def forward(
+        self,
+        hidden_states,
+        attention_mask,
+        position_bias,
+        hidden_states_1,
+        encoder_extended_attention_mask,
+        position_bias_1,
+    ):
+        layer = self.layer["0"](hidden_states, attention_mask, position_bias)
+        layer = self.layer["1"](layer, hidden_states_1, encoder_extended_attention_mask, position_bias_1)
+        return self.layer["2"](layer)

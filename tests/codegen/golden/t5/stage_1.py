@@ -1,0 +1,45 @@
+"""Stage 1 of 3 of Translator (t5.py)."""
+
+import torch
+from torch import nn
+
+from .blocks import T5Block2, T5Block3, T5LayerNorm
+
+
+class Stage1(nn.Module):
+    """t5.encoder.block.2, t5.encoder.final_layer_norm, t5.decoder.embed_tokens, t5.decoder.block.0.
+
+    decoder_input_ids i64[2, 7], position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32] → hidden_states_1
+    f32[2, 10, 32], position_bias_1 f32[1, 4, 7, 7], hidden_states_2 f32[2, 7, 32].
+    23.6 k parameters, 752.4 kFLOP.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.t5 = nn.Module()
+        self.t5.encoder = nn.Module()
+        self.t5.encoder.block = nn.ModuleDict({"2": T5Block2()})
+        self.t5.encoder.final_layer_norm = T5LayerNorm()
+        self.t5.encoder.dropout = nn.Dropout(p=0.0)
+        self.t5.decoder = nn.Module()
+        self.t5.decoder.embed_tokens = nn.Embedding(89, 32)
+        self.t5.decoder.block = nn.ModuleDict({"0": T5Block3()})
+        self.t5.decoder.dropout = nn.Dropout(p=0.0)
+
+    def forward(self, decoder_input_ids, position_bias, hidden_states):
+        ge = torch.arange(10, device=decoder_input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(3) >= 0
+        attention_mask = ge.expand(2, -1, 10, 10)
+        hidden_states = self.t5.encoder.block["2"](hidden_states, attention_mask, position_bias)
+        hidden_states = self.t5.encoder.final_layer_norm(hidden_states)
+        hidden_states = self.t5.encoder.dropout(hidden_states)
+        inputs_embeds = self.t5.decoder.embed_tokens(decoder_input_ids)
+        unsqueeze = torch.arange(7, device=decoder_input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(3)
+        unsqueeze_1 = torch.arange(7, device=decoder_input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(2)
+        attention_mask = (unsqueeze_1 <= unsqueeze).expand(2, -1, 7, 7)
+        ge = torch.arange(7, device=decoder_input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(3) >= 0
+        encoder_extended_attention_mask = ge.expand(2, -1, 7, 10)
+        hidden_states_1 = self.t5.decoder.dropout(inputs_embeds)
+        self_attention_position_bias, cross_attention_position_bias = self.t5.decoder.block["0"](
+            hidden_states_1, attention_mask, hidden_states, encoder_extended_attention_mask
+        )
+        return hidden_states, self_attention_position_bias, cross_attention_position_bias

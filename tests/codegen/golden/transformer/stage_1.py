@@ -1,0 +1,24 @@
+"""Stage 1 of 2 of Transformer (transformer.py)."""
+
+from torch import nn
+
+from .blocks import TransformerDecoderLayer
+
+
+class Stage1(nn.Module):
+    """layers.4 … layers.7, norm, output.
+
+    h f32[8, 128, 512] → output f32[8, 128, 10000].
+    21.9 M parameters, 47.0 GFLOP.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): TransformerDecoderLayer() for i in range(4, 8)})
+        self.norm = nn.LayerNorm(512)
+        self.output = nn.Linear(512, 10000)
+
+    def forward(self, h):
+        for layer in self.layers.values():
+            h = layer(h)
+        return self.output(self.norm(h))

@@ -1,0 +1,25 @@
+"""Stage 0 of 3 of UNet (unet.py)."""
+
+from torch import nn
+
+from .blocks import DoubleConvolution, DoubleConvolution2
+
+
+class Stage0(nn.Module):
+    """down.0 … down.1.
+
+    images f32[2, 3, 32, 32] → x f32[2, 16, 32, 32], x_1 f32[2, 32, 16, 16], x_2 f32[2, 32, 8, 8].
+    16.8 k parameters, 25.4 MFLOP.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleDict({"0": DoubleConvolution(), "1": DoubleConvolution2()})
+        self.pool = nn.MaxPool2d(2, stride=2)
+
+    def forward(self, images):
+        x = self.down["0"](images)
+        x_1 = self.pool(x)
+        x_1 = self.down["1"](x_1)
+        x_2 = self.pool(x_1)
+        return x, x_1, x_2

@@ -1,0 +1,23 @@
+"""Stage 2 of 3 of UNet (unet.py)."""
+
+from torch import nn
+
+from .blocks import Up2, Up3
+
+
+class Stage2(nn.Module):
+    """up.1 … up.2, head.
+
+    x f32[2, 16, 32, 32], x_1 f32[2, 32, 16, 16], x_3 f32[2, 64, 8, 8] → output f32[2, 4, 32, 32].
+    45.1 k parameters, 61.1 MFLOP.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.ModuleDict({"1": Up2(), "2": Up3()})
+        self.head = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x, x_1, x_3):
+        x_1 = self.up["1"](x_3, x_1)
+        x = self.up["2"](x_1, x)
+        return self.head(x)

@@ -1,0 +1,80 @@
+"""The packages of four models, file by file as they are to look. Renewed by ``pytest tests/codegen --renew-golden``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipegraph
+from pipegraph.codegen.generate import generate
+from pipegraph.graph.source import load
+from tests.codegen.parity import ROOT, untidy
+
+GOLDEN = Path(__file__).parent / "golden"
+MODELS = {
+    "transformer": ("examples/transformer.py", "layers.4"),
+    "unet": ("examples/unet.py", "down.2,up.1"),
+    "llama": ("hf:examples/llama", "model.layers.2,model.layers.5"),
+    "t5": ("tests/models/t5.py", "t5.encoder.block.2,t5.decoder.block.1"),
+}
+GENERATE = """
+from pipegraph.codegen.generate import generate
+from tests.codegen.parity import plan_of
+from pipegraph.graph.source import load
+
+for file, points in (("examples/unet.py", "down.2,up.1"), ("tests/models/hostile_names.py", "layers.{{ x }},head")):
+    source = load(file)
+    files, manifest = generate(plan_of(source.model, source.args, cut=points))
+    print(files, manifest.to_json())
+"""
+
+
+def generated(name: str) -> dict[str, str]:
+    """The files of a package by name; the weights are not built."""
+    model, points = MODELS[name]
+    path = f"hf:{ROOT / model[3:]}" if model.startswith("hf:") else str(ROOT / model)
+    source = load(path, weights=False)
+    captured = pipegraph.capture(source.model, source.args, source.kwargs)
+    files, manifest = generate(pipegraph.plan(captured, points=points.split(",")), weights=False, source=source)
+    return {**files, "pipeline.json": manifest.to_json()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_package_is_as_it_was(name: str, pytestconfig: pytest.Config) -> None:
+    files = generated(name)
+    folder = GOLDEN / name
+    if pytestconfig.getoption("renew_golden", default=False):
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in set(folder.iterdir()) - {folder / file for file in files}:
+            old.unlink()
+        for file, text in files.items():
+            (folder / file).write_text(text, encoding="utf-8")
+    assert sorted(entry.name for entry in folder.iterdir()) == sorted(files)
+    for file, text in files.items():
+        assert text == (folder / file).read_text(encoding="utf-8"), f"{name}/{file}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_package_is_tidy(name: str, tmp_path: Path) -> None:
+    for file in (GOLDEN / name).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert untidy(tmp_path) == []
+
+
+def test_source_does_not_depend_on_the_order_of_hashes() -> None:
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", GENERATE],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (process.communicate()[0] for process in running)
+    assert "class Stage2" in first
+    assert first == second

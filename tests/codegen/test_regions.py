@@ -1,0 +1,153 @@
+"""``no_grad`` and ``autocast`` blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.codegen.layers import Block, Blocks, Row, batch
+from tests.codegen.parity import differences, forward_lines, split
+
+
+class Mixed(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            mean = h.mean()
+            mean = mean * 2
+        with torch.autocast("cpu", enabled=False):
+            h = h.float() * mean
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.b(h)
+        return y.float().detach() * 0.5 + self.c(h)
+
+
+class Views(Blocks):
+    """A view made under no_grad says that it requires a gradient; blocks inside each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            part = h[:, :4]
+            double = part * 2
+            with torch.enable_grad():
+                z = h * 3
+        return self.b(h) * torch.cat([part, double], 1) + z
+
+
+class Teacher(Blocks):
+    """Whole modules under no_grad, one of which runs with a gradient later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.b(self.a(x))
+        return self.c(self.a(h))
+
+
+class Decorated(Blocks):
+    @torch.no_grad()
+    def encode(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.encode(x)))
+
+
+class Returned(Blocks):
+    """The last thing that a module and the model do stands in a block."""
+
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.linear(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = self.Narrow()
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.narrow(self.b(self.a(x)))
+        with torch.no_grad():
+            y = self.c(h.float())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return h, y, self.last(h)
+
+
+class Written(Blocks):
+    """A value made in one block is written into a buffer in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            product = h @ h.T
+        with torch.no_grad():
+            self.mean.add_(product.sum())
+        return self.c(h)
+
+
+class Autocast(Row):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__([Block() for _ in range(4)])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            x = super().forward(x)
+        return self.head(x.float())
+
+
+CASES = [
+    (Mixed, "b"),
+    (Mixed, "c"),
+    (Views, "b"),
+    (Teacher, "b"),
+    (Teacher, "c"),
+    (Decorated, "b"),
+    (Decorated, "c"),
+    (Returned, "b"),
+    (Returned, "last"),
+    (Written, "b"),
+]
+
+
+@pytest.mark.parametrize(("model", "cut"), [*CASES, (Autocast, "layers.2"), (Autocast, "layers.1,head")])
+def test_parity(model: type[nn.Module], cut: str, tmp_path: Path) -> None:
+    built = model()
+    assert differences(split(tmp_path, built, (batch(),), cut=cut), built, (batch(),), train=True) == []
+
+
+def test_blocks_come_back_as_blocks(tmp_path: Path) -> None:
+    assert forward_lines(split(tmp_path, Mixed(), (batch(),), cut="c"), 0) == [
+        "h = self.a(x)",
+        "with torch.no_grad():",
+        "    mean = h.mean()",
+        "    mean = mean * 2",
+        "with torch.autocast(x.device.type, enabled=False):",
+        "    h = h * mean",
+        "with torch.autocast(x.device.type, dtype=torch.bfloat16, cache_enabled=False):",
+        "    y = self.b(h)",
+        "return h, y.to(torch.float32).detach() * 0.5",
+    ]
+
+
+def test_no_block_where_no_gradient_would_pass(tmp_path: Path) -> None:
+    class Table(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = torch.arange(8.0).cos()
+            return self.b(self.a(x) * scale)
+
+    assert "no_grad" not in "".join(forward_lines(split(tmp_path, Table(), (batch(),), cut="b")))

@@ -1,0 +1,198 @@
+"""``write_package`` leaves a whole package, or what was there before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pipegraph
+from pipegraph.codegen import package_writer
+from pipegraph.errors import PackageError
+from pipegraph.package import Package
+from pipegraph.planner.plan import Plan
+from tests.codegen.layers import Block, Row, batch
+from tests.codegen.parity import plan_of
+
+STANDALONE = """
+import sys
+
+sys.path = [entry for entry in sys.path if entry.rstrip("/") not in {checkout!r}]
+try:
+    import pipegraph
+except ModuleNotFoundError:
+    pass
+else:
+    raise SystemExit("pipegraph can be imported")
+sys.path.insert(0, {parent!r})
+import torch
+
+import package
+
+x = torch.load({inputs!r})
+for index in range(package.NUM_STAGES):
+    x = package.load_stage(index)(x)
+assert "pipegraph" not in sys.modules and "jinja2" not in sys.modules
+print(x.sum().item())
+"""
+
+
+@pytest.fixture
+def plan() -> Plan:
+    torch.manual_seed(0)
+    return plan_of(Row([Block() for _ in range(4)]), (batch(),))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_it_runs_without_pipegraph(plan: Plan, tmp_path: Path) -> None:
+    """In a process that finds torch and safetensors only: no site, no checkout."""
+    package = pipegraph.write_package(plan, tmp_path / "package")
+    torch.save(batch(), tmp_path / "x.pt")
+    libraries = [str(Path(torch.__file__).parents[1])]
+    checkout = [str(Path(pipegraph.__file__).parents[1])]
+    code = STANDALONE.format(parent=str(tmp_path), inputs=str(tmp_path / "x.pt"), checkout=checkout)
+    done = subprocess.run(
+        [sys.executable, "-S", "-I", "-c", f"import sys; sys.path += {libraries!r}\n{code}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = package.load_stage(1)(package.load_stage(0)(batch())).sum().item()
+    assert float(done.stdout) == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_is_written(plan: Plan, tmp_path: Path) -> None:
+    package = pipegraph.write_package(plan, tmp_path / "deep" / "out")
+    assert package.edited() == ()
+    assert sorted(contents(package.path)) == [
+        "__init__.py",
+        "blocks.py",
+        "model.safetensors.index.json",
+        "pipeline.json",
+        "stage-00000-of-00002.safetensors",
+        "stage-00001-of-00002.safetensors",
+        "stage_0.py",
+        "stage_1.py",
+    ]
+    assert (package.path.stat().st_mode & 0o777) == 0o755
+    assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+def test_twice_gives_the_same_bytes(plan: Plan, tmp_path: Path) -> None:
+    first = contents(pipegraph.write_package(plan, tmp_path / "one").path)
+    again = plan_of(Row([Block() for _ in range(4)]), (batch(),))
+    second = contents(pipegraph.write_package(again, tmp_path / "two", weights=False).path)
+    assert first == contents(pipegraph.write_package(plan, tmp_path / "three").path)
+    assert {name for name in first if first[name] != second.get(name)} == {
+        "model.safetensors.index.json",
+        "pipeline.json",
+        "stage-00000-of-00002.safetensors",
+        "stage-00001-of-00002.safetensors",
+    }
+
+
+@pytest.mark.parametrize("fails", ["write_weights", "generate", "shard_plan"])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_failure_leaves_what_was_there(
+    fails: str, there: bool, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if there:
+        pipegraph.write_package(plan, tmp_path / "out")
+    before = contents(tmp_path)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(package_writer, fails, fail)
+    with pytest.raises(OSError, match="no space left"):
+        pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
+    assert contents(tmp_path) == before
+    assert [entry.name for entry in tmp_path.iterdir()] == (["out"] if there else [])
+
+
+def test_an_empty_folder_may_be_there(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert pipegraph.write_package(plan, tmp_path / "out").manifest.stages[1].index == 1
+
+
+def test_a_package_is_replaced_only_when_asked(plan: Plan, tmp_path: Path) -> None:
+    package = pipegraph.write_package(plan, tmp_path / "out")
+    with pytest.raises(PackageError, match=r"out already holds a package.\nTry: --overwrite to replace it, or -o with"):
+        pipegraph.write_package(plan, tmp_path / "out")
+    package.load_stage(0)  # leaves no __pycache__ behind that would count as a file of the user's
+    (package.path / "stage_1.py").write_text("# mine\n")
+    with pytest.raises(
+        PackageError, match=r"already holds a package whose stage_1.py was edited by hand.\nTry: --over"
+    ):
+        pipegraph.write_package(plan, tmp_path / "out")
+    assert pipegraph.write_package(plan, tmp_path / "out", overwrite=True).edited() == ()
+
+
+def test_fewer_stages_leave_no_old_file(plan: Plan, tmp_path: Path) -> None:
+    pipegraph.write_package(plan_of(Row([Block() for _ in range(4)]), (batch(),), cut=4), tmp_path / "out")
+    package = pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
+    assert not (package.path / "stage_3.py").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_other_files_are_never_touched(overwrite: bool, plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(
+        PackageError, match=r"holds files that pipegraph did not write \(notes.txt\); it is left alone."
+    ):
+        pipegraph.write_package(plan, tmp_path / "out", overwrite=overwrite)
+    assert contents(tmp_path) == {"out/notes.txt": b"mine"}
+
+
+def test_other_files_in_a_package_are_never_touched(plan: Plan, tmp_path: Path) -> None:
+    package = pipegraph.write_package(plan, tmp_path / "out")
+    (package.path / "results").mkdir()
+    with pytest.raises(PackageError, match=r"did not write \(results\)"):
+        pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
+
+
+def test_a_file_is_no_folder(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(PackageError, match=r"out is a file.\nTry: -o with another folder."):
+        pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
+
+
+def test_a_package_can_be_edited(plan: Plan, tmp_path: Path) -> None:
+    """What runs is what the source says."""
+    package = pipegraph.write_package(plan, tmp_path / "out")
+    before = package.load_stage(0)(batch())
+    stage = package.path / "stage_0.py"
+    stage.write_text(stage.read_text().replace("return x", "return x * 3"))
+    again = Package.open(package.path)
+    assert again.edited() == ("stage_0.py",)
+    assert torch.allclose(again.load_stage(0)(batch()), before * 3)
+
+
+def test_an_operation_of_an_unknown_library_is_refused(tmp_path: Path) -> None:
+    library = torch.library.Library("nowhere_to_be_found", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+    try:
+
+        class Custom(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = Block(), Block()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.b(torch.ops.nowhere_to_be_found.twice(self.a(x).detach()))
+
+        with pytest.raises(pipegraph.CaptureError, match="nowhere_to_be_found"):
+            pipegraph.write_package(plan_of(Custom(), (batch(),), cut="b"), tmp_path / "out")
+    finally:
+        library._destroy()
+    assert list(tmp_path.iterdir()) == []

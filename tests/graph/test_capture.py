@@ -1,0 +1,347 @@
+"""``capture``: names, ties and modes as the model has them, the model as it was, and a graph without export's own."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipegraph
+from pipegraph.errors import CaptureError
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.source import load
+
+ROOT = Path(__file__).parents[2]
+NOT_MODELS = ("__init__.py", "data_dependent.py")
+MODELS = [path.name for path in sorted((ROOT / "tests/models").glob("*.py")) if path.name not in NOT_MODELS]
+
+
+def captured(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
+    return pipegraph.capture(model, args, kwargs)
+
+
+def operations(graph: Captured) -> list[str]:
+    return [str(node.target).removeprefix("aten.") for node in graph.nodes]
+
+
+class Linears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_state_is_the_models(name: str) -> None:
+    """Names in the order of ``state_dict()``, shapes, dtypes, persistence and ties; and nothing is changed."""
+    source = load(str(ROOT / "tests/models" / name))
+    model = source.model
+    values = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    parameters = list(model.parameters())
+    found = pipegraph.capture(model, source.args, source.kwargs)
+    own = [entry for entry in found.state.values() if entry.kind != "constant"]
+    assert [entry.fqn for entry in own if entry.persistent] == list(values)
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    assert {entry.fqn: (entry.shape, entry.dtype, entry.requires_grad) for entry in own} == {
+        fqn: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for fqn, tensor in named.items()
+    }
+    assert all((named[one] is named[two]) for group in found.tied for one in group for two in group)
+    assert len({id(tensor) for tensor in named.values()}) == len({entry.canonical for entry in own})
+    assert [module.training for module in model.modules()] == modes
+    assert all(before is after for before, after in zip(parameters, model.parameters(), strict=True))
+    assert all(torch.equal(values[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_a_model_can_be_captured_and_split_twice(tmp_path: Path) -> None:
+    """torch.distributed.pipelining changes the model, and recurses for ever the second time."""
+    source = load(str(ROOT / "tests/models/rotary.py"))
+    before = copy.deepcopy(source.model)
+    folders = []
+    for name in ("one", "two"):
+        found = pipegraph.capture(source.model, source.args)
+        for points in (["layers.2"], ["layers.1", "layers.4"]):
+            plan = pipegraph.plan(found, points=points)
+            folders.append(pipegraph.write_package(plan, tmp_path / name / str(len(points))).path)
+    for file in folders[0].iterdir():
+        assert file.read_bytes() == (folders[2] / file.name).read_bytes()
+    assert torch.equal(before(*source.args), source.model(*source.args))
+
+
+def test_a_graph_is_not_changed_by_a_plan() -> None:
+    source = load(str(ROOT / "tests/models/chain.py"))
+    found = pipegraph.capture(source.model, source.args)
+    before = str(found.graph)
+    pipegraph.plan(found, stages=3)
+    assert str(found.graph) == before
+
+
+@pytest.mark.parametrize("name", ["buffers.py", "rotary.py", "llama.py", "batch_norm.py", "nested_values.py"])
+def test_empty_parameters_give_the_same_package(name: str) -> None:
+    """Parameters on the meta device cost nothing; buffers are real, ties kept, and the source is the same."""
+    from pipegraph.codegen.generate import generate
+
+    texts = []
+    for weights in (True, False):
+        source = load(str(ROOT / "tests/models" / name), weights=weights)
+        assert {parameter.is_meta for parameter in source.model.parameters()} == {not weights}
+        assert not any(buffer.is_meta for buffer in source.model.buffers())
+        found = pipegraph.capture(source.model, source.args, source.kwargs)
+        files, manifest = generate(pipegraph.plan(found, stages=3), weights=True)
+        texts.append({**files, "pipeline.json": manifest.to_json()})
+    assert texts[0] == texts[1]
+
+
+def test_what_export_adds_is_dropped() -> None:
+    class Casts(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).float().to(torch.float32).to(x.device).type_as(x).to(x)
+            return self.b(h[:, :] + 0)
+
+    assert operations(captured(Casts(), torch.ones(2, 4))) == ["linear.default", "linear.default"]
+
+
+def test_casts_that_do_something_stay() -> None:
+    class Casts(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).double().float())
+
+    graph = captured(Casts(), torch.ones(2, 4))
+    assert operations(graph) == ["linear.default", "to.dtype", "to.dtype", "linear.default"]
+
+
+def test_a_copy_that_is_written_into_stays() -> None:
+    class Copies(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            copy = h.to(h.dtype, copy=True)
+            copy[:, 0] = 0
+            return self.b(copy) + h
+
+    assert "to.dtype" in operations(captured(Copies(), torch.ones(2, 4)))
+
+
+def test_checks_of_export_are_dropped() -> None:
+    source = load(str(ROOT / "tests/models/llama.py"), weights=False)
+    graph = pipegraph.capture(source.model, source.args, source.kwargs)
+    assert not [name for name in operations(graph) if "assert" in name]
+
+
+def test_dead_operations_are_dropped() -> None:
+    class Dead(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            self.b(x).sum()
+            return self.a(x)
+
+    assert operations(captured(Dead(), torch.ones(2, 4))) == ["linear.default"]
+
+
+def test_writes_in_place_become_functional_where_nothing_sees_it() -> None:
+    class Writes(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).mul_(2)
+            h += 1
+            return self.b(h).relu_()
+
+    assert operations(captured(Writes(), torch.ones(2, 4))) == [
+        "linear.default",
+        "mul.Tensor",
+        "add.Tensor",
+        "linear.default",
+        "relu.default",
+    ]
+
+
+def test_writes_into_views_stay_and_say_into_what() -> None:
+    class Writes(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            h[:, 0] = 1
+            return self.b(h)
+
+    graph = captured(Writes(), torch.ones(2, 4))
+    assert [node.meta["writes"] for node in graph.nodes if "writes" in node.meta] == ["linear"]
+
+
+def test_an_input_is_not_written_into() -> None:
+    class Writes(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            return self.b(self.a(x))
+
+    x = torch.zeros(2, 4)
+    captured(Writes(), x)
+    assert torch.equal(x, torch.zeros(2, 4))
+
+
+def test_gradients_are_marked() -> None:
+    class Marked(Linears):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            h = self.a(x)
+            with torch.no_grad():
+                cut = h * 2
+                with torch.enable_grad():
+                    kept = h * 3
+            return h, h.detach(), cut, kept, x.cos(), h.argmax(-1), torch.stack([h, cut])
+
+    outputs = captured(Marked(), torch.ones(2, 4)).returned
+    assert [node.meta["requires_grad"] for node in outputs] == [True, False, False, True, False, False, True]
+
+
+def test_arguments_that_are_no_tensors_are_constants() -> None:
+    class Arguments(Linears):
+        def forward(self, x: Tensor, mode: str, *, scale: float = 1.0, flag: bool = False, none: None = None) -> Tensor:
+            return self.b(self.a(x)) * scale if mode == "scale" and flag else x
+
+    found = captured(Arguments(), torch.ones(2, 4), "scale", scale=2.5, flag=True, none=None)
+    assert (found.args, found.kwargs) == (("x", "mode"), {"scale": "scale", "flag": "flag", "none": "none"})
+    assert found.constants == {"mode": "scale", "scale": 2.5, "flag": True, "none": None}
+
+
+def test_nested_arguments_and_results() -> None:
+    class Nested(Linears):
+        def forward(self, pair: tuple[Tensor, dict[str, Tensor]], *more: Tensor) -> dict[str, Any]:
+            h = self.a(pair[0]) + pair[1]["k"] + more[1]
+            return {"h": h, "rest": [self.b(h), None, (pair[0], h)], "empty": {}}
+
+    x = torch.ones(2, 4)
+    found = captured(Nested(), (x, {"k": x}), x, x)
+    assert found.args == (["pair_0", {"k": "pair_1_k"}], "more_0", "more_1")
+    assert found.outputs == {"h": "add_1", "rest": ["linear_1", None, ["pair_0", "add_1"]], "empty": {}}
+
+
+def test_constants_of_the_code_become_state() -> None:
+    class Constants(Linears):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.arange(4.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x) * self.table + torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    found = captured(Constants(), torch.ones(2, 4))
+    constants = {
+        entry.fqn: (entry.shape, entry.persistent) for entry in found.state.values() if entry.kind == "constant"
+    }
+    assert constants == {"table": ((4,), False), "constant": ((4,), False)}
+    assert found.tensors["constant"].tolist() == [1, 2, 3, 4]
+
+
+def test_modules_and_where_they_are_written() -> None:
+    source = load(str(ROOT / "tests/models/chain.py"))
+    found = pipegraph.capture(source.model, source.args)
+    line = next(
+        i for i, text in enumerate((ROOT / "tests/models/chain.py").read_text().splitlines(), 1) if "class" in text
+    )
+    assert (found.modules[""].class_name, found.modules[""].source) == ("Chain", f"chain.py:{line}")
+    assert (found.modules["layers.0.1"].class_name, found.modules["layers.0.1"].source) == ("Tanh", "")
+
+
+def test_an_evaluated_model_is_captured_in_training_and_left_evaluated() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)).eval()
+    found = captured(model, torch.ones(2, 4))
+    assert found.training and not found.modules["1"].training and not model.training
+    assert "dropout.default" in operations(found)
+
+
+def test_a_model_that_traces_in_evaluation_only_is_captured_so_with_a_warning() -> None:
+    class Sampled(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            if self.training and torch.rand(()).item() > 0.5:
+                h = h * 2
+            return self.b(h)
+
+    with pytest.warns(UserWarning, match="Sampled cannot be traced in training mode .*captured in evaluation mode"):
+        found = captured(Sampled(), torch.ones(2, 4))
+    assert not found.training
+
+
+# What cannot be captured
+
+
+def test_control_flow_on_values_names_the_users_line() -> None:
+    file = ROOT / "tests/models/data_dependent.py"
+    source = load(str(file))
+    line = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if "if x.sum()" in text)
+    with pytest.raises(CaptureError) as caught:
+        pipegraph.capture(source.model, source.args)
+    assert str(caught.value).splitlines()[1:] == [
+        f"  at {file}:{line}: if x.sum() > 0:",
+        "Try: compute both branches and choose with torch.where.",
+    ]
+
+
+def test_an_error_of_the_model_names_the_users_line() -> None:
+    class Wrong(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).reshape(3, 3))
+
+    with pytest.raises(
+        CaptureError, match=rf"Wrong cannot be captured(.|\n)*at {re.escape(__file__)}:\d+: return self.b"
+    ):
+        captured(Wrong(), torch.ones(2, 4))
+
+
+class Condition(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (self.a(x),)))
+
+
+class DataDependentShape(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h[h[:, 0] > 0]).sum()
+
+
+class ReturnsANumber(Linears):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.a(x), 3
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Condition, r"Condition cannot be captured|The model uses cond, .*\nTry: .*torch.where"),
+        (DataDependentShape, "shape depends on values"),
+        (ReturnsANumber, "The model returns 3, which is neither a tensor nor None.\nTry: return tensors only."),
+    ],
+)
+def test_what_no_stage_could_hold_is_refused(model: type[nn.Module], message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        captured(model(), torch.ones(2, 4))
+
+
+def test_wrong_calls_of_capture() -> None:
+    with pytest.raises(CaptureError, match=r"takes a torch.nn.Module, not function"):
+        pipegraph.capture(F.relu)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"args must be a tuple, not Tensor.\nTry: args=\(tokens,\)"):
+        pipegraph.capture(Linears(), torch.ones(1))  # type: ignore[arg-type]
+
+
+def test_an_input_of_another_kind_is_refused() -> None:
+    class Complexes(Linears):
+        def forward(self, x: Tensor, y: Any) -> Tensor:
+            return self.b(self.a(x))
+
+    with pytest.raises(CaptureError):
+        captured(Complexes(), torch.ones(2, 4), object())
+
+
+def test_a_failure_leaves_the_model_as_it_was() -> None:
+    source = load(str(ROOT / "tests/models/data_dependent.py"))
+    before = {key: tensor.clone() for key, tensor in source.model.state_dict().items()}
+    source.model.second.eval()
+    with pytest.raises(CaptureError):
+        pipegraph.capture(source.model, source.args)
+    assert [module.training for module in source.model.modules()] == [True, True, False]
+    assert all(torch.equal(before[key], tensor) for key, tensor in source.model.state_dict().items())

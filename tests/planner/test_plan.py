@@ -1,0 +1,209 @@
+"""Split points: where they cut, what is refused and how, and the lines that say what a stage holds."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipegraph
+from pipegraph.errors import PlanError
+from pipegraph.graph.captured import Captured, split_point
+from pipegraph.graph.source import load
+from pipegraph.graph.split_points import Point, SplitPoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def captured(model: str) -> Captured:
+    path = model if model.startswith("hf:") else str(ROOT / model)
+    source = load(path.replace("hf:", f"hf:{ROOT}/"), weights=False)
+    return pipegraph.capture(source.model, source.args, source.kwargs)
+
+
+def lines(model: str, cut: str | int) -> list[str]:
+    """What ``describe()`` says, without the numbers of the stages."""
+    points, stages = (cut.split(","), None) if isinstance(cut, str) else (None, cut)
+    described = pipegraph.plan(captured(model), points=points, stages=stages).describe()
+    assert all(line.startswith(f"stage {index}: ") for index, line in enumerate(described))
+    return [line.partition(": ")[2] for line in described]
+
+
+TRANSFORMER, UNET, LLAMA = "examples/transformer.py", "examples/unet.py", "hf:examples/llama"
+CHAIN, T5, ROTARY, LATE = (f"tests/models/{name}.py" for name in ("chain", "t5", "rotary", "late_input"))
+
+
+@pytest.mark.parametrize(
+    ("model", "cut", "stages"),
+    [
+        # a point starts a stage: layers.4 is in it
+        (TRANSFORMER, "layers.4", ["tok_embeddings, layers.0 – layers.3", "layers.4 – layers.7, norm, output"]),
+        (TRANSFORMER, "layers.3:end", ["tok_embeddings, layers.0 – layers.3", "layers.4 – layers.7, norm, output"]),
+        (
+            TRANSFORMER,
+            "layers.4.linear1,norm:end",
+            [
+                "tok_embeddings, layers.0 – layers.3, layers.4.self_attn, layers.4.norm1, layers.4.multihead_attn, "
+                "layers.4.norm2",
+                "layers.4.linear1, layers.4.linear2, layers.4.norm3, layers.5 – layers.7, norm",
+                "output",
+            ],
+        ),
+        # a container cuts where its first module begins, or behind its last
+        (TRANSFORMER, "layers", ["tok_embeddings", "layers.0 – layers.7, norm, output"]),
+        (TRANSFORMER, "layers:end", ["tok_embeddings, layers.0 – layers.7", "norm, output"]),
+        (UNET, "down.2,up.1", ["down.0 – down.1", "down.2, bottom, up.0", "up.1 – up.2, head"]),
+        (
+            LLAMA,
+            "model.layers.2.mlp,model.norm",
+            [
+                "model.embed_tokens, model.layers.0 – model.layers.1, model.layers.2.input_layernorm, "
+                "model.layers.2.self_attn, model.layers.2.post_attention_layernorm",
+                "model.layers.2.mlp, model.layers.3 – model.layers.7",
+                "model.norm, lm_head",
+            ],
+        ),
+        (
+            T5,
+            "t5.decoder",
+            [
+                "t5.encoder.embed_tokens, t5.encoder.block.0 – t5.encoder.block.2, t5.encoder.final_layer_norm",
+                "t5.decoder.embed_tokens, t5.decoder.block.0 – t5.decoder.block.2, t5.decoder.final_layer_norm, "
+                "t5.lm_head",
+            ],
+        ),
+        (LATE, "layers.2,gate", ["layers.0 – layers.1", "layers.2 – layers.3", "gate, head"]),
+        # equal numbers of segments; no layer is lost where they do not divide evenly
+        (CHAIN, 2, ["layers.0 – layers.1", "layers.2 – layers.3, head"]),
+        (CHAIN, 3, ["layers.0 – layers.1", "layers.2", "layers.3, head"]),
+        (CHAIN, 4, ["layers.0", "layers.1", "layers.2 – layers.3", "head"]),
+        (CHAIN, 5, ["layers.0", "layers.1", "layers.2", "layers.3", "head"]),
+        (CHAIN, 1, ["layers.0 – layers.3, head"]),
+        (ROTARY, 3, ["embed, layers.0 – layers.1", "layers.2 – layers.4", "layers.5, norm, head"]),
+    ],
+)
+def test_stages(model: str, cut: str | int, stages: list[str]) -> None:
+    assert lines(model, cut) == stages
+
+
+@pytest.mark.parametrize("stages", range(1, 10))
+def test_no_layer_is_lost(stages: int) -> None:
+    """torchtitan dropped layers that did not divide evenly."""
+    plan = pipegraph.plan(captured(ROTARY), stages=stages)
+    assert [node.name for stage in plan.stages for node in stage.nodes if node.name in _work(plan.captured)] == [
+        node.name for node in captured(ROTARY).nodes if node.name in _work(plan.captured)
+    ]
+    placed = [fqn for stage in plan.stages for fqn in stage.state]
+    assert set(placed) == set(captured(ROTARY).state)
+
+
+def _work(graph: Captured) -> set[str]:
+    """Operations that no stage makes again."""
+    return {node.name for node in graph.nodes if node.meta["requires_grad"]}
+
+
+def test_points_are_marked_on_the_graph() -> None:
+    plan = pipegraph.plan(captured(CHAIN), points=["layers.1", Point("layers.2", SplitPoint.END)])
+    nodes = list(plan.captured.graph.nodes)
+    markers = [index for index, node in enumerate(nodes) if node.target is split_point]
+    assert [nodes[index].args for index in markers] == [("layers.1", "beginning"), ("layers.2", "end")]
+    assert [nodes[index + 1].meta["path"][0][1] for index in markers] == ["layers.1", "layers.3"]
+    assert [str(point) for point in plan.points] == ["layers.1", "layers.2:end"]
+    assert not any(node.target is split_point for node in captured(CHAIN).graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("text", "point"),
+    [
+        ("layers.4", Point("layers.4", SplitPoint.BEGINNING)),
+        (" layers.4 ", Point("layers.4", SplitPoint.BEGINNING)),
+        ("layers.4:end", Point("layers.4", SplitPoint.END)),
+        ("layers.4:beginning", Point("layers.4", SplitPoint.BEGINNING)),
+        ("a:b", Point("a:b", SplitPoint.BEGINNING)),
+    ],
+)
+def test_a_point_is_read(text: str, point: Point) -> None:
+    assert Point.parse(text) == point
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (
+            "layer.2",
+            'Split point layer.2: the model has no module layer.2. Did you mean "layers.2"?\n'
+            "Try: one of layers.1, layers.2, layers.3",
+        ),
+        ("layers.9", "Split point layers.9: the model has no module layers.9."),
+        ("layers.2.7", "Try: one of layers.2.0, layers.2.1."),
+        ("layers.3,layers.1", "Split point layers.1 lies before layers.3: points must follow the order in which the "),
+        ("layers.3,layers.1", "Try: --points layers.1,layers.3."),
+        ("layers.2,layers.2", "Split point layers.2 is the same cut as layers.2"),
+        ("layers.1:end,layers.2", "Split point layers.2 is the same cut as layers.1:end"),
+        ("layers.1:end,layers.2,layers.3", "Try: --points layers.1:end,layers.3."),
+        ("layers.0", "Split point layers.0 cuts nothing: the model's work begins there, so the first stage would be"),
+        ("layers.0", "Try: a module that runs later, such as layers.1"),
+        ("layers.0.0", "cuts nothing"),
+        ("layers", "cuts nothing"),
+        (
+            "head:end",
+            "Split point head:end cuts nothing: the model's work ends there, so the last stage would be empty.",
+        ),
+    ],
+)
+def test_points_that_do_not_cut(cut: str, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        pipegraph.plan(captured(CHAIN), points=cut.split(","))
+    assert message in str(caught.value)
+
+
+def test_a_module_that_computes_nothing_is_no_point() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match="the module 1 computes nothing in forward"):
+        pipegraph.plan(pipegraph.capture(model, (torch.ones(2, 4),)), points=["1"])
+
+
+def test_work_that_no_stage_needs_to_send_is_no_first_stage() -> None:
+    """Positions and rotary tables come before the embedding, but every stage makes its own: embed cuts nothing."""
+    with pytest.raises(PlanError, match="Split point embed cuts nothing"):
+        pipegraph.plan(captured(ROTARY), points=["embed"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"points": ["layers.1"], "stages": 2},
+            r"Both split points and a number .*\nTry: --points or --stages, not both.",
+        ),
+        ({}, r"No split point was given for Chain.\nTry: --points layers.2, or --stages 2."),
+        ({"points": []}, r"No split point was given"),
+        ({"stages": 0}, r"cannot be cut into 0 stages.\nTry: --stages 2."),
+        (
+            {"stages": 6},
+            r"Chain has 5 segments \(layers.0, layers.1, layers.2, layers.3, head\), which is too few for 6",
+        ),
+    ],
+)
+def test_wrong_numbers(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        pipegraph.plan(captured(CHAIN), **arguments)  # type: ignore[arg-type]
+
+
+def test_a_model_without_layers_can_be_cut_between_its_modules() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.ones(4, 4))
+            self.relu = nn.ReLU()
+            self.second = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu(x @ self.first) @ self.second
+
+    plan = pipegraph.plan(pipegraph.capture(Plain(), (torch.ones(2, 4),)), points=["relu"])
+    assert plan.describe() == ["stage 0: operations of the model itself", "stage 1: operations of the model itself"]
