@@ -108,7 +108,7 @@ def _bind(node: fx.Node) -> dict[str, Any]:
             continue
         if argument.name == "pin_memory" or (argument.name == "layout" and value == torch.strided):
             continue
-        if argument.name in ("train", "training") and isinstance(value, bool):
+        if argument.name in ("train", "training") and isinstance(value, bool) and not node.meta["in_every_mode"]:
             value = _Training()
         bound[argument.name] = value
     return bound
@@ -231,7 +231,8 @@ def _batch_norm(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Exp
 
 def _dropout(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
     name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
-    return Expression(f"F.{name}({writer.argument(arguments['input'])}, {arguments['p']}, self.training)")
+    mode = "" if node.meta["in_every_mode"] else ", self.training"
+    return Expression(f"F.{name}({writer.argument(arguments['input'])}, {arguments['p']}{mode})")
 
 
 def _attention(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
@@ -240,7 +241,8 @@ def _attention(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expr
     dropout = given.pop("dropout_p", 0.0)
     text = writer.call("F.scaled_dot_product_attention", positional, given).text
     if dropout:
-        text = f"{text[:-1]}, dropout_p={literal(dropout)} if self.training else 0.0)"
+        mode = "" if node.meta["in_every_mode"] else " if self.training else 0.0"
+        text = f"{text[:-1]}, dropout_p={literal(dropout)}{mode})"
     return Expression(text)
 
 
@@ -442,7 +444,7 @@ def _operator(node: fx.Node, writer: Writer) -> Expression:
     """``torch.ops.aten.name.overload(…)``, which takes just what the graph holds."""
     parts = []
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        training = argument.name in ("train", "training")
+        training = argument.name in ("train", "training") and not node.meta["in_every_mode"]
         if position < len(node.args) and not argument.kwarg_only:
             value = node.args[position]
             parts.append("self.training" if training and isinstance(value, bool) else writer.argument(value))

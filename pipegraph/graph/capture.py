@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
-import traceback
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, Module, State, label_of
-from pipegraph.graph.fake import fake_parameters
+from pipegraph.graph.export import export, export_in
 from pipegraph.graph.flatten import flatten
+from pipegraph.graph.modes import differs_by_mode, follow_modes
 from pipegraph.graph.segments import find_segments
 from pipegraph.graph.simplify import simplify
 
@@ -50,9 +47,13 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     kwargs = dict(kwargs or {})
     state, tensors = _state(model)
     modules = _modules(model)
-    exported, training = _export(model, args, kwargs)
+    exported, training = export(model, args, kwargs)
     graph = flatten(exported, state, tensors)
     simplify(graph)
+    if training and differs_by_mode(graph, modules):
+        other = _in_evaluation(model, args, kwargs, state, tensors)
+        if other is not None:
+            follow_modes(graph, other, modules)
     inputs, constants = _inputs(graph, exported, args, kwargs)
     captured = Captured(
         graph=graph,
@@ -67,6 +68,23 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
         training=training,
     )
     return replace(captured, segments=find_segments(captured))
+
+
+def _in_evaluation(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: dict[str, State],
+    tensors: dict[str, torch.Tensor],
+) -> fx.Graph | None:
+    """The graph of the model in evaluation mode; None where that cannot be traced."""
+    try:
+        exported = export_in(dict.fromkeys(model.modules(), False), model, args, kwargs)
+        graph = flatten(exported, dict(state), dict(tensors))
+    except Exception:  # the mode that the stages follow was captured; this one is only compared with it
+        return None
+    simplify(graph)
+    return graph
 
 
 def _state(model: nn.Module) -> tuple[dict[str, State], dict[str, torch.Tensor]]:
@@ -115,92 +133,6 @@ def _where_written(cls: type) -> str:
     except (OSError, TypeError):
         return ""
     return "" if file is None or _TORCH in Path(file).parents else f"{Path(file).name}:{line}"
-
-
-def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.export.ExportedProgram, bool]:
-    """Export in training mode, or in the first other mode that works."""
-    flags = {module: module.training for module in model.modules()}
-    first_error: Exception | None = None
-    modes = [dict.fromkeys(flags, True), dict.fromkeys(flags, False)]
-    if flags not in modes:
-        modes.insert(1, flags)
-    for mode in modes:
-        with (
-            _modes(mode, restore=flags),
-            fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
-            warnings.catch_warnings(),
-        ):
-            # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.
-            warnings.filterwarnings("ignore", r"The tensor attributes? self\.\S*_flat_weights")
-            try:
-                exported = torch.export.export(model, fake_args, fake_kwargs, strict=False)
-            except Exception as error:
-                first_error = first_error or error
-                continue
-        if first_error is not None:
-            warnings.warn(
-                f"{type(model).__name__} cannot be traced in training mode ({_summary(first_error)}); it was captured "
-                "in evaluation mode, without the dropout inside attention.",
-                stacklevel=3,
-            )
-        return exported, mode[model]
-    assert first_error is not None
-    raise CaptureError(_explain(model, first_error)) from first_error
-
-
-@contextmanager
-def _modes(flags: Mapping[nn.Module, bool], restore: Mapping[nn.Module, bool]) -> Iterator[None]:
-    for module, training in flags.items():
-        module.training = training
-    try:
-        yield
-    finally:
-        for module, training in restore.items():
-            module.training = training
-
-
-def _summary(error: Exception) -> str:
-    """What went wrong, in a line."""
-    if _depends_on_values(error):
-        return "its control flow depends on the values of a tensor, which are not known while it is traced"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
-
-
-def _depends_on_values(error: Exception) -> bool:
-    return "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__
-
-
-def _explain(model: nn.Module, error: Exception) -> str:
-    """What export says, where in the user's source, and what to try."""
-    advice = "run the model on its example inputs; what works there and not here is Python that export cannot follow"
-    if _depends_on_values(error):
-        advice = "compute both branches and choose with torch.where"
-    where = _user_line(error)
-    at = f"\n  at {where[0]}: {where[1]}" if where is not None else ""
-    return f"{type(model).__name__} cannot be captured: {_summary(error)}.{at}\nTry: {advice}."
-
-
-def _user_line(error: Exception) -> tuple[str, str] | None:
-    """The innermost line of the model's own source that the error, or what caused it, passed through."""
-    found = None
-    current: BaseException | None = error
-    while current is not None and found is None:
-        for frame in traceback.extract_tb(current.__traceback__):
-            if _is_of_model(Path(frame.filename)):
-                found = (f"{frame.filename}:{frame.lineno}", frame.line or "")
-        current = current.__cause__ or current.__context__
-    return found
-
-
-def _is_of_model(file: Path) -> bool:
-    """Whether a file is neither torch's, nor pipegraph's, nor Python's own (libraries may lie in Python's folder)."""
-    ours = (_TORCH, Path(__file__).parents[1])
-    library = Path(os.__file__).parent
-    standard = library in file.parents and "site-packages" not in file.parts
-    return file.is_file() and not standard and not any(folder in file.parents for folder in ours)
 
 
 def _inputs(

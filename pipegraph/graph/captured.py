@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+_FRAME = re.compile(r'File "(.*)", line (\d+), in ')
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Captured:
     ``call_function`` nodes (ATen operations in the order the model ran them) and one ``output`` node. Of the
     metadata of a node, ``val`` is a fake tensor with its shape and dtype, ``path`` the module calls it ran in,
     outermost first, as (call, FQN) pairs, ``requires_grad`` whether a gradient flows through it, ``regions`` the
-    ``no_grad`` and ``autocast`` blocks around it, and ``frames`` the lines of source that made it.
+    ``no_grad`` and ``autocast`` blocks around it, ``in_every_mode`` whether it drops values in evaluation mode too, and
+    ``stack_trace`` the lines of source that made it.
 
     Attributes:
         model_name: class name of the model.
@@ -123,6 +127,21 @@ def label_of(node: fx.Node) -> str:
     """The name of a node in ``Captured.args``, ``kwargs`` and ``outputs``: that of the model's argument for an input
     (the node's own name may differ, where the argument is called ``torch``)."""
     return str(node.target) if node.op == "placeholder" else node.name
+
+
+def source_line(node: fx.Node) -> str:
+    """``model.py:12: h = h.nonzero()``: the line of the model's source that ran an operation; empty if unknown."""
+    return innermost_line(str(node.meta.get("stack_trace") or ""))
+
+
+def innermost_line(stack_trace: str) -> str:
+    """The innermost frame of a trace as ``file:line: text``."""
+    lines = [line.strip() for line in stack_trace.splitlines() if line.strip()]
+    frames = [(position, match) for position, line in enumerate(lines) if (match := _FRAME.match(line))]
+    if not frames:
+        return ""
+    position, match = frames[-1]
+    return f"{match[1]}:{match[2]}: {' '.join(lines[position + 1 :])}"
 
 
 def path_of(node: fx.Node) -> tuple[tuple[str, str], ...]:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 
 from pipegraph.errors import CaptureError
-from pipegraph.graph.captured import State
+from pipegraph.graph.captured import State, source_line
 
 _NO_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
@@ -130,9 +130,9 @@ class _Flattening:
 
     def _operation(self, node: fx.Node, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> fx.Node:
         if _has_unknown_size(node.meta.get("val")):
-            lines = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines() if line.strip()]
             raise CaptureError(
-                f"The model makes a tensor whose shape depends on values ({node.target}).\n  {' '.join(lines[-2:])}\n"
+                f"The model makes a tensor whose shape depends on values ({node.target}).\n"
+                f"  at {source_line(node)}\n"
                 "Try: keep the shape and mask the values, with torch.where or a multiplication."
             )
         if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
@@ -146,6 +146,7 @@ class _Flattening:
             "val": node.meta.get("val"),
             "path": tuple((call, fqn) for call, (fqn, _) in stack if fqn),
             "regions": regions,
+            "in_every_mode": False,
             "stack_trace": node.meta.get("stack_trace") or "",
         }
         return placed

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from pipegraph.errors import PlanError
-from pipegraph.graph.captured import Captured, State, path_of, split_point
+from pipegraph.graph.captured import Captured, State, path_of, source_line, split_point
 from pipegraph.graph.recompute import recomputation
 
 
@@ -120,15 +120,10 @@ def _check_writes(captured: Captured, made_in: dict[fx.Node, int]) -> None:
             where = path_of(node)[-1][1] if path_of(node) else "the model"
             raise PlanError(
                 f"{where} writes in place ({node.target}) into a tensor that another stage holds.\n"
-                f"  {_source_line(node)}\n"
+                f"  at {source_line(node)}\n"
                 "Try: move the split point to before the tensor is made, or write x = x.index_fill(…) or torch.where "
                 "instead of the in-place form."
             )
-
-
-def _source_line(node: fx.Node) -> str:
-    lines = [line.strip() for line in str(node.meta["stack_trace"]).splitlines() if line.strip()]
-    return " ".join(lines[-2:])
 
 
 def _inputs(captured: Captured, reads: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

@@ -141,3 +141,69 @@ def test_a_model_in_evaluation_mode_stays_in_it(tmp_path: Path) -> None:
     assert not any(module.training for index in range(2) for module in package.load_stage(index).modules())
     assert differences(package, model, (batch(6, 8),)) == []
     assert differences(package, model, (batch(6, 8),), train=True) == []
+
+
+class AlwaysDrops(nn.Module):
+    """Dropout that the model does not switch off in evaluation mode, between two that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Block()
+        self.b = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(F.dropout(self.a(x), 0.1, self.training), 0.2)
+        return F.dropout(self.b(h), 0.3, self.training)
+
+
+def test_dropout_in_every_mode_stays_in_every_mode(tmp_path: Path) -> None:
+    package = split(tmp_path, AlwaysDrops(), (batch(),), cut="b")
+    source = (package.path / "stage_0.py").read_text()
+    assert "F.dropout(F.dropout(self.a(x), 0.1, self.training), 0.2)" in source
+    stage = package.load_stage(0).eval()
+    assert (stage(torch.ones(64, 8)) == 0).float().mean() > 0.1
+
+
+class BranchesOnMode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Block()
+        self.b = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.training:
+            h = h.tanh()
+        return self.b(h)
+
+
+def test_a_branch_on_the_mode_is_told(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="not compute the same in evaluation mode.*test_modes.py:.*h = h.tanh"):
+        split(tmp_path, BranchesOnMode(), (batch(),), cut="b")
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient * 100
+
+
+class CustomBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Block()
+        self.b = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Doubled.apply(self.a(x)))
+
+
+def test_a_backward_that_export_drops_is_told(tmp_path: Path) -> None:
+    applied = torch.autograd.Function.__dict__["apply"]
+    with pytest.warns(UserWarning, match="Doubled of .* has a backward of its own, which torch.export drops"):
+        split(tmp_path, CustomBackward(), (batch(),), cut="b")
+    assert torch.autograd.Function.__dict__["apply"] is applied

@@ -188,7 +188,7 @@ def test_a_cut_between_a_write_and_its_tensor_is_refused(model: type[nn.Module],
         plan_of(model(), (batch(),), cut="b")
     message = str(caught.value)
     assert "writes in place" in message
-    assert f'test_writes.py", line {_line(line)}, in forward {line}' in message
+    assert f"test_writes.py:{_line(line)}: {line}" in message
     assert "Try: move the split point" in message
 
 
