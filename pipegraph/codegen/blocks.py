@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,12 +9,13 @@ import torch
 from torch import fx, nn
 
 from pipegraph.codegen.attributes import Tree, assignments, build_tree, paths
-from pipegraph.codegen.body import Body, common_regions
+from pipegraph.codegen.body import Body
+from pipegraph.codegen.class_source import ClassSource, signature
 from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in, roll
 from pipegraph.codegen.leaves import constructor, leaf_call
-from pipegraph.codegen.literals import type_text
 from pipegraph.codegen.names import class_name, prose, unused, unused_class, variable
 from pipegraph.codegen.origins import Origins
+from pipegraph.codegen.regions import common_regions
 from pipegraph.graph.calls import Call, call_tree
 from pipegraph.graph.captured import Captured, State, path_of
 from pipegraph.graph.segments import opened_calls
@@ -23,27 +23,6 @@ from pipegraph.graph.stages import StageGraph, local_name
 
 # A module without state and with no more operations than this is written where it is called.
 _SMALL = 2
-
-
-@dataclass(frozen=True)
-class ClassSource:
-    """The parts of a class, ready for a template.
-
-    ``body`` holds the statements of ``forward``, each with the ``with`` headers it stands under; ``children`` the
-    constructors that a subclass of ``nn.Sequential`` hands to its base.
-    """
-
-    name: str
-    docstring: str
-    assignments: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    body: tuple[tuple[tuple[str, ...], str], ...] = ()
-    base: str = "nn.Module"
-    children: tuple[str, ...] = ()
-
-    def mentions(self, name: str) -> bool:
-        """Whether it makes an object of the class ``name``."""
-        return any(re.search(rf"(?<![\w.]){name}\(", text) for text in (*self.assignments, *self.children))
 
 
 class Blocks:
@@ -373,14 +352,3 @@ def _is_within(name: str, prefix: str) -> bool:
 
 def _relative(fqn: str, prefix: str) -> str:
     return fqn.removeprefix(f"{prefix}.") if prefix else fqn
-
-
-def signature(parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:
-    """``h f32[8, 128, 512] → logits f32[8, 128, 10000]`` (results of a block have no name)."""
-    taken = ", ".join(f"{name} {_type(node)}" for name, node in zip(parameters, reads, strict=True))
-    return f"{taken or 'nothing'} → {', '.join(_type(node) for node in makes)}"
-
-
-def _type(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    return type_text(value) if isinstance(value, torch.Tensor) else "tuple"

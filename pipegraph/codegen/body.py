@@ -12,11 +12,14 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.attributes import Tree, access
-from pipegraph.codegen.expressions import ATOM, Expression, Writer, express
+from pipegraph.codegen.expression import ATOM, Expression, Writer
+from pipegraph.codegen.expressions import express
 from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope
 from pipegraph.codegen.literals import literal
 from pipegraph.codegen.names import unused, variable
-from pipegraph.codegen.origins import Origins, Statement
+from pipegraph.codegen.origins import Origins
+from pipegraph.codegen.regions import headers
+from pipegraph.codegen.value_names import ValueNames
 
 # An expression that was put together from several is no longer than this; one that goes into another, than that.
 _LONGEST, _FOLDED_LENGTH = 96, 88
@@ -51,27 +54,21 @@ class Body:
     ) -> None:
         self._scope = scope
         self._tree = tree
-        self._origins = origins
-        self._wanted = wanted or {}
+        self._folds = origins is not None
+        self._names = ValueNames(scope, origins, wanted or {})
         self._left = Counter(node for item in scope.items for node in _operands(item))
         self._left.update(scope.outputs)
         self._variables: dict[str, fx.Node] = {}
         self._written: dict[fx.Node, Expression] = {}
         self._pending: dict[fx.Node, _Pending] = {}
         self._lines: list[tuple[tuple[str, ...], str]] = []
-        self._chain = {item: self._find_chain(item) for item in scope.items} if origins else {}
-        self._maker = {node: item for item in scope.items for node in item.makes}
-        self._readers: dict[fx.Node, list[Item]] = {}
-        for item in scope.items:
-            for node in dict.fromkeys(item.reads):
-                self._readers.setdefault(node, []).append(item)
+        self._made = {node for item in scope.items for node in item.makes}
         for node, name in scope.names.items():
             self._written[node] = Expression(access(tree, name.split(".")))
         for node, name in zip(scope.inputs, parameters, strict=True):
             self._variables[name] = node
             self._written[node] = Expression(name)
         self._device = self._device_expression(parameters)
-        self._source_names = self._name_results()
 
     def lines(self) -> list[tuple[tuple[str, ...], str]]:
         """Statements in order, each with the ``with`` headers that it stands under."""
@@ -92,7 +89,7 @@ class Body:
                 self._settle(node)
         texts = [self._value(node).text for node in self._scope.outputs]
         regions, last = self._lines[-1] if self._lines else ((), "")
-        if not regions and len(texts) == 1 and self._origins is not None and last.startswith(f"{texts[0]} = "):
+        if not regions and len(texts) == 1 and self._folds and last.startswith(f"{texts[0]} = "):
             texts = [self._lines.pop()[1].removeprefix(f"{texts[0]} = ")]
         result = ", ".join(texts)
         self._lines.append(
@@ -109,7 +106,7 @@ class Body:
             self._write(item)
             return
         expression = self._build(item, lambda: express(node, Writer(self._value, self._device)))
-        parts = [user for user in node.users if user.target is operator.getitem and user in self._maker]
+        parts = [user for user in node.users if user.target is operator.getitem and user in self._made]
         if isinstance(node.meta.get("val"), (tuple, list)) and len(parts) > 1:
             self._unpack(item, expression, parts)
         else:
@@ -119,7 +116,7 @@ class Body:
         """``a, b = x.split(…)``."""
         by_position = {int(part.args[1]): part for part in parts}  # type: ignore[arg-type]
         names = [
-            self._bind(by_position[position], self._name(item, by_position[position]))
+            self._bind(by_position[position], self._names.of(item, by_position[position]))
             if position in by_position
             else "_"
             for position in range(len(item.node.meta["val"]))
@@ -128,7 +125,7 @@ class Body:
 
     def _write(self, item: Operation) -> None:
         """An operation in place is a statement; its result is the tensor that it wrote into."""
-        node, regions = item.node, self._regions(item)
+        node, regions = item.node, self._headers(item)
         kept = [each for each in _operands(item) if each in self._pending and self._pending[each].regions == regions]
         self._flush(except_for=kept)
         target = node.kwargs.get("out", node.args[0])
@@ -153,7 +150,7 @@ class Body:
         if len(item.makes) == 1:
             self._place(item, item.makes[0], expression)
             return
-        names = [self._bind(node, self._name(item, node)) for node in item.makes]
+        names = [self._bind(node, self._names.of(item, node)) for node in item.makes]
         self._emit(item, f"{', '.join(names)} = {expression.text}")
 
     def _loop(self, item: Loop) -> None:
@@ -174,7 +171,7 @@ class Body:
                 self._variables[names[made]] = node
                 self._written[node] = Expression(names[made])
             else:
-                names[made] = self._bind(node, self._name(item, node))
+                names[made] = self._bind(node, self._names.of(item, node))
         arguments = [
             names[carried[position]] if position in carried else self._value(node).text
             for position, node in enumerate(item.reads)
@@ -197,7 +194,7 @@ class Body:
     def _carry(self, item: Loop, made: int, begin: fx.Node) -> str:
         """The variable that goes round a loop, holding ``begin`` before the first turn."""
         uses = sum(item.reads[position] is begin for position, _ in item.carried)
-        wanted = variable(self._name(item, item.makes[made]), "x")
+        wanted = variable(self._names.of(item, item.makes[made]), "x")
         pending = self._pending.get(begin)
         if pending is not None:
             self._left[begin] -= uses
@@ -238,7 +235,7 @@ class Body:
         if _has_effects(item):
             self._flush(except_for=operands)
         drawn = [node for node in self._pending if node in operands]
-        regions = self._regions(item)
+        regions = self._headers(item)
         if all(self._pending[node].regions == regions for node in drawn):
             left, pending = {node: self._left[node] for node in operands}, dict(self._pending)
             self._drawn = frozenset(name for node in operands for name in self._held_names(node))
@@ -262,24 +259,23 @@ class Body:
     def _place(self, item: Item, node: fx.Node, expression: Expression) -> None:
         """Keep an expression for its only reader, or write it on a line."""
         if self._may_fold(item, node, expression):
-            self._pending[node] = _Pending(expression, self._drawn, self._regions(item), item)
+            self._pending[node] = _Pending(expression, self._drawn, self._headers(item), item)
         elif self._left[node] == 0:
             self._emit(item, expression.text)
         else:
-            self._emit(item, f"{self._bind(node, self._name(item, node))} = {expression.text}")
+            self._emit(item, f"{self._bind(node, self._names.of(item, node))} = {expression.text}")
 
     def _may_fold(self, item: Item, node: fx.Node, expression: Expression) -> bool:
         """A value with one reader stands inside its expression, unless the model's source gives it a name."""
-        if self._origins is None or self._left[node] != 1 or len(expression.text) > _FOLDED_LENGTH:
-            return False
-        return node not in self._source_names and (isinstance(item, Operation) or bool(self._chain[item]))
+        short = self._left[node] == 1 and len(expression.text) <= _FOLDED_LENGTH
+        return short and self._names.is_nameless(item, node)
 
     def _settle(self, node: fx.Node) -> None:
         """Write a pending value on a line of its own."""
         pending = self._pending.pop(node, None)
         if pending is None:
             return
-        name = self._bind(node, self._name(pending.item, node))
+        name = self._bind(node, self._names.of(pending.item, node))
         self._lines.append((pending.regions, f"{name} = {pending.expression.text}"))
 
     def _flush(self, except_for: Iterable[fx.Node]) -> None:
@@ -288,41 +284,6 @@ class Body:
             self._settle(node)
 
     # ---- names -----------------------------------------------------------------------------------------------------
-
-    def _name(self, item: Item, node: fx.Node) -> str:
-        if self._origins is None:
-            return "v"
-        return (
-            self._source_names.get(node)
-            or self._wanted.get(node)
-            or self._inner_name(item, node)
-            or _default_name(item)
-        )
-
-    def _inner_name(self, item: Item, node: fx.Node) -> str | None:
-        """Where a call gives several values, what its own source calls each."""
-        assert self._origins is not None
-        chain = self._origins.of_operation(node) if len(item.makes) > 1 else ()
-        return chain[-1].targets[0] if chain and len(chain[-1].targets) == 1 else None
-
-    def _name_results(self) -> dict[fx.Node, str]:
-        """The values that the model's source names: what a statement leaves for others is what it assigns."""
-        results: dict[Statement, list[fx.Node]] = {}
-        for item, chain in self._chain.items():
-            for node in item.makes if chain else ():
-                if isinstance(item, Operation) and isinstance(node.meta.get("val"), (tuple, list)):
-                    continue
-                readers = [reader for reader in self._readers.get(node, ()) if not _next_turn(item, reader)]
-                if not any(chain[-1] in self._chain[reader] for reader in readers):
-                    results.setdefault(chain[-1], []).append(node)
-        names: dict[fx.Node, str] = {}
-        for statement, nodes in results.items():
-            targets = statement.targets
-            if len(targets) == 1 and len({self._maker[node] for node in nodes}) == len(nodes):
-                names |= dict.fromkeys(nodes, targets[0])
-            elif len(targets) == len(nodes):
-                names |= dict(zip(nodes, targets, strict=True))
-        return names
 
     def _bind(self, node: fx.Node, wanted: str) -> str:
         """A variable for a value: the wanted name, or that with a number while the name is still needed."""
@@ -345,30 +306,11 @@ class Body:
 
     # ---- surroundings ----------------------------------------------------------------------------------------------
 
-    def _find_chain(self, item: Item) -> tuple[Statement, ...]:
-        """The statements of the model's source that led to an item, outermost first."""
-        assert self._origins is not None
-        if isinstance(item, Operation):
-            return self._origins.of_operation(item.node)
-        call = item.calls[-1] if isinstance(item, Loop) else item
-        return self._origins.of_call(call.fqn, call.nodes[-1])
-
-    def _regions(self, item: Item) -> tuple[str, ...]:
-        """The headers of the ``with`` blocks around an item; a ``no_grad`` that no gradient would pass is left out."""
-        headers = []
-        for kind, settings in common_regions(item.nodes)[self._scope.regions :]:
-            if kind == "autocast":
-                _, dtype, enabled, cache = settings
-                named = [f"dtype={literal(dtype)}"] if enabled and dtype is not None else []
-                named += [f"enabled={enabled}"] if not enabled else []
-                named += ["cache_enabled=False"] if enabled and cache is False else []
-                headers.append(f"with torch.autocast({', '.join([f'{self._device}.type', *named])}):")
-            elif any("writes" in node.meta or node.meta["cut_off"] or _gradient_comes(node) for node in item.nodes):
-                headers.append("with torch.enable_grad():" if settings[0] else "with torch.no_grad():")
-        return tuple(headers)
+    def _headers(self, item: Item) -> tuple[str, ...]:
+        return headers(item.nodes, self._scope.regions, self._device)
 
     def _emit(self, item: Item, text: str) -> None:
-        self._lines.append((self._regions(item), text))
+        self._lines.append((self._headers(item), text))
 
     def _device_expression(self, parameters: Sequence[str]) -> str:
         """Where this class runs: the device of its first tensor."""
@@ -388,43 +330,9 @@ def _operands(item: Item) -> list[fx.Node]:
     return list(item.reads)
 
 
-def _gradient_comes(node: fx.Node) -> bool:
-    return any(parent.meta["requires_grad"] for parent in node.all_input_nodes)
-
-
-def _next_turn(item: Item, reader: Item) -> bool:
-    """Whether a reader in the same statement runs in the next turn of a loop of the model's source."""
-    if isinstance(item, Operation) or isinstance(reader, Operation):
-        return False
-    first = item.calls[-1].fqn if isinstance(item, Loop) else item.fqn
-    second = reader.calls[0].fqn if isinstance(reader, Loop) else reader.fqn
-    return first.rpartition(".")[0] == second.rpartition(".")[0] and second.rpartition(".")[2].isdigit()
-
-
 def _has_effects(item: Item) -> bool:
     """Whether the place of an item in the order matters: it draws random numbers or changes state."""
     return any(
         "writes" in node.meta or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         for node in item.nodes
     )
-
-
-def common_regions(nodes: Sequence[fx.Node]) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    """The ``with`` blocks that all of ``nodes`` stand in, outermost first."""
-    common = nodes[0].meta["regions"] if nodes else ()
-    for node in nodes:
-        depth = 0
-        while depth < min(len(common), len(node.meta["regions"])) and common[depth] == node.meta["regions"][depth]:
-            depth += 1
-        common = common[:depth]
-    return tuple(common)
-
-
-def _default_name(item: Item) -> str:
-    """A name for what the model's source leaves unnamed."""
-    if isinstance(item, Operation):
-        target = item.node.target
-        return target._opname.strip("_") if isinstance(target, torch._ops.OpOverload) else "part"
-    fqn = item.calls[0].fqn if isinstance(item, Loop) else item.fqn
-    parts = [part for part in fqn.split(".") if not part.isdigit()]
-    return parts[-1] if parts else "x"

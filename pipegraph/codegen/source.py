@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 
 import pipegraph
-from pipegraph.codegen.blocks import ClassSource
+from pipegraph.codegen.class_source import ClassSource
 from pipegraph.codegen.wrap import wrap
 
 _DOCSTRING_WIDTH = 112

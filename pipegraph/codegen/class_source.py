@@ -1,0 +1,44 @@
+"""A generated class, ready for a template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from pipegraph.codegen.literals import type_text
+
+
+@dataclass(frozen=True)
+class ClassSource:
+    """The parts of a class, ready for a template.
+
+    ``body`` holds the statements of ``forward``, each with the ``with`` headers it stands under; ``children`` the
+    constructors that a subclass of ``nn.Sequential`` hands to its base.
+    """
+
+    name: str
+    docstring: str
+    assignments: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    body: tuple[tuple[tuple[str, ...], str], ...] = ()
+    base: str = "nn.Module"
+    children: tuple[str, ...] = ()
+
+    def mentions(self, name: str) -> bool:
+        """Whether it makes an object of the class ``name``."""
+        return any(re.search(rf"(?<![\w.]){name}\(", text) for text in (*self.assignments, *self.children))
+
+
+def signature(parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:
+    """``h f32[8, 128, 512] → logits f32[8, 128, 10000]`` (results of a block have no name)."""
+    taken = ", ".join(f"{name} {_type(node)}" for name, node in zip(parameters, reads, strict=True))
+    return f"{taken or 'nothing'} → {', '.join(_type(node) for node in makes)}"
+
+
+def _type(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return type_text(value) if isinstance(value, torch.Tensor) else "tuple"

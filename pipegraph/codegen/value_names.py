@@ -1,0 +1,92 @@
+"""What the values of a ``forward`` are called: as in the model's source, wherever it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from pipegraph.codegen.items import Item, Loop, Operation, Scope
+from pipegraph.codegen.origins import Origins, Statement
+
+
+class ValueNames:
+    """Names for the values of one scope.
+
+    Without ``origins`` all values are called ``v``. ``wanted`` names values that the source leaves unnamed.
+    """
+
+    def __init__(self, scope: Scope, origins: Origins | None, wanted: Mapping[fx.Node, str]) -> None:
+        self._origins = origins
+        self._wanted = wanted
+        self._chain = {item: self._find_chain(item) for item in scope.items} if origins else {}
+        self._given = self._name_results(scope)
+
+    def of(self, item: Item, node: fx.Node) -> str:
+        """The name of a value that ``item`` makes."""
+        if self._origins is None:
+            return "v"
+        return self._given.get(node) or self._wanted.get(node) or self._inner_name(item, node) or _default_name(item)
+
+    def is_nameless(self, item: Item, node: fx.Node) -> bool:
+        """Whether the source makes a value inside an expression, so that it may stand inside one again."""
+        known = isinstance(item, Operation) or bool(self._chain.get(item))
+        return self._origins is not None and node not in self._given and known
+
+    def _inner_name(self, item: Item, node: fx.Node) -> str | None:
+        """Where a call gives several values, what its own source calls each."""
+        assert self._origins is not None
+        chain = self._origins.of_operation(node) if len(item.makes) > 1 else ()
+        return chain[-1].targets[0] if chain and len(chain[-1].targets) == 1 else None
+
+    def _name_results(self, scope: Scope) -> dict[fx.Node, str]:
+        """The values that the model's source names: what a statement leaves for others is what it assigns."""
+        maker = {node: item for item in scope.items for node in item.makes}
+        readers: dict[fx.Node, list[Item]] = {}
+        for item in scope.items:
+            for node in dict.fromkeys(item.reads):
+                readers.setdefault(node, []).append(item)
+        results: dict[Statement, list[fx.Node]] = {}
+        for item, chain in self._chain.items():
+            for node in item.makes if chain else ():
+                if isinstance(item, Operation) and isinstance(node.meta.get("val"), (tuple, list)):
+                    continue
+                same_turn = [reader for reader in readers.get(node, ()) if not _next_turn(item, reader)]
+                if not any(chain[-1] in self._chain[reader] for reader in same_turn):
+                    results.setdefault(chain[-1], []).append(node)
+        names: dict[fx.Node, str] = {}
+        for statement, nodes in results.items():
+            targets = statement.targets
+            if len(targets) == 1 and len({maker[node] for node in nodes}) == len(nodes):
+                names |= dict.fromkeys(nodes, targets[0])
+            elif len(targets) == len(nodes):
+                names |= dict(zip(nodes, targets, strict=True))
+        return names
+
+    def _find_chain(self, item: Item) -> tuple[Statement, ...]:
+        """The statements of the model's source that led to an item, outermost first."""
+        assert self._origins is not None
+        if isinstance(item, Operation):
+            return self._origins.of_operation(item.node)
+        call = item.calls[-1] if isinstance(item, Loop) else item
+        return self._origins.of_call(call.fqn, call.nodes[-1])
+
+
+def _next_turn(item: Item, reader: Item) -> bool:
+    """Whether a reader in the same statement runs in the next turn of a loop of the model's source."""
+    if isinstance(item, Operation) or isinstance(reader, Operation):
+        return False
+    first = item.calls[-1].fqn if isinstance(item, Loop) else item.fqn
+    second = reader.calls[0].fqn if isinstance(reader, Loop) else reader.fqn
+    return first.rpartition(".")[0] == second.rpartition(".")[0] and second.rpartition(".")[2].isdigit()
+
+
+def _default_name(item: Item) -> str:
+    """A name for what the model's source leaves unnamed."""
+    if isinstance(item, Operation):
+        target = item.node.target
+        return target._opname.strip("_") if isinstance(target, torch._ops.OpOverload) else "part"
+    fqn = item.calls[0].fqn if isinstance(item, Loop) else item.fqn
+    parts = [part for part in fqn.split(".") if not part.isdigit()]
+    return parts[-1] if parts else "x"
