@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pipegraph import schedule as schedule
     from pipegraph.codegen.package_writer import write_package
     from pipegraph.graph.capture import capture
+    from pipegraph.graph.split_points import SplitPoint
     from pipegraph.planner.plan import plan
     from pipegraph.runtime.pipeline import Pipeline
 
@@ -36,6 +37,7 @@ __all__ = [
     "RuntimeFault",
     "ScheduleError",
     "SourceError",
+    "SplitPoint",
     "__version__",
     "capture",
     "plan",
@@ -46,6 +48,7 @@ __all__ = [
 # Where each name that is loaded on first use is defined; `schedule` is a package of ours, found by its own name.
 _DEFINED_IN = {
     "Pipeline": "pipegraph.runtime.pipeline",
+    "SplitPoint": "pipegraph.graph.split_points",
     "capture": "pipegraph.graph.capture",
     "plan": "pipegraph.planner.plan",
     "write_package": "pipegraph.codegen.package_writer",
