@@ -55,7 +55,7 @@ class Body:
         self._scope = scope
         self._tree = tree
         self._folds = origins is not None
-        self._names = ValueNames(scope, origins, wanted or {})
+        self._names = ValueNames(scope, origins, wanted or {}, dict(zip(scope.inputs, parameters, strict=True)))
         self._left = Counter(node for item in scope.items for node in _operands(item))
         self._left.update(scope.outputs)
         self._variables: dict[str, fx.Node] = {}

@@ -10,16 +10,28 @@ from torch import fx
 from pipegraph.codegen.items import Item, Loop, Operation, Scope
 from pipegraph.codegen.origins import Origins, Statement
 
+# Operations that give the same tensor, or a part of it, in another shape or dtype.
+_RESHAPING = frozenset(
+    {
+        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
+        *("transpose", "permute", "contiguous", "to", "select"),
+    }
+)
+
 
 class ValueNames:
     """Names for the values of one scope.
 
-    Without ``origins`` all values are called ``v``. ``wanted`` names values that the source leaves unnamed.
+    Without ``origins`` all values are called ``v``. ``wanted`` names values that the source leaves unnamed,
+    ``parameters`` the arguments of the ``forward``.
     """
 
-    def __init__(self, scope: Scope, origins: Origins | None, wanted: Mapping[fx.Node, str]) -> None:
+    def __init__(
+        self, scope: Scope, origins: Origins | None, wanted: Mapping[fx.Node, str], parameters: Mapping[fx.Node, str]
+    ) -> None:
         self._origins = origins
         self._wanted = wanted
+        self._parameters = parameters
         self._chain = {item: self._find_chain(item) for item in scope.items} if origins else {}
         self._given = self._name_results(scope)
 
@@ -27,12 +39,26 @@ class ValueNames:
         """The name of a value that ``item`` makes."""
         if self._origins is None:
             return "v"
-        return self._given.get(node) or self._wanted.get(node) or self._inner_name(item, node) or _default_name(item)
+        named = self._given.get(node) or self._wanted.get(node) or self._inner_name(item, node)
+        return named or self._name_of_content(node) or _default_name(item)
 
     def is_nameless(self, item: Item, node: fx.Node) -> bool:
         """Whether the source makes a value inside an expression, so that it may stand inside one again."""
         known = isinstance(item, Operation) or bool(self._chain.get(item))
         return self._origins is not None and node not in self._given and known
+
+    def _name_of_content(self, node: fx.Node) -> str | None:
+        """A tensor in another shape keeps its name: ``cos = cos.unsqueeze(1)``."""
+        target = node.target
+        while isinstance(target, torch._ops.OpOverload) and target._opname in _RESHAPING:
+            if not isinstance(node.args[0], fx.Node):
+                return None
+            node = node.args[0]
+            target = node.target
+            name = self._given.get(node) or self._wanted.get(node) or self._parameters.get(node)
+            if name:
+                return name
+        return _operation_name(target) if isinstance(target, torch._ops.OpOverload) else None
 
     def _inner_name(self, item: Item, node: fx.Node) -> str | None:
         """Where a call gives several values, what its own source calls each."""
@@ -86,7 +112,11 @@ def _default_name(item: Item) -> str:
     """A name for what the model's source leaves unnamed."""
     if isinstance(item, Operation):
         target = item.node.target
-        return target._opname.strip("_") if isinstance(target, torch._ops.OpOverload) else "part"
+        return _operation_name(target) if isinstance(target, torch._ops.OpOverload) else "part"
     fqn = item.calls[0].fqn if isinstance(item, Loop) else item.fqn
     parts = [part for part in fqn.split(".") if not part.isdigit()]
     return parts[-1] if parts else "x"
+
+
+def _operation_name(target: torch._ops.OpOverload) -> str:
+    return {"scaled_dot_product_attention": "attention"}.get(target._opname, target._opname.strip("_"))

@@ -58,20 +58,16 @@ class LlamaAttention(nn.Module):
         query_states = self.q_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
         key_states = self.k_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
-        unsqueeze = cos.unsqueeze(1)
-        unsqueeze_1 = sin.unsqueeze(1)
-        mul = query_states * unsqueeze
-        mul_1 = torch.cat([-query_states[..., 8:], query_states[..., :8]], dim=-1) * unsqueeze_1
-        query_states = mul + mul_1
-        mul = key_states * unsqueeze
-        mul_1 = torch.cat([-key_states[..., 8:], key_states[..., :8]], dim=-1) * unsqueeze_1
-        key_states = mul + mul_1
-        reshape = key_states.unsqueeze(2).expand(1, 4, 2, 128, 16).reshape(1, 8, 128, 16)
-        reshape_1 = value_states.unsqueeze(2).expand(1, 4, 2, 128, 16).reshape(1, 8, 128, 16)
-        scaled_dot_product_attention = F.scaled_dot_product_attention(
-            query_states, reshape, reshape_1, attn_mask=causal_mask, scale=0.25
+        cos = cos.unsqueeze(1)
+        sin = sin.unsqueeze(1)
+        query_states = query_states * cos + torch.cat([-query_states[..., 8:], query_states[..., :8]], dim=-1) * sin
+        key_states = key_states * cos + torch.cat([-key_states[..., 8:], key_states[..., :8]], dim=-1) * sin
+        key_states = key_states.unsqueeze(2).expand(1, 4, 2, 128, 16).reshape(1, 8, 128, 16)
+        value_states = value_states.unsqueeze(2).expand(1, 4, 2, 128, 16).reshape(1, 8, 128, 16)
+        attention = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=causal_mask, scale=0.25
         )
-        attn_output = scaled_dot_product_attention.reshape(1, -1, 128, 16).transpose(1, 2).reshape(1, 128, -1)
+        attn_output = attention.reshape(1, -1, 128, 16).transpose(1, 2).reshape(1, 128, -1)
         return self.o_proj(attn_output)
 
 

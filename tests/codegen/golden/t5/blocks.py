@@ -39,19 +39,16 @@ class T5Attention(nn.Module):
         query_states = self.q(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
         key_states = self.k(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        unsqueeze = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(1)
-        unsqueeze_1 = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
-        sub = unsqueeze_1 - unsqueeze
+        arange = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(1)
+        arange_1 = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
+        sub = arange_1 - arange
         abs = sub.abs()
         add = ((abs.to(torch.float32) / 2).log() / 2.0794415416798357 * 2).to(torch.int64) + 2
         add = (sub > 0).to(torch.int64) * 4 + torch.where(abs < 2, abs, add.min(torch.full_like(add, 3)))
         position_bias = self.relative_attention_bias(add).permute(2, 0, 1).unsqueeze(0)
-        contiguous = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
-        scaled_dot_product_attention = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=contiguous, scale=1.0
-        )
-        contiguous = scaled_dot_product_attention.reshape(2, -1, 10, 8).transpose(1, 2).contiguous()
-        attn_output = contiguous.reshape(2, 10, -1)
+        where = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
+        attention = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
+        attn_output = attention.reshape(2, -1, 10, 8).transpose(1, 2).contiguous().reshape(2, 10, -1)
         attn_output = self.o(attn_output)
         return position_bias, attn_output
 
@@ -70,8 +67,8 @@ class T5LayerSelfAttention(nn.Module):
 
     def forward(self, hidden_states, attention_mask):
         normed_hidden_states = self.layer_norm(hidden_states)
-        position_bias, SelfAttention = self.SelfAttention(normed_hidden_states, attention_mask)
-        attention_output = hidden_states + self.dropout(SelfAttention)
+        position_bias, linear = self.SelfAttention(normed_hidden_states, attention_mask)
+        attention_output = hidden_states + self.dropout(linear)
         return position_bias, attention_output
 
 
@@ -147,12 +144,9 @@ class T5Attention2(nn.Module):
         query_states = self.q(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
         key_states = self.k(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        contiguous = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
-        scaled_dot_product_attention = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=contiguous, scale=1.0
-        )
-        contiguous = scaled_dot_product_attention.reshape(2, -1, 10, 8).transpose(1, 2).contiguous()
-        attn_output = contiguous.reshape(2, 10, -1)
+        where = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
+        attention = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
+        attn_output = attention.reshape(2, -1, 10, 8).transpose(1, 2).contiguous().reshape(2, 10, -1)
         return self.o(attn_output)
 
 
@@ -208,20 +202,16 @@ class T5Attention3(nn.Module):
         query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
         key_states = self.k(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        unsqueeze = torch.arange(7, dtype=torch.int64, device=hidden_states.device).unsqueeze(1)
-        unsqueeze_1 = torch.arange(7, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
-        sub = unsqueeze_1 - unsqueeze
+        arange = torch.arange(7, dtype=torch.int64, device=hidden_states.device).unsqueeze(1)
+        arange_1 = torch.arange(7, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
+        sub = arange_1 - arange
         neg = -sub.min(torch.zeros_like(sub))
         add = ((neg.to(torch.float32) / 4).log() / 1.3862943611198906 * 4).to(torch.int64) + 4
-        relative_attention_bias = self.relative_attention_bias(
-            torch.where(neg < 4, neg, add.min(torch.full_like(add, 7)))
-        )
-        position_bias = relative_attention_bias.permute(2, 0, 1).unsqueeze(0)
-        contiguous = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
-        scaled_dot_product_attention = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=contiguous, scale=1.0
-        )
-        attn_output = scaled_dot_product_attention.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
+        embedding = self.relative_attention_bias(torch.where(neg < 4, neg, add.min(torch.full_like(add, 7))))
+        position_bias = embedding.permute(2, 0, 1).unsqueeze(0)
+        where = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
+        attention = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
+        attn_output = attention.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
         attn_output = self.o(attn_output)
         return position_bias, attn_output
 
@@ -240,8 +230,8 @@ class T5LayerSelfAttention3(nn.Module):
 
     def forward(self, hidden_states, attention_mask):
         normed_hidden_states = self.layer_norm(hidden_states)
-        position_bias, SelfAttention = self.SelfAttention(normed_hidden_states, attention_mask)
-        attention_output = hidden_states + self.dropout(SelfAttention)
+        position_bias, linear = self.SelfAttention(normed_hidden_states, attention_mask)
+        attention_output = hidden_states + self.dropout(linear)
         return position_bias, attention_output
 
 
@@ -265,10 +255,8 @@ class T5Attention4(nn.Module):
         value_states = self.v(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
         position_bias = torch.zeros([1, 4, 7, 10], dtype=torch.float32, device=hidden_states.device)
         where = torch.where(encoder_extended_attention_mask, position_bias, -3.4028234663852886e38)
-        scaled_dot_product_attention = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=where, scale=1.0
-        )
-        attn_output = scaled_dot_product_attention.reshape(2, -1, 7, 8).transpose(1, 2).reshape(2, 7, -1)
+        attention = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
+        attn_output = attention.reshape(2, -1, 7, 8).transpose(1, 2).reshape(2, 7, -1)
         return self.o(attn_output)
 
 
@@ -287,8 +275,8 @@ class T5LayerCrossAttention(nn.Module):
 
     def forward(self, hidden_states, hidden_states_1, encoder_extended_attention_mask):
         normed_hidden_states = self.layer_norm(hidden_states)
-        EncDecAttention = self.EncDecAttention(normed_hidden_states, hidden_states_1, encoder_extended_attention_mask)
-        return hidden_states + self.dropout(EncDecAttention)
+        linear = self.EncDecAttention(normed_hidden_states, hidden_states_1, encoder_extended_attention_mask)
+        return hidden_states + self.dropout(linear)
 
 
 class T5Block3(nn.Module):
@@ -304,8 +292,8 @@ class T5Block3(nn.Module):
 
     def forward(self, hidden_states, attention_mask, hidden_states_1, encoder_extended_attention_mask):
         position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
-        layer = self.layer["1"](attention_output, hidden_states_1, encoder_extended_attention_mask)
-        hidden_states = self.layer["2"](layer)
+        add = self.layer["1"](attention_output, hidden_states_1, encoder_extended_attention_mask)
+        hidden_states = self.layer["2"](add)
         return position_bias, hidden_states
 
 
@@ -344,11 +332,9 @@ class T5Attention5(nn.Module):
         query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
         key_states = self.k(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        contiguous = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
-        scaled_dot_product_attention = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=contiguous, scale=1.0
-        )
-        attn_output = scaled_dot_product_attention.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
+        where = torch.where(attention_mask, position_bias, -3.4028234663852886e38).contiguous()
+        attention = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
+        attn_output = attention.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
         return self.o(attn_output)
 
 
@@ -389,10 +375,8 @@ class T5Attention6(nn.Module):
         key_states = self.k(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
         where = torch.where(encoder_extended_attention_mask, position_bias, -3.4028234663852886e38)
-        scaled_dot_product_attention = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=where, scale=1.0
-        )
-        attn_output = scaled_dot_product_attention.reshape(2, -1, 7, 8).transpose(1, 2).reshape(2, 7, -1)
+        attention = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
+        attn_output = attention.reshape(2, -1, 7, 8).transpose(1, 2).reshape(2, 7, -1)
         return self.o(attn_output)
 
 
@@ -411,10 +395,10 @@ class T5LayerCrossAttention3(nn.Module):
 
     def forward(self, hidden_states, hidden_states_1, encoder_extended_attention_mask, position_bias):
         normed_hidden_states = self.layer_norm(hidden_states)
-        EncDecAttention = self.EncDecAttention(
+        linear = self.EncDecAttention(
             normed_hidden_states, hidden_states_1, encoder_extended_attention_mask, position_bias
         )
-        return hidden_states + self.dropout(EncDecAttention)
+        return hidden_states + self.dropout(linear)
 
 
 class T5Block5(nn.Module):
@@ -438,6 +422,6 @@ class T5Block5(nn.Module):
         encoder_extended_attention_mask,
         position_bias_1,
     ):
-        layer = self.layer["0"](hidden_states, attention_mask, position_bias)
-        layer = self.layer["1"](layer, hidden_states_1, encoder_extended_attention_mask, position_bias_1)
-        return self.layer["2"](layer)
+        add = self.layer["0"](hidden_states, attention_mask, position_bias)
+        add = self.layer["1"](add, hidden_states_1, encoder_extended_attention_mask, position_bias_1)
+        return self.layer["2"](add)

@@ -33,9 +33,9 @@ class Stage1(nn.Module):
         hidden_states = self.t5.encoder.final_layer_norm(hidden_states)
         hidden_states = self.t5.encoder.dropout(hidden_states)
         inputs_embeds = self.t5.decoder.embed_tokens(decoder_input_ids)
-        unsqueeze = torch.arange(7, device=decoder_input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(3)
-        unsqueeze_1 = torch.arange(7, device=decoder_input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(2)
-        attention_mask = (unsqueeze_1 <= unsqueeze).expand(2, -1, 7, 7)
+        arange = torch.arange(7, device=decoder_input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(3)
+        arange_1 = torch.arange(7, device=decoder_input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(2)
+        attention_mask = (arange_1 <= arange).expand(2, -1, 7, 7)
         ge = torch.arange(7, device=decoder_input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(3) >= 0
         encoder_extended_attention_mask = ge.expand(2, -1, 7, 10)
         hidden_states_1 = self.t5.decoder.dropout(inputs_embeds)

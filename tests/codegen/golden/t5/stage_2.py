@@ -24,12 +24,12 @@ class Stage2(nn.Module):
         self.t5.lm_head = nn.Linear(32, 89, bias=False)
 
     def forward(self, hidden_states_1, position_bias_1, hidden_states_2):
-        unsqueeze = torch.arange(7, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(3)
-        unsqueeze_1 = torch.arange(7, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(2)
-        attention_mask = (unsqueeze_1 <= unsqueeze).expand(2, -1, 7, 7)
+        arange = torch.arange(7, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(3)
+        arange_1 = torch.arange(7, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(2)
+        attention_mask = (arange_1 <= arange).expand(2, -1, 7, 7)
         ge = torch.arange(7, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(3) >= 0
         encoder_extended_attention_mask = ge.expand(2, -1, 7, 10)
-        block = self.t5.decoder.block["0"]()
+        zeros = self.t5.decoder.block["0"]()
         for i in range(1, 3):
             hidden_states_2 = self.t5.decoder.block[str(i)](
                 hidden_states_2,
@@ -37,7 +37,7 @@ class Stage2(nn.Module):
                 position_bias_1,
                 hidden_states_1,
                 encoder_extended_attention_mask,
-                block,
+                zeros,
             )
         hidden_states = self.t5.decoder.final_layer_norm(hidden_states_2)
         hidden_states = self.t5.decoder.dropout(hidden_states)

@@ -16,13 +16,14 @@ class MultiheadAttention(nn.Module):
 
     def forward(self, query):
         value = query.transpose(1, 0)
-        unsqueeze = F.linear(value, self.in_proj_weight, self.in_proj_bias).unflatten(-1, [3, 512]).unsqueeze(0)
-        contiguous = unsqueeze.transpose(0, -2).squeeze(-2).contiguous()
-        view = contiguous[0].view(128, 64, 64).transpose(0, 1).view(8, 8, 128, 64)
-        view_1 = contiguous[1].view(128, 64, 64).transpose(0, 1).view(8, 8, 128, 64)
-        view_2 = contiguous[2].view(128, 64, 64).transpose(0, 1).view(8, 8, 128, 64)
-        reshape = F.scaled_dot_product_attention(view, view_1, view_2).permute(2, 0, 1, 3).reshape(1024, 512)
-        return F.linear(reshape, self.out_proj.weight, self.out_proj.bias).view(128, 8, 512).transpose(1, 0)
+        linear = F.linear(value, self.in_proj_weight, self.in_proj_bias).unflatten(-1, [3, 512]).unsqueeze(0)
+        linear = linear.transpose(0, -2).squeeze(-2).contiguous()
+        linear_1 = linear[0].view(128, 64, 64).transpose(0, 1).view(8, 8, 128, 64)
+        linear_2 = linear[1].view(128, 64, 64).transpose(0, 1).view(8, 8, 128, 64)
+        linear = linear[2].view(128, 64, 64).transpose(0, 1).view(8, 8, 128, 64)
+        attention = F.scaled_dot_product_attention(linear_1, linear_2, linear).permute(2, 0, 1, 3)
+        linear = F.linear(attention.reshape(1024, 512), self.out_proj.weight, self.out_proj.bias)
+        return linear.view(128, 8, 512).transpose(1, 0)
 
 
 class MultiheadAttention2(nn.Module):
@@ -42,14 +43,15 @@ class MultiheadAttention2(nn.Module):
         key = h.transpose(1, 0)
         split_with_sizes, split_with_sizes_1 = self.in_proj_weight.split_with_sizes([512, 1024])
         split_with_sizes_2, split_with_sizes_3 = self.in_proj_bias.split_with_sizes([512, 1024])
-        unsqueeze = F.linear(key, split_with_sizes_1, split_with_sizes_3).unflatten(-1, [2, 512]).unsqueeze(0)
-        contiguous = unsqueeze.transpose(0, -2).squeeze(-2).contiguous()
-        transpose = F.linear(query, split_with_sizes, split_with_sizes_2).view(128, 64, 64).transpose(0, 1)
-        view = transpose.view(8, 8, 128, 64)
-        view_1 = contiguous[0].view(128, 64, 64).transpose(0, 1).view(8, 8, 128, 64)
-        view_2 = contiguous[1].view(128, 64, 64).transpose(0, 1).view(8, 8, 128, 64)
-        reshape = F.scaled_dot_product_attention(view, view_1, view_2).permute(2, 0, 1, 3).reshape(1024, 512)
-        return F.linear(reshape, self.out_proj.weight, self.out_proj.bias).view(128, 8, 512).transpose(1, 0)
+        linear = F.linear(key, split_with_sizes_1, split_with_sizes_3).unflatten(-1, [2, 512]).unsqueeze(0)
+        linear = linear.transpose(0, -2).squeeze(-2).contiguous()
+        linear_1 = F.linear(query, split_with_sizes, split_with_sizes_2).view(128, 64, 64).transpose(0, 1)
+        linear_1 = linear_1.view(8, 8, 128, 64)
+        linear_2 = linear[0].view(128, 64, 64).transpose(0, 1).view(8, 8, 128, 64)
+        linear = linear[1].view(128, 64, 64).transpose(0, 1).view(8, 8, 128, 64)
+        attention = F.scaled_dot_product_attention(linear_1, linear_2, linear).permute(2, 0, 1, 3)
+        linear = F.linear(attention.reshape(1024, 512), self.out_proj.weight, self.out_proj.bias)
+        return linear.view(128, 8, 512).transpose(1, 0)
 
 
 class TransformerDecoderLayer(nn.Module):
