@@ -60,7 +60,9 @@ class Guard:
         if self._store is not None or isinstance(error, ActionFailed):
             self._stopped = self._explain(error)
             self.closing.close()
-        if isinstance(error, (ActionFailed, ConnectionLost)):
+        if isinstance(error, ConnectionLost):  # which the launcher looks for, to blame another rank
+            raise RuntimeFault(self._stopped) from error
+        if isinstance(error, ActionFailed):
             raise RuntimeFault(self._stopped) from (error.__cause__ or error)
 
     def close(self) -> None:
