@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from pipegraph.errors import (
+    BatchError,
     CaptureError,
     PackageError,
     PipegraphError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchError",
     "CaptureError",
     "PackageError",
     "PipegraphError",

@@ -6,6 +6,7 @@
      ├── PlanError        the captured model cannot be split as asked
      ├── ScheduleError    a schedule cannot be built, or is wrong
      ├── PackageError     a package on disk is damaged, too new, or not one
+     ├── BatchError       the inputs of a step do not fit the package
      └── RuntimeFault     a run failed
 
 A message says what happened, where, why, the nearest valid choices, and one thing to try. The command line prints the
@@ -15,7 +16,11 @@ message and exits with the class's ``exit_code``.
 from __future__ import annotations
 
 import difflib
+import os
+import sys
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -53,6 +58,27 @@ class RuntimeFault(PipegraphError):
     """A run failed: the message names the rank, stage, action and microbatch where that is known."""
 
     exit_code = 4
+
+
+class BatchError(PipegraphError):
+    """What was passed to a step is not what the package was made for: another shape, dtype or structure."""
+
+
+def user_line(error: BaseException) -> str:
+    """``model.py:12: code``: the innermost line of the user's own source that an error, or what caused it, passed
+    through; empty if there is none. Not the user's are torch, pipegraph, and Python itself."""
+    torch = sys.modules.get("torch")
+    ours = [Path(__file__).parent, *([Path(str(torch.__file__)).parent] if torch is not None else [])]
+    python = Path(os.__file__).parent  # which may hold the libraries of others, too
+    current: BaseException | None = error
+    while current is not None:
+        for frame in reversed(traceback.extract_tb(current.__traceback__)):
+            file = Path(frame.filename)
+            standard = python in file.parents and "site-packages" not in file.parts
+            if file.is_file() and not standard and not any(folder in file.parents for folder in ours):
+                return f"{frame.filename}:{frame.lineno}{f': {frame.line}' if frame.line else ''}"
+        current = current.__cause__ or current.__context__
+    return ""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

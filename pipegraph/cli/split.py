@@ -40,6 +40,11 @@ def split(
     debug: DebugOption = False,
 ) -> None:
     """Split a model at the given points, or into so many stages, and write the stages as Python source."""
+    if (points is None) == (stages is None) or points == "":
+        raise typer.BadParameter(
+            "say where to cut: --points layers.4 (modules that start a stage), or --stages 2, and not both.",
+            param_hint="--points / --stages",
+        )
     with progress(f"loading {model}"):
         from pipegraph.codegen.generate import generate
         from pipegraph.codegen.package_writer import write_package

@@ -35,6 +35,7 @@ class Blocks:
         for entry in captured.state.values():
             self._names.setdefault(entry.canonical, []).append(entry.fqn)
         self._opened = opened_calls(captured)
+        self._size = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         # Values of calls that return several: the caller's statement does not tell them apart.
         self._returned_together: set[fx.Node] = set()
@@ -268,7 +269,8 @@ class Blocks:
     ) -> str:
         module = self._captured.modules[call.fqn]
         source = f" ({prose(module.source)})" if module.source else ""
-        return f"{prose(module.class_name)}{source}, as in {prose(call.fqn)}.  {signature(parameters, reads, makes)}."
+        where = "as in" if len(list(call.nodes())) == self._size.get(call.call) else "a part of it, as in"
+        return f"{prose(module.class_name)}{source}, {where} {prose(call.fqn)}.  {signature(parameters, reads, makes)}."
 
     def _silent_leaves(self, prefix: str, state: dict[str, State], constructors: dict[str, str]) -> dict[str, str]:
         """torch.nn modules whose weights are read although the module is not called (an attention's ``out_proj``)."""

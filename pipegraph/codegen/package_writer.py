@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,11 @@ from pipegraph.errors import PackageError
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package
 from pipegraph.planner.plan import Plan
+
+_OF_A_PACKAGE = re.compile(
+    r"(__init__|blocks|stage_\d+)\.py|stage-\d{5}-of-\d{5}\.safetensors|__pycache__|"
+    rf"{re.escape(MANIFEST)}|{re.escape(WEIGHTS_INDEX)}"
+)
 
 
 def write_package(
@@ -64,29 +70,41 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
             f"{', …' if len(foreign) > 4 else ''}); it is left alone.\nTry: -o with a new folder."
         )
     if not overwrite:
-        edited = Package.open(folder).edited()
-        held = f"a package whose {', '.join(edited)} was edited by hand" if edited else "a package"
+        held = _held(folder)
         raise PackageError(f"{folder} already holds {held}.\nTry: --overwrite to replace it, or -o with a new folder.")
 
 
-def _foreign_files(folder: Path) -> list[str]:
-    """What stands in a folder beside the files of a package; all of it where there is no package."""
+def _held(folder: Path) -> str:
     try:
-        manifest = Package.open(folder).manifest
+        edited = Package.open(folder).edited()
     except PackageError:
-        return sorted(entry.name for entry in folder.iterdir())
-    own = {*manifest.files, *(stage.weights for stage in manifest.stages), MANIFEST, WEIGHTS_INDEX, "__pycache__"}
-    return sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
+        return "a damaged package"
+    return f"a package whose {', '.join(edited)} was edited by hand" if edited else "a package"
+
+
+def _foreign_files(folder: Path) -> list[str]:
+    """What stands in a folder beside the files of a package, whole or damaged; all of it where there is no package."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    source = folder / "__init__.py"
+    ours = source.is_file() and "written by pipegraph" in source.read_text(encoding="utf-8", errors="replace")
+    return [name for name in names if not (ours and _OF_A_PACKAGE.fullmatch(name))]
 
 
 @contextmanager
 def _beside(folder: Path) -> Iterator[Path]:
     """A new folder next to ``folder``, which takes its place at the end; nothing is left behind after an error."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise PackageError(f"{folder} cannot be written: {error}.\nTry: -o with another folder.") from error
     try:
         yield staging
-        staging.chmod(0o755)
+        # As the user's umask wants it: mkdtemp and safetensors write for the owner alone.
+        mode = (staging / MANIFEST).stat().st_mode & 0o777
+        for file in staging.iterdir():
+            file.chmod(mode)
+        staging.chmod(mode | (mode & 0o444) >> 2)
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
             folder.rename(old / "old")

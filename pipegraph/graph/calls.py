@@ -29,6 +29,12 @@ class Call:
             else:
                 yield item
 
+    def descendants(self) -> Iterator[Call]:
+        """All calls inside, however deep."""
+        for call in self.calls():
+            yield call
+            yield from call.descendants()
+
     def calls(self) -> Iterator[Call]:
         """The calls that this one makes itself."""
         return (item for item in self.items if isinstance(item, Call))

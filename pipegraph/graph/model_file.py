@@ -86,9 +86,9 @@ def _blamed_on(path: Path, doing: str) -> Iterator[None]:
             frames = traceback.extract_tb(error.__traceback__)
             own = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
             where = f"{path}:{own[-1].lineno}" if own else str(path)
+        advice = f"python {path}" if doing == "importing it" else f"{doing} in Python, without arguments"
         raise SourceError(
-            f"{where}: {doing} raised {type(error).__name__}: {error}\n"
-            f"Try: python {path}, which should run without error."
+            f"{where}: {doing} raised {type(error).__name__}: {error}\nTry: {advice}; it should run without error."
         ) from error
 
 

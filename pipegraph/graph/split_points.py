@@ -50,9 +50,14 @@ def locate(captured: Captured, points: Sequence[Point]) -> list[int]:
         start = _position(captured, point)
         if starts and start <= starts[-1]:
             earlier = points[len(starts) - 1]
-            problem = "is the same cut as" if start == starts[-1] else "lies before"
+            if point == earlier:
+                problem = "was given twice."
+            elif start == starts[-1]:
+                problem = f"is the same cut as {earlier}."
+            else:
+                problem = f"lies before {earlier}: points follow the order in which the model runs."
             raise PlanError(
-                f"Split point {point} {problem} {earlier}: points must follow the order in which the model runs.\n"
+                f"Split point {point} {problem}\n"
                 f"Try: --points {','.join(str(each) for each in _ordered(captured, points))}."
             )
         starts.append(start)
@@ -96,6 +101,8 @@ def _unknown(captured: Captured, point: Point) -> str:
             f"{near}\nTry: {_choices(captured, point)}."
         )
     named = f"the model has no module {point.fqn}" if point.fqn else "the name of a module is missing"
+    if ":" in point.fqn:
+        named += ' (behind a colon stands "end" or "beginning")'
     return f"Split point {point}: {named}.{near}\nTry: {_choices(captured, point)}."
 
 

@@ -79,7 +79,7 @@ class AutogradKernels:
 
     def _check_gradients(self, outputs: tuple[Tensor, ...]) -> None:
         for position, (output, comes) in enumerate(zip(outputs, self._output_gradients, strict=False)):
-            if not comes and isinstance(output, Tensor) and output.requires_grad:
+            if not comes and _requires_grad(output):
                 raise PipegraphError(
                     f"output {position} of the stage needs a gradient, and pipeline.json says that none comes back "
                     f"(requires_grad false): what made it would not be trained. Were its parameters frozen when the "
@@ -90,14 +90,24 @@ class AutogradKernels:
         if self._loss is None:
             raise PipegraphError("a loss was asked of a stage that has none: give Pipeline a loss_fn.")
         loss = self._loss(outputs, target)
+        trained = torch.is_grad_enabled() and any(map(_requires_grad, outputs))
+        if trained and isinstance(loss, Tensor) and not loss.requires_grad:
+            raise PipegraphError(
+                "loss_fn returned a tensor without a gradient, so nothing would be trained.\n"
+                "Try: compute it from the output with tensor operations, without detach() or no_grad."
+            )
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise PipegraphError(f"loss_fn(output, target) returned {found}; a step needs one number: take its mean.")
         return loss
 
 
+def _requires_grad(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.requires_grad
+
+
 def _edge(output: Any) -> GradientEdge | None:
-    return get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None
+    return get_gradient_edge(output) if _requires_grad(output) else None
 
 
 def _detached(output: Any) -> Any:

@@ -54,6 +54,12 @@ class Package:
         """FQN → shard file, as `model.safetensors.index.json` says; empty without one."""
         index = self.path / WEIGHTS_INDEX
         if not index.exists():
+            shards = [stage.weights for stage in self.manifest.stages if stage.weights]
+            if shards:
+                raise PackageError(
+                    f"{index} is missing: without it nothing tells what {shards[0]} holds.\n"
+                    "Try: restore it, or split the model again."
+                )
             return {}
         try:
             return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
@@ -80,9 +86,16 @@ class Package:
                 )
         try:
             stage: nn.Module = self._module.load_stage(index, device=device, weights=weights)
+        except PackageError:
+            raise
         except Exception as error:  # edited source and damaged shards raise anything
             where = f"{self.path / entry.module}.py"
-            raise PackageError(f"stage {index} ({where}) cannot be loaded: {type(error).__name__}: {error}") from error
+            read = {self.weight_map[name] for name in stored} | ({entry.weights} if entry.weights else set())
+            weights_of = f", with weights of {', '.join(sorted(read))}," if read else ""
+            raise PackageError(
+                f"stage {index} ({where}){weights_of} cannot be loaded: {type(error).__name__}: {error}.\n"
+                "Try: mend what was edited, restore the files, or split the model again."
+            ) from error
         return stage
 
     @cached_property
@@ -98,7 +111,12 @@ class Package:
             spec.loader.exec_module(module)
         except Exception as error:  # edited source raises anything
             del sys.modules[name]
-            raise PackageError(f"{self.path} cannot be imported: {type(error).__name__}: {error}") from error
+            line = f"{error.filename}:{error.lineno}: " if isinstance(error, SyntaxError) else ""
+            said = str(error).replace(f"{name}.", "")
+            raise PackageError(
+                f"{self.path} cannot be imported: {line}{type(error).__name__}: {said}.\n"
+                "Try: mend what was edited (`pipegraph show` lists it), or split the model again."
+            ) from error
         finally:
             sys.dont_write_bytecode = written
         return module

@@ -133,7 +133,10 @@ class Manifest:
         entry = {item.name: getattr(self, item.name) for item in fields(self)}
         entry["values"] = {name: value.to_dict() for name, value in self.values.items()}
         entry["stages"] = [stage.to_dict() for stage in self.stages]
-        return _json(entry) + "\n"
+        # Sorted, but for what the model takes and returns: a loss may unpack a dict's values in the model's order.
+        ordered = {"args", "kwargs", "outputs"}
+        parts = {key: entry[key] if key in ordered else _sorted(entry[key]) for key in sorted(entry)}
+        return _json(parts) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
@@ -199,16 +202,22 @@ def _tuples(structure: Any) -> Any:
 
 
 def _json(item: Any, indent: str = "") -> str:
-    """JSON with sorted keys that people can read: what fits on a line stands on one."""
-    line = json.dumps(item, sort_keys=True, ensure_ascii=False)
+    """JSON that people can read: what fits on a line stands on one."""
+    line = json.dumps(item, ensure_ascii=False)
     if not item or not isinstance(item, (dict, list, tuple)) or len(indent) + len(line) <= _LINE:
         return line
     if isinstance(item, dict):
-        inner = [f"{json.dumps(key, ensure_ascii=False)}: {_json(item[key], indent + ' ')}" for key in sorted(item)]
+        inner = [f"{json.dumps(key, ensure_ascii=False)}: {_json(item[key], indent + ' ')}" for key in item]
     else:
         inner = [_json(each, indent + " ") for each in item]
     opening, closing = "{}" if isinstance(item, dict) else "[]"
     return f"{opening}\n{indent} " + f",\n{indent} ".join(inner) + f"\n{indent}{closing}"
+
+
+def _sorted(item: Any) -> Any:
+    if isinstance(item, dict):
+        return {key: _sorted(item[key]) for key in sorted(item)}
+    return [_sorted(each) for each in item] if isinstance(item, (list, tuple)) else item
 
 
 def _value(name: str, entry: Mapping[str, Any]) -> Value:

@@ -126,16 +126,10 @@ def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
 
 def _whole(captured: Captured, root: Call) -> Iterator[str]:
     """FQNs of the calls that stay whole and hold parameters; of a call that was cut, those of the calls inside."""
-    whole = {call.call: len(list(call.nodes())) for call in _all_calls(call_tree(captured.nodes))}
+    whole = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
     for call in whole_calls(captured, root):
         parts = [call] if len(list(call.nodes())) == whole[call.call] else list(call.calls())
         yield from (part.fqn for part in parts if holds_parameter(captured, part))
-
-
-def _all_calls(call: Call) -> Iterator[Call]:
-    yield call
-    for child in call.calls():
-        yield from _all_calls(child)
 
 
 def _runs(names: Sequence[str]) -> list[list[str]]:

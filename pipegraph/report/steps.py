@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -10,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from pipegraph.errors import SourceError
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Manifest, Package, Value
 from pipegraph.runtime.pipeline import LossFunction, Pipeline
@@ -92,8 +94,25 @@ def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
 
 
 def loss_of(source: ModelSource) -> LossFunction:
-    """The model file's loss if it can be called: it needs a target."""
-    return mean_square if source.loss_fn is None or source.example_target is None else source.loss_fn
+    """The model file's loss, or the mean square of the outputs where it has none.
+
+    Raises SourceError for a loss that asks for a target where the file gives no ``example_target``.
+    """
+    loss_fn = source.loss_fn
+    if loss_fn is None:
+        return mean_square
+    if source.example_target is not None:
+        return loss_fn
+    try:
+        inspect.signature(loss_fn).bind("output")
+    except TypeError:
+        raise SourceError(
+            f"{source.name} defines loss_fn(output, target) and no example_target.\n"
+            "Try: example_target = … with the target of one microbatch, or leave loss_fn out."
+        ) from None
+    except ValueError:  # no signature, as for a builtin
+        return loss_fn
+    return lambda output, target: loss_fn(output)
 
 
 def mean_square(output: Any, target: Any = None) -> Tensor:

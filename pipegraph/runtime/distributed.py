@@ -71,6 +71,9 @@ class DistributedTransport:
     def receive(self, transfer: Transfer) -> DistributedReceive:
         return DistributedReceive(self._groups[transfer.ranks], transfer, self._device, self._unfinished)
 
+    def start(self) -> None:
+        pass  # a step that fails ends the pipeline here
+
     def finish(self) -> None:
         self._sends.finish()
 

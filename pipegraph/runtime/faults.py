@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 from torch.distributed import Store
 
-from pipegraph.errors import RuntimeFault
+from pipegraph.errors import RuntimeFault, user_line
 from pipegraph.runtime.transport import ConnectionLost
 from pipegraph.schedule import Action
 
@@ -40,7 +40,7 @@ class Guard:
     """Around all that a rank does together with others: what fails inside is told to all, and ends this rank's part.
 
     ActionFailed and ConnectionLost leave it as RuntimeFault, anything else as it is. After a failure nothing can be
-    done inside any more. Without a store the process is alone, and what fails outside an action changes nothing.
+    done inside any more. Without a store the process is alone, and can go on.
     """
 
     def __init__(self, rank: int, store: Store | None) -> None:
@@ -57,13 +57,14 @@ class Guard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
-        if self._store is not None or isinstance(error, ActionFailed):
-            self._stopped = self._explain(error)
+        said = self._explain(error)
+        if self._store is not None:
+            self._stopped = said
             self.closing.close()
         if isinstance(error, ConnectionLost):  # which the launcher looks for, to blame another rank
-            raise RuntimeFault(self._stopped) from error
+            raise RuntimeFault(said) from error
         if isinstance(error, ActionFailed):
-            raise RuntimeFault(self._stopped) from (error.__cause__ or error)
+            raise RuntimeFault(said) from (error.__cause__ or error)
 
     def close(self) -> None:
         """Let go of all connections, as the process is done."""
@@ -79,7 +80,8 @@ class Guard:
             who = "another rank" if cause.peer is None else f"rank {cause.peer}"
             first = self._report(f"{who} is gone ({cause}) while rank {rank} waited for it{where}. Was it killed?")
             return f"rank {rank} stopped{where}: {first}{row}"
-        own = f"rank {rank} failed{where}: {type(cause).__name__}: {cause}"
+        line = user_line(cause)
+        own = f"rank {rank} failed{where}: {type(cause).__name__}: {cause}{f' (at {line})' if line else ''}"
         first = self._report(own)
         return f"{own}{row}" if first.startswith(own) else f"{own}{row}\n  Before that, {first}"
 

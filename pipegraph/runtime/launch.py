@@ -60,7 +60,7 @@ def check_processes(schedule: Schedule, processes: int, launched: bool = False) 
     if processes == schedule.ranks or (processes == 1 and not launched):
         return
     stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"
-    count = "1 process" if schedule.ranks == 1 else f"{schedule.ranks} processes, or one without a launcher"
+    count = "1 process" if schedule.ranks == 1 else f"{schedule.ranks} processes, or 1 that runs all stages"
     option = "--nproc-per-node" if launched else "--nproc"
     raise ScheduleError(
         f"{processes} process{'es' if processes > 1 else ''} cannot run {stages} under {schedule.name}: "

@@ -36,6 +36,9 @@ class LocalTransport:
     def receive(self, transfer: Transfer) -> LocalReceive:
         return LocalReceive(transfer, self._arrived)
 
+    def start(self) -> None:
+        self._arrived.clear()  # what a step that failed has left
+
     def finish(self) -> None:
         pass
 

@@ -8,13 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegraph.errors import PipegraphError, nearest
+from pipegraph.errors import BatchError, nearest
 from pipegraph.package import Manifest, Value
 from pipegraph.runtime.wiring import dtype_name, torch_dtype
-
-
-class BatchError(PipegraphError):
-    """What was passed to `step` or `eval` is not what the package was made for."""
 
 
 def bind(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -190,6 +190,7 @@ class Pipeline:
         results = Results()
         with self._guard:
             feed = self._feed(args, kwargs, target, with_loss, keep_outputs)
+            self._transport.start()
             with self._ties.summed() if self._ties and summed else nullcontext():
                 drive(executors, feed, results)
             self._transport.finish()

@@ -57,6 +57,10 @@ class Transport(Protocol):
         """Start receiving and return at once."""
         ...
 
+    def start(self) -> None:
+        """Be ready for a step, whatever the one before has left."""
+        ...
+
     def finish(self) -> None:
         """Return when everything is sent. Raises ConnectionLost."""
         ...

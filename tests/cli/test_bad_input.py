@@ -89,11 +89,12 @@ def test_control_flow_on_data_names_the_line(pipegraph: Command, tmp_path: Path)
         ("layer.2", 'Did you mean "layers.2"?'),
         ("layers.7", "the model has no module layers.7"),
         ("layers.3,layers.1", "lies before layers.3"),
-        ("layers.2,layers.2", "is the same cut as"),
+        ("layers.2,layers.2", "was given twice"),
         ("layers.1:end,layers.2", "is the same cut as"),
         ("layers.0", "cuts nothing"),
         ("head:end", "cuts nothing"),
-        ("", "point"),
+        ("layers.2,", "the name of a module is missing"),
+        ("layers.2:edn", 'behind a colon stands "end"'),
     ],
 )
 def test_points_that_do_not_cut(pipegraph: Command, tmp_path: Path, points: str, said: str) -> None:
@@ -101,13 +102,33 @@ def test_points_that_do_not_cut(pipegraph: Command, tmp_path: Path, points: str,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_points_and_stages(pipegraph: Command, tmp_path: Path) -> None:
-    result = pipegraph("split", CHAIN, "--points", "layers.2", "--stages", 2, "-o", tmp_path / "out")
-    fails(result, 3, "not both")
+@pytest.mark.parametrize("options", [("--points", "layers.2", "--stages", 2), (), ("--points", "")])
+def test_either_points_or_stages(pipegraph: Command, tmp_path: Path, options: tuple[object, ...]) -> None:
+    result = pipegraph("split", CHAIN, *options, "-o", tmp_path / "out")
+    assert (result.code, result.out) == (2, "")
+    assert "--points layers.4 (modules that start a stage), or --stages 2, and not both" in " ".join(result.err.split())
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_neither_points_nor_stages(pipegraph: Command, tmp_path: Path) -> None:
-    fails(pipegraph("split", CHAIN, "-o", tmp_path / "out"), 3, "--points", "--stages")
+def test_a_folder_that_cannot_be_made(pipegraph: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = pipegraph("split", CHAIN, "--points", "layers.2", "-o", tmp_path / "file" / "out")
+    fails(result, 2, "cannot be written", "-o with another folder")
+
+
+def test_a_damaged_package_can_be_replaced(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(chain, tmp_path / "damaged"))
+    (damaged / "pipeline.json").write_text("{")
+    again = ["split", CHAIN, "--points", "layers.2", "-o", damaged]
+    fails(pipegraph(*again), 2, "already holds a damaged package", "--overwrite")
+    assert pipegraph(*again, "--overwrite").code == 0
+    assert pipegraph("verify", damaged, CHAIN).code == 0
+
+
+def test_a_lost_index_of_weights(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(chain, tmp_path / "damaged"))
+    (damaged / "model.safetensors.index.json").unlink()
+    fails(pipegraph("run", damaged, "--nproc", 1), 2, "model.safetensors.index.json is missing")
 
 
 def test_more_stages_than_segments(pipegraph: Command, tmp_path: Path) -> None:

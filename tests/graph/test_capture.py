@@ -277,7 +277,7 @@ def test_control_flow_on_values_names_the_users_line() -> None:
         pipegraph.capture(source.model, source.args)
     assert str(caught.value).splitlines()[1:] == [
         f"  at {file}:{line}: if x.sum() > 0:",
-        "Try: compute both branches and choose with torch.where.",
+        "Try: for a branch, compute both sides and choose with torch.where; for a number, pass it as an argument.",
     ]
 
 

@@ -83,13 +83,13 @@ def test_a_damaged_index_is_refused(text: str, folder: Path) -> None:
 
 def test_a_damaged_shard_names_the_stage(folder: Path) -> None:
     (folder / "stage-1.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(PackageError, match=r"stage 1 \(.*stage_1.py\) cannot be loaded: SafetensorError"):
+    with pytest.raises(PackageError, match=r"stage 1 \(.*stage_1.py\), with weights of .*-1.*cannot be loaded: Saf"):
         Package.open(folder).load_stage(1)
 
 
 def test_a_source_with_a_mistake_is_named(folder: Path) -> None:
     (folder / "stage_0.py").write_text("def forward(:\n")
-    with pytest.raises(PackageError, match=r"cannot be imported: SyntaxError: .*stage_0.py, line 1"):
+    with pytest.raises(PackageError, match=r"cannot be imported: .*stage_0.py:1: SyntaxError"):
         Package.open(folder).load_stage(0)
 
 

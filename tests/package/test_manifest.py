@@ -137,3 +137,21 @@ def test_a_manifest_that_could_not_run_is_refused(change: Callable[[Any], None],
     with pytest.raises(PackageError, match=message) as raised:
         Manifest.from_json(json.dumps(entry), "out/pipeline.json")
     assert str(raised.value).startswith("out/pipeline.json")
+
+
+def test_the_models_own_dicts_keep_their_order() -> None:
+    names = ("z", "a", "m")
+    values = {name: Value(name, "float32", (2,), 0, ()) for name in names} | {
+        "x": Value("x", "float32", (2,), -1, (0,))
+    }
+    manifest = Manifest(
+        generator="pipegraph 0.1.0",
+        model={},
+        args=["x"],
+        kwargs={},
+        outputs={"z": "z", "inner": {"m": "m", "a": "a"}},
+        values=values,
+        stages=(StageEntry(0, "stage_0", "Stage0", ("x",), names),),
+    )
+    outputs = Manifest.from_json(manifest.to_json(), "here").outputs
+    assert (list(outputs), list(outputs["inner"])) == (["z", "inner"], ["m", "a"])

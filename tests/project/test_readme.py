@@ -77,6 +77,9 @@ def test_the_model_file_can_be_split(folder: Path) -> None:
 
 
 def test_python(folder: Path) -> None:
-    (folder / "train.py").write_text(blocks("python")[2])
-    done = run([sys.executable, "-W", "error", "train.py"], folder)
-    assert done.returncode == 0, done.stderr
+    for name, code in zip(("write.py", "train.py"), blocks("python")[2:], strict=True):
+        (folder / name).write_text(code)
+        done = run([sys.executable, "-W", "error", name], folder)
+        assert done.returncode == 0, done.stderr
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "3", "train.py"]
+    assert run(torchrun, folder).returncode == 0

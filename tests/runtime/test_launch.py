@@ -89,7 +89,7 @@ def test_processes_that_can_run_a_schedule() -> None:
     check_processes(built, 4)
     with pytest.raises(ScheduleError, match=r"(?s)3 processes cannot run 4 stages under 1f1b.*Try: --nproc 4"):
         check_processes(built, 3)
-    with pytest.raises(ScheduleError, match=r"(?s)4 processes, or one without a launcher.*--nproc-per-node 4"):
+    with pytest.raises(ScheduleError, match=r"(?s)4 processes, or 1 that runs all stages.*--nproc-per-node 4"):
         check_processes(built, 1, launched=True)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipegraph.runtime.microbatch import BatchError, join
+from pipegraph.errors import BatchError
+from pipegraph.runtime.microbatch import join
 from pipegraph.runtime.pipeline import Pipeline
 from tests.runtime.packages import Sketch, Stage, loss, write
 
@@ -60,7 +61,7 @@ def test_arguments_may_go_by_position_or_by_name(pipe: Pipeline) -> None:
         (
             (X, Y, SCALE),
             {},
-            r"3 positional arguments were passed; the model was captured with \(x, y, cached=, nothing=, scale=",
+            r"3 positional arguments were passed; the model was captured with \(x, y, scale=, cached=, nothing=",
         ),
         ((X, Y), {"scales": SCALE}, "there is no argument 'scales'; .* Did you mean \"scale\""),
         ((X, Y), {"cached": True}, "cached is True; it was False when the model was captured"),

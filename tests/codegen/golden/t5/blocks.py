@@ -298,14 +298,17 @@ class T5Block3(nn.Module):
 
 
 class T5LayerCrossAttention2(nn.Module):
-    """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.0.layer.1.  nothing → f32[1, 4, 7, 10]."""
+    """T5LayerCrossAttention (modeling_t5.py:404), a part of it, as in t5.decoder.block.0.layer.1.
+
+    nothing → f32[1, 4, 7, 10].
+    """
 
     def forward(self):
         return torch.zeros([1, 4, 7, 10], dtype=torch.float32, device=torch.get_default_device())
 
 
 class T5Block4(nn.Module):
-    """T5Block (modeling_t5.py:435), as in t5.decoder.block.0.  nothing → f32[1, 4, 7, 10]."""
+    """T5Block (modeling_t5.py:435), a part of it, as in t5.decoder.block.0.  nothing → f32[1, 4, 7, 10]."""
 
     def __init__(self):
         super().__init__()

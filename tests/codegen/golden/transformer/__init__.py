@@ -19,8 +19,9 @@ _FOLDER = Path(__file__).parent
 def load_stage(index, device="cpu", weights=True):
     """Build stage `index` on `device`, in the mode (training or evaluation) that the model was in.
 
-    With `weights`, parameters are read from the safetensors files of this folder; without, they are as their
-    constructors make them. Buffers are read in both cases, unless the device is meta.
+    With `weights`, parameters are read from the safetensors files of this folder. Without, they are as their
+    constructors make them, and a bare `nn.Parameter(torch.empty(…))` holds no values yet. Buffers are read in both
+    cases, unless the device is meta.
     """
     with torch.device("meta" if weights else device):
         stage = _STAGES[index]()
