@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        print(f"error: {_message(error)}", file=sys.stderr)
+        # In one write: the ranks of torchrun share one stderr.
+        sys.stderr.write(f"error: {_message(error)}\n")
         sys.exit(error.exit_code if isinstance(error, PipegraphError) else RuntimeFault.exit_code)
     sys.exit(0)
 

@@ -43,7 +43,7 @@ def held_back(unless: bool) -> Iterator[None]:
         yield
         return
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     said = io.StringIO()
     try:
         with redirect_stderr(said):

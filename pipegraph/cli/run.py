@@ -60,6 +60,10 @@ def run(
 
     Starts its own processes, unless torchrun has: torchrun --nproc-per-node N -m pipegraph run OUT
     """
+    if model is None and (batch is not None or seq is not None):
+        raise typer.BadParameter(
+            "they belong to --model hf:…; without it the package's own sizes hold.", param_hint="--batch / --seq"
+        )
     from pipegraph.package import Package
     from pipegraph.report.schedules import choose_schedule
     from pipegraph.runtime.launch import check_processes, exit_with_parent, is_launched, launch, record_failure

@@ -127,9 +127,17 @@ def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
 def _whole(captured: Captured, root: Call) -> Iterator[str]:
     """FQNs of the calls that stay whole and hold parameters; of a call that was cut, those of the calls inside."""
     whole = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
+
+    def parts(call: Call) -> Iterator[Call]:
+        inner = list(call.calls())
+        if not inner or len(list(call.nodes())) == whole[call.call]:
+            yield call
+            return
+        for child in inner:
+            yield from parts(child)
+
     for call in whole_calls(captured, root):
-        parts = [call] if len(list(call.nodes())) == whole[call.call] else list(call.calls())
-        yield from (part.fqn for part in parts if holds_parameter(captured, part))
+        yield from (part.fqn for part in parts(call) if holds_parameter(captured, part))
 
 
 def _runs(names: Sequence[str]) -> list[list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipegraph.package import Package
 from pipegraph.runtime.choose import choose
-from pipegraph.schedule import Schedule
+from pipegraph.schedule import Schedule, check
 
 
 def choose_schedule(package: Package, schedule: str, microbatches: int | None) -> Schedule:
@@ -12,4 +12,6 @@ def choose_schedule(package: Package, schedule: str, microbatches: int | None) -
     stages = len(package.manifest.stages)
     if microbatches is None and not schedule.endswith(".csv"):
         microbatches = stages
-    return choose(schedule, microbatches, stages, processes=None)
+    chosen = choose(schedule, microbatches, stages, processes=None)
+    check(chosen)
+    return chosen

@@ -173,4 +173,5 @@ def _last_words(exit_code: int, log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
     ended = f"exited with code {exit_code}" if exit_code >= 0 else f"was killed by {signal.Signals(-exit_code).name}"
-    return f"the process {ended}; its last words: {said}"
+    advice = "\nTry: look for a lack of memory in the system's log (dmesg)." if exit_code == -signal.SIGKILL else ""
+    return f"the process {ended}; its last words: {said}{advice}"

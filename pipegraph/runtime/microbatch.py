@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,9 @@ def bind(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def check(value: Value, given: Any, microbatches: int) -> None:
     """Raise BatchError unless `given` is this input for so many microbatches, in shape and dtype."""
     if not isinstance(given, Tensor):
-        raise BatchError(f"{value.name} is {'missing' if given is None else repr(given)}: pass a tensor, {value}.")
+        raise BatchError(
+            f"{value.name} is {'missing' if given is None else reprlib.repr(given)}: pass a tensor, {value}."
+        )
     if given.shape != _batch_shape(value, microbatches):
         raise BatchError(_wrong_shape(value, given, microbatches))
     if given.dtype != torch_dtype(value):

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from pipegraph.errors import RuntimeFault, ScheduleError
+from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.runtime.group import Group
 from pipegraph.runtime.transport import ConnectionLost
 
@@ -83,6 +83,12 @@ def find(group: dist.ProcessGroup | None, device: torch.device) -> World | None:
 
 def local_device(device: str | torch.device) -> torch.device:
     """`device`; plain "cuda" under a launcher is the device of this process's local rank."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise PipegraphError(f"{device!r} is no device of torch: {error}.\nTry: cpu or cuda.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise PipegraphError(f"device {str(device)!r} was asked for, and torch finds no GPU.\nTry: device='cpu'.")
     if str(device) == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}"
     found = torch.device(device)
