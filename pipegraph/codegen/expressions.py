@@ -12,6 +12,7 @@ from torch import fx
 
 from pipegraph.codegen.expression import ATOM, Expression, Writer
 from pipegraph.codegen.forms import FORMS
+from pipegraph.graph.captured import on_meta
 
 
 def express(node: fx.Node, writer: Writer) -> Expression:
@@ -151,23 +152,16 @@ def _gives_the_same(node: fx.Node, function: Any, positional: Sequence[Any], nam
     """Try a Python form on meta tensors, so that no form is written that torch would refuse or read otherwise."""
     expected = node.meta.get("val")
     try:
-        arguments = fx.map_arg(tuple(value for _, value in positional), _meta)
+        arguments = fx.map_arg(tuple(value for _, value in positional), on_meta)
         keywords = {
             key: torch.device("meta") if isinstance(value, torch.device) else value
-            for key, value in fx.map_arg(named, _meta).items()
+            for key, value in fx.map_arg(named, on_meta).items()
         }
         with torch.no_grad():
             result = function(*arguments, **keywords)
     except (TypeError, RuntimeError, NotImplementedError, ValueError, IndexError):
         return False
     return _signature(result) == _signature(expected)
-
-
-def _meta(node: fx.Node) -> Any:
-    def empty(value: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-    return torch.utils._pytree.tree_map_only(torch.Tensor, empty, node.meta.get("val"))
 
 
 def _signature(value: Any) -> Any:

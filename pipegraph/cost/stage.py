@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipegraph.graph.captured import State
+from pipegraph.graph.captured import State, on_meta
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def stage_cost(
 def flops(node: fx.Node) -> int:
     """Floating-point operations of one node: it is run on meta tensors under torch's counter, so that a composite
     operation (``linear``, attention) counts as what it is made of. Elementwise work counts as zero, as there."""
-    arguments = fx.map_arg((node.args, node.kwargs), _meta)
+    arguments = fx.map_arg((node.args, node.kwargs), on_meta)
     leaves = [leaf for leaf in node.all_input_nodes if isinstance(leaf.meta.get("val"), torch.Tensor)]
     if not any(leaf.meta["val"].is_floating_point() for leaf in leaves) or not callable(node.target):
         return 0
@@ -64,14 +63,6 @@ def flops(node: fx.Node) -> int:
     except (RuntimeError, NotImplementedError, TypeError):
         return 0  # no meta kernel: such an operation has no formula in the registry either
     return int(counter.get_total_flops())
-
-
-def _meta(node: fx.Node) -> Any:
-    return torch.utils._pytree.tree_map_only(
-        torch.Tensor,
-        lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"),
-        node.meta.get("val"),
-    )
 
 
 def value_bytes(node: fx.Node) -> int:

@@ -54,7 +54,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
         other = _in_evaluation(model, args, kwargs, state, tensors)
         if other is not None:
             follow_modes(graph, other, modules)
-    inputs, constants = _inputs(graph, exported, args, kwargs)
+    inputs, constants = _inputs(exported, args, kwargs)
     captured = Captured(
         graph=graph,
         model_name=type(model).__name__,
@@ -136,7 +136,7 @@ def _where_written(cls: type) -> str:
 
 
 def _inputs(
-    graph: fx.Graph, exported: torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
+    exported: torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
     """The nesting of the model's arguments with names as leaves, and the arguments that are no tensors.
 

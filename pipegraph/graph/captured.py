@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in ')
 
@@ -127,6 +128,15 @@ def label_of(node: fx.Node) -> str:
     """The name of a node in ``Captured.args``, ``kwargs`` and ``outputs``: that of the model's argument for an input
     (the node's own name may differ, where the argument is called ``torch``)."""
     return str(node.target) if node.op == "placeholder" else node.name
+
+
+def on_meta(node: fx.Node) -> Any:
+    """An empty stand-in on the meta device for a value (or for the tensors of a tuple), to try an operation on."""
+
+    def empty(value: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    return pytree.tree_map_only(torch.Tensor, empty, node.meta.get("val"))
 
 
 def source_line(node: fx.Node) -> str:

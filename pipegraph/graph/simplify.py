@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipegraph.graph.captured import on_meta
+
 aten = torch.ops.aten
 
 # Export's own checks, and copies of constants that guard against writes into them.
@@ -202,7 +204,21 @@ def _functional(node: fx.Node) -> torch._ops.OpOverload | None:
     if target.namespace != "aten" or not name.endswith("_") or name in ("copy_", "set_", "resize_"):
         return None
     packet = getattr(aten, name.removesuffix("_"), None)
-    return getattr(packet, target._overloadname, None) if packet is not None else None
+    functional = getattr(packet, target._overloadname, None) if packet is not None else None
+    return functional if functional is not None and _keeps_type(functional, node) else None
+
+
+def _keeps_type(functional: torch._ops.OpOverload, node: fx.Node) -> bool:
+    """Whether the functional form gives the dtype and shape that the tensor written into has: ``x.add_(y)`` keeps a
+    bfloat16 ``x`` where ``x + y`` promotes it to the dtype of ``y``."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), on_meta)
+    kept = node.meta["val"]
+    try:
+        with torch.no_grad():
+            made = functional(*args, **kwargs)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return bool(made.dtype == kept.dtype and made.shape == kept.shape)
 
 
 def _replace_later_uses(before: fx.Node, after: fx.Node) -> None:

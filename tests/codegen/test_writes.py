@@ -195,3 +195,19 @@ def test_a_cut_between_a_write_and_its_tensor_is_refused(model: type[nn.Module],
 def _line(text: str) -> int:
     lines = Path(__file__).read_text().splitlines()
     return max(number for number, line in enumerate(lines, 1) if line.strip() == text)
+
+
+class WritesAnotherDtype(Blocks):
+    """A write keeps the dtype of the tensor it writes into; the functional form would promote it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).to(torch.bfloat16)
+        h.add_(x.square())
+        return self.b(h.float())
+
+
+def test_a_write_that_converts_stays_a_write(tmp_path: Path) -> None:
+    built = WritesAnotherDtype()
+    package = split(tmp_path, built, (batch(),), cut="b")
+    assert ".add_(" in (package.path / "stage_0.py").read_text()
+    assert differences(package, built, (batch(),), train=True) == []
