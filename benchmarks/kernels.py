@@ -77,7 +77,10 @@ def main() -> None:
         made = stage(chosen.layers, chosen.dim, Path(folder) / "package")
         x, gradient = torch.randn(2, BATCH, SEQUENCE, chosen.dim).unbind()
         modules = {name: copy.deepcopy(made) for name in ("F I W", "F B", "torch.compile", "eager")}
-    of = {name: (make("inductor", modules[name], (True,), (True,), recompute=chosen.recompute)) for name in list(modules)[:2]}
+    of = {
+        name: (make("inductor", modules[name], (True,), (True,), recompute=chosen.recompute))
+        for name in list(modules)[:2]
+    }
     runs = {
         "torch.compile": of_module(torch.compile(modules["torch.compile"]), x, gradient),
         "F I W": of_kernels(of["F I W"], x, gradient, True),

@@ -13,6 +13,7 @@ from pipegraph.kernels.differentiate import Options
 from pipegraph.kernels.internals import Run
 from pipegraph.kernels.program import Compiler
 
+
 @functools.cache
 def compiler(name: str) -> Compiler:
     """The compiler called so, which all stages of this process share."""

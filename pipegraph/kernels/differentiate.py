@@ -46,7 +46,7 @@ def differentiate(
     for record in blocks.outermost():
         record.block = block_of(record, options)
     tangents = [
-        torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device=output.device)
+        torch.empty_like(output, requires_grad=False)  # with the output's strides, unless its elements overlap
         if output.requires_grad and comes(index, output)
         else None
         for index, output in enumerate(outputs)

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.joint import Joint
+from pipegraph.kernels.opaque import OPERATION
 
 RECOMPUTE = ("none", "min-cut", "block")
 """What the backward computes again instead of keeping it: nothing, what torch's partitioner would, or everything."""
@@ -61,18 +62,26 @@ class Backward:
 
 
 def saved_values(joint: Joint, recompute: str) -> set[fx.Node]:
-    """The values that F keeps for the backward. Primals may always be kept; what is random always is."""
+    """The values that F keeps for the backward, beside primals. What is random and what a block gave always is; a
+    view never, but what it is a view of: both keep the same memory, and making the view again is free.
+
+    "block" is for a graph that calls no other block; one that does is no block to compute again.
+    """
     forward = _forward_nodes(joint)
     if recompute == "none":
-        return forward
-    kept = {node for node in forward if _is_random(node)}
+        return {node for node in forward if not is_view(node)}
+    kept = {node for node in forward if _is_random(node) or node.target is OPERATION}
+    kept |= {user for index in joint.written for user in joint.primals[index].users}  # what was there before
+    if recompute == "block" and any(node.target is OPERATION for node in forward):
+        recompute = "min-cut"
     kept |= {user for node in list(kept) for user in node.users if user.target is operator.getitem}
     if recompute == "block":
         return kept
     copied = fx.Graph()
     copied.output(copied.graph_copy(joint.module.graph, {}))
     names = internals.min_cut(fx.GraphModule(joint.module, copied), len(joint.outputs) + len(joint.written))
-    return kept | {node for node in forward if node.name in names}
+    bases = {_base(node) for node in forward if node.name in names}
+    return kept | {node for node in bases if node.op == "call_function"}
 
 
 def forward_part(joint: Joint, kept: Collection[fx.Node], backward: Iterable[Part]) -> Part:
@@ -82,7 +91,9 @@ def forward_part(joint: Joint, kept: Collection[fx.Node], backward: Iterable[Par
     return _extract(joint, (), [*joint.outputs, *joint.written.values(), *saved])
 
 
-def backward_parts(joint: Joint, saved: Collection[fx.Node], is_input: Sequence[bool], present: Sequence[bool]) -> Backward:
+def backward_parts(
+    joint: Joint, saved: Collection[fx.Node], is_input: Sequence[bool], present: Sequence[bool]
+) -> Backward:
     """The backward where a gradient comes from the outputs that are `present`."""
     tangents = [node for node, here in zip(joint.tangents, present, strict=True) if node is not None and here]
     absent = [node for node, here in zip(joint.tangents, present, strict=True) if node is not None and not here]

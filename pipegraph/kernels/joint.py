@@ -86,6 +86,7 @@ def _joint(
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _ALIASES:
             node.replace_all_uses_with(node.args[0])
+    _check(graph)
     _keep_what_was_there(graph, written)
     graph.eliminate_dead_code()
     module.graph = graph = internals.without_duplicates(graph)
@@ -106,6 +107,14 @@ def _joint(
         written=dict(zip(written, new, strict=True)),
         gradients=tuple(gradients),
     )
+
+
+def _check(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            forward = node.args[-1].args[0]
+            if not forward.args[-1]:  # not in training, as far as the operation knows
+                raise RuntimeError("an LSTM on CPU keeps nothing for a backward where its input needs no gradient")
 
 
 def _keep_what_was_there(graph: fx.Graph, written: Sequence[int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 
 from pipegraph.errors import PipegraphError, nearest
@@ -63,27 +62,20 @@ def make(
     input_gradients: Sequence[bool],
     output_gradients: Sequence[bool],
     loss: Loss | None = None,
-    recompute: str | None = None,
+    recompute: str = "min-cut",
 ) -> StageKernels:
     """The kernels `name` of `stage`.
 
     `input_gradients` says of each input whether its gradient is wanted, `output_gradients` of each output whether one
-    will come; `loss` is the last segment of the last stage. `recompute` is one of `RECOMPUTE`, by default "min-cut" on
-    a GPU, where computing a chain of pointwise operations again costs less than keeping it, and "none" elsewhere.
+    will come; `loss` is the last segment of the last stage. `recompute` is one of `RECOMPUTE`, by default "min-cut":
+    also on a CPU a chain of pointwise operations is computed again in less time than it is written and read.
     """
     if name not in _MAKERS:
         raise PipegraphError(
             f'No kernels are called "{name}".{nearest(name, _MAKERS)} There are: {", ".join(_MAKERS)}.'
         )
-    if recompute is None:
-        recompute = "min-cut" if _device(stage).type == "cuda" else "none"
     if recompute not in RECOMPUTE:
         raise PipegraphError(
             f'recompute cannot be "{recompute}".{nearest(recompute, RECOMPUTE)} There are: {", ".join(RECOMPUTE)}.'
         )
     return _MAKERS[name](stage, input_gradients, output_gradients, loss, recompute)
-
-
-def _device(stage: nn.Module) -> torch.device:
-    tensor = next(itertools.chain(stage.parameters(), stage.buffers()), None)
-    return torch.device("cpu") if tensor is None else tensor.device

@@ -100,4 +100,3 @@ def _run(values: dict[str, Tensor], block: Derivative, kind: str, present: tuple
 
 def _first(items: Sequence[Tensor], item: Tensor) -> int:
     return next(index for index, each in enumerate(items) if each is item)
-

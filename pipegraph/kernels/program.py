@@ -20,6 +20,7 @@ from pipegraph.kernels.divide import Part
 from pipegraph.kernels.internals import Run
 from pipegraph.kernels.opaque import OPERATION, block_of
 
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Kernel:
     """A graph to compile, or compiled."""

@@ -96,7 +96,9 @@ class Variant:
         saved |= {name: found[place] for name, place in self._saved_results}
         return [found[place] for place in self._outputs], saved
 
-    def backward(self, kind: str, present: Present, values: dict[str, Tensor], keep: Iterable[str]) -> dict[str, Tensor]:
+    def backward(
+        self, kind: str, present: Present, values: dict[str, Tensor], keep: Iterable[str]
+    ) -> dict[str, Tensor]:
         """I, W or B on named values, of which those to `keep` are returned with the results; the others are let go."""
         part = self.derivative.part(kind, present)
         program = self._program(kind, present)
@@ -159,9 +161,9 @@ def trace(stage: Stage, state: State, call: Call, compiler: Compiler, options: O
             wanted.append(position < inputs and stage.input_gradients[position])
     with internals.fake_tensors(), torch.set_grad_enabled(call.differentiable):
         primals = [
-            torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            ).requires_grad_(want and call.differentiable)
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).requires_grad_(
+                want and call.differentiable
+            )
             for tensor, want in zip([*state.tensors(), *call.tensors], wanted, strict=True)
         ]
         is_input = [index >= len(state) for index in range(len(primals))]
