@@ -155,7 +155,7 @@ def autocast_state() -> Any:
 
 def _may_be_block(module: nn.Module) -> bool:
     """One that holds others and computes with parameters. A lone layer is better fused with what stands beside it."""
-    called = type(module).forward is not nn.Module.forward  # type: ignore[comparison-overlap]
+    called = type(module).forward is not nn.Module.forward
     return called and any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
-
-from torch import Tensor
 
 from pipegraph.kernels import opaque
 from pipegraph.kernels.divide import Backward, Part, backward_parts, forward_part, saved_values
@@ -26,7 +23,7 @@ class Derivative:
     def __init__(self, joint: Joint, is_input: Sequence[bool], recompute: str, blocks: Sequence[Derivative]) -> None:
         self.joint = joint
         self.number = opaque.register(self)
-        self.programs: dict[tuple[str, Present], Any] = {}
+        self.programs: dict[Any, Any] = {}  # what a compiler made of it
         self._is_input = tuple(is_input)
         self._kept = saved_values(joint, recompute)
         self._backward: dict[Present, Backward] = {}

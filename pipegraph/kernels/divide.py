@@ -19,9 +19,6 @@ from pipegraph.kernels import internals
 from pipegraph.kernels.joint import Joint
 from pipegraph.kernels.opaque import OPERATION
 
-RECOMPUTE = ("none", "min-cut", "block")
-"""What the backward computes again instead of keeping it: nothing, what torch's partitioner would, or everything."""
-
 aten = torch.ops.aten
 
 _VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}

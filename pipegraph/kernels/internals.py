@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def from_functional(tensor: Tensor) -> Tensor:
 
     if not isinstance(tensor, FunctionalTensor):
         return tensor
-    torch._sync(tensor)  # type: ignore[no-untyped-call]
+    torch._sync(tensor)
     inner: Tensor = torch._from_functional_tensor(tensor.elem)
     return inner
 
@@ -84,7 +85,7 @@ def without_duplicates(graph: fx.Graph) -> fx.Graph:
     """The graph with equal computations done once, random ones excepted: as AOTAutograd does before it partitions."""
     from torch._functorch.compile_utils import fx_graph_cse
 
-    found: fx.Graph = fx_graph_cse(graph)  # type: ignore[no-untyped-call]
+    found: fx.Graph = fx_graph_cse(graph)
     return found
 
 
@@ -103,7 +104,7 @@ def min_cut(module: fx.GraphModule, outputs: int) -> set[str]:
 
 def inductor_decompositions() -> Mapping[Any, Any]:
     """What Inductor wants an operation to be made of, before it is given a graph."""
-    import torch._inductor.lowering  # which some decompositions look into, and do not import
+    import_module("torch._inductor.lowering")  # which some decompositions look into, and do not import
     from torch._inductor.decomposition import select_decomp_table
 
     table: Mapping[Any, Any] = select_decomp_table()
@@ -128,7 +129,7 @@ def boxed(module: fx.GraphModule) -> Run:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Torch's compiler uses parts of torch that are deprecated, and says so to its user, who can do nothing about it."""
+    """Torch's compiler uses deprecated parts of torch, and says so to its user, who can do nothing about it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
@@ -151,7 +152,7 @@ def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
 
     found: list[Run | Exception] = []
     begun: list[int] = []
-    AsyncCompile.wait = later
+    AsyncCompile.wait = later  # type: ignore[method-assign, assignment]
     try:
         for module in modules:
             try:
@@ -160,7 +161,7 @@ def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
                 found.append(error)
             begun.append(len(waits))
     finally:
-        AsyncCompile.wait = own
+        AsyncCompile.wait = own  # type: ignore[method-assign]
     for index, (first, last) in enumerate(zip([0, *begun], begun, strict=False)):
         try:
             for wait in waits[first:last]:

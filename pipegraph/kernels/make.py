@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -14,7 +13,7 @@ from pipegraph.kernels.interface import Loss, StageKernels
 Maker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None, str], StageKernels]
 
 RECOMPUTE = ("none", "min-cut", "block")
-"""What the backward computes again instead of keeping it: nothing, what torch's partitioner would, or all of a block."""
+"""What the backward computes again instead of keeping it: nothing, what torch's partitioner would, or the block."""
 
 
 def _autograd(

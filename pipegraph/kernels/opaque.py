@@ -51,7 +51,7 @@ def block_of(node: fx.Node) -> Derivative:
 
 def call(block: Derivative, number: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The outputs of a block and the new values of what it writes to, for `tensors` in the order of its primals."""
-    found: tuple[Tensor, ...] = _Call.apply(block, number, *tensors)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _Call.apply(block, number, *tensors)
     return found
 
 

@@ -141,7 +141,8 @@ class _Assembly:
         ]
         if not writes:
             return
-        graph, values = fx.Graph(), {}
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
         for node in reads:
             values[node] = graph.placeholder(f"input_{len(values)}")
             values[node].meta = node.meta
