@@ -19,7 +19,7 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -47,7 +47,14 @@ class PlanError(PipegraphError):
 
 
 class ScheduleError(PipegraphError):
-    """No schedule has this name or these numbers, or a schedule breaks a rule."""
+    """No schedule has this name or these numbers, or a schedule breaks a rule.
+
+    ``places`` hold where: rank → position among its actions.
+    """
+
+    def __init__(self, message: str, places: Mapping[int, int] | None = None) -> None:
+        super().__init__(message)
+        self.places = dict(places or {})
 
 
 class PackageError(PipegraphError):

@@ -1,9 +1,18 @@
-"""What every test gets. The environment is set here, before anything imports torch."""
+"""What every test gets. The environment is set here, before anything imports torch.
+
+``--renew-golden`` writes anew the files that some tests compare with.
+"""
 
 from __future__ import annotations
 
 import os
 
+import pytest
+
 # Tests run side by side and start processes of their own; one thread each is faster than all of them fighting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--renew-golden", action="store_true", help="write the golden files anew, then compare")

@@ -11,6 +11,7 @@ from typing import NoReturn
 import typer
 
 from pipegraph.cli.run import run
+from pipegraph.cli.schedule import schedule
 from pipegraph.cli.show import show
 from pipegraph.cli.split import split
 from pipegraph.cli.verify import verify
@@ -24,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (split, verify, show, run):
+for verb in (split, verify, show, run, schedule):
     app.command()(verb)
 
 

@@ -1,9 +1,18 @@
-"""Results on stdout as JSON."""
+"""Results: on stdout as text or JSON, and in files that the user named."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipegraph.errors import PipegraphError
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 SCHEMA_VERSION = 1
 
@@ -11,3 +20,53 @@ SCHEMA_VERSION = 1
 def print_json(result: dict[str, Any]) -> None:
     """Print one object with its ``schema_version`` first."""
     print(json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=1, ensure_ascii=False), flush=True)
+
+
+def print_grid(draw: Callable[[int | None, bool], Text]) -> None:
+    """Print what ``draw(width, coloured)`` draws.
+
+    In colour on a terminal or with FORCE_COLOR set, and not with NO_COLOR. Folded to the width of a terminal; elsewhere
+    the width is None, and lines are whole.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    coloured = console.color_system is not None and not console.no_color
+    drawn = draw(console.width if sys.stdout.isatty() else None, coloured)
+    if not coloured:
+        print(drawn.plain, flush=True)
+        return
+    if "TERM" not in os.environ:  # colour is forced, as in the log of a build: take more than 16 of them
+        console = Console(highlight=False, soft_wrap=True, color_system="256")
+    console.print(drawn)
+
+
+def write_whole(files: Iterable[tuple[Path, str]]) -> None:
+    """Write texts to files, the whole of each or nothing of it, in place of the file that stands there.
+
+    Raises PipegraphError where one cannot be written, or is no regular file: a device must not be replaced.
+    """
+    for file, text in files:
+        try:
+            target = file.resolve()  # behind a link, which stays
+            if _is_no_file(file):
+                raise PipegraphError(f"{file} cannot be written: it is no regular file. Give a file's name.")
+            beside = target.with_name(f".{target.name}.{os.getpid()}")
+            try:
+                beside.write_text(text, encoding="utf-8")
+                beside.replace(target)
+            finally:
+                beside.unlink(missing_ok=True)
+        except OSError as error:
+            missing = not file.parent.is_dir()
+            why = f"there is no folder {file.parent}" if missing else error.strerror or str(error)
+            raise PipegraphError(f"{file} cannot be written: {why}.") from None
+
+
+def _is_no_file(file: Path) -> bool:
+    """Whether this is a folder, a device, ``-``, or a name for this process's stdout, whatever that is."""
+    return (
+        str(file) == "-"
+        or file.absolute().parts[1:2] in (("dev",), ("proc",))
+        or (file.exists() and not file.is_file())
+    )

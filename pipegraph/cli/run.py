@@ -71,9 +71,10 @@ def run(
     try:
         exit_with_parent()
         package = Package.open(out)
-        chosen = choose_schedule(package, schedule, microbatches)
         launched = is_launched()
-        processes = int(os.environ["WORLD_SIZE"]) if launched else nproc or chosen.ranks
+        asked = int(os.environ["WORLD_SIZE"]) if launched else nproc
+        chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
+        processes = asked or chosen.ranks
         check_processes(chosen, processes, launched)
         _check_device(device, processes)
         if processes == 1 or launched:

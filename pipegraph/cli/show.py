@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipegraph.cli.options import DebugOption, JsonOption, MicrobatchesOption, PackageArgument, ScheduleOption
-from pipegraph.cli.output import print_json
+from pipegraph.cli.output import print_grid, print_json
 
 
 def show(
@@ -23,4 +23,4 @@ def show(
     if json:
         print_json(overview_dict(package, chosen))
     else:
-        print(overview(package, chosen))
+        print_grid(lambda width, coloured: overview(package, chosen, width, coloured))

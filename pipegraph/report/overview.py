@@ -5,23 +5,28 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rich.text import Text
+
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
+from pipegraph.report.grid import grid, legend
+from pipegraph.report.simulation import title
 from pipegraph.report.tables import clip, count, size, table
-from pipegraph.schedule import Schedule
+from pipegraph.schedule import Schedule, Times, simulate
 
 _BITS = {"bool": 8, "bfloat16": 16, "half": 16, "float": 32, "double": 64}
 
 
-def overview(package: Package, schedule: Schedule) -> str:
-    """The text of ``pipegraph show``."""
+def overview(package: Package, schedule: Schedule, width: int | None = None, coloured: bool = False) -> Text:
+    """The text of ``pipegraph show``. The schedule is drawn as if F, I and W took the same time on every stage."""
     manifest = package.manifest
     parts = [_title(package), _stage_table(manifest), _value_table(manifest)]
     if manifest.tied:
         parts.append("\n".join(f"tied: {' = '.join(map(clip, group))}" for group in manifest.tied))
     if edited := package.edited():
         parts.append(f"edited since it was written: {', '.join(edited)}")
-    parts.append(str(schedule))
-    return "\n\n".join(parts)
+    timeline = simulate(schedule, Times.equal(schedule.stages))
+    text = Text("\n\n".join([*parts, f"{title(schedule)}\n"])).append(grid(schedule, timeline, width, coloured))
+    return text.append("\n\n").append(legend(schedule)) if coloured else text
 
 
 def overview_dict(package: Package, schedule: Schedule) -> dict[str, Any]:

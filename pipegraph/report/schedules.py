@@ -1,17 +1,110 @@
-"""The schedule that a verb's options name."""
+"""The schedule that a verb's arguments name."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from pipegraph.errors import ScheduleError
 from pipegraph.package import Package
 from pipegraph.runtime.choose import choose
-from pipegraph.schedule import Schedule, check
+from pipegraph.schedule import Schedule, Times, build, check, read_csv, search
+
+SEARCH = "search"
+"""The name that asks for `search` instead of a known order."""
+
+_CHUNKS = {"loop": 1, "v": 2}  # of a search, by placement
 
 
-def choose_schedule(package: Package, schedule: str, microbatches: int | None) -> Schedule:
-    """The schedule named, or in the CSV file named, for a package's stages; by default with a microbatch per stage."""
+def choose_schedule(package: Package, schedule: str, microbatches: int | None, ranks: int | None = None) -> Schedule:
+    """The schedule named, or in the CSV file named, for a package's stages; by default with a microbatch per stage.
+
+    A schedule that can have any number of stages on a rank has so many ``ranks``, where they are given.
+    """
     stages = len(package.manifest.stages)
     if microbatches is None and not schedule.endswith(".csv"):
         microbatches = stages
-    chosen = choose(schedule, microbatches, stages, processes=None)
+    chosen = choose(schedule, microbatches, stages, processes=None, ranks=ranks)
     check(chosen)
     return chosen
+
+
+def make_schedule(
+    name: str,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    placement: str | None = None,
+    times: Times | None = None,
+    memory_limit: int | None = None,
+) -> Schedule:
+    """The schedule of this name or in the CSV file of this name, or the best that `search` finds; checked.
+
+    A CSV file has all the sizes; those given must be its own. Raises ScheduleError.
+    """
+    if name.endswith(".csv"):
+        made = read_csv(name)
+    elif ranks is None or microbatches is None:
+        lacking = " and ".join(f"--{what}" for what, size in _sizes(ranks, microbatches).items() if size is None)
+        raise ScheduleError(f"{name} lacks {lacking}: say how many, such as --ranks 4 --microbatches 8.")
+    elif name.casefold() == SEARCH:
+        return _search(ranks, microbatches, chunks, placement, times, memory_limit)
+    else:
+        made = build(name, ranks, microbatches, chunks)
+    for what, size in _sizes(ranks, microbatches).items():
+        if size not in (None, found := getattr(made, what)):
+            raise ScheduleError(f"{name} has {found} {what}, and --{what} {size} was given. Leave it out.")
+    if chunks is not None and made.stages != chunks * made.ranks:
+        raise ScheduleError(
+            f"{name} has {made.stages} stages on {made.ranks} ranks, and --chunks {chunks} was given. Leave it out."
+        )
+    if placement is not None and made.placement != _places(placement, made.ranks, made.stages):
+        raise ScheduleError(
+            f"{made.name} places its stages on the ranks {made.placement}, which is no {placement}. "
+            f"Leave --placement out: it chooses where {SEARCH} places stages."
+        )
+    check(made, memory_limit)
+    return made
+
+
+def _sizes(ranks: int | None, microbatches: int | None) -> dict[str, int | None]:
+    return {"ranks": ranks, "microbatches": microbatches}
+
+
+def _search(
+    ranks: int,
+    microbatches: int,
+    chunks: int | None,
+    placement: str | None,
+    times: Times | None,
+    memory_limit: int | None,
+) -> Schedule:
+    placement = placement or "loop"
+    if chunks is None:
+        chunks = _CHUNKS[placement] if times is None else max(1, times.stages // ranks)
+    if times is None:
+        times = Times.equal(ranks * chunks)
+    if times.stages != ranks * chunks:
+        raise ScheduleError(
+            f"{ranks} ranks with {chunks} chunk{'s' if chunks > 1 else ''} each have {ranks * chunks} stages, "
+            f"and the times are for {times.stages}."
+        )
+    return search(times, ranks, microbatches, placement, memory_limit)
+
+
+def _places(placement: str, ranks: int, stages: int) -> tuple[int, ...]:
+    """stage → rank"""
+    there = tuple(range(ranks))
+    turn = there if placement == "loop" else there[::-1]
+    return ((there + turn) * stages)[:stages]
+
+
+def read_times(file: Path) -> Times:
+    """The times in a JSON file. Raises ScheduleError that names the file."""
+    try:
+        return Times.from_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ScheduleError(f"the times {file} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"the times {file} cannot be read: they are no UTF-8 text ({error.reason}).") from None
+    except ScheduleError as error:
+        raise ScheduleError(f"{file}: {error}") from None

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from pipegraph import errors
 from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
+from pipegraph.runtime.choose import other_names
 from pipegraph.runtime.transport import ConnectionLost
 from pipegraph.schedule import Schedule
 
@@ -64,7 +65,7 @@ def check_processes(schedule: Schedule, processes: int, launched: bool = False) 
     option = "--nproc-per-node" if launched else "--nproc"
     raise ScheduleError(
         f"{processes} process{'es' if processes > 1 else ''} cannot run {stages} under {schedule.name}: "
-        f"that takes {count}.\nTry: {option} {schedule.ranks}."
+        f"that takes {count}.\nTry: {option} {schedule.ranks}.{other_names(schedule.stages, processes)}"
     )
 
 

@@ -41,7 +41,8 @@ class Sums(dict[str, Tensor]):
 
 @dataclass(frozen=True)
 class Step:
-    """The tensors of one step on one rank. Each stands in one place, and leaves it when it is used.
+    """The tensors of one step on one rank. Each stands in one place, and leaves it when it is used, which is where the
+    schedule's `lifetimes` have its last read.
 
     Keys are (stage, microbatch), with True for what comes back, or (from stage, to stage, microbatch).
     """

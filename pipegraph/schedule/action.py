@@ -28,7 +28,10 @@ class Kind(StrEnum):
     @property
     def is_backward(self) -> bool:
         """Whether this computes a gradient."""
-        return self in (Kind.B, Kind.I, Kind.W)
+        return self in BACKWARD
+
+
+BACKWARD = frozenset((Kind.B, Kind.I, Kind.W))
 
 
 # Of each transfer: the kind at its other end, and on which side of its own stage that other end lies.
@@ -39,8 +42,9 @@ _PEER: dict[Kind, tuple[Kind, int]] = {
     Kind.RECV_B: (Kind.SEND_B, +1),
 }
 
-# Nine digits at most: int() refuses thousands of them, and no schedule needs more.
+# Nine digits at most: no schedule needs more, and passes work on machine integers.
 _NUMBER = "([0-9]{1,9})"
+_END = 10**9
 _ACTION = re.compile(rf"{_NUMBER}([A-Za-z_]+){_NUMBER}(?:([<>]){_NUMBER})?")
 _FORM = "An action is a stage, a kind and a microbatch: 2F0, 0B3, 0SEND_F1, or 0SEND_F1>3 to a stage that is not next."
 
@@ -61,9 +65,11 @@ class Action:
     peer: int | None = None
 
     def __post_init__(self) -> None:
-        if type(self.stage) is not int or type(self.microbatch) is not int or self.stage < 0 or self.microbatch < 0:
+        stage, microbatch = self.stage, self.microbatch
+        if not (type(stage) is type(microbatch) is int and 0 <= stage < _END and 0 <= microbatch < _END):
             raise ScheduleError(
-                f"The stage and microbatch of an action count from 0: {self.stage!r} and {self.microbatch!r} do not."
+                f"The stage and microbatch of an action count from 0 to {_END - 1}: "
+                f"{self.stage!r} and {self.microbatch!r} do not."
             )
         if type(self.kind) is not Kind:
             object.__setattr__(self, "kind", _kind(self.kind))
@@ -75,7 +81,7 @@ class Action:
         if self.peer is None:
             object.__setattr__(self, "peer", self.stage + side)
         peer = self.peer
-        if type(peer) is not int or peer < 0 or (peer - self.stage) * side <= 0:
+        if type(peer) is not int or not 0 <= peer < _END or (peer - self.stage) * side <= 0:
             raise ScheduleError(
                 f"{self.stage}{self.kind.value}{self.microbatch} cannot have stage {peer} at its other end: "
                 f"that of a {self.kind.value} is {'a later' if side > 0 else 'an earlier'} stage."

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 from pipegraph.errors import ScheduleError, nearest
-from pipegraph.schedule import forward, gpipe, one_f_one_b
-from pipegraph.schedule.recipe import Recipe
+from pipegraph.schedule import (
+    controllable_memory,
+    dualpipe_v,
+    eager,
+    forward,
+    gpipe,
+    interleaved,
+    interleaved_zb,
+    looped_bfs,
+    one_f_one_b,
+    zb_h,
+    zb_v,
+)
+from pipegraph.schedule.recipe import Recipe, counted
 from pipegraph.schedule.schedule import Schedule
 
-RECIPES: tuple[Recipe, ...] = (gpipe.RECIPE, one_f_one_b.RECIPE, forward.RECIPE)
+RECIPES: tuple[Recipe, ...] = (
+    gpipe.RECIPE,
+    one_f_one_b.RECIPE,
+    eager.RECIPE,
+    interleaved.RECIPE,
+    looped_bfs.RECIPE,
+    zb_h.H1,
+    zb_h.H2,
+    interleaved_zb.RECIPE,
+    zb_v.RECIPE,
+    controllable_memory.HALF,
+    controllable_memory.MIN,
+    dualpipe_v.RECIPE,
+    forward.RECIPE,
+)
 
 _BY_NAME = {name.casefold(): recipe for recipe in RECIPES for name in (recipe.name, *recipe.aliases)}
 
@@ -22,19 +48,30 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
 
     Raises ScheduleError for an unknown name, or numbers that the schedule cannot have.
     """
+    recipe = find(name)
+    chunks = recipe.chunks if chunks is None else chunks
+    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        if type(number) is not int or number < 1:
+            raise ScheduleError(f"{recipe.name} cannot have {number!r} {what}: give a whole number from 1 on.")
+    if chunks != recipe.chunks and not recipe.any_chunks:
+        raise ScheduleError(
+            f"{recipe.name} cannot have {counted([chunks], 'chunk')}: a rank holds {recipe.chunks} in it. "
+            f"Leave chunks out, or give chunks={recipe.chunks}."
+        )
+    if why := recipe.rule(ranks, microbatches):
+        asked = f"{counted([microbatches], 'microbatch')} on {counted([ranks], 'rank')}"
+        raise ScheduleError(f"{recipe.name} cannot have {asked}: {why}")
+    orders = recipe.orders(ranks, microbatches, chunks)
+    actions = tuple(tuple(order) for order in orders)
+    pairs = frozenset(recipe.overlapped(orders))
+    return Schedule(recipe.name, recipe.placement(ranks, chunks), microbatches, actions, pairs)
+
+
+def find(name: str) -> Recipe:
+    """The recipe of this name. Raises ScheduleError."""
     recipe = _BY_NAME.get(str(name).casefold())
     if recipe is None:
         raise ScheduleError(
             f'There is no schedule "{name}".{nearest(str(name), names())} The schedules are {", ".join(names())}.'
         )
-    chunks = recipe.chunks if chunks is None else chunks
-    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
-        if type(number) is not int or number < 1:
-            raise ScheduleError(f"{recipe.name} cannot have {number!r} {what}: give a whole number from 1 on.")
-    if chunks != recipe.chunks:
-        raise ScheduleError(
-            f"{recipe.name} cannot have {chunks} chunks: a rank holds {recipe.chunks} in it. "
-            f"Leave chunks out, or give chunks={recipe.chunks}."
-        )
-    actions = tuple(tuple(order) for order in recipe.orders(ranks, microbatches, chunks))
-    return Schedule(recipe.name, recipe.placement(ranks, chunks), microbatches, actions)
+    return recipe

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.arrays import RECV_F, SEND_F, B, I, W
 from pipegraph.schedule.deadlock import explain, stuck
 from pipegraph.schedule.grid import marked_grid
 from pipegraph.schedule.memory import held_activations
 from pipegraph.schedule.replay import slots
 from pipegraph.schedule.schedule import Schedule
 
-Place = tuple[int, int]
-"""(rank, position among its actions)"""
+Rule = tuple[NDArray[np.bool_], Callable[[Action], str], Callable[[Action], str]]
+"""Which actions break it, why that is wrong, and what to do about it"""
 
 
 def check(schedule: Schedule, memory_limit: int | None = None) -> None:
@@ -22,130 +26,189 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> None:
     1. Each action stands on the rank that holds its stage, and names a stage and a microbatch that exist.
     2. For each stage and microbatch there is one F; with a backward, also one B, or one I and one W. A lowered schedule
        has one SEND and one RECV for each edge between ranks, microbatch and direction, and no others.
-       An overlapped pair stands on one rank, its F first.
+       An overlapped pair stands on one rank, its F first, and its B needs no result of its F.
     3. Run with one action at a time on each rank, each transfer blocking until its partner arrives, all come to an end.
        So dependencies hold, and transfers between two ranks are received in the order in which they are sent.
+       The two actions of an overlapped pair that stand together begin together, once both have what they need.
     4. No rank holds more than ``memory_limit`` activations, counted in saved activations of one stage and microbatch.
 
-    The message says which rule is broken, and draws the schedule with the place marked.
+    The message says which rule is broken, and draws the schedule with the place marked. The error's ``places`` hold, of
+    each rank at fault, the position among its actions.
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"check takes a Schedule, not {type(schedule).__name__}. from_csv reads one from text.")
     if not isinstance(memory_limit, int | float | None):
         raise ScheduleError(f"A memory limit is a number of activations, such as memory_limit=4, not {memory_limit!r}.")
-    places = _check_each(schedule)
-    _check_complete(schedule, places)
-    _check_overlapped(schedule, places)
+    _check_each(schedule)
+    _check_divided(schedule)
+    _check_complete(schedule)
+    _check_overlapped(schedule)
     if reached := stuck(schedule):
-        what, marks, advice = explain(schedule, reached, places)
-        raise _fault(schedule, what, marks, advice)
+        raise _fault(schedule, *explain(schedule, reached))
     if memory_limit is not None and schedule.has_backward:
         _check_memory(schedule, memory_limit)
 
 
-def _check_each(schedule: Schedule) -> dict[Action, Place]:
-    """Check every action by itself, and that none stands twice. Return where each one stands."""
-    places: dict[Action, Place] = {}
-    for rank, actions in enumerate(schedule.actions):
-        for position, action in enumerate(actions):
-            wrong = None
-            if max(action.stage, action.peer or 0) >= schedule.stages:
-                wrong = f"there are only stages 0 to {schedule.stages - 1}", "Name one of those, or place more stages."
-            elif action.microbatch >= schedule.microbatches:
-                wrong = f"there are only microbatches 0 to {schedule.microbatches - 1}", "Name one of those."
-            elif (holder := schedule.placement[action.stage]) != rank:
-                wrong = f"stage {action.stage} is placed on rank {holder}", f"Move {action} to rank {holder}."
-            elif action in places:
-                wrong = "it stands there already", "Remove one of the two."
-            elif action.peer is not None:
-                wrong = _wrong_transfer(schedule, action, action.peer)
-            if wrong is not None:
-                why, advice = wrong
-                raise _fault(schedule, f"{action} cannot stand on rank {rank}: {why}.", {rank: position}, advice)
-            places[action] = (rank, position)
-    for part, (rank, position) in places.items():
-        if part.kind is Kind.I or part.kind is Kind.W:
-            whole = Action(part.stage, Kind.B, part.microbatch)
-            if whole in places:
-                what = f"{whole} and {part} cannot both stand on rank {rank}: B is I and W in one."
-                marks = {rank: max(position, places[whole][1])}
-                raise _fault(schedule, what, marks, f"Keep either {whole}, or an I and a W.")
-    return places
+def _check_each(schedule: Schedule) -> None:
+    """Check every action by itself, and that none stands twice."""
+    rules = [*_rules(schedule), *(_transfer_rules(schedule) if schedule.lowered else ())]
+    wrong = np.flatnonzero(np.logical_or.reduce([broken for broken, _, _ in rules]))
+    if len(wrong):
+        first = int(wrong[0])
+        rank, position = schedule.arrays.place(first)
+        action = schedule.arrays.action(first)
+        why, advice = next((why(action), advice(action)) for broken, why, advice in rules if broken[first])
+        raise _fault(schedule, f"{action} cannot stand on rank {rank}: {why}.", {rank: position}, advice)
 
 
-def _wrong_transfer(schedule: Schedule, action: Action, peer: int) -> tuple[str, str] | None:
-    """Why the schedule can have no such transfer, and what to do about it."""
+def _rules(schedule: Schedule) -> Iterator[Rule]:
+    arrays, stages = schedule.arrays, schedule.stages
+    yield (
+        np.maximum(arrays.stage, arrays.peer) >= stages,
+        lambda action: f"there are only stages 0 to {stages - 1}",
+        lambda action: "Name one of those, or place more stages.",
+    )
+    yield (
+        arrays.microbatch >= schedule.microbatches,
+        lambda action: f"there are only microbatches 0 to {schedule.microbatches - 1}",
+        lambda action: "Name one of those.",
+    )
+    yield (
+        np.array(schedule.placement)[np.minimum(arrays.stage, stages - 1)] != arrays.rank,
+        lambda action: f"stage {action.stage} is placed on rank {schedule.placement[action.stage]}",
+        lambda action: f"Move {action} to rank {schedule.placement[action.stage]}.",
+    )
+    repeated = np.zeros(arrays.count, bool)
+    again = arrays.index.repeated()
+    firsts = arrays.index.find(arrays.results[again])
+    repeated[again[arrays.kind[again] == arrays.kind[firsts]]] = True
+    yield repeated, lambda action: "it stands there already", lambda action: "Remove one of the two."
+
+
+def _transfer_rules(schedule: Schedule) -> Iterator[Rule]:
+    arrays, placement = schedule.arrays, np.array(schedule.placement)
+    transfers = arrays.peer >= 0
+    forward = transfers & ((arrays.kind == SEND_F) | (arrays.kind == RECV_F))
+    last = schedule.stages - 1
+    yield (
+        transfers & (placement[np.minimum(arrays.stage, last)] == placement[np.minimum(arrays.peer, last)]),
+        lambda action: "stages {} and {} are on the same rank".format(*_edge(action)),
+        lambda action: "Remove it: the value is there already.",
+    )
+    yield (
+        forward & (arrays.edge < 0),
+        lambda action: "no value goes from stage {} to stage {}".format(*_edge(action)),
+        lambda action: f"Remove it, or add {_edge(action)} to the edges.",
+    )
+    yield (
+        transfers & ~forward & (not schedule.has_backward),
+        lambda action: "the schedule has no backward",
+        lambda action: "Remove it, or add B to every stage and microbatch.",
+    )
+    yield (
+        transfers & ~forward & ~np.append(arrays.returns, False)[arrays.edge],
+        lambda action: "no gradient goes from stage {1} to stage {0}".format(*_edge(action)),
+        lambda action: f"Remove it, or let {_edge(action)} carry gradients.",
+    )
+
+
+def _edge(transfer: Action) -> tuple[int, int]:
+    return min(transfer.stage, transfer.partner.stage), max(transfer.stage, transfer.partner.stage)
+
+
+def _check_divided(schedule: Schedule) -> None:
+    """Check that a backward is either a B, or an I and a W. No action stands twice."""
+    arrays = schedule.arrays
+    task = arrays.stage * (1 + arrays.microbatch.max(initial=0)) + arrays.microbatch
+    wholes = np.flatnonzero(arrays.kind == B)
+    parts = np.flatnonzero((arrays.kind == I) | (arrays.kind == W))
+    parts = parts[np.isin(task[parts], task[wholes])]
+    if len(parts):
+        whole = int(wholes[task[wholes] == task[parts[0]]][0])
+        (rank, first), (_, second) = arrays.place(whole), arrays.place(int(parts[0]))
+        one, other = arrays.action(whole), arrays.action(int(parts[0]))
+        what = f"{one} and {other} cannot both stand on rank {rank}: B is I and W in one."
+        raise _fault(schedule, what, {rank: max(first, second)}, f"Keep either {one}, or an I and a W.")
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Check that nothing is missing. No action stands twice, so it is enough to count each microbatch's."""
+    arrays, dependencies = schedule.arrays, schedule.dependencies
+    # Were all of these microbatches complete, there would be more actions than there are.
+    counted = min(schedule.microbatches, arrays.count // schedule.stages + 1)
+    weight = 1 + (arrays.kind == B)
+    inside = arrays.microbatch < counted
+    found = np.bincount(arrays.microbatch[inside], weight[inside], counted)
+    transfers = 0
+    if schedule.lowered:
+        crossing = sum(map(dependencies.crosses, dependencies.edges))
+        returning = sum(map(dependencies.crosses, dependencies.gradient_edges)) if schedule.has_backward else 0
+        transfers = 2 * (crossing + returning)
+    short = np.flatnonzero(found < schedule.stages * (3 if schedule.has_backward else 1) + transfers)
+    if len(short):
+        raise _missing(schedule, int(short[0]))
+
+
+def _missing(schedule: Schedule, microbatch: int) -> ScheduleError:
+    there = {action for row in schedule.actions for action in row if action.microbatch == microbatch}
+    action = next(action for action in _required(schedule, microbatch, there) if action not in there)
+    rank = schedule.placement[action.stage]
+    if action.peer is None:
+        what = f"{action} is missing on rank {rank}: stage {action.stage} needs it for every microbatch."
+        advice = f"Add {action} to rank {rank}."
+    else:
+        partner = action.partner
+        also = f"though {partner} stands" if partner in there else f"and so is {partner}"
+        what = f"{action} is missing on rank {rank}, {also} on rank {schedule.placement[partner.stage]}."
+        advice = f"Add {action} to rank {rank}, or let lower() place all transfers."
+    return _fault(schedule, what, {rank: len(schedule.actions[rank])}, advice)
+
+
+def _required(schedule: Schedule, microbatch: int, there: set[Action]) -> Iterator[Action]:
+    """All the actions of a microbatch that a schedule of this size must have."""
     dependencies = schedule.dependencies
-    producer, consumer = edge = (min(action.stage, peer), max(action.stage, peer))
-    if not dependencies.crosses(edge):
-        return f"stages {producer} and {consumer} are on the same rank", "Remove it: the value is there already."
-    if action.kind in (Kind.SEND_F, Kind.RECV_F):
-        if consumer not in dependencies.consumers.get(producer, ()):
-            return f"no value goes from stage {producer} to stage {consumer}", f"Remove it, or add {edge} to the edges."
-    elif not schedule.has_backward:
-        return "the schedule has no backward", "Remove it, or add B to every stage and microbatch."
-    elif consumer not in dependencies.gradient_consumers.get(producer, ()):
-        return (
-            f"no gradient goes from stage {consumer} to stage {producer}",
-            f"Remove it, or let {edge} carry gradients.",
-        )
-    return None
+    for stage in range(schedule.stages):
+        yield Action(stage, Kind.F, microbatch)
+        if schedule.has_backward:
+            divided = [Action(stage, Kind.I, microbatch), Action(stage, Kind.W, microbatch)]
+            yield from divided if not there.isdisjoint(divided) else [Action(stage, Kind.B, microbatch)]
+    if schedule.lowered:
+        for producer, consumer in filter(dependencies.crosses, dependencies.edges):
+            send = Action(producer, Kind.SEND_F, microbatch, consumer)
+            yield from (send, send.partner)
+    if schedule.lowered and schedule.has_backward:
+        for producer, consumer in filter(dependencies.crosses, dependencies.gradient_edges):
+            send = Action(consumer, Kind.SEND_B, microbatch, producer)
+            yield from (send, send.partner)
 
 
-def _check_complete(schedule: Schedule, places: Mapping[Action, Place]) -> None:
-    """Check that nothing is missing. Every action looked for is there but the last, so this ends soon."""
-    for action in _required(schedule, places):
-        if action not in places:
-            rank = schedule.placement[action.stage]
-            if action.peer is None:
-                what = f"{action} is missing on rank {rank}: stage {action.stage} needs it for every microbatch."
-                advice = f"Add {action} to rank {rank}."
-            else:
-                partner = action.partner
-                other = schedule.placement[partner.stage]
-                there = f"though {partner} stands" if partner in places else f"and so is {partner}"
-                what = f"{action} is missing on rank {rank}, {there} on rank {other}."
-                advice = f"Add {action} to rank {rank}, or let lower() place all transfers."
-            raise _fault(schedule, what, {rank: len(schedule.actions[rank])}, advice)
-
-
-def _required(schedule: Schedule, places: Mapping[Action, Place]) -> Iterator[Action]:
-    """All the actions that a schedule of this size must have."""
-    dependencies = schedule.dependencies
-    for microbatch in range(schedule.microbatches):
-        for stage in range(schedule.stages):
-            yield Action(stage, Kind.F, microbatch)
-            if schedule.has_backward:
-                divided = [Action(stage, Kind.I, microbatch), Action(stage, Kind.W, microbatch)]
-                yield from divided if any(part in places for part in divided) else [Action(stage, Kind.B, microbatch)]
-        if schedule.lowered:
-            for producer, consumer in filter(dependencies.crosses, dependencies.edges):
-                send = Action(producer, Kind.SEND_F, microbatch, consumer)
-                yield from (send, send.partner)
-        if schedule.lowered and schedule.has_backward:
-            for producer, consumer in filter(dependencies.crosses, dependencies.gradient_edges):
-                send = Action(consumer, Kind.SEND_B, microbatch, producer)
-                yield from (send, send.partner)
-
-
-def _check_overlapped(schedule: Schedule, places: Mapping[Action, Place]) -> None:
-    for forward, backward in sorted(schedule.overlapped, key=str):
-        found = [places[action] for action in (forward, backward) if action in places]
-        ranks, positions = {rank for rank, _ in found}, [position for _, position in found]
-        if len(found) < 2 or len(ranks) > 1 or positions != sorted(positions):
-            what = f"{forward} and {backward} cannot overlap: they are not an F and a later B of one rank."
-            raise _fault(schedule, what, dict(found) or {0: 0}, "Unmark the pair, or put the two on one rank in order.")
+def _check_overlapped(schedule: Schedule) -> None:
+    arrays = schedule.arrays
+    pairs = sorted(schedule.overlapped, key=lambda pair: [(action.stage, action.microbatch) for action in pair])
+    forward, backward = arrays.numbers(first for first, _ in pairs), arrays.numbers(second for _, second in pairs)
+    rank = np.append(arrays.rank, -1)
+    apart = (rank[forward] != rank[backward]) | (backward <= forward)
+    same = np.array([(f.stage, f.microbatch) == (b.stage, b.microbatch) for f, b in pairs], bool)
+    for pair in np.flatnonzero(apart | same)[:1]:
+        first, second = pairs[pair]
+        places = dict(arrays.place(int(number[pair])) for number in (forward, backward) if number[pair] < arrays.count)
+        what, advice = "they are not an F and a later B of one rank", ", or put the two on one rank in order"
+        if not apart[pair]:
+            what, advice = f"{second} needs what {first} saves", ""
+        what = f"{first} and {second} cannot overlap: {what}."
+        raise _fault(schedule, what, places or {0: 0}, f"Unmark the pair{advice}.")
 
 
 def _check_memory(schedule: Schedule, limit: float) -> None:
-    for rank, actions in enumerate(schedule.actions):
-        for position, held in enumerate(held_activations(actions)):
-            if held > limit:
-                what = f"{actions[position]} is too much for rank {rank}: with it, {held} activations are held."
-                advice = f"The limit is {limit}: let a B or W come first, raise the limit, or try another schedule."
-                raise _fault(schedule, what, {rank: position}, advice)
+    for rank, held in enumerate(held_activations(schedule)):
+        over = np.flatnonzero(held > limit)
+        if len(over):
+            action, most = schedule.actions[rank][over[0]], held[over[0]]
+            what = f"{action} is too much for rank {rank}: with it, {most} activations are held."
+            advice = f"The limit is {limit}: let a B or W come first, raise the limit, or try another schedule."
+            raise _fault(schedule, what, {rank: int(over[0])}, advice)
 
 
-def _fault(schedule: Schedule, what: str, marks: Mapping[int, int], advice: str) -> ScheduleError:
-    picture = marked_grid(schedule.actions, slots(schedule.actions, schedule.dependencies), marks)
-    return ScheduleError(f"{schedule.name}: {what}\n{picture}\n{advice}")
+def _fault(schedule: Schedule, what: str, places: Mapping[int, int], advice: str) -> ScheduleError:
+    picture = marked_grid(schedule.actions, slots(schedule.arrays), places)
+    return ScheduleError(f"{schedule.name}: {what}\n{picture}\n{advice}", places)

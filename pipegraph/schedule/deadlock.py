@@ -2,58 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from pipegraph.schedule.action import Action
-from pipegraph.schedule.dependencies import Token
-from pipegraph.schedule.replay import replay
+import numpy as np
+
+from pipegraph.schedule.arrays import Arrays
+from pipegraph.schedule.replay import NEVER, replay
 from pipegraph.schedule.schedule import Schedule
 
 
 def stuck(schedule: Schedule) -> dict[int, int]:
     """Of each rank that cannot go on, the position of the action at which it stops. Empty where all come to an end."""
-    reached = [0] * schedule.ranks
-    for event in replay(schedule.actions, schedule.dependencies):
-        reached[event.rank] += event.ended
-    return {rank: at for rank, at in enumerate(reached) if at < len(schedule.actions[rank])}
+    arrays = schedule.arrays
+    ranks, stopped = np.unique(arrays.rank[replay(arrays) == NEVER], return_counts=True)
+    return {
+        rank: len(schedule.actions[rank]) - count for rank, count in zip(ranks.tolist(), stopped.tolist(), strict=True)
+    }
 
 
-def explain(
-    schedule: Schedule, reached: Mapping[int, int], places: Mapping[Action, tuple[int, int]]
-) -> tuple[str, dict[int, int], str]:
+def explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[int, int], str]:
     """Say why the ranks are stuck: what is wrong, the places to mark (rank → position), and what to try.
 
-    Every action that any other needs must have a place. Then each stuck action waits for one that comes later on its
-    own rank, which is a plain error of order, or for one of another stuck rank; and where all wait for others, going
-    from rank to rank leads into a circle.
+    Nothing that any action needs may be missing. Then each stuck action waits for one that comes later on its own rank,
+    which is a plain error of order, or for one of another stuck rank; and where all wait for others, going from rank to
+    rank leads into a circle.
     """
-    dependencies = schedule.dependencies
-    found: dict[Token, Action] = {dependencies.gives(action): action for action in places}
-    waits: dict[int, Action] = {}  # of each stuck rank, one action that it waits for
+    arrays = schedule.arrays
+    waits: dict[int, int] = {}  # of each stuck rank, one action that it waits for
     for rank, position in reached.items():
-        action = schedule.actions[rank][position]
-        for token in dependencies.needs(action):
-            needed = found[token]
-            holder, at = places[needed]
-            if holder not in reached or at + (needed.peer is None) <= reached[holder]:
+        for number, other in _needs(arrays, arrays.bounds[rank] + position):
+            holder, at = arrays.place(other)
+            computes = arrays.action(other).peer is None
+            if holder not in reached or at + computes <= reached[holder]:
                 continue  # given: a transfer when its rank arrived there, another action when it ended
             if holder == rank:
-                what = f"On rank {rank}, {action} stands before {needed}, which it needs."
-                return what, {rank: position}, f"Move {action} behind {needed}."
-            waits[rank] = needed
+                first, second = arrays.action(number), arrays.action(other)
+                what = f"On rank {rank}, {first} stands before {second}, which it needs."
+                return what, {rank: arrays.place(number)[1]}, f"Move {first} behind {second}."
+            waits[rank] = other
     circle: list[int] = []
     rank = min(waits)
     while rank not in circle:
         circle.append(rank)
-        rank = places[waits[rank]][0]
+        rank, _ = arrays.place(waits[rank])
     circle = circle[circle.index(rank) :]
-    marks = {rank: reached[rank] for rank in circle}
+    at_pair = [rank for rank in circle if arrays.bounds[rank] + reached[rank] in arrays.pairs]
     steps = "; ".join(
-        f"rank {rank} is at {schedule.actions[rank][reached[rank]]} and waits for {waits[rank]} of rank "
-        f"{places[waits[rank]][0]}"
+        f"rank {rank} is at {_unit(schedule, rank, reached[rank], rank in at_pair)} and waits for "
+        f"{arrays.action(waits[rank])} of rank {arrays.place(waits[rank])[0]}"
         for rank in circle
     )
     advice = "Order the transfers of every two ranks alike on both, or let lower() place them."
     if not schedule.lowered:
         advice = "Order the actions of these ranks so that one of them can go on."
-    return f"This deadlocks: {steps}.", marks, advice
+    if at_pair:
+        advice += " Two actions overlap only where both can begin: or unmark the pair."
+    return f"This deadlocks: {steps}.", {rank: reached[rank] for rank in circle}, advice
+
+
+def _needs(arrays: Arrays, number: int) -> Iterator[tuple[int, int]]:
+    """What an action needs to begin, or an overlapped pair that it begins, as (action, what it needs)."""
+    action, needed = arrays.needs
+    for part in (number, number + 1) if number in arrays.pairs else (number,):
+        first, last = np.searchsorted(action, part), np.searchsorted(action, part, "right")
+        yield from ((part, int(other)) for other in needed[first:last] if other != number)
+
+
+def _unit(schedule: Schedule, rank: int, position: int, paired: bool) -> str:
+    """What a rank does at one time: an action, or an overlapped pair, as torch writes it."""
+    first, *second = schedule.actions[rank][position : position + 1 + paired]
+    return f"({first};{second[0]})OVERLAP_F_B" if second else str(first)

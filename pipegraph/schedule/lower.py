@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.arrays import KINDS, SEND_B, SEND_F, B, F, I, Integers
 from pipegraph.schedule.check import check
-from pipegraph.schedule.dependencies import Dependencies, Edge, chain
+from pipegraph.schedule.dependencies import Edge, chain
 from pipegraph.schedule.replay import UNIT, replay
 from pipegraph.schedule.schedule import Schedule
 
@@ -28,7 +32,8 @@ def lower(
     All ranks' orders are parts of one global order in which each SEND stands next to its RECV. So every two ranks have
     their transfers in the same order, and even if each one blocked until its partner arrived, nothing could deadlock.
     The global order is that of time, with unit times and instant transfers: a RECV stands behind everything that its
-    rank has begun by the time the value is made.
+    rank has begun by the time the value is made. The two actions of an overlapped pair count as one, so that no
+    transfer comes between them.
 
     Raises ScheduleError for edges that do not fit, and for a schedule that is wrong or has transfers already.
     """
@@ -40,32 +45,51 @@ def lower(
         back = every if gradient_edges is None else tuple(gradient_edges)
         schedule = replace(schedule, edges=every, gradient_edges=back)
     check(schedule)  # what passes this can be replayed to its end
-    dependencies = schedule.dependencies
-    orders: list[list[Action]] = [[] for _ in schedule.actions]
-    events = replay(schedule.actions, dependencies, _DURATIONS)
-    for (_, ended), together in groupby(events, key=lambda event: (event.time, event.ended)):
-        actions = [schedule.actions[event.rank][event.position] for event in together]
-        if ended:
-            sends = [send for action in sorted(actions, key=_downstream) for send in _sends(action, dependencies)]
-            actions = [action for send in sends for action in (send, send.partner)]
-        for action in actions:
-            orders[schedule.placement[action.stage]].append(action)
-    return replace(schedule, actions=tuple(map(tuple, orders)))
+    arrays = schedule.arrays
+    starts = replay(arrays, _DURATIONS)
+    ends = starts + np.array([_DURATIONS[kind] for kind in KINDS])[arrays.kind]
+    ends[arrays.pairs], starts[arrays.pairs + 1] = ends[arrays.pairs + 1], starts[arrays.pairs]
+    sends = _sends(schedule, ends)
+    transfers = [action for send in _actions(schedule, sends) for action in (send, send.partner)]
+    # All actions by rank and time; at one time first the transfers, in their order.
+    receiver = np.array(schedule.placement)[sends.to]
+    rank = np.append(arrays.rank, np.stack([arrays.rank[sends.maker], receiver], axis=1))
+    time = np.append(2 * starts + 1, np.repeat(2 * ends[sends.maker], 2))
+    every_action = [*arrays.flat(), *transfers]
+    ordered = [every_action[number] for number in np.lexsort((time, rank)).tolist()]
+    bounds = [0, *np.cumsum(np.bincount(rank)).tolist()]
+    rows = (tuple(ordered[first:last]) for first, last in itertools.pairwise(bounds))
+    return replace(schedule, actions=tuple(rows))
 
 
-def _downstream(action: Action) -> tuple[bool, int]:
-    """Sorts by the way still to go, least first, so that a rank passes on what it made before it receives the next."""
-    return (True, action.stage) if action.kind.is_backward else (False, -action.stage)
+class _Sends(NamedTuple):
+    """What leaves its rank: the number of the action that makes it, SEND_F or SEND_B, and the stage it goes to."""
+
+    maker: Integers
+    kind: Integers
+    to: Integers
 
 
-def _sends(action: Action, dependencies: Dependencies) -> Iterator[Action]:
-    """The transfers by which the results of an action leave its rank."""
-    if action.kind is Kind.F:
-        kind, others = Kind.SEND_F, dependencies.consumers
-    elif action.kind is Kind.B or action.kind is Kind.I:
-        kind, others = Kind.SEND_B, dependencies.gradient_producers
-    else:
-        return
-    for other in others.get(action.stage, ()):
-        if dependencies.crosses((action.stage, other)):
-            yield Action(action.stage, kind, action.microbatch, other)
+def _sends(schedule: Schedule, ends: Integers) -> _Sends:
+    """All sends in their global order.
+
+    At one time, those with the least way still to go come first, so that a rank passes on what it made before it
+    receives the next.
+    """
+    arrays = schedule.arrays
+    producer, consumer = arrays.edges[arrays.crosses].T
+    values = arrays.over(np.flatnonzero(arrays.kind == F), producer, consumer)
+    producer, consumer = arrays.edges[arrays.crosses & arrays.returns].T
+    backward = np.flatnonzero((arrays.kind == B) | (arrays.kind == I))
+    gradients = arrays.over(backward, consumer, producer)
+    maker, to = np.append(values[0], gradients[0]), np.append(values[1], gradients[1])
+    kind = np.repeat([SEND_F, SEND_B], [len(values[0]), len(gradients[0])])
+    way = np.where(kind == SEND_F, -arrays.stage[maker], arrays.stage[maker])
+    order = np.lexsort((to, way, kind, ends[maker]))
+    return _Sends(maker[order], kind[order], to[order])
+
+
+def _actions(schedule: Schedule, sends: _Sends) -> Iterator[Action]:
+    stage, microbatch = schedule.arrays.stage[sends.maker].tolist(), schedule.arrays.microbatch[sends.maker].tolist()
+    for stage_, kind, microbatch_, to in zip(stage, sends.kind.tolist(), microbatch, sends.to.tolist(), strict=True):
+        yield Action(stage_, KINDS[kind], microbatch_, to)

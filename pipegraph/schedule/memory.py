@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import numpy as np
 
-from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.arrays import B, F, Integers, W
 from pipegraph.schedule.schedule import Schedule
 
 
-def held_activations(actions: Iterable[Action]) -> Iterator[int]:
-    """Yield, for each action of one rank, how many activations it holds while that action runs.
+def held_activations(schedule: Schedule) -> list[Integers]:
+    """Of each rank, how many activations it holds while each of its actions runs.
 
     One activation is what one stage saves for one microbatch, held from the start of its F to the end of its W or B.
+    Without a backward nothing is saved.
     """
-    held = 0
-    for action in actions:
-        held += action.kind is Kind.F
-        yield held
-        held -= action.kind in (Kind.W, Kind.B)
+    arrays = schedule.arrays
+    saves = (arrays.kind == F) & schedule.has_backward
+    frees = (arrays.kind == W) | (arrays.kind == B)
+    rows = zip(arrays.bounds, arrays.bounds[1:], strict=False)
+    return [np.cumsum(saves[first:last]) - np.cumsum(frees[first:last]) + frees[first:last] for first, last in rows]
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Of each rank, the most activations it holds at one time; 0 without a backward, for which nothing is saved."""
-    if not schedule.has_backward:
-        return (0,) * schedule.ranks
-    return tuple(max(held_activations(actions), default=0) for actions in schedule.actions)
+    """Of each rank, the most activations it holds at one time."""
+    return tuple(int(held.max(initial=0)) for held in held_activations(schedule))

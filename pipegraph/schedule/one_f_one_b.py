@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.order import alternate
 from pipegraph.schedule.recipe import Orders, Recipe
 
 
@@ -12,14 +13,14 @@ def orders(ranks: int, microbatches: int, chunks: int) -> Orders:
     rank 0  0F0 0F1     0B0 0F2 0B1     0B2
     rank 1      1F0 1B0 1F1 1B1 1F2 1B2
     """
-    return [_order(rank, min(microbatches, ranks - 1 - rank), microbatches) for rank in range(ranks)]
+    return [one_f_one_b(rank, ranks - 1 - rank, microbatches) for rank in range(ranks)]
 
 
-def _order(stage: int, warm_up: int, microbatches: int) -> list[Action]:
+def one_f_one_b(stage: int, warm_up: int, microbatches: int) -> list[Action]:
+    """The order of a rank with one stage, which does so many forwards before its first backward's own."""
     forwards = [Action(stage, Kind.F, j) for j in range(microbatches)]
     backwards = [Action(stage, Kind.B, j) for j in range(microbatches)]
-    in_turn = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
-    return [*forwards[:warm_up], *in_turn, *backwards[microbatches - warm_up :]]
+    return alternate(forwards, backwards, warm_up)
 
 
 RECIPE = Recipe("1f1b", orders, aliases=("Schedule1F1B",))

@@ -2,80 +2,91 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
-from pipegraph.schedule.action import Action, Kind
-from pipegraph.schedule.dependencies import Dependencies, Token
+import numpy as np
+
+from pipegraph.schedule.action import Kind
+from pipegraph.schedule.arrays import KINDS, SEND_F, Arrays, Integers
 
 UNIT = dict.fromkeys(Kind, 1)
 """Every action takes one time slot, as in the grid of a schedule."""
 
-
-class Event(NamedTuple):
-    """An action starts, or ends. ``position`` counts the actions of the rank from 0."""
-
-    time: int
-    ended: bool
-    rank: int
-    position: int
+NEVER = -1
 
 
-def replay(
-    actions: Sequence[Sequence[Action]], dependencies: Dependencies, durations: Mapping[Kind, int] = UNIT
-) -> Iterator[Event]:
-    """Yield the starts and ends of all actions that can run, in order of time.
+def replay(arrays: Arrays, durations: Mapping[Kind, int] = UNIT) -> Integers:
+    """When each action starts; NEVER for those that cannot run, whatever the durations are.
 
-    At one time, ends come before the starts they allow; both go by rank. An action starts as soon as its rank has ended
-    the one before and everything it needs is given. Where a rank cannot go on, its remaining actions have no events:
-    which ones those are does not depend on the durations.
+    An action starts as soon as its rank has ended the one before and everything it needs is given. An action that
+    computes gives what it makes when it ends. A transfer gives when its rank arrives at it, and needs its partner: both
+    ends start together, a blocking rendezvous. An overlapped pair that stands together is as one: it begins once both
+    its actions have what they need, and both give at its end.
     """
-    given: set[Token] = set()
-    waiting: dict[Token, list[int]] = {}
-    position = [0] * len(actions)
-    running: list[tuple[int, int]] = []  # a heap of (end, rank)
-    time = 0
-    free = deque(range(len(actions)))
-    while True:
-        while free:
-            rank = free.popleft()
-            if position[rank] == len(actions[rank]):
+    lasts = np.array([durations[kind] for kind in KINDS])[arrays.kind].tolist()
+    transfers = (arrays.kind >= SEND_F).tolist()
+    paired = set(arrays.pairs.tolist())
+    first, needed = _needs_that_can_hold_up(arrays)
+    bounds = arrays.bounds
+    starts = [NEVER] * arrays.count
+    given = [NEVER] * (arrays.count + 1)  # when each action gives what it makes; what no action makes is never given
+    waiting: dict[int, list[int]] = {}  # the ranks that wait for an action
+    position, clock = list(bounds[:-1]), [0] * len(arrays.actions)
+    free = list(range(len(arrays.actions)))
+    while free:
+        rank = free.pop()
+        time, number, end = clock[rank], position[rank], bounds[rank + 1]
+        while number < end:
+            if transfers[number]:
+                given[number] = time
+                if number in waiting:
+                    free += waiting.pop(number)
+            start = time
+            for one in needed[first[number] : first[number + 1]]:
+                if given[one] == NEVER:
+                    waiting.setdefault(one, []).append(rank)
+                    break
+                start = max(start, given[one])
+            else:
+                starts[number] = start
+                time = start + lasts[number]
+                if not transfers[number] and number not in paired:
+                    for done in (number - 1, number) if number - 1 in paired else (number,):
+                        given[done] = time
+                        if done in waiting:
+                            free += waiting.pop(done)
+                number += 1
                 continue
-            action = actions[rank][position[rank]]
-            if action.peer is not None and (token := dependencies.gives(action)) not in given:
-                given.add(token)
-                free.extend(waiting.pop(token, ()))
-            missing = next((token for token in dependencies.needs(action) if token not in given), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                continue
-            yield Event(time, False, rank, position[rank])
-            heapq.heappush(running, (time + durations[action.kind], rank))
-        if not running:
-            return
-        time = running[0][0]
-        ready = []
-        while running and running[0][0] == time:
-            _, rank = heapq.heappop(running)
-            yield Event(time, True, rank, position[rank])
-            token = dependencies.gives(actions[rank][position[rank]])
-            position[rank] += 1
-            given.add(token)
-            ready += [rank, *waiting.pop(token, ())]
-        free.extend(sorted(ready))
+            break
+        clock[rank], position[rank] = time, number
+    return np.array(starts, np.int64)
 
 
-def slots(actions: Sequence[Sequence[Action]], dependencies: Dependencies) -> list[list[int]]:
+def slots(arrays: Arrays) -> list[list[int]]:
     """Of each rank, the time slot of each action. Actions that can never run follow in order after all that can."""
-    found: list[list[int]] = [[] for _ in actions]
-    end = 0
-    for time, ended, rank, _ in replay(actions, dependencies):
-        if ended:
-            end = max(end, time)
-        else:
-            found[rank].append(time)
-    for rank, row in enumerate(actions):
-        found[rank].extend(range(end, end + len(row) - len(found[rank])))
-    return found
+    starts = replay(arrays)
+    end = int(starts.max(initial=-1)) + 1
+    rows = []
+    for first, last in zip(arrays.bounds, arrays.bounds[1:], strict=False):
+        row = starts[first:last]
+        ran = int((row != NEVER).sum())
+        rows.append([*row[:ran].tolist(), *range(end, end + last - first - ran)])
+    return rows
+
+
+def _needs_that_can_hold_up(arrays: Arrays) -> tuple[list[int], list[int]]:
+    """The needs of each action, but for those that its own rank has given before: (where each action's begin, all).
+
+    The first action of an overlapped pair has the needs of both.
+    """
+    action, needed = arrays.needs
+    if len(arrays.pairs):
+        second = np.isin(action - 1, arrays.pairs)
+        action, needed = np.append(action, action[second] - 1), np.append(needed, needed[second])
+        order = np.argsort(action, kind="stable")
+        action, needed = action[order], needed[order]
+    rank = np.append(arrays.rank, -1)
+    kept = (needed > action) | (rank[needed] != rank[action])
+    kept &= needed != action
+    counts = np.bincount(action[kept], minlength=arrays.count)
+    return [0, *np.cumsum(counts).tolist()], needed[kept].tolist()

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.action import BACKWARD, Action, Kind
+from pipegraph.schedule.arrays import Arrays
 from pipegraph.schedule.dependencies import Dependencies, Edge, chain
 from pipegraph.schedule.grid import grid
 from pipegraph.schedule.replay import slots
@@ -70,12 +71,12 @@ class Schedule:
 
     @cached_property
     def has_backward(self) -> bool:
-        return any(action.kind.is_backward for row in self.actions for action in row)
+        return any(action.kind in BACKWARD for row in self.actions for action in row)
 
     @cached_property
     def lowered(self) -> bool:
         """Whether the actions include transfers."""
-        return any(action.kind.is_transfer for row in self.actions for action in row)
+        return any(action.peer is not None for row in self.actions for action in row)
 
     @cached_property
     def dependencies(self) -> Dependencies:
@@ -83,18 +84,23 @@ class Schedule:
         if self.edges is not None and self.gradient_edges is not None:
             return Dependencies(self.placement, self.edges, self.gradient_edges, self.lowered)
         every, back = set(chain(self.stages)), set(chain(self.stages))
-        for row in self.actions:
-            for action in row:
-                if action.peer is not None and max(action.stage, action.peer) < self.stages:
-                    edge = (min(action.stage, action.peer), max(action.stage, action.peer))
-                    every.add(edge)
-                    if action.kind is Kind.SEND_B or action.kind is Kind.RECV_B:
-                        back.add(edge)
+        shown = {(a.stage, a.peer, a.kind) for row in self.actions for a in row if a.peer is not None}
+        for stage, peer, kind in shown:
+            edge = (min(stage, peer), max(stage, peer))
+            if edge[1] < self.stages:
+                every.add(edge)
+                if kind is Kind.SEND_B or kind is Kind.RECV_B:
+                    back.add(edge)
         return Dependencies(self.placement, tuple(sorted(every)), tuple(sorted(back)), self.lowered)
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The actions as numbers, for whoever looks at all of them."""
+        return Arrays(self.actions, self.dependencies, self.overlapped)
 
     def __str__(self) -> str:
         sizes = f"{self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches"
-        return f"{self.name}: {sizes}\n{grid(self.actions, slots(self.actions, self.dependencies))}"
+        return f"{self.name}: {sizes}\n{grid(self.actions, slots(self.arrays))}"
 
     __repr__ = __str__
 

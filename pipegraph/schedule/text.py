@@ -18,10 +18,18 @@ _OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 _OF_OTHERS = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]*)")
 
 
-def to_csv(schedule: Schedule) -> str:
-    """Write the orders of all ranks.
+Columns = tuple[tuple[int, ...], ...]
+"""Of each rank, the cell in which each of its actions stands, counted from 1."""
 
-    An overlapped pair is written as one cell where its two actions stand together; torch has no other form for it.
+
+def to_csv(schedule: Schedule) -> str:
+    """Write the orders of all ranks, with their transfers if they have any.
+
+    torch reads and runs what has no transfers with ``_load_csv`` of _PipelineScheduleRuntime, and adds its own; with
+    transfers it takes format="compute_comms", and then leaves gradients summed over microbatches, not divided by their
+    number. It cannot read a transfer to a stage that is not the neighbour, such as 0SEND_F0>3, as it knows only chains
+    of stages, nor a schedule without a backward. An overlapped pair is written as one cell where its two actions stand
+    together; torch has no other form for it, and where they do not, it is lost.
     """
     return "".join(f"{','.join(_cells(actions, schedule.overlapped))}\n" for actions in schedule.actions)
 
@@ -33,39 +41,55 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     0 to the largest that stands there. Raises ScheduleError that names line and action; whether the schedule can run is
     for `check` to say.
     """
-    orders: list[tuple[Action, ...]] = []
+    schedule, _ = parse_csv(text, name, name)
+    return schedule
+
+
+def parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
+    """As `from_csv`; also say where each action stands. Line n is that of rank n − 1. Errors speak of ``source``."""
+    orders: list[list[Action]] = []
+    columns: list[list[int]] = []
     overlapped: set[tuple[Action, Action]] = set()
     placement: dict[int, int] = {}
-    for rank, row in enumerate(_lines(text)):
+    for rank, row in enumerate(_lines(text, source)):
         order: list[Action] = []
-        for column, cell in enumerate(row):
-            where = f"line {rank + 1}, action {column + 1}"
+        columns.append([])
+        for column, cell in enumerate(row, 1):
             try:
                 actions = _parse(cell)
+                for action in actions:
+                    _place(action, rank, placement)
             except ScheduleError as error:
-                raise ScheduleError(f"{name}, {where}: {error}") from None
-            for action in actions:
-                if (other := placement.setdefault(action.stage, rank)) != rank:
-                    raise ScheduleError(
-                        f"{name}, {where}: {action} is of stage {action.stage}, which line {other + 1} holds. "
-                        f"A stage is on one rank: move {action} to line {other + 1}."
-                    )
+                raise ScheduleError(f"{source}, line {rank + 1}, action {column}: {error}") from None
             if len(actions) == 2:
                 overlapped.add((actions[0], actions[1]))
             order += actions
+            columns[rank] += [column] * len(actions)
         if not order:
-            raise ScheduleError(f"{name}, line {rank + 1}: no action stands here. Every rank has a line with actions.")
-        orders.append(tuple(order))
+            raise ScheduleError(
+                f"{source}, line {rank + 1}: no action stands here. Every rank has a line with actions."
+            )
+        orders.append(order)
     if not orders:
-        raise ScheduleError(f"{name}: there is no action. A schedule has a line per rank, such as 0F0,0F1,0B0,0B1.")
+        raise ScheduleError(f"{source}: there is no action. A schedule has a line per rank, such as 0F0,0F1,0B0,0B1.")
     for stage in range(len(placement)):
         if stage not in placement:
             raise ScheduleError(
-                f"{name}: stage {stage} has no action, but stage {max(placement)} has. Stages count from 0 with no gap."
+                f"{source}: stage {stage} has no action, but stage {max(placement)} has. "
+                f"Stages count from 0 with no gap."
             )
     microbatches = 1 + max(action.microbatch for order in orders for action in order)
     ranks_of_stages = tuple(placement[stage] for stage in range(len(placement)))
-    return Schedule(name, ranks_of_stages, microbatches, tuple(orders), frozenset(overlapped))
+    schedule = Schedule(name, ranks_of_stages, microbatches, tuple(map(tuple, orders)), frozenset(overlapped))
+    return schedule, tuple(map(tuple, columns))
+
+
+def _place(action: Action, rank: int, placement: dict[int, int]) -> None:
+    if (other := placement.setdefault(action.stage, rank)) != rank:
+        raise ScheduleError(
+            f"{action} is of stage {action.stage}, which line {other + 1} holds. "
+            f"A stage is on one rank: move {action} to line {other + 1}."
+        )
 
 
 def _cells(actions: tuple[Action, ...], overlapped: frozenset[tuple[Action, Action]]) -> Iterator[str]:
@@ -79,12 +103,12 @@ def _cells(actions: tuple[Action, ...], overlapped: frozenset[tuple[Action, Acti
         position += 2 if pair in overlapped else 1
 
 
-def _lines(text: str) -> list[list[str]]:
-    """The cells of every line, without the empty lines at the end."""
+def _lines(text: str, source: str) -> list[list[str]]:
+    """The cells of every line, without the byte order mark at the beginning and the empty lines at the end."""
     try:
-        lines = list(csv.reader(io.StringIO(text, newline="")))
+        lines = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline="")))
     except csv.Error as error:
-        raise ScheduleError(f"This is no CSV: {error}.") from None
+        raise ScheduleError(f"{source}: this is no CSV: {error}.") from None
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()
     return lines

@@ -87,8 +87,8 @@ def test_show(pipegraph: Command, chain: Path) -> None:
         f"{value:<8}  float32[4, 8]  stage 0  stage 1       128 B  yes",
         "",
         "1f1b: 2 ranks, 2 stages, 3 microbatches",
-        "rank 0  0F0 0F1     0B0 0F2 0B1     0B2",
-        "rank 1      1F0 1B0 1F1 1B1 1F2 1B2",
+        "rank 0  0F0 0F1         0B0──── 0F2 0B1────     0B2────",
+        "rank 1      1F0 1B0──── 1F1 1B1──── 1F2 1B2────",
     ]
 
 

@@ -77,7 +77,7 @@ def test_the_model_file_can_be_split(folder: Path) -> None:
 
 
 def test_python(folder: Path) -> None:
-    for name, code in zip(("write.py", "train.py"), blocks("python")[2:], strict=True):
+    for name, code in zip(("write.py", "train.py", "schedules.py"), blocks("python")[2:], strict=True):
         (folder / name).write_text(code)
         done = run([sys.executable, "-W", "error", name], folder)
         assert done.returncode == 0, done.stderr

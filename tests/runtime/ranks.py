@@ -19,6 +19,7 @@ from torch.testing import assert_close
 from pipegraph.errors import PipegraphError, RuntimeFault
 from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.schedule import read_csv
 from tests.runtime.packages import Reference, batch, loss
 from tests.runtime.parity import arguments, assert_parity
 
@@ -215,3 +216,29 @@ def receives(rank: int, folder: str, microbatches: int) -> int:
     pipe.step(*inputs, target=torch.zeros(len(inputs[0])))
     assert not transport._unfinished
     return most
+
+
+def run_by_torch(rank: int, folder: str, files: list[str]) -> str:
+    """torch's runtime takes a step under every schedule of `files`, and gives the gradients of plain autograd."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    package = Package.open(folder)
+    for file in files:
+        schedule = read_csv(file)
+        modules = {stage: package.load_stage(stage) for stage, place in enumerate(schedule.placement) if place == rank}
+        stages = [PipelineStage(modules[index], index, schedule.stages, torch.device("cpu")) for index in modules]
+        runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn=loss)
+        runtime._load_csv(file, format="compute_comms" if schedule.lowered else "compute_only")
+        inputs, _ = arguments(package, batch(package.manifest, schedule.microbatches))
+        target = torch.zeros(len(inputs[0]))
+        last = {"target": target} if schedule.stages - 1 in modules else {}
+        runtime.step(*(inputs if 0 in modules else ()), **last)
+        reference = Reference(package)
+        loss(reference({package.manifest.args[0]: inputs[0]}), target).backward()
+        for module in modules.values():
+            for name, parameter in module.named_parameters():
+                expected = reference.parameters[name].grad
+                # What has transfers lacks the action at which torch would divide by the number of microbatches.
+                assert_close(parameter.grad, expected * schedule.microbatches if schedule.lowered else expected)
+    return "equal"

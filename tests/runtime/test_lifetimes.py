@@ -8,12 +8,16 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.sends import AwaitedSends, Sending
+from pipegraph.runtime.step import Step
+from pipegraph.schedule import Kind, What, lifetimes, lower
 from tests.runtime.packages import batch, chain, loss, write
 
 
@@ -40,6 +44,46 @@ def test_graphs_in_flight_are_the_schedules(schedule: str, peaks: list[int], tmp
     assert most == peaks
     gc.collect()
     assert [len(tokens) for tokens in alive] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "looped-bfs", "dualpipe-v"])
+def test_a_step_holds_after_each_action_what_the_schedule_still_needs(schedule: str, tmp_path: Path) -> None:
+    pipe = Pipeline(write(chain(4), tmp_path / "chain"), schedule=schedule, microbatches=4, loss_fn=loss)
+    lowered = lower(pipe.schedule)
+    found: dict[tuple[int, int], set[tuple[object, ...]]] = {}
+
+    def watch(executor: Executor, kind: Kind) -> None:
+        do = executor._do[kind]
+
+        def watched(step: Step, *rest: Any) -> None:
+            do(step, *rest)
+            found[executor.rank, executor.position] = {
+                *((What.SAVED, stage, stage, microbatch) for stage, microbatch in step.saved),
+                *(("sent", *key) for key in step.outgoing),
+                *((What.VALUES, *key) for key, values in step.inputs.items() if values),
+                *((What.GRADIENTS, *key) for key, values in step.gradients.items() if values),
+            }
+
+        executor._do[kind] = watched
+
+    for executor in pipe._training:
+        for kind in tuple(executor._do):
+            watch(executor, kind)
+    (x,) = batch(pipe.package.manifest, 4).values()
+    pipe.step(x, target=torch.zeros(8))
+    assert len(found) > 30
+    rows = lifetimes(lowered)
+    for (rank, position), held in found.items():
+        alive = [part for part in rows[rank] if part.made <= position < part.last_read]
+        expected: set[tuple[object, ...]] = set()
+        for what, stages, microbatch, made, _ in alive:
+            if what is What.SAVED:
+                expected.add((what, *stages, microbatch))
+            elif pipe.schedule.placement[stages[0]] == pipe.schedule.placement[stages[1]]:
+                expected.add((what, stages[1], microbatch))
+            elif not lowered.actions[rank][made].kind.is_transfer:  # what is received is the transport's
+                expected.add(("sent", *stages, microbatch))
+        assert held == expected, lowered.actions[rank][position]
 
 
 class SlowWork:

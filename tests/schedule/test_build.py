@@ -1,98 +1,139 @@
-"""The named schedules: their grids, their formulas, and torch's own generators."""
+"""The named schedules: which there are, which numbers they take, and what they hold."""
+
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule import build, check, names, peak_activations
+from pipegraph.schedule import Kind, build, check, names, peak_activations
 
-GRIDS = {
-    ("gpipe", 3, 3): """\
-gpipe: 3 ranks, 3 stages, 3 microbatches
-rank 0  0F0 0F1 0F2                 0B0 0B1 0B2
-rank 1      1F0 1F1 1F2         1B0 1B1 1B2
-rank 2          2F0 2F1 2F2 2B0 2B1 2B2""",
-    ("gpipe", 1, 2): """\
-gpipe: 1 ranks, 1 stages, 2 microbatches
-rank 0  0F0 0F1 0B0 0B1""",
-    ("1f1b", 3, 4): """\
-1f1b: 3 ranks, 3 stages, 4 microbatches
-rank 0  0F0 0F1 0F2         0B0 0F3 0B1     0B2     0B3
-rank 1      1F0 1F1     1B0 1F2 1B1 1F3 1B2     1B3
-rank 2          2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3""",
-    ("1f1b", 4, 1): """\
-1f1b: 4 ranks, 4 stages, 1 microbatches
-rank 0  0F0                         0B0
-rank 1      1F0                 1B0
-rank 2          2F0         2B0
-rank 3              3F0 3B0""",
-    ("forward", 3, 2): """\
-forward: 3 ranks, 3 stages, 2 microbatches
-rank 0  0F0 0F1
-rank 1      1F0 1F1
-rank 2          2F0 2F1""",
+NAMES = (
+    "gpipe",
+    "1f1b",
+    "eager-1f1b",
+    "interleaved-1f1b",
+    "looped-bfs",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "dualpipe-v",
+    "forward",
+)
+ANY_CHUNKS = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")
+GROUPS_OF_RANKS = ("interleaved-1f1b", "interleaved-zb")
+IN_A_V = ("zb-v", "v-half", "v-min", "dualpipe-v")
+DIVIDED = ("zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min")
+
+
+def fitting(name: str, ranks: int, microbatches: int) -> int:
+    """The nearest number of microbatches from this on that the schedule takes."""
+    if name in GROUPS_OF_RANKS:
+        return -(-microbatches // ranks) * ranks
+    if name in IN_A_V:
+        return max(microbatches, 2 * ranks - (name != "dualpipe-v"))
+    return microbatches
+
+
+def test_the_names() -> None:
+    assert names() == NAMES
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 9), st.integers(1, 24), st.integers(1, 4))
+def test_all_ranks_and_fitting_microbatches_and_chunks_build(
+    name: str, ranks: int, microbatches: int, chunks: int
+) -> None:
+    microbatches = fitting(name, ranks, microbatches)
+    chunks = chunks if name in ANY_CHUNKS else 2 if name in IN_A_V else 1
+    schedule = build(name, ranks, microbatches, chunks)
+    check(schedule, memory_limit=max(peak_activations(schedule)))
+    assert (schedule.ranks, schedule.stages, schedule.microbatches) == (ranks, ranks * chunks, microbatches)
+    if name in IN_A_V:
+        assert schedule.placement == (*range(ranks), *range(ranks - 1, -1, -1))
+    else:
+        assert schedule.placement == tuple(stage % ranks for stage in range(ranks * chunks))
+    kinds = {action.kind for row in schedule.actions for action in row}
+    if name in DIVIDED:
+        assert kinds == {Kind.F, Kind.I, Kind.W}
+    elif name == "forward":
+        assert kinds == {Kind.F}
+    elif name == "dualpipe-v":
+        assert kinds == {Kind.F, Kind.B, Kind.I, Kind.W}
+    else:
+        assert kinds == {Kind.F, Kind.B}
+    assert bool(schedule.overlapped) is (name == "dualpipe-v")
+    assert not schedule.lowered
+
+
+# Of (ranks p, microbatches m, chunks v, rank r): the most activations of one stage that the rank holds.
+MEMORY: dict[str, Callable[[int, int, int, int], int]] = {
+    "gpipe": lambda p, m, v, r: m,
+    "1f1b": lambda p, m, v, r: min(m, p - r),
+    "eager-1f1b": lambda p, m, v, r: min(m, 2 * (p - 1 - r) + 1),
+    "interleaved-1f1b": lambda p, m, v, r: min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1),
+    "looped-bfs": lambda p, m, v, r: m * v,
+    "zb-h1": lambda p, m, v, r: min(m, p),
+    "zb-h2": lambda p, m, v, r: min(m, 2 * p - 1),
+    "interleaved-zb": lambda p, m, v, r: p * v,
+    "zb-v": lambda p, m, v, r: 2 * p,
+    "dualpipe-v": lambda p, m, v, r: 2 * p + 1,
+    "forward": lambda p, m, v, r: 0,
 }
 
 
-@pytest.mark.parametrize(("name", "ranks", "microbatches"), GRIDS)
-def test_grid(name: str, ranks: int, microbatches: int) -> None:
-    assert str(build(name, ranks, microbatches)) == GRIDS[name, ranks, microbatches]
+@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+def test_what_each_rank_holds(name: str, ranks: int) -> None:
+    for chunks in (1, 2, 3) if name in ANY_CHUNKS else (None,):
+        for microbatches in {fitting(name, ranks, number) for number in (1, 2, ranks, 2 * ranks - 1, 3 * ranks + 1)}:
+            schedule = build(name, ranks, microbatches, chunks)
+            expected = [MEMORY[name](ranks, microbatches, chunks or 1, rank) for rank in range(ranks)]
+            assert list(peak_activations(schedule)) == expected
 
 
-@given(st.sampled_from(names()), st.integers(1, 9), st.integers(1, 20))
-def test_every_number_of_ranks_and_microbatches_builds(name: str, ranks: int, microbatches: int) -> None:
-    schedule = build(name, ranks, microbatches)
-    check(schedule)
-    assert schedule.placement == tuple(range(ranks))
-    assert schedule.has_backward is (name != "forward")
-    assert not schedule.lowered
-    expected = {
-        "gpipe": [microbatches] * ranks,
-        "1f1b": [min(microbatches, ranks - rank) for rank in range(ranks)],
-        "forward": [0] * ranks,
-    }
-    assert list(peak_activations(schedule)) == expected[name]
-
-
-@pytest.mark.parametrize(("name", "torch_name"), [("gpipe", "GPipe"), ("1f1b", "1F1B")])
-@pytest.mark.parametrize("ranks", range(2, 9))
-def test_torch_builds_the_same(name: str, torch_name: str, ranks: int) -> None:
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
-    for microbatches in (ranks, ranks + 1, 2 * ranks + 3):  # torch's 1F1B refuses fewer microbatches than ranks
-        theirs = [
-            [str(action) for action in row if action is not None and "REDUCE_GRAD" not in str(action)]
-            for row in get_schedule_ops(torch_name, ranks, microbatches)
-        ]
-        if torch_name == "1F1B":  # whose last rank numbers its forwards from 1
-            forward = f"{ranks - 1}F"
-            theirs[-1] = [
-                f"{forward}{int(action.removeprefix(forward)) - 1}" if action.startswith(forward) else action
-                for action in theirs[-1]
-            ]
-        assert [[str(action) for action in row] for row in build(name, ranks, microbatches).actions] == theirs
+@pytest.mark.parametrize("ranks", range(1, 14))
+def test_what_the_schedules_with_controllable_memory_hold(ranks: int) -> None:
+    """Each activation is one of a rank's two stages, so that the published figures stand twice."""
+    for microbatches in (2 * ranks - 1, 2 * ranks, 4 * ranks + 1):
+        assert max(peak_activations(build("v-half", ranks, microbatches))) == 2 * ((ranks + 2) // 2)
+        assert max(peak_activations(build("v-min", ranks, microbatches))) == 2 * ((ranks + 4) // 3)
 
 
 @pytest.mark.parametrize(
     ("alias", "name"),
     [
         ("GPipe", "gpipe"),
-        ("ScheduleGPipe", "gpipe"),
         ("1F1B", "1f1b"),
-        ("Schedule1F1B", "1f1b"),
-        ("schedule1f1b", "1f1b"),
-        ("Forward", "forward"),
+        ("Interleaved1F1B", "interleaved-1f1b"),
+        ("LoopedBFS", "looped-bfs"),
+        ("InterleavedZeroBubble", "interleaved-zb"),
+        ("ZBVZeroBubble", "zb-v"),
+        ("DualPipeV", "dualpipe-v"),
     ],
 )
-def test_aliases(alias: str, name: str) -> None:
-    assert build(alias, 2, 3) == build(name, 2, 3)
+def test_torch_names(alias: str, name: str) -> None:
+    for spelled in (alias, f"Schedule{alias}", f"schedule{alias}".lower(), name.upper()):
+        assert build(spelled, 2, 4) == build(name, 2, 4)
+
+
+def test_torch_has_no_other_schedules() -> None:
+    from torch.distributed.pipelining import schedules
+
+    bases = {"ScheduleGPipe", "Schedule1F1B"}
+    theirs = {name for name in vars(schedules) if name.startswith("Schedule")}
+    assert bases < theirs
+    for name in theirs:
+        build(name, 2, 4)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
     with pytest.raises(ScheduleError) as caught:
-        build("1f1c", 2, 2)
-    message = 'There is no schedule "1f1c". Did you mean "1f1b"? The schedules are gpipe, 1f1b, forward.'
+        build("zbv", 2, 2)
+    message = f'There is no schedule "zbv". Did you mean "zb-v"? The schedules are {", ".join(NAMES)}.'
     assert str(caught.value) == message
 
 
@@ -104,8 +145,98 @@ def test_ranks_and_microbatches_are_whole_numbers_from_one(number: object) -> No
         build("gpipe", 2, number)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "forward"])
-def test_a_rank_holds_one_stage(name: str) -> None:
-    assert build(name, 2, 2, chunks=1) == build(name, 2, 2)
-    with pytest.raises(ScheduleError, match=f"{name} cannot have 2 chunks: a rank holds 1 in it"):
-        build(name, 2, 2, chunks=2)
+@pytest.mark.parametrize("name", NAMES)
+def test_how_many_chunks_a_rank_holds(name: str) -> None:
+    usual = 2 if name in (*ANY_CHUNKS, *IN_A_V) else 1
+    assert build(name, 2, 4, chunks=usual) == build(name, 2, 4)
+    if name in ANY_CHUNKS:
+        assert build(name, 2, 4, chunks=3).stages == 6
+        return
+    with pytest.raises(ScheduleError) as caught:
+        build(name, 2, 4, chunks=3)
+    message = f"{name} cannot have 3 chunks: a rank holds {usual} in it. Leave chunks out, or give chunks={usual}."
+    assert str(caught.value) == message
+
+
+def test_one_chunk_makes_the_plain_schedule() -> None:
+    assert build("interleaved-1f1b", 3, 6, chunks=1).actions == build("eager-1f1b", 3, 6).actions
+    assert build("interleaved-zb", 3, 6, chunks=1).actions == build("zb-h1", 3, 6).actions
+
+
+FULL = "it needs a full pipeline"
+GROUPS = "microbatches go in groups of as many as there are ranks, so their number must be a multiple of that"
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "message"),
+    [
+        (
+            "interleaved-1f1b",
+            4,
+            10,
+            f"10 microbatches on 4 ranks: {GROUPS}. Give 8 or 12 microbatches, or 2 or 5 ranks.",
+        ),
+        ("interleaved-1f1b", 4, 3, f"3 microbatches on 4 ranks: {GROUPS}. Give 4 microbatches, or 3 ranks."),
+        ("interleaved-1f1b", 3, 1, f"1 microbatch on 3 ranks: {GROUPS}. Give 3 microbatches, or 1 rank."),
+        (
+            "interleaved-zb",
+            6,
+            16,
+            f"16 microbatches on 6 ranks: {GROUPS}. Give 12 or 18 microbatches, or 4 or 8 ranks.",
+        ),
+        ("interleaved-zb", 5, 7, f"7 microbatches on 5 ranks: {GROUPS}. Give 5 or 10 microbatches, or 1 or 7 ranks."),
+        (
+            "zb-v",
+            4,
+            6,
+            f"6 microbatches on 4 ranks: {FULL}, 2 × ranks − 1 = 7 microbatches or more. "
+            "Give 7 microbatches, or 3 ranks or fewer.",
+        ),
+        (
+            "v-half",
+            2,
+            2,
+            f"2 microbatches on 2 ranks: {FULL}, 2 × ranks − 1 = 3 microbatches or more. "
+            "Give 3 microbatches, or 1 rank.",
+        ),
+        (
+            "v-min",
+            2,
+            1,
+            f"1 microbatch on 2 ranks: {FULL}, 2 × ranks − 1 = 3 microbatches or more. Give 3 microbatches, or 1 rank.",
+        ),
+        (
+            "dualpipe-v",
+            3,
+            5,
+            f"5 microbatches on 3 ranks: {FULL}, 2 × ranks = 6 microbatches or more. "
+            "Give 6 microbatches, or 2 ranks or fewer.",
+        ),
+        (
+            "dualpipe-v",
+            1,
+            1,
+            f"1 microbatch on 1 rank: {FULL}, 2 × ranks = 2 microbatches or more. Give 2 microbatches.",
+        ),
+    ],
+)
+def test_counts_that_a_schedule_cannot_take(name: str, ranks: int, microbatches: int, message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        build(name, ranks, microbatches)
+    assert str(caught.value) == f"{name} cannot have {message}"
+
+
+@given(st.sampled_from((*GROUPS_OF_RANKS, *IN_A_V)), st.integers(1, 9), st.integers(1, 30))
+def test_what_is_refused_and_what_is_advised_instead(name: str, ranks: int, microbatches: int) -> None:
+    """Every number that the message names does."""
+    if fitting(name, ranks, microbatches) == microbatches:
+        build(name, ranks, microbatches)
+        return
+    with pytest.raises(ScheduleError) as caught:
+        build(name, ranks, microbatches)
+    _, _, advice = str(caught.value).partition("Give ")
+    of_microbatches, _, of_ranks = advice.partition(", or ")
+    for number in (int(word) for word in of_microbatches.split() if word.isdigit()):
+        build(name, ranks, number)
+    for number in (int(word) for word in of_ranks.split() if word.isdigit()):
+        build(name, number, microbatches)

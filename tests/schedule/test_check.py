@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule import Action, Kind, Schedule, build, check, from_csv, lower, names, peak_activations
+from pipegraph.schedule import Action, Kind, Schedule, build, check, from_csv, lower, peak_activations
+from tests.schedule.strategies import schedules
 
 Rows = list[list[Action]]
 
@@ -23,6 +24,10 @@ def changed(schedule: Schedule, change: Callable[[Rows], object]) -> Schedule:
     rows = [list(row) for row in schedule.actions]
     change(rows)
     return replace(schedule, actions=rows)  # type: ignore[arg-type]
+
+
+def marked(schedule: Schedule, forward: str, backward: str) -> Schedule:
+    return replace(schedule, overlapped=frozenset({(Action.parse(forward), Action.parse(backward))}))
 
 
 def two_ranks(first: str, second: str) -> Schedule:
@@ -160,11 +165,24 @@ def test_activations_are_held_until_w() -> None:
 
 
 def test_overlapped_pairs_stand_on_one_rank_in_order() -> None:
-    schedule = build("gpipe", 2, 2)
-    check(replace(schedule, overlapped={(Action.parse("0F1"), Action.parse("0B0"))}))  # type: ignore[arg-type]
+    check(marked(build("1f1b", 2, 3), "0F2", "0B1"))
+    check(marked(build("gpipe", 2, 2), "0F0", "0B1"))  # which do not stand together
     for pair in [("0F1", "1B0"), ("7F0", "0B0"), ("7F0", "7B0")]:
-        wrong = replace(schedule, overlapped={tuple(map(Action.parse, pair))})  # type: ignore[arg-type]
-        assert f"{pair[0]} and {pair[1]} cannot overlap" in refused(wrong)
+        assert f"{pair[0]} and {pair[1]} cannot overlap: they are no" in refused(marked(build("gpipe", 2, 2), *pair))
+    message = refused(marked(build("gpipe", 2, 2), "0F0", "0B0"))
+    assert "0F0 and 0B0 cannot overlap: 0B0 needs what 0F0 saves." in message
+
+
+def test_an_overlapped_pair_begins_when_both_can() -> None:
+    """In this order 0B0 comes after 1F1, which needs 0F1."""
+    assert refused(marked(build("gpipe", 2, 2), "0F1", "0B0")) == (
+        "gpipe: This deadlocks: rank 0 is at (0F1;0B0)OVERLAP_F_B and waits for 1B0 of rank 1; "
+        "rank 1 is at 1F1 and waits for 0F1 of rank 0.\n"
+        "rank 0  0F0     0F1 <-- ERROR HERE\n"
+        "rank 1      1F0 1F1 <-- ERROR HERE\n"
+        "Order the actions of these ranks so that one of them can go on. "
+        "Two actions overlap only where both can begin: or unmark the pair."
+    )
 
 
 def test_a_large_grid_is_cut_down_to_the_place() -> None:
@@ -176,6 +194,9 @@ def test_a_large_grid_is_cut_down_to_the_place() -> None:
 
 def test_huge_numbers_end_soon() -> None:
     assert "0F0 is missing" in refused(from_csv("0F999999999\n"))
+    assert "1F0 is missing" in refused(Schedule("n", (0,) * 9999, 10**30, ((Action(0, Kind.F, 0),),)))
+    with pytest.raises(ScheduleError, match="count from 0 to 999999999"):
+        Action(0, Kind.F, 10**9)
 
 
 @pytest.mark.parametrize("nonsense", [None, "1f1b", [[Action(0, Kind.F, 0)]]])
@@ -193,21 +214,13 @@ transfers = st.sampled_from(["0SEND_F0", "1RECV_F0", "0SEND_F1>2", "2RECV_F1<0",
 
 @settings(deadline=None, max_examples=300)
 @given(
-    st.sampled_from(names()),
-    st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    st.booleans(),
+    schedules(ranks=4, microbatches=4),
     st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), actions | transfers.map(Action.parse) | st.none())),
     st.none() | st.integers(0, 3),
 )
 def test_damage_raises_nothing_but_schedule_errors_with_the_place(
-    name: str,
-    size: tuple[int, int],
-    lowered: bool,
-    damage: list[tuple[int, int, Action | None]],
-    memory_limit: int | None,
+    schedule: Schedule, damage: list[tuple[int, int, Action | None]], memory_limit: int | None
 ) -> None:
-    schedule = build(name, *size)
-    schedule = lower(schedule) if lowered else schedule
     rows = [list(row) for row in schedule.actions]
     for rank, at, action in damage:
         row = rows[rank % len(rows)]
@@ -217,24 +230,10 @@ def test_damage_raises_nothing_but_schedule_errors_with_the_place(
             row.insert(at % len(row), row.pop())
     damaged = replace(schedule, actions=rows)  # type: ignore[arg-type]
     assert str(damaged)
-    text = "<-- ERROR HERE"  # what a sound schedule would say
+    found, shown = {}, []
     try:
         check(damaged, memory_limit)
     except ScheduleError as error:
-        text = str(error)
-    assert "<-- ERROR HERE" in text
-
-
-@settings(deadline=None)
-@given(st.sampled_from(names()), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
-def test_no_action_can_be_left_out_or_done_twice(
-    name: str, ranks: int, microbatches: int, lowered: bool, data: st.DataObject
-) -> None:
-    schedule = build(name, ranks, microbatches)
-    schedule = lower(schedule) if lowered else schedule
-    rank = data.draw(st.integers(0, ranks - 1))
-    at = data.draw(st.integers(0, len(schedule.actions[rank]) - 1))
-    refused(changed(schedule, lambda rows: rows[rank].append(rows[rank][at])))
-    shorter = changed(schedule, lambda rows: rows[rank].pop(at))
-    if shorter.has_backward or not schedule.has_backward:  # the only B of all leaves a sound forward
-        refused(shorter)
+        found, grid = error.places, str(error).splitlines()[1:-1]
+        shown = [rank for rank, line in enumerate(grid) if line.endswith("<-- ERROR HERE")]
+    assert shown == sorted(found)

@@ -1,0 +1,86 @@
+"""``pipegraph schedule NAME``: a schedule by itself, drawn, checked, simulated and written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipegraph.cli.options import DebugOption, JsonOption
+from pipegraph.cli.output import print_grid, print_json, write_whole
+from pipegraph.cli.progress import progress
+
+NameArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        show_default=False,
+        help="1f1b, zb-v, …; a CSV file; or search, which looks for the fastest order.",
+    ),
+]
+
+
+def schedule(
+    name: NameArgument,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="P", min=1, show_default=False, help="Ranks that hold the stages.")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(metavar="M", min=1, show_default=False, help="Microbatches of a step.")
+    ] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(metavar="V", min=1, show_default=False, help="Stages of a rank. [default: the schedule's own]"),
+    ] = None,
+    times: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help='JSON with seconds per stage: {"forward": […], "input_grad": […], "weight_grad": […], "hop": 0.0}. '
+            "[default: F, I and W take 1 each]",
+        ),
+    ] = None,
+    memory_limit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Saved activations that a rank may hold, each of one stage and microbatch.",
+        ),
+    ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(metavar="loop|v", show_default=False, help="Where search places the stages. [default: loop]"),
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write a picture of it over time.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write its actions, as torch reads them.")
+    ] = None,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Draw a schedule over time, and tell its bubble, its memory, and how far it is from the best there can be."""
+    if placement not in (None, "loop", "v"):
+        raise typer.BadParameter(f"{placement!r} is neither loop nor v.", param_hint="--placement")
+    with progress("searching" if name == "search" else f"making {name}"):
+        from pipegraph.report.grid import described
+        from pipegraph.report.schedules import make_schedule, read_times
+        from pipegraph.report.simulation import Simulation, simulation_dict
+        from pipegraph.report.timeline_svg import timeline_svg
+        from pipegraph.schedule import Times, to_csv
+
+        given = None if times is None else read_times(times)
+        made = make_schedule(name, ranks, microbatches, chunks, placement, given, memory_limit)
+        simulation = Simulation(made, given or Times.equal(made.stages), memory_limit, in_seconds=given is not None)
+        files = [] if svg is None else [(svg, timeline_svg(simulation))]
+        files += [] if csv is None else [(csv, to_csv(made))]
+        write_whole(files)
+    if json:
+        print_json(simulation_dict(simulation))
+        return
+    print_grid(lambda width, coloured: described(simulation, width, coloured))

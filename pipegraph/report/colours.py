@@ -1,0 +1,72 @@
+"""The colours of a schedule's actions, the same on a terminal and in a picture.
+
+Where ranks hold several stages, each kind has a dark tone for a rank's first one and a light tone for its last; else it
+has one tone. The tones stay apart for the common kinds of colour blindness: by 19 or more of CIE Lab's units (28 where
+there is one each) as simulated by Machado et al. (2009). Text on them is white or black, whichever reads better, on
+light and dark terminals alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipegraph.schedule import Kind, Schedule
+
+MEANING = {Kind.F: "forward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.B: "backward (I and W)"}
+"""The kinds that compute, in the order of a legend."""
+
+TONES = "dark to light: a rank's first to last stage"
+_MOST_TONES = 4  # of one kind in a legend
+
+_ALONE = {Kind.F: "#1b5faa", Kind.I: "#f0b93a", Kind.W: "#8d9b9a", Kind.B: "#9a3324"}
+_TONES = {
+    Kind.F: ("#1b5faa", "#9cc4ee"),  # blue
+    Kind.I: ("#b27a00", "#f7ce62"),  # amber
+    Kind.W: ("#4a5a5a", "#b9c6c2"),  # grey
+    Kind.B: ("#9a3324", "#f09a86"),  # red
+}
+
+
+def kinds_of(schedule: Schedule) -> list[Kind]:
+    """The kinds that compute in this schedule, in the order of a legend."""
+    present = {action.kind for row in schedule.actions for action in row}
+    return [kind for kind in MEANING if kind in present]
+
+
+def chunks_of(schedule: Schedule) -> tuple[int, list[int]]:
+    """(the most stages that a rank holds, of each stage its place among those of its rank, from 0)"""
+    seen = [0] * schedule.ranks
+    chunks = []
+    for rank in schedule.placement:
+        chunks.append(seen[rank])
+        seen[rank] += 1
+    return max(seen), chunks
+
+
+def tones(chunks: int) -> Sequence[int]:
+    """The stages of a rank whose tones a legend shows: all, or the first and the last of many."""
+    return range(chunks) if chunks <= _MOST_TONES else (0, chunks - 1)
+
+
+def colour(kind: Kind, chunk: int, chunks: int) -> str:
+    """``#rrggbb`` for an action on the rank's stage number ``chunk`` of at most ``chunks``."""
+    if chunks == 1:
+        return _ALONE[kind]
+    dark, light = (_channels(tone) for tone in _TONES[kind])
+    part = chunk / (chunks - 1)
+    mixed = (round(low + (high - low) * part) for low, high in zip(dark, light, strict=True))
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def ink(background: str) -> str:
+    """White or black, whichever has the larger contrast (WCAG 2) with ``#rrggbb``."""
+    linear = [
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+        for value in (channel / 255 for channel in _channels(background))
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#000000"
+
+
+def _channels(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -1,0 +1,239 @@
+"""A schedule as arrays of integers: what the passes over many actions work on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.dependencies import Dependencies, Edge
+
+Integers = NDArray[np.int64]
+
+KINDS = tuple(Kind)
+CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(KINDS)}
+F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B = range(len(KINDS))  # noqa: E741 - the field's letter
+
+# Whose result another action can need, by kind: I and B make the same, the gradients of their stage's inputs.
+_FAMILY = np.array([0, 1, 2, 1, 3, 4, 5, 6])
+_PER_STAGE = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """The actions of a schedule, numbered rank after rank, each rank's in order. It may be any schedule, sound or not.
+
+    ``needs`` holds, as (action, what it needs) in the order of actions, every result that an action waits for, its own
+    stage's first. What no action makes has the number of all actions as its number. An action of a stage that is not
+    there needs nothing.
+    """
+
+    actions: Sequence[Sequence[Action]]
+    dependencies: Dependencies
+    overlapped: Collection[tuple[Action, Action]] = ()
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """The number of each rank's first action, and of all actions at the end."""
+        return tuple(accumulate(map(len, self.actions), initial=0))
+
+    @property
+    def count(self) -> int:
+        return self.bounds[-1]
+
+    @cached_property
+    def rank(self) -> Integers:
+        return np.repeat(np.arange(len(self.actions)), [len(row) for row in self.actions])
+
+    @cached_property
+    def stage(self) -> Integers:
+        return self._integers(action.stage for action in self.flat())
+
+    @cached_property
+    def kind(self) -> Integers:
+        """As numbers: F, I, W, B and so on of this module."""
+        return self._integers(CODES[action.kind] for action in self.flat())
+
+    @cached_property
+    def microbatch(self) -> Integers:
+        return self._integers(action.microbatch for action in self.flat())
+
+    @cached_property
+    def peer(self) -> Integers:
+        """Of a transfer, the stage at its other end; −1 for an action that computes."""
+        return self._integers(-1 if action.peer is None else action.peer for action in self.flat())
+
+    @cached_property
+    def edges(self) -> Integers:
+        """The producer and the consumer of each edge, sorted."""
+        return _pairs(sorted(self.dependencies.edges))
+
+    @cached_property
+    def crosses(self) -> NDArray[np.bool_]:
+        """Of each edge, whether its values are transferred."""
+        placement = np.array(self.dependencies.placement)
+        return placement[self.edges[:, 0]] != placement[self.edges[:, 1]]
+
+    @cached_property
+    def returns(self) -> NDArray[np.bool_]:
+        """Of each edge, whether a gradient comes back over it."""
+        return np.isin(self._edge_keys(*self.edges.T), self._edge_keys(*_pairs(self.dependencies.gradient_edges).T))
+
+    @cached_property
+    def edge(self) -> Integers:
+        """Of a transfer, the number of its edge; −1 where there is none."""
+        found = Index(self._edge_keys(*self.edges.T)).find(self._transfer_keys)
+        return np.where((self.peer < 0) | (found == len(self.edges)), -1, found)
+
+    def flat(self) -> Iterator[Action]:
+        return chain.from_iterable(self.actions)
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Where an action stands: its rank, and its position there."""
+        rank = int(self.rank[number])
+        return rank, number - self.bounds[rank]
+
+    def action(self, number: int) -> Action:
+        rank, position = self.place(number)
+        return self.actions[rank][position]
+
+    def numbers(self, actions: Iterable[Action]) -> Integers:
+        """The number of each of these actions that compute; the number of all where there is none such."""
+        wanted = [(CODES[action.kind], action.stage, action.microbatch) for action in actions]
+        kind, stage, microbatch = np.array(wanted, np.int64).reshape(-1, 3).T
+        known = (stage < self._stages) & (microbatch < self._width)
+        key = self._key(_FAMILY[kind] * self._stages + stage, microbatch)
+        found = self.index.find(np.where(known, key, -1))
+        same = np.append(self.kind, -1)[found] == kind
+        return np.where(known & same, found, self.count)
+
+    def forwards_of(self, numbers: Integers) -> Integers:
+        """Of each of these actions, the F of its stage and microbatch."""
+        return self.index.find(self._key(self.stage[numbers], self.microbatch[numbers]))
+
+    def over(self, actions: Integers, stages: Integers, ends: Integers) -> tuple[Integers, Integers]:
+        """Pair each of these actions with every one of the ends that is listed for its stage."""
+        order = np.argsort(stages, kind="stable")
+        counts = np.bincount(stages, minlength=self._stages)[self.stage[actions]]
+        begins = np.searchsorted(stages[order], self.stage[actions])
+        which = np.repeat(np.arange(len(actions)), counts)
+        nth = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return actions[which], ends[order][begins[which] + nth]
+
+    @cached_property
+    def results(self) -> Integers:
+        """A number for what each action makes, the same for two that make the same; −1 where that is nothing."""
+        transfer = self.peer >= 0
+        row = np.where(
+            transfer,
+            _PER_STAGE * self._stages + (self.kind - SEND_F) * len(self.edges) + self.edge,
+            _FAMILY[self.kind] * self._stages + self.stage,
+        )
+        unknown = np.where(transfer, self.edge < 0, self.stage >= self._stages)
+        return np.where(unknown, -1, self._key(row, self.microbatch))
+
+    @cached_property
+    def index(self) -> Index:
+        """Finds the action that makes a result, if there are several the first that stands on the right rank."""
+        holder = np.array(self.dependencies.placement)[np.minimum(self.stage, self._stages - 1)]
+        return Index(self.results, stray=holder != self.rank)
+
+    @cached_property
+    def needs(self) -> tuple[Integers, Integers]:
+        pairs = [*self._own_needs(), *self._needs_of_others()]
+        action = np.concatenate([first for first, _ in pairs])
+        needed = self.index.find(np.concatenate([second for _, second in pairs]))
+        order = np.argsort(action, kind="stable")
+        return action[order], needed[order]
+
+    @cached_property
+    def pairs(self) -> Integers:
+        """The numbers of the forwards of all overlapped pairs that stand together, the backward right behind."""
+        forward, backward = self.numbers(f for f, _ in self.overlapped), self.numbers(b for _, b in self.overlapped)
+        rank = np.append(self.rank, -1)
+        together = (forward + 1 == backward) & (rank[forward] == rank[backward])
+        return np.sort(forward[together])
+
+    def _own_needs(self) -> Iterator[tuple[Integers, Integers]]:
+        """What actions need of their own stage, and transfers of their partner."""
+        stages, edges = self._stages, len(self.edges)
+        of_forward = self._of(I, B, SEND_F)
+        yield of_forward, self._key(self.stage[of_forward], self.microbatch[of_forward])
+        of_backward = self._of(W, SEND_B)
+        yield of_backward, self._key(stages + self.stage[of_backward], self.microbatch[of_backward])
+        transfers = np.flatnonzero(self.edge >= 0)
+        partner = (self.kind[transfers] - SEND_F) ^ 1
+        row = _PER_STAGE * stages + partner * edges + self.edge[transfers]
+        yield transfers, self._key(row, self.microbatch[transfers])
+
+    def _needs_of_others(self) -> Iterator[tuple[Integers, Integers]]:
+        """What F needs of earlier stages, and B or I of later ones, over one edge at a time."""
+        producer, consumer = self.edges.T
+        received = self.crosses & self.dependencies.lowered
+        first = _PER_STAGE * self._stages
+        numbers = np.arange(len(self.edges))
+        forward = np.where(received, first + (RECV_F - SEND_F) * len(self.edges) + numbers, producer)
+        backward = np.where(received, first + (RECV_B - SEND_F) * len(self.edges) + numbers, self._stages + consumer)
+        back = self.returns
+        waiting = (self._of(F), consumer, forward), (self._of(B, I), producer[back], backward[back])
+        for actions, stage, row in waiting:
+            action, needed = self.over(actions, stage, row)
+            yield action, self._key(needed, self.microbatch[action])
+
+    def _of(self, *kinds: int) -> Integers:
+        """The numbers of all actions of these kinds whose result has a number."""
+        return np.flatnonzero(np.isin(self.kind, kinds) & (self.results >= 0))
+
+    @property
+    def _stages(self) -> int:
+        return len(self.dependencies.placement)
+
+    @cached_property
+    def _width(self) -> int:
+        return 1 + int(self.microbatch.max(initial=0))
+
+    def _key(self, row: Integers, microbatch: Integers) -> Integers:
+        return row * self._width + microbatch
+
+    def _edge_keys(self, producer: Integers, consumer: Integers) -> Integers:
+        return producer * self._stages + consumer
+
+    @cached_property
+    def _transfer_keys(self) -> Integers:
+        low, high = np.minimum(self.stage, self.peer), np.maximum(self.stage, self.peer)
+        return np.where((low >= 0) & (high < self._stages), self._edge_keys(low, high), -1)
+
+    def _integers(self, values: Iterable[int]) -> Integers:
+        return np.fromiter(values, np.int64, self.count)
+
+
+class Index:
+    """Finds keys. −1 is no key."""
+
+    def __init__(self, keys: Integers, stray: NDArray[np.bool_] | None = None) -> None:
+        """Those that are stray are found only where there is no other."""
+        if stray is None or not stray.any():
+            self.order = np.argsort(keys, kind="stable")
+        else:
+            self.order = np.lexsort((stray, keys))
+        self.keys = keys[self.order]
+
+    def find(self, wanted: Integers) -> Integers:
+        """Of each wanted key, where it stands first; the number of keys where it does not."""
+        at = np.searchsorted(self.keys, wanted)
+        hit = (np.append(self.keys, -1)[at] == wanted) & (wanted >= 0)
+        return np.where(hit, np.append(self.order, 0)[at], len(self.keys))
+
+    def repeated(self) -> Integers:
+        """Where a key stands that has stood before."""
+        again = (self.keys[1:] == self.keys[:-1]) & (self.keys[1:] >= 0)
+        return self.order[1:][again]
+
+
+def _pairs(edges: Sequence[Edge]) -> Integers:
+    return np.array(edges, np.int64).reshape(-1, 2)

@@ -1,0 +1,43 @@
+"""Schedules in CSV files."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+from pipegraph.errors import ScheduleError
+from pipegraph.schedule.check import check
+from pipegraph.schedule.schedule import Schedule
+from pipegraph.schedule.text import Columns, parse_csv
+
+
+def read_csv(path: str | PathLike[str]) -> Schedule:
+    """Read a schedule from a file, as `from_csv` does, and `check` it. It is called as the file is.
+
+    Raises ScheduleError that names the file, and line and action in it.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"the schedule {path} cannot be read: it is no UTF-8 text ({error.reason}).") from None
+    except OSError as error:
+        raise ScheduleError(f"the schedule {path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:  # a null character in the path
+        raise ScheduleError(f"the schedule {path} cannot be read: {error}.") from None
+    schedule, columns = parse_csv(text, path.stem, path.name)
+    try:
+        check(schedule)
+    except ScheduleError as error:
+        what, picture = str(error).split("\n", 1)
+        raise ScheduleError(f"{what} ({path.name}, {_where(error, columns)})\n{picture}", error.places) from None
+    return schedule
+
+
+def _where(error: ScheduleError, columns: Columns) -> str:
+    """The lines and actions at fault. Where an action is missing at the end of a line, the line."""
+    places = []
+    for rank, position in sorted(error.places.items()):
+        action = f", action {columns[rank][position]}" if position < len(columns[rank]) else ""
+        places.append(f"line {rank + 1}{action}")
+    return " and ".join(places)

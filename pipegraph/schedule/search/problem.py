@@ -1,0 +1,194 @@
+"""The orders that a search works on, and how long they take.
+
+An action is written as a code, 3 × its stage + 0 for F, 1 for I, 2 for W. Its microbatch is not written: all take the
+same time, so on every stage they may as well come in order, and the n-th occurrence of a code is of microbatch n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipegraph.schedule.times import Times
+
+FORWARD, INPUT_GRAD, WEIGHT_GRAD, KINDS = 0, 1, 2, 3
+
+Orders = list[list[int]]
+"""Of each rank, the codes of its actions."""
+
+Path = list[tuple[int, int]]
+"""The critical path: (rank, position) of actions, in order of time."""
+
+
+class Run(NamedTuple):
+    """Orders and when each of their actions ends. The makespan of orders that cannot be run is infinite."""
+
+    makespan: float
+    orders: Orders
+    ends: list[list[float]]
+
+
+IMPOSSIBLE = Run(math.inf, [], [])
+
+_TINY = 1e-9  # times are equal where they differ by less than this part of the makespan
+
+
+class Problem:
+    """Times, placement, microbatches and memory limit, by code.
+
+    ``source`` is the code whose n-th end the n-th of a code waits for, or −1; ``target`` is the inverse.
+    """
+
+    def __init__(self, times: Times, placement: Sequence[int], microbatches: int, memory_limit: int) -> None:
+        stages = len(placement)
+        self.microbatches = microbatches
+        self.memory_limit = memory_limit
+        self.ranks = max(placement) + 1
+        self.stages = [[stage for stage in range(stages) if placement[stage] == rank] for rank in range(self.ranks)]
+        self.last = stages - 1
+        self.rank = [placement[code // KINDS] for code in range(KINDS * stages)]
+        self.duration = [
+            figure for three in zip(times.forward, times.input_grad, times.weight_grad, strict=True) for figure in three
+        ]
+        self.source = [-1] * (KINDS * stages)
+        self.target = [-1] * (KINDS * stages)
+        self.hop = [0.0] * (KINDS * stages)
+        self.transfer = [0.0] * (KINDS * stages)
+        self.link = [-1] * (KINDS * stages)  # a number for (from rank, to rank)
+        for stage, (rank, other) in enumerate(pairwise(placement)):
+            forward, backward = KINDS * stage, KINDS * stage + INPUT_GRAD
+            self._connect(forward, forward + KINDS)
+            self._connect(backward + KINDS, backward)
+            if rank != other:
+                self.hop[forward] = self.hop[backward + KINDS] = times.hop_of((stage, stage + 1))
+                self.transfer[forward] = self.transfer[backward + KINDS] = times.transfer_of((stage, stage + 1))
+                self.link[forward] = rank * self.ranks + other
+                self.link[backward + KINDS] = other * self.ranks + rank
+
+    def _connect(self, source: int, target: int) -> None:
+        self.target[source], self.source[target] = target, source
+
+    def run(self, orders: Orders) -> Run:
+        """Do every action as early as its order and what it waits for let it."""
+        source, duration, hop = self.source, self.duration, self.hop
+        arrivals: list[list[float]] = [[] for _ in duration]
+        used = [0] * len(duration)
+        left = self._links()
+        ends: list[list[float]] = [[] for _ in orders]
+        moving = True
+        while moving:
+            moving = False
+            for order, row in zip(orders, ends, strict=True):
+                begin = len(row)
+                clock = row[-1] if row else 0.0
+                for code in order[begin:]:
+                    before = source[code]
+                    if before >= 0:
+                        number, known = used[code], arrivals[before]
+                        if number == len(known):
+                            break
+                        used[code] = number + 1
+                        if known[number] > clock:
+                            clock = known[number]
+                    clock += duration[code]
+                    row.append(clock)
+                    arrivals[code].append(self._arrival(code, clock, left) if left else clock + hop[code])
+                moving = moving or len(row) > begin
+        if any(len(row) < len(order) for order, row in zip(orders, ends, strict=True)):
+            return IMPOSSIBLE
+        return Run(max(row[-1] for row in ends), orders, ends)
+
+    def fill(self, skeletons: Orders, overrun: Sequence[float]) -> Run:
+        """Run orders of F and I alone, and put each W into the first gap behind its I that has room for it.
+
+        ``overrun`` is, of each rank, the part of a W that may stick out of its gap. A W also comes where memory is full
+        and an F is next; the rest come last.
+        """
+        source, duration, hop = self.source, self.duration, self.hop
+        arrivals: list[list[float]] = [[] for _ in duration]
+        used = [0] * len(duration)
+        left = self._links()
+        orders: Orders = [[] for _ in skeletons]
+        ends: list[list[float]] = [[] for _ in skeletons]
+        waiting: list[deque[int]] = [deque() for _ in skeletons]  # W whose I is done
+        position, held = [0] * self.ranks, [0] * self.ranks
+        moving = True
+        while moving:
+            moving = False
+            for rank, skeleton in enumerate(skeletons):
+                order, row, ready, begin = orders[rank], ends[rank], waiting[rank], position[rank]
+                clock = row[-1] if row else 0.0
+                inside = 1.0 - overrun[rank]
+                for code in skeleton[begin:]:
+                    before, start = source[code], 0.0
+                    if before >= 0:
+                        number, known = used[code], arrivals[before]
+                        if number == len(known):
+                            break
+                        start = known[number]
+                        used[code] = number + 1
+                    forward = code % KINDS == FORWARD
+                    full = forward and held[rank] == self.memory_limit
+                    if full and not ready:
+                        return IMPOSSIBLE
+                    while (full or start > clock) and ready and (full or clock + duration[ready[0]] * inside <= start):
+                        order.append(ready.popleft())
+                        clock += duration[order[-1]]
+                        row.append(clock)
+                        held[rank] -= 1
+                        full = False
+                    if forward:
+                        held[rank] += 1
+                    else:
+                        ready.append(code + 1)
+                    clock = (start if start > clock else clock) + duration[code]
+                    order.append(code)
+                    row.append(clock)
+                    arrivals[code].append(self._arrival(code, clock, left) if left else clock + hop[code])
+                    position[rank] += 1
+                moving = moving or position[rank] > begin
+        if any(at < len(skeleton) for at, skeleton in zip(position, skeletons, strict=True)):
+            return IMPOSSIBLE
+        for order, row, ready in zip(orders, ends, waiting, strict=True):
+            for code in ready:
+                order.append(code)
+                row.append(row[-1] + duration[code])
+        return Run(max(row[-1] for row in ends), orders, ends)
+
+    def _links(self) -> list[float]:
+        """When the last transfer over each link has left; empty where transfers occupy no link."""
+        return [0.0] * self.ranks**2 if any(self.transfer) else []
+
+    def _arrival(self, code: int, end: float, left: list[float]) -> float:
+        """When a value made at ``end`` is there."""
+        link = self.link[code]
+        if link >= 0:
+            end = left[link] = max(end, left[link]) + self.transfer[code]
+        return end + self.hop[code]
+
+    def critical_path(self, run: Run) -> Path:
+        """What the makespan consists of: actions that each start when the one before, or its value, is there."""
+        rank = max(range(self.ranks), key=lambda rank: run.ends[rank][-1])
+        at = len(run.orders[rank]) - 1
+        places: list[list[int]] = [[] for _ in self.duration]  # of each code, its positions
+        number: list[list[int]] = [[] for _ in run.orders]  # of each position, which occurrence of its code it is
+        for order, numbers in zip(run.orders, number, strict=True):
+            for position, code in enumerate(order):
+                numbers.append(len(places[code]))
+                places[code].append(position)
+        path: Path = []
+        while at >= 0:
+            path.append((rank, at))
+            code = run.orders[rank][at]
+            start = run.ends[rank][at] - self.duration[code]
+            waited = at == 0 or start > run.ends[rank][at - 1] + _TINY * run.makespan
+            if waited and self.source[code] < 0:
+                break
+            if waited:
+                at, rank = places[self.source[code]][number[rank][at]], self.rank[self.source[code]]
+            else:
+                at -= 1
+        return path[::-1]

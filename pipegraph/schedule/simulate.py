@@ -1,0 +1,168 @@
+"""When the actions of a schedule run, given how long each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pipegraph.errors import ScheduleError
+from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.check import check
+from pipegraph.schedule.memory import peak_activations
+from pipegraph.schedule.schedule import Schedule
+from pipegraph.schedule.timeline import Event, Place, Timeline
+from pipegraph.schedule.times import Times
+
+_F, _I, _W, _B = Kind.F, Kind.I, Kind.W, Kind.B
+
+
+def simulate(schedule: Schedule, times: Times) -> Timeline:
+    """Run a schedule, with or without transfers, in simulated time.
+
+    Each rank does its actions one after the other, each as soon as what it needs is there. Without transfers a value
+    leaves its rank when it is made; with them, when its rank arrives at the SEND. A SEND does not block, and receives
+    are posted ahead: an order that would deadlock if they did may run here, and `check` is what refuses it. An
+    overlapped pair that stands together is one block, as in torch: it starts when both can, lasts as long as one after
+    the other, and gives both results at its end.
+
+    Raises ScheduleError where times and schedule do not fit, and where the ranks cannot come to an end.
+    """
+    if not isinstance(schedule, Schedule) or not isinstance(times, Times):
+        raise ScheduleError("simulate takes a Schedule and its Times; Times.equal(stages) has unit times.")
+    if times.stages != schedule.stages:
+        raise ScheduleError(f"{schedule.name} has {schedule.stages} stages, and the times are for {times.stages}.")
+    run = _Run(schedule, times)
+    free = list(range(schedule.ranks))
+    while free:
+        free += run.advance(free.pop())
+    if not run.finished():
+        check(schedule)  # says why
+    return Timeline(tuple(map(tuple, run.events)), peak_activations(schedule), tuple(run.waited))
+
+
+class _Way(NamedTuple):
+    """Where a result of a stage goes."""
+
+    stage: int
+    link: tuple[int, int] | None  # (from rank, to rank), None on one rank
+    hop: float
+    transfer: float
+
+
+class _Run:
+    """The state of a simulation: how far each rank has come, and what has arrived at each task.
+
+    A task is one stage's work on one microbatch: its F, then its I or B, then its W, numbered in these three blocks.
+    """
+
+    def __init__(self, schedule: Schedule, times: Times) -> None:
+        needs, stages, microbatches = schedule.dependencies, range(schedule.stages), schedule.microbatches
+        self.events: list[list[Event]] = [[] for _ in schedule.actions]
+        self.waited: list[dict[int, Place]] = [{} for _ in schedule.actions]
+        self._schedule = schedule
+        self._position = [0] * schedule.ranks
+        self._clock = [0.0] * schedule.ranks
+        full = tuple(map(sum, zip(times.input_grad, times.weight_grad, strict=True)))
+        self._duration = {_F: times.forward, _I: times.input_grad, _W: times.weight_grad, _B: full}
+        self._block = block = schedule.stages * microbatches
+        self._first = {_F: 0, _I: block, _B: block, _W: 2 * block}
+        # Of each task: how many things it still waits for, its own stage's last task among them; when the last of them
+        # comes, and after which event.
+        values = [len(needs.producers.get(stage, ())) for stage in stages]
+        gradients = [1 + len(needs.gradient_consumers.get(stage, ())) for stage in stages]
+        weights = [1 for _ in stages]
+        self._missing = [count for count in (*values, *gradients, *weights) for _ in range(microbatches)]
+        self._ready = [0.0] * len(self._missing)
+        self._source: list[Place] = [(0, 0)] * len(self._missing)
+        self._done = bytearray(len(self._missing))
+        self._left: dict[tuple[int, int], float] = {}  # of each link: when its last transfer has left
+        self._ways: dict[Kind, list[list[_Way]]] = {
+            _F: [self._ways_of(times, stage, needs.consumers.get(stage, ())) for stage in stages],
+            _I: [self._ways_of(times, stage, needs.gradient_producers.get(stage, ())) for stage in stages],
+            _W: [[] for _ in stages],
+        }
+        self._ways[_B] = self._ways[_I]
+
+    def _ways_of(self, times: Times, stage: int, others: Iterable[int]) -> list[_Way]:
+        placement, crosses = self._schedule.placement, self._schedule.dependencies.crosses
+        ways = []
+        for other in others:
+            edge = (min(stage, other), max(stage, other))
+            if crosses(edge):
+                link = placement[stage], placement[other]
+                ways.append(_Way(other, link, times.hop_of(edge), times.transfer_of(edge)))
+            else:
+                ways.append(_Way(other, None, 0.0, 0.0))
+        return ways
+
+    def finished(self) -> bool:
+        return all(at == len(row) for at, row in zip(self._position, self._schedule.actions, strict=True))
+
+    def advance(self, rank: int) -> list[int]:
+        """Do the actions of a rank until one lacks what it needs. Returns the ranks that may go on because of that."""
+        actions, overlapped = self._schedule.actions[rank], self._schedule.overlapped
+        woken: list[int] = []
+        while self._position[rank] < len(actions):
+            position = self._position[rank]
+            together = actions[position : position + (2 if overlapped else 1)]
+            if together not in overlapped:
+                together = together[:1]
+            if together[0].kind.is_transfer:
+                done = not together[0].sends or self._send(together[0], rank, woken)
+            else:
+                done = self._compute(together, rank, woken)
+            if not done:
+                break
+            self._position[rank] += len(together)
+        return woken
+
+    def _compute(self, together: tuple[Action, ...], rank: int, woken: list[int]) -> bool:
+        """Do one action, or an overlapped pair, if what it needs is there."""
+        tasks = [self._task(action.kind, action) for action in together]
+        for task in tasks:
+            if self._missing[task]:
+                return False
+        events, start = self.events[rank], self._clock[rank]
+        for task in tasks:
+            if self._ready[task] > start:
+                start = self._ready[task]
+                self.waited[rank][len(events)] = self._source[task]
+        end = start
+        for action in together:
+            start, end = end, end + self._duration[action.kind][action.stage]
+            events.append(Event(action, start, end))
+        self._clock[rank] = end
+        for action, task in zip(together, tasks, strict=True):
+            self._done[task] = True
+            if action.kind is not _W:
+                self._missing[task + self._block] -= 1
+                for way in self._ways[action.kind][action.stage]:
+                    if way.link is None or not self._schedule.lowered:
+                        self._arrive(way, action, task, rank, woken)
+        return True
+
+    def _send(self, action: Action, rank: int, woken: list[int]) -> bool:
+        """Let the result of an action leave its rank, if it is made."""
+        kind = _F if action.kind is Kind.SEND_F else _I
+        task = self._task(kind, action)
+        for way in self._ways[kind][action.stage]:
+            if way.stage == action.peer and self._done[task]:
+                self._arrive(way, action, task, rank, woken)
+        return bool(self._done[task])
+
+    def _task(self, kind: Kind, action: Action) -> int:
+        return self._first[kind] + action.stage * self._schedule.microbatches + action.microbatch
+
+    def _arrive(self, way: _Way, action: Action, task: int, rank: int, woken: list[int]) -> None:
+        """Let the result of an action go its way, from the rank where it or its SEND is the last that ran."""
+        arrival = self._clock[rank]
+        if way.link is not None:
+            if way.transfer:
+                arrival = self._left[way.link] = max(arrival, self._left.get(way.link, 0.0)) + way.transfer
+            arrival += way.hop
+        target = task + (way.stage - action.stage) * self._schedule.microbatches
+        self._missing[target] -= 1
+        if arrival >= self._ready[target]:
+            self._ready[target] = arrival
+            self._source[target] = (rank, len(self.events[rank]) - 1)
+        woken.append(self._schedule.placement[way.stage])

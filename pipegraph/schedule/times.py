@@ -1,0 +1,161 @@
+"""How long the actions of a schedule take."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipegraph.errors import ScheduleError, nearest
+from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.dependencies import Edge
+
+PerBoundary = float | Sequence[float] | Mapping[Edge, float]
+"""One figure for all boundaries, one for each (stage s to s + 1), or one for each (producer, consumer) edge."""
+
+_PER_STAGE = ("forward", "input_grad", "weight_grad")
+_PER_BOUNDARY = ("hop", "transfer")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds for one microbatch: of F, I and W on each stage, and of what crosses the boundaries between ranks.
+
+    A value made at time t on another rank can be used at t + ``transfer`` + ``hop``. ``hop`` is the latency of the
+    link: any number of transfers may be on their way at once. ``transfer`` is how long a transfer occupies its link,
+    bytes ÷ bandwidth: of the transfers from one rank to another, each starts when the one before has left. A gradient
+    takes as long as the value it belongs to. Neither takes time of the ranks themselves.
+
+    An edge that skips stages takes the largest of the figures it passes, unless a mapping has its own.
+
+    Raises ScheduleError for figures that are negative or no numbers, and for counts that do not fit together.
+    """
+
+    forward: Sequence[float]
+    input_grad: Sequence[float]
+    weight_grad: Sequence[float]
+    hop: PerBoundary = 0.0
+    transfer: PerBoundary = 0.0
+
+    def __post_init__(self) -> None:
+        for name in _PER_STAGE:
+            object.__setattr__(self, name, _figures(name, getattr(self, name)))
+        if not self.forward:
+            raise ScheduleError("Times hold one figure per stage, and a schedule has 1 stage or more.")
+        for name in _PER_STAGE[1:]:
+            if (count := len(getattr(self, name))) != self.stages:
+                raise ScheduleError(
+                    f"Times hold one figure per stage: forward has {self.stages}, and {name} has {count}."
+                )
+        for name in _PER_BOUNDARY:
+            object.__setattr__(self, name, _boundaries(name, getattr(self, name), self.stages))
+
+    @classmethod
+    def equal(
+        cls,
+        stages: int,
+        forward: float = 1.0,
+        input_grad: float = 1.0,
+        weight_grad: float = 1.0,
+        hop: PerBoundary = 0.0,
+        transfer: PerBoundary = 0.0,
+    ) -> Times:
+        """The same figures for every stage."""
+        if type(stages) is not int or stages < 1:
+            raise ScheduleError(f"Times are for 1 stage or more, not {stages!r}.")
+        return cls((forward,) * stages, (input_grad,) * stages, (weight_grad,) * stages, hop, transfer)
+
+    @classmethod
+    def from_json(cls, text: str) -> Times:
+        """Read ``{"forward": [1.0, …], "input_grad": […], "weight_grad": […], "hop": 0.1, "transfer": 0.0}``.
+
+        The last two may be left out, or be one figure or a list. Raises ScheduleError that says what is wrong.
+        """
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise ScheduleError(f"These times are no JSON: {error}.") from None
+        form = '{"forward": [1.0, 1.0], "input_grad": [1.0, 1.0], "weight_grad": [1.0, 1.0], "hop": 0.0}'
+        if not isinstance(found, dict):
+            raise ScheduleError(f"Times in JSON are an object with one figure per stage, such as {form}.")
+        known = [*_PER_STAGE, *_PER_BOUNDARY]
+        for name in found:
+            if name not in known:
+                raise ScheduleError(f'Times have no "{name}".{nearest(name, known)} They have {", ".join(known)}.')
+        for name in _PER_STAGE:
+            if name not in found:
+                raise ScheduleError(f'These times lack "{name}": they look like {form}.')
+        return cls(**found)
+
+    @property
+    def stages(self) -> int:
+        return len(self.forward)
+
+    def of(self, action: Action) -> float:
+        """How long an action keeps its rank busy: B as long as I and W together, a transfer not at all."""
+        stage = action.stage
+        match action.kind:
+            case Kind.F:
+                return self.forward[stage]
+            case Kind.I:
+                return self.input_grad[stage]
+            case Kind.W:
+                return self.weight_grad[stage]
+            case Kind.B:
+                return self.input_grad[stage] + self.weight_grad[stage]
+        return 0.0
+
+    def hop_of(self, edge: Edge) -> float:
+        """The latency of an edge between two ranks."""
+        return _of_edge("hop", self.hop, edge)
+
+    def transfer_of(self, edge: Edge) -> float:
+        """How long a value of this edge occupies its link."""
+        return _of_edge("transfer", self.transfer, edge)
+
+
+def _figures(name: str, figures: Any) -> tuple[float, ...]:
+    if isinstance(figures, str | bytes | Mapping) or not isinstance(figures, Iterable):
+        raise ScheduleError(f"{name} holds seconds, one figure per stage, and not {figures!r}.")
+    return tuple(_figure(name, figure) for figure in figures)
+
+
+def _figure(name: str, figure: Any) -> float:
+    if isinstance(figure, bool) or not isinstance(figure, int | float) or not math.isfinite(figure) or figure < 0:
+        raise ScheduleError(f"{name} holds seconds from 0 on, and not {figure!r}.")
+    return float(figure)
+
+
+def _boundaries(name: str, figures: Any, stages: int) -> PerBoundary:
+    if isinstance(figures, Mapping):
+        return {_edge(name, edge): _figure(name, figure) for edge, figure in figures.items()}
+    if not isinstance(figures, Iterable) or isinstance(figures, str | bytes):
+        return _figure(name, figures)
+    found = _figures(name, figures)
+    if len(found) != stages - 1:
+        raise ScheduleError(
+            f"{name} is one figure, or one per boundary: {stages} stages have {stages - 1}, "
+            f"and {len(found)} were given."
+        )
+    return found
+
+
+def _edge(name: str, edge: Any) -> Edge:
+    match edge:
+        case (int(producer), int(consumer)) if producer < consumer:
+            return producer, consumer
+    raise ScheduleError(f"{name} by edge has (producer stage, consumer stage) as keys, such as (0, 1), not {edge!r}.")
+
+
+def _of_edge(name: str, figures: PerBoundary, edge: Edge) -> float:
+    if isinstance(figures, Mapping):
+        if edge in figures:
+            return figures[edge]
+        passed = [figures.get((stage, stage + 1)) for stage in range(*edge)]
+        known = [figure for figure in passed if figure is not None]
+        if len(known) < len(passed):
+            raise ScheduleError(f"{name} has no figure for the edge {edge}: give one for each edge between ranks.")
+        return max(known)
+    return max(figures[slice(*edge)]) if isinstance(figures, Sequence) else figures

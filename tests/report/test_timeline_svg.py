@@ -1,0 +1,109 @@
+"""Schedules as pictures. The golden one is renewed by ``pytest tests/report --renew-golden``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+import pytest
+
+from pipegraph.report.colours import colour
+from pipegraph.report.simulation import Simulation
+from pipegraph.report.timeline_svg import timeline_svg
+from pipegraph.schedule import Action, Kind, Schedule, Times, build, names
+
+GOLDEN = Path(__file__).parent / "golden" / "1f1b.svg"
+TIMES = Times((0.01, 0.02, 0.015), (0.012, 0.02, 0.01), (0.005, 0.01, 0.008), hop=0.001)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def picture(schedule: Schedule, times: Times | None = None) -> tuple[Simulation, Element]:
+    simulation = Simulation(schedule, times or Times.equal(schedule.stages), in_seconds=times is not None)
+    return simulation, ElementTree.fromstring(timeline_svg(simulation))
+
+
+def boxes(root: Element) -> dict[str, tuple[Element, str]]:
+    """action → (its box, its colour)"""
+    found = {}
+    for group in root.iter(f"{SVG}g"):
+        for box in group.findall(f"{SVG}rect"):
+            if (title := box.findtext(f"{SVG}title")) is not None:
+                found[title.partition(":")[0]] = box, group.get("fill", "")
+    return found
+
+
+def test_a_small_schedule_looks_as_it_did(pytestconfig: pytest.Config) -> None:
+    text = timeline_svg(Simulation(build("1f1b", 2, 2), Times.equal(2)))
+    if pytestconfig.getoption("renew_golden", default=False):
+        GOLDEN.write_text(text, encoding="utf-8")
+    assert text == GOLDEN.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_action_has_a_box_as_long_as_it_lasts(name: str) -> None:
+    schedule = build(name, 3, 6)
+    chunks = schedule.stages // 3
+    times = Times(TIMES.forward * chunks, TIMES.input_grad * chunks, TIMES.weight_grad * chunks, TIMES.hop)
+    simulation, root = picture(schedule, times)
+    found = {action: _numbers(box) for action, (box, _) in boxes(root).items()}
+    events = [event for row in simulation.timeline.events for event in row]
+    assert len(found) == len(events)
+    latest = max(events, key=lambda event: event.start)
+    left = found["0F0"]["x"]
+    scale = (found[str(latest.action)]["x"] - left) / latest.start
+    for event in events:
+        box = found[str(event.action)]
+        assert box["x"] == pytest.approx(left + event.start * scale, abs=0.02)
+        assert (event.end - event.start) * scale - 1 < box["width"] < (event.end - event.start) * scale
+    lanes = [{found[str(event.action)]["y"] for event in row} for row in simulation.timeline.events]
+    assert [len(lane) for lane in lanes] == [1, 1, 1]
+    assert len(set.union(*lanes)) == 3
+
+
+def test_kinds_and_stages_have_their_colours() -> None:
+    _, root = picture(build("zb-v", 2, 4))
+    found = boxes(root)
+    assert found["0F0"][1] == colour(Kind.F, 0, 2)
+    assert found["3F0"][1] == colour(Kind.F, 1, 2)
+    assert found["1I2"][1] == colour(Kind.I, 0, 2)
+    assert found["2W2"][1] == colour(Kind.W, 1, 2)
+
+
+def test_numbers_stand_in_boxes_that_have_room() -> None:
+    _, root = picture(build("gpipe", 2, 3))
+    assert sum(text.text == "2" for text in root.iter(f"{SVG}text")) >= 4
+    _, root = picture(build("gpipe", 2, 3000))
+    assert "2999" not in [text.text for text in root.iter(f"{SVG}text")]
+
+
+def test_the_head_tells_the_figures() -> None:
+    _, root = picture(build("1f1b", 2, 2))
+    said = "\n".join(text.text or "" for text in root.iter(f"{SVG}text"))
+    assert "1f1b: 2 ranks, 2 stages, 2 microbatches" in said
+    assert "makespan 9 (bubble 33.3 %)" in said
+    assert "lower bound 7 (gap 28.6 %)" in said
+
+
+def test_values_on_their_way_are_drawn_where_they_are_few() -> None:
+    lines = re.compile(r'<path d="(M[^"]*)" fill="none" stroke="#6b7280"')
+    few = lines.search(timeline_svg(Simulation(build("gpipe", 3, 4), Times.equal(3))))
+    assert few is not None and few[1].count("M") == 2 * 2 * 4  # boundaries, directions, microbatches
+    assert lines.search(timeline_svg(Simulation(build("gpipe", 3, 40), Times.equal(3)))) is None
+
+
+def test_a_name_cannot_break_the_picture() -> None:
+    row = (Action(0, Kind.F, 0), Action(0, Kind.B, 0))
+    _, root = picture(Schedule('<script>"&\x00\n]]>' * 20, (0,), 1, (row,)))
+    assert root.find(f"{SVG}script") is None
+    assert (root.findtext(f"{SVG}title") or "").startswith('<script>"&')
+
+
+def test_times_of_nothing() -> None:
+    _, root = picture(build("gpipe", 2, 2), Times.equal(2, 0, 0, 0))
+    assert len(boxes(root)) == 8
+
+
+def _numbers(box: Element) -> dict[str, float]:
+    return {name: float(number) for name, number in box.items()}

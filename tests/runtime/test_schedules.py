@@ -1,0 +1,107 @@
+"""Every schedule by name gives the numbers of plain autograd, on as many ranks as it takes for the package's stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipegraph.errors import ScheduleError
+from pipegraph.runtime.choose import choose
+from pipegraph.schedule import build, check, lower, names, to_csv
+from tests.runtime import ranks
+from tests.runtime.packages import chain, skips, tied, write
+from tests.runtime.parity import assert_parity
+
+TRAINING = [name for name in names() if name != "forward"]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_parity_with_the_unsplit_model(name: str, tmp_path: Path) -> None:
+    assert_parity(write(skips(), tmp_path / "skips"), name, microbatches=8, accumulate=2)
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "looped-bfs", "interleaved-zb"])
+def test_parity_with_three_stages_on_a_rank(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(to_csv(build(name, 2, 4, chunks=3)))
+    assert_parity(write(chain(6), tmp_path / "chain"), str(tmp_path / "mine.csv"), microbatches=4)
+
+
+def test_parity_over_real_processes(tmp_path: Path) -> None:
+    folder = str(write(skips(), tmp_path / "skips"))
+    cases = [(folder, name) for name in ("interleaved-1f1b", "zb-v", "dualpipe-v")]
+    assert ranks.run(ranks.parity, 2, cases) == ["equal"] * 2
+
+
+def test_parity_with_i_and_w_apart_over_real_processes(tmp_path: Path) -> None:
+    assert ranks.run(ranks.parity, 3, [(str(write(tied(), tmp_path / "tied")), "zb-h1")]) == ["equal"] * 3
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_torch_runs_what_we_write(lowered: bool, tmp_path: Path) -> None:
+    files = []
+    for name in ("interleaved-1f1b", "looped-bfs", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"):
+        schedule = build(name, 2, 4)
+        files.append(str(tmp_path / f"{name}.csv"))
+        Path(files[-1]).write_text(to_csv(lower(schedule) if lowered else schedule))
+    assert ranks.run(ranks.run_by_torch, 2, str(write(chain(4), tmp_path / "chain")), files) == ["equal"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "processes", "ranks_and_chunks"),
+    [
+        ("1f1b", 4, None, (4, 1)),
+        ("zb-v", 4, None, (2, 2)),
+        ("zb-v", 4, 2, (2, 2)),
+        ("dualpipe-v", 2, 1, (1, 2)),
+        ("interleaved-1f1b", 8, None, (4, 2)),
+        ("interleaved-1f1b", 8, 2, (2, 4)),
+        ("interleaved-1f1b", 8, 8, (8, 1)),
+        ("ScheduleLoopedBFS", 9, 3, (3, 3)),
+    ],
+)
+def test_stages_are_shared_out(
+    name: str, stages: int, processes: int | None, ranks_and_chunks: tuple[int, int]
+) -> None:
+    schedule = choose(name, 8, stages, processes)
+    check(lower(schedule))
+    assert (schedule.ranks, schedule.stages // schedule.ranks) == ranks_and_chunks
+    assert schedule.stages == stages
+
+
+def test_a_process_for_all_ranks_does_not_choose_their_number() -> None:
+    assert choose("looped-bfs", 4, 8, processes=None, ranks=None).ranks == 4
+    assert choose("looped-bfs", 4, 8, processes=None, ranks=2).ranks == 2
+    assert choose("looped-bfs", 4, 8, processes=None, ranks=3).ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "processes", "message"),
+    [
+        (
+            "zb-v",
+            5,
+            None,
+            "zb-v needs 2 stages per rank, and the package's 5 cannot be shared out so. Split the model with "
+            "--stages 4 or 6, or take a schedule with 1 stage per rank, such as 1f1b.",
+        ),
+        ("interleaved-1f1b", 1, None, "the package's 1 cannot be shared out so. Split the model with --stages 2,"),
+        (
+            "1f1b",
+            4,
+            2,
+            "1f1b runs the package's 4 stages on 4 ranks, and 2 processes were started. Start 4 (--nproc-per-node 4), "
+            "or run without torchrun: one process then holds all stages. With 2 stages on each of 2 ranks run "
+            "interleaved-1f1b, looped-bfs, interleaved-zb, zb-v, v-half, v-min, dualpipe-v.",
+        ),
+        ("zb-v", 6, 2, "on 3 ranks, and 2 processes were started. Start 3 (--nproc-per-node 3), or run without"),
+        ("zb-v", 6, 4, "one process then holds all stages."),
+        ("zb-v", 6, None, "zb-v cannot have 1 microbatch on 3 ranks"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(
+    name: str, stages: int, processes: int | None, message: str
+) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        choose(name, None if "microbatch" in message else 12, stages, processes)
+    assert message in str(caught.value)

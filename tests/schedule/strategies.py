@@ -1,0 +1,30 @@
+"""What hypothesis draws: schedules of all names."""
+
+from hypothesis import strategies as st
+
+from pipegraph.schedule import Schedule, build, lower, names
+from pipegraph.schedule.build import find
+
+
+@st.composite
+def schedules(
+    draw: st.DrawFn,
+    name: str | None = None,
+    ranks: int = 5,
+    microbatches: int = 8,
+    lowered: bool | None = None,
+) -> Schedule:
+    """A schedule of this or any name, on up to so many ranks, with so many microbatches or the next number that does.
+
+    ``lowered``: whether it has transfers; None: either.
+    """
+    name = draw(st.sampled_from(names())) if name is None else name
+    on = draw(st.integers(1, ranks))
+    count = draw(st.integers(1, microbatches))
+    recipe = find(name)
+    while recipe.rule(on, count):
+        count += 1
+    chunks = draw(st.integers(1, 3)) if recipe.any_chunks else None
+    schedule = build(name, on, count, chunks)
+    has_transfers = draw(st.booleans()) if lowered is None else lowered
+    return lower(schedule) if has_transfers else schedule

@@ -1,0 +1,48 @@
+"""Large schedules take seconds, and little memory."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pipegraph.schedule import build, check, lower, names
+
+# Each size in a process of its own, whose high-water mark is then that size's.
+CODE = """
+import json, resource, sys, time
+from pipegraph.schedule import Times, build, check, lower, simulate
+
+ranks, microbatches = map(int, sys.argv[1:])
+start = time.perf_counter()
+schedule = build("1f1b", ranks, microbatches)
+lowered = lower(schedule)
+check(schedule, memory_limit=ranks)
+check(lowered)
+makespans = [simulate(each, Times.equal(ranks)).makespan for each in (schedule, lowered)]
+seconds = time.perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+actions = [sum(map(len, each.actions)) for each in (schedule, lowered)]
+print(json.dumps({"seconds": seconds, "peak": peak, "actions": actions, "makespans": makespans}))
+"""
+_KIB = 1 if sys.platform == "darwin" else 1024  # bytes in what ru_maxrss counts
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "seconds"), [(64, 512, 10), (256, 1024, 60)])
+def test_built_lowered_checked_and_simulated(ranks: int, microbatches: int, seconds: float) -> None:
+    arguments = [sys.executable, "-c", CODE, str(ranks), str(microbatches)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    compute, transfers = 2 * ranks * microbatches, 4 * (ranks - 1) * microbatches
+    assert found["actions"] == [compute, compute + transfers]
+    assert found["makespans"] == [3 * (microbatches + ranks - 1)] * 2
+    assert found["seconds"] < seconds  # about a sixth of it on one idle core
+    assert found["peak"] * _KIB < 4 * 2**30
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_name_lowered_and_checked(name: str) -> None:
+    start = time.perf_counter()
+    check(lower(build(name, 64, 128)), memory_limit=9999)
+    assert time.perf_counter() - start < 10  # well under 1 on an idle core
