@@ -41,6 +41,9 @@ class AutogradKernels:
         self._output_gradients = tuple(output_gradients)
         self._loss = loss
 
+    def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
+        pass
+
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
     ) -> Forward:

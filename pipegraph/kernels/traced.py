@@ -57,12 +57,19 @@ class TracedKernels:
         self._modules: list[nn.Module] = []
         self._variants: dict[Any, Variant | None] = {}
 
+    def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
+        call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, differentiable)
+        try:
+            variant = self._variant(call, self._tensors())
+        except PipegraphError:
+            return
+        if variant is not None:
+            variant.prepare(kinds)
+
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
     ) -> Forward:
-        if self._state is None:
-            self._state, self._modules = State(self._stage.module), list(self._stage.module.modules())
-        state = self._state.tensors()
+        state = self._tensors()
         call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, differentiable)
         variant = self._variant(call, state)
         if variant is None:
@@ -93,6 +100,12 @@ class TracedKernels:
         elif saved.variant.derivative.backward(saved.present).weight is not None:
             self._run(saved, "W")
 
+    def _tensors(self) -> list[Tensor]:
+        """The stage's parameters and buffers."""
+        if self._state is None:
+            self._state, self._modules = State(self._stage.module), list(self._stage.module.modules())
+        return self._state.tensors()
+
     def _take(self, saved: _Saved, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of outputs to what was saved."""
         variant = saved.variant
@@ -109,7 +122,6 @@ class TracedKernels:
 
     def _run(self, saved: _Saved, kind: str) -> tuple[Tensor | None, ...]:
         """Run I, W or B, accumulate the gradients of parameters that it gives, and return those of inputs."""
-        assert self._state is not None
         derivative = saved.variant.derivative
         parts = derivative.backward(saved.present)
         later = parts.weight.inputs if kind == "I" and parts.weight is not None else ()
@@ -117,7 +129,7 @@ class TracedKernels:
             values = saved.variant.backward(kind, saved.present, saved.values, later)
             given = set(derivative.part(kind, saved.present).outputs)
             names = [name if name in given else None for name in parts.gradients]
-            state = self._state.tensors()
+            state = self._tensors()
             inputs = saved.variant.of_inputs(values, names)
             accumulate(
                 ((state[index], values[name]) for index, name in enumerate(names[: len(state)]) if name is not None),
