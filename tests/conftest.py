@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 
-import pytest  # noqa: E402 - after what it and torch read
+import pytest
 
 # Tests run side by side and start processes of their own; one thread each is faster than all of them fighting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import pytest  # noqa: E402 - after what it and torch read
 
 
 @pytest.fixture(autouse=True)
