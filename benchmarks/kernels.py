@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=2, help="microbatches in a round")
-    parser.add_argument("--recompute", default=None)
+    parser.add_argument("--recompute", default="min-cut")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -225,12 +225,11 @@ def _join(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
         items = {
             name: graph.call_function(operator.getitem, (joined, index)) for index, name in enumerate(whole.outputs)
         }
-    for name, value in zip(whole.outputs, whole.values, strict=True):
-        items[name].meta["val"] = value
     for node, part in ((first, parts[0]), (second, parts[1])):
         for item in list(node.users):
             name = part.outputs[item.args[1]]  # type: ignore[index]
             if name in items:
+                items[name].meta = item.meta
                 item.replace_all_uses_with(items[name])
 
 

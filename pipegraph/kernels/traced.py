@@ -152,7 +152,7 @@ class TracedKernels:
     def _traced(self, call: Call, state: Sequence[Tensor]) -> Variant | None:
         assert self._state is not None
         try:
-            _check_hooks(state)
+            _check_traceable(state)
             return trace(self._stage, self._state, call, self._compiler, self._options)
         except PipegraphError:
             raise
@@ -166,9 +166,11 @@ class TracedKernels:
             return None
 
 
-def _check_hooks(state: Sequence[Tensor]) -> None:
-    """Hooks of parameters are called by autograd alone."""
+def _check_traceable(state: Sequence[Tensor]) -> None:
+    """Hooks of parameters are called by autograd alone, and a graph holds tensors that have no class of their own."""
     for tensor in state:
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise RuntimeError(f"a parameter or buffer is a {type(tensor).__name__}")
         # There is no public way to ask for hooks.
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise RuntimeError(f"a parameter of shape {list(tensor.shape)} has a hook")

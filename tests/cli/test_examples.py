@@ -33,7 +33,7 @@ def test_tiny_transformer(pipegraph: Command, tmp_path: Path, stages: int) -> No
     model = "examples/transformer.py:build_tiny_model"
     points = ",".join(LAYERS[-(stages - 1) :])
     assert len(split_and_verify(pipegraph, model, tmp_path / "out", "--points", points)) == stages
-    ran = pipegraph("run", tmp_path / "out", "--nproc", 1, "--model", model, "--json")
+    ran = pipegraph("run", tmp_path / "out", "--kernels", "eager", "--nproc", 1, "--model", model, "--json")
     assert json.loads(ran.out)["ranks"] == stages
 
 
@@ -50,5 +50,5 @@ def test_unet(pipegraph: Command, tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "out" / "pipeline.json").read_text())
     past = [value for value in manifest["values"].values() if value["producer"] == 0 and 2 in value["consumers"]]
     assert len(past) == 2  # the skips of the two upper levels go past stage 1
-    ran = pipegraph("run", tmp_path / "out", "--model", "examples/unet.py", "--steps", 2)
+    ran = pipegraph("run", tmp_path / "out", "--kernels", "eager", "--model", "examples/unet.py", "--steps", 2)
     assert (ran.code, len(ran.out.splitlines())) == (0, 2), ran.err

@@ -26,10 +26,10 @@ def losses(out: str) -> list[str]:
 
 def test_one_two_and_torchrun_processes_agree(pipegraph: Command, chain: Path) -> None:
     options = ["--microbatches", 4, "--steps", 2]
-    alone = pipegraph("run", chain, "--nproc", 1, *options)
-    own = pipegraph("run", chain, *options)
+    alone = pipegraph("run", chain, "--kernels", "eager", "--nproc", 1, *options)
+    own = pipegraph("run", chain, "--kernels", "eager", *options)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    under = program(*torchrun, "-m", "pipegraph", "run", chain, *options)
+    under = program(*torchrun, "-m", "pipegraph", "run", chain, "--kernels", "eager", *options)
     assert (alone.code, own.code, under.code) == (0, 0, 0), (alone, own, under)
     assert own.err == ""
     assert len(losses(alone.out)) == 2
@@ -40,13 +40,15 @@ def test_model_gives_inputs_target_and_loss(pipegraph: Command, chain: Path) -> 
     from tests.models.chain import build_model, example_inputs, example_target, loss_fn
 
     expected = loss_fn(build_model()(*example_inputs), example_target).item()
-    done = pipegraph("run", chain, "--nproc", 1, "--model", "tests/models/chain.py", "--schedule", "gpipe")
+    done = pipegraph(
+        "run", chain, "--kernels", "eager", "--nproc", 1, "--model", "tests/models/chain.py", "--schedule", "gpipe"
+    )
     assert [float(loss) for loss in losses(done.out)] == [pytest.approx(expected, rel=1e-5)]
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_json_is_printed_once(pipegraph: Command, chain: Path, nproc: int) -> None:
-    done = pipegraph("run", chain, "--nproc", nproc, "--steps", 2, "--json")
+    done = pipegraph("run", chain, "--kernels", "eager", "--nproc", nproc, "--steps", 2, "--json")
     result = json.loads(done.out)
     assert (result["schema_version"], result["schedule"], result["microbatches"]) == (1, "1f1b", 2)
     assert [step["index"] for step in result["steps"]] == [0, 1]
@@ -70,7 +72,7 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
     text = re.sub(r"(    def forward\(.*\n)", rf"\1        {line}\n", stage.read_text(), count=1)
     stage.write_text(text)
     start = time.monotonic()
-    done = pipegraph("run", broken, "--steps", 3)
+    done = pipegraph("run", broken, "--kernels", "eager", "--steps", 3)
     assert time.monotonic() - start < 30  # two processes that import torch, and 10 seconds to stop
     assert (done.code, done.out) == (4, "")
     assert "Traceback" not in done.err
@@ -78,22 +80,24 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
     assert said in done.err
     assert _processes_that_name(broken) == []
     if line.startswith("raise"):
-        assert "Traceback" in pipegraph("run", broken, "--debug").err
+        assert "Traceback" in pipegraph("run", broken, "--kernels", "eager", "--debug").err
 
 
 def test_training_lowers_the_loss(pipegraph: Command, chain: Path) -> None:
-    first, second, third = map(float, losses(pipegraph("run", chain, "--nproc", 1, "--steps", 3).out))
+    first, second, third = map(
+        float, losses(pipegraph("run", chain, "--kernels", "eager", "--nproc", 1, "--steps", 3).out)
+    )
     assert first > second > third
 
 
 def test_a_learning_rate_of_zero_leaves_the_weights(pipegraph: Command, chain: Path) -> None:
-    first, second, third = losses(pipegraph("run", chain, "--steps", 3, "--learning-rate", 0).out)
+    first, second, third = losses(pipegraph("run", chain, "--kernels", "eager", "--steps", 3, "--learning-rate", 0).out)
     assert first == second == third
 
 
 def test_wrong_world_of_torchrun(chain: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 3]
-    done = program(*torchrun, "-m", "pipegraph", "run", chain)
+    done = program(*torchrun, "-m", "pipegraph", "run", chain, "--kernels", "eager")
     assert done.code != 0
     assert "3 processes cannot run 2 stages" in done.err
     assert 'File "' not in done.err.split("error: ")[1].split("\n")[0]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import make
+from pipegraph.kernels import compilers, internals, make
 from tests.kernels.stages import assert_as_autograd
 
 
@@ -401,6 +401,37 @@ def test_inductor(name: str) -> None:
     if name == "dropout":
         stage.eval()
     assert_as_autograd(stage, inputs, kernels="inductor")
+
+
+def test_without_a_compiler_for_cpp_graphs_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "compiler_is_missing", lambda: "none found")
+    compilers.compiler.cache_clear()
+    with pytest.warns(UserWarning, match=r"needs a C\+\+ compiler.*none found"):
+        assert_as_autograd(Layers(), (x,), kernels="inductor")
+    compilers.compiler.cache_clear()
+
+
+def test_a_graph_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(module: Any) -> Any:
+        raise AssertionError("not today")
+
+    monkeypatch.setattr(internals, "_compile_graph", fail)
+    compilers.compiler.cache_clear()
+    with pytest.warns(UserWarning, match="cannot compile a part of a stage.*AssertionError: not today"):
+        assert_as_autograd(Layers(), (x,), kernels="inductor")
+    compilers.compiler.cache_clear()
+
+
+def test_preparing_compiles_all_that_a_step_needs() -> None:
+    stage = Layers()
+    kernels = make("eager", stage, (True,), (True,))
+    kernels.prepare((torch.zeros(4, 8),), target=None, with_loss=False, differentiable=True, kinds="FIW")
+    (variant,) = kernels._variants.values()
+    programs = dict(variant._programs)
+    saved = kernels.forward((x,)).saved
+    kernels.input_backward(saved, (torch.ones(4, 4),))
+    kernels.weight_backward(saved)
+    assert variant._programs == programs and len(programs) == 3
 
 
 def test_unknown_recomputation_is_refused() -> None:

@@ -21,11 +21,11 @@ Found = dict[str, Any]
 """`differences` (what → relative difference) and `copies` (tied weight → a digest for each of its names)."""
 
 
-def train(package: Path, case_name: str, schedule: str, reference: dict[str, Any]) -> Found:
+def train(package: Path, case_name: str, schedule: str, reference: dict[str, Any], kernels: str = KERNELS) -> Found:
     """Train as the reference was trained, on the same batches, and compare all that this process holds."""
     case = CASES[case_name]
     loss_fn = MODELS[case.model].loss
-    pipe = Pipeline(package, schedule, microbatches=case.microbatches, loss_fn=loss_fn, kernels=KERNELS)
+    pipe = Pipeline(package, schedule, microbatches=case.microbatches, loss_fn=loss_fn, kernels=kernels)
     for stage in pipe.stages.values():
         stage.train(case.training)
     descent = optimizer(pipe.parameters())

@@ -19,7 +19,7 @@ import torch
 
 from tests.parity.cases import CASES, MODELS, ROOT, SCHEDULES
 from tests.parity.reference import prepare
-from tests.parity.training import Found, train
+from tests.parity.training import KERNELS, Found, train
 
 TORCHRUN_SECONDS = 80
 
@@ -40,9 +40,9 @@ class Workshop:
         reference: dict[str, Any] = torch.load(self._model(model) / f"{case}.pt", mmap=True)
         return reference
 
-    def in_one_process(self, case: str, schedule: str, stages: int) -> list[Found]:
+    def in_one_process(self, case: str, schedule: str, stages: int, kernels: str = KERNELS) -> list[Found]:
         """What training finds with all stages in this process."""
-        return [train(self.package(CASES[case].model, stages), case, schedule, self.reference(case))]
+        return [train(self.package(CASES[case].model, stages), case, schedule, self.reference(case), kernels)]
 
     def under_torchrun(self, case: str, schedule: str, stages: int) -> list[Found]:
         """What each rank found. All cases of so many stages run in the same processes, when the first is asked for."""

@@ -76,6 +76,7 @@ def test_the_model_file_can_be_split(folder: Path) -> None:
     assert done.stdout == "stage 0: 0 – 1\nstage 1: 2 – 3\nwrote build/mine\n", done.stderr
 
 
+@pytest.mark.timeout(400)  # the pipeline in it is compiled
 def test_python(folder: Path) -> None:
     for name, code in zip(("write.py", "train.py", "schedules.py"), blocks("python")[2:], strict=True):
         (folder / name).write_text(code)

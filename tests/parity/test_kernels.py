@@ -1,0 +1,35 @@
+"""Training with kernels whose backward is divided, or compiled, equals training the unsplit model. In one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.cases import CASES
+from tests.parity.training import TOLERANCE, expected_names
+from tests.parity.workshop import Workshop
+
+# A bias before a batch norm has a gradient of rounding alone, and compiled code rounds in another order.
+COMPILED = {"rotary": TOLERANCE, "late input": TOLERANCE, "batch norm": 20 * TOLERANCE}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_divided_backward(made: Workshop, case: str) -> None:
+    assert_equal(made, case, "zb-h1", "eager", TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("case", COMPILED)
+def test_inductor(made: Workshop, case: str, schedule: str) -> None:
+    assert_equal(made, case, schedule, "inductor", COMPILED[case])
+
+
+@pytest.mark.parametrize("case", ["llama", "dropout in evaluation mode"])
+def test_autograd(made: Workshop, case: str) -> None:
+    assert_equal(made, case, "zb-h1", "autograd", TOLERANCE)
+
+
+def assert_equal(made: Workshop, case: str, schedule: str, kernels: str, tolerance: float) -> None:
+    (found,) = made.in_one_process(case, schedule, 2, kernels)
+    differences = found["differences"]
+    assert differences.keys() == expected_names(made.reference(case))
+    assert [item for item in differences.items() if not item[1] <= tolerance] == []
