@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Package
 from pipegraph.runtime.choose import choose
-from pipegraph.schedule import Schedule, Times, build, check, read_csv, search
+from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, check, read_csv, search
 
 SEARCH = "search"
 """The name that asks for `search` instead of a known order."""
-
-_CHUNKS = {"loop": 1, "v": 2}  # of a search, by placement
 
 
 def choose_schedule(package: Package, schedule: str, microbatches: int | None, ranks: int | None = None) -> Schedule:
@@ -57,7 +53,7 @@ def make_schedule(
         raise ScheduleError(
             f"{name} has {made.stages} stages on {made.ranks} ranks, and --chunks {chunks} was given. Leave it out."
         )
-    if placement is not None and made.placement != _places(placement, made.ranks, made.stages):
+    if placement is not None and made.placement != _places(placement, made):
         raise ScheduleError(
             f"{made.name} places its stages on the ranks {made.placement}, which is no {placement}. "
             f"Leave --placement out: it chooses where {SEARCH} places stages."
@@ -80,7 +76,7 @@ def _search(
 ) -> Schedule:
     placement = placement or "loop"
     if chunks is None:
-        chunks = _CHUNKS[placement] if times is None else max(1, times.stages // ranks)
+        chunks = PLACEMENTS[placement].chunks if times is None else max(1, times.stages // ranks)
     if times is None:
         times = Times.equal(ranks * chunks)
     if times.stages != ranks * chunks:
@@ -91,20 +87,6 @@ def _search(
     return search(times, ranks, microbatches, placement, memory_limit)
 
 
-def _places(placement: str, ranks: int, stages: int) -> tuple[int, ...]:
-    """stage → rank"""
-    there = tuple(range(ranks))
-    turn = there if placement == "loop" else there[::-1]
-    return ((there + turn) * stages)[:stages]
-
-
-def read_times(file: Path) -> Times:
-    """The times in a JSON file. Raises ScheduleError that names the file."""
-    try:
-        return Times.from_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ScheduleError(f"the times {file} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"the times {file} cannot be read: they are no UTF-8 text ({error.reason}).") from None
-    except ScheduleError as error:
-        raise ScheduleError(f"{file}: {error}") from None
+def _places(placement: str, schedule: Schedule) -> tuple[int, ...]:
+    """stage → rank, if the schedule's stages were placed so."""
+    return PLACEMENTS[placement].places(schedule.ranks, schedule.stages // schedule.ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from pipegraph.errors import ScheduleError
 from pipegraph.schedule.times import Times
 
 
@@ -21,7 +22,11 @@ def lower_bound(times: Times, placement: Sequence[int], microbatches: int, memor
     - memory: stage s holds an activation for R(s) or more, from its F through all later stages and back to its W. On r
       at most K = min(memory limit, all) are held at once, and they start f apart and end w apart (least of r's
       stages). So K·(M − head(r)) ≥ m·ΣR(s) + K(K−1)/2·(f + w).
+
+    Raises ScheduleError where times and placement are of different numbers of stages.
     """
+    if len(placement) != times.stages:
+        raise ScheduleError(f"The placement is of {len(placement)} stages, and the times are for {times.stages}.")
     stages = range(len(placement))
     hops = [
         0.0 if a == b else times.hop_of((s, s + 1)) + times.transfer_of((s, s + 1))
@@ -42,7 +47,7 @@ def lower_bound(times: Times, placement: Sequence[int], microbatches: int, memor
         bounds.append(head[first] + forward_backward + microbatches * sum(w[stage] for stage in held))
         bounds.append(head[first] + forward_backward + tail[first])
         if memory_limit is not None:
-            most = min(int(memory_limit), microbatches * len(held))
+            most = int(min(memory_limit, microbatches * len(held)))
             lives = [head[end] - head[s] + f[end] + b[end] + tail[end] - tail[s] + w[s] for s in held]
             ramps = most * (most - 1) / 2 * (min(f[s] for s in held) + min(w[s] for s in held))
             bounds.append(head[first] + (microbatches * sum(lives) + ramps) / max(most, 1))

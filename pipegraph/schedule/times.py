@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,14 +123,15 @@ def _figures(name: str, figures: Any) -> tuple[float, ...]:
 
 
 def _figure(name: str, figure: Any) -> float:
-    if isinstance(figure, bool) or not isinstance(figure, int | float) or not math.isfinite(figure) or figure < 0:
+    number = isinstance(figure, int | float) and not isinstance(figure, bool)
+    if not number or not 0 <= figure <= sys.float_info.max:  # which NaN, infinity and larger integers are not
         raise ScheduleError(f"{name} holds seconds from 0 on, and not {figure!r}.")
     return float(figure)
 
 
 def _boundaries(name: str, figures: Any, stages: int) -> PerBoundary:
     if isinstance(figures, Mapping):
-        return {_edge(name, edge): _figure(name, figure) for edge, figure in figures.items()}
+        return {_edge(name, edge, stages): _figure(name, figure) for edge, figure in figures.items()}
     if not isinstance(figures, Iterable) or isinstance(figures, str | bytes):
         return _figure(name, figures)
     found = _figures(name, figures)
@@ -142,11 +143,14 @@ def _boundaries(name: str, figures: Any, stages: int) -> PerBoundary:
     return found
 
 
-def _edge(name: str, edge: Any) -> Edge:
+def _edge(name: str, edge: Any, stages: int) -> Edge:
     match edge:
-        case (int(producer), int(consumer)) if producer < consumer:
+        case (int(producer), int(consumer)) if 0 <= producer < consumer < stages:
             return producer, consumer
-    raise ScheduleError(f"{name} by edge has (producer stage, consumer stage) as keys, such as (0, 1), not {edge!r}.")
+    raise ScheduleError(
+        f"{name} by edge has (producer stage, consumer stage) as keys, such as (0, 1), not {edge!r}: "
+        f"there are {stages} stages."
+    )
 
 
 def _of_edge(name: str, figures: PerBoundary, edge: Edge) -> float:

@@ -1,5 +1,10 @@
 """The lower bound: each of its four parts where it is the one that counts."""
 
+import math
+
+import pytest
+
+from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Times, build, lower_bound, simulate
 
 
@@ -31,3 +36,9 @@ def test_one_activation_at_a_time() -> None:
 def test_more_memory_than_there_is_to_hold() -> None:
     times = Times.equal(3, 1, 1, 1)
     assert lower_bound(times, (0, 1, 2), 5, memory_limit=10**9) == lower_bound(times, (0, 1, 2), 5, memory_limit=5)
+    assert lower_bound(times, (0, 1, 2), 5, memory_limit=math.inf) == lower_bound(times, (0, 1, 2), 5, memory_limit=5)
+
+
+def test_a_placement_of_other_stages() -> None:
+    with pytest.raises(ScheduleError, match="The placement is of 2 stages, and the times are for 3"):
+        lower_bound(Times.equal(3), (0, 1), 5)

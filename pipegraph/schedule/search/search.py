@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -10,7 +11,7 @@ from random import Random
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule.bound import lower_bound
 from pipegraph.schedule.memory import peak_activations
-from pipegraph.schedule.recipe import loop, v
+from pipegraph.schedule.placement import PLACEMENTS
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.search.climb import Skeleton, climb_orders, climb_policy, climb_skeleton
 from pipegraph.schedule.search.problem import Orders, Problem
@@ -18,7 +19,6 @@ from pipegraph.schedule.search.seeds import actions_of, named, orders_of, polici
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.times import Times
 
-_PLACEMENTS = {"loop": loop, "v": v}
 _ACTIONS, _RUNS = 24_000_000, 40_000
 """How many actions, and how many orders, a search runs at most: some ten seconds' worth."""
 _SHARES = 0.05, 0.2, 0.15  # of these, in each climb from a policy, from a skeleton and from orders
@@ -57,6 +57,8 @@ def search(
 
     Raises ScheduleError for numbers that do not fit together, and for a limit below one microbatch: a rank's stages.
     """
+    if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 <= effort < math.inf:
+        raise ScheduleError(f"The effort of a search is a number from 0 on, not {effort!r}: 1 is some ten seconds.")
     places = _placement(times, ranks, microbatches, placement)
     chunks = len(places) // ranks
     limit = microbatches * chunks
@@ -101,19 +103,20 @@ def _placement(times: Times, ranks: int, microbatches: int, placement: str) -> t
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         if type(number) is not int or number < 1:
             raise ScheduleError(f"A search cannot have {number!r} {what}: give a whole number from 1 on.")
-    if placement not in _PLACEMENTS:
+    if placement not in PLACEMENTS:
         raise ScheduleError(
-            f'There is no placement "{placement}".{nearest(str(placement), _PLACEMENTS)} '
-            f"The placements are {', '.join(_PLACEMENTS)}."
+            f'There is no placement "{placement}".{nearest(str(placement), PLACEMENTS)} '
+            f"The placements are {', '.join(PLACEMENTS)}."
         )
+    kind = PLACEMENTS[placement]
     chunks, rest = divmod(times.stages, ranks)
-    if rest or not chunks or (placement == "v" and chunks != 2):
-        what = "2 stages a rank" if placement == "v" else "as many stages on every rank"
+    if rest or chunks < kind.chunks or (chunks > kind.chunks and not kind.any_chunks):
+        more = " or a multiple of that" if kind.any_chunks else ""
         raise ScheduleError(
-            f'The placement "{placement}" has {what}: {ranks} ranks have {2 * ranks if placement == "v" else ranks} '
-            f"stages{'' if placement == 'v' else ' or a multiple of that'}, and the times are for {times.stages}."
+            f'With the placement "{placement}", {ranks} ranks hold {kind.chunks * ranks} stages{more}, '
+            f"and the times are for {times.stages}."
         )
-    return _PLACEMENTS[placement](ranks, chunks)
+    return kind.places(ranks, chunks)
 
 
 def _improved(problem: Problem, schedules: list[Schedule], goal: float, effort: float) -> Iterator[tuple[Orders, str]]:
@@ -123,6 +126,7 @@ def _improved(problem: Problem, schedules: list[Schedule], goal: float, effort: 
     runs = effort * min(_RUNS, _ACTIONS / len(problem.duration) / problem.microbatches)
     of_policies, of_skeletons, of_orders = (round(runs * share) for share in _SHARES)
 
+    # Every start as it is, by a climb of no runs; then climbs from the best.
     greedy = [climb_policy(problem, policy, 0, goal, random) for policy in policies(problem)]
     greedy.sort(key=lambda climbed: climbed.run.makespan)
     greedy[:_BEST] = [climb_policy(problem, start.state, of_policies, goal, random) for start in greedy[:_BEST]]
