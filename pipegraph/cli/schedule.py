@@ -55,6 +55,9 @@ def schedule(
         str | None,
         typer.Option(metavar="loop|v", show_default=False, help="Where search places the stages. [default: loop]"),
     ] = None,
+    effort: Annotated[
+        float, typer.Option(metavar="X", min=0.0, help="Scales how long search looks: 1 is some ten seconds.")
+    ] = 1.0,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", show_default=False, help="Write a picture of it over time.")
     ] = None,
@@ -76,7 +79,7 @@ def schedule(
         from pipegraph.report.timeline_text import described
 
         given = None if times is None else read_times(times)
-        made = make_schedule(name, ranks, microbatches, chunks, placement, given, memory_limit)
+        made = make_schedule(name, ranks, microbatches, chunks, placement, given, memory_limit, effort)
         simulation = Simulation(made, given or Times.equal(made.stages), memory_limit, in_seconds=given is not None)
         files = [] if svg is None else [(svg, timeline_svg(simulation))]
         files += [] if csv is None else [(csv, to_csv(made))]

@@ -6,6 +6,7 @@ from pipegraph.errors import ScheduleError
 from pipegraph.package import Package
 from pipegraph.runtime.choose import choose
 from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, check, read_csv, search
+from pipegraph.schedule.build import find
 
 SEARCH = "search"
 """The name that asks for `search` instead of a known order."""
@@ -32,6 +33,7 @@ def make_schedule(
     placement: str | None = None,
     times: Times | None = None,
     memory_limit: int | None = None,
+    effort: float = 1.0,
 ) -> Schedule:
     """The schedule of this name or in the CSV file of this name, or the best that `search` finds; checked.
 
@@ -40,10 +42,12 @@ def make_schedule(
     if name.endswith(".csv"):
         made = read_csv(name)
     elif ranks is None or microbatches is None:
+        if name.casefold() != SEARCH:
+            find(name)  # a name that is none matters more than what else is missing
         lacking = " and ".join(f"--{what}" for what, size in _sizes(ranks, microbatches).items() if size is None)
         raise ScheduleError(f"{name} lacks {lacking}: say how many, such as --ranks 4 --microbatches 8.")
     elif name.casefold() == SEARCH:
-        return _search(ranks, microbatches, chunks, placement, times, memory_limit)
+        return _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort)
     else:
         made = build(name, ranks, microbatches, chunks)
     for what, size in _sizes(ranks, microbatches).items():
@@ -70,13 +74,16 @@ def _search(
     ranks: int,
     microbatches: int,
     chunks: int | None,
-    placement: str | None,
+    placement: str,
     times: Times | None,
     memory_limit: int | None,
+    effort: float,
 ) -> Schedule:
-    placement = placement or "loop"
+    form = PLACEMENTS[placement]
     if chunks is None:
-        chunks = PLACEMENTS[placement].chunks if times is None else max(1, times.stages // ranks)
+        chunks = form.chunks if times is None else max(1, times.stages // ranks)
+    elif chunks != form.chunks and not form.any_chunks:
+        raise ScheduleError(f"With the placement {placement} a rank holds {form.chunks} stages: leave --chunks out.")
     if times is None:
         times = Times.equal(ranks * chunks)
     if times.stages != ranks * chunks:
@@ -84,7 +91,7 @@ def _search(
             f"{ranks} ranks with {chunks} chunk{'s' if chunks > 1 else ''} each have {ranks * chunks} stages, "
             f"and the times are for {times.stages}."
         )
-    return search(times, ranks, microbatches, placement, memory_limit)
+    return search(times, ranks, microbatches, placement, memory_limit, effort)
 
 
 def _places(placement: str, schedule: Schedule) -> tuple[int, ...]:

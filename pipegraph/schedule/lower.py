@@ -36,6 +36,8 @@ def lower(
 
     Raises ScheduleError for edges that do not fit, and for a schedule that is wrong or has transfers already.
     """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"lower takes a Schedule, not {schedule!r}. build makes one from a name.")
     if schedule.lowered:
         raise ScheduleError(f"{schedule.name} has transfers already. Lower the schedule that has none.")
     if edges is not None or gradient_edges is not None:

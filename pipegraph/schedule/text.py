@@ -31,6 +31,8 @@ def to_csv(schedule: Schedule) -> str:
     of stages, nor a schedule without a backward. An overlapped pair is written as one cell where its two actions stand
     together; torch has no other form for it, and where they do not, it is lost.
     """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"to_csv takes a Schedule, not {schedule!r}. build makes one from a name.")
     return "".join(f"{','.join(map(cell, schedule.units(rank)))}\n" for rank in range(schedule.ranks))
 
 
