@@ -1,6 +1,6 @@
 """How far each schedule is from what is possible, and what a search gains over it.
 
-python benchmarks/schedules.py [--effort 1.0] [--json]
+python benchmarks/schedules.py [--effort 0.2] [--json]
 
 For the settings that the Zero Bubble papers measured (8 ranks; seconds of F, I and W of a rank, and of a hop), and for
 the first of them with unequal stages: the makespan of every named schedule over the lower bound for its stages, and of
@@ -19,16 +19,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pipegraph.schedule import Times, build, lower_bound, names, search, simulate
+from pipegraph.schedule import PLACEMENTS, Times, build, lower_bound, names, search, simulate
 
 RANKS = 8
+FIRST = "24 microbatches, 1.5 B"
 SETTINGS = {
-    "24 microbatches, 1.5 B": (24, 0.018522, 0.018086, 0.009337, 0.000601),
+    FIRST: (24, 0.018522, 0.018086, 0.009337, 0.000601),
     "32 microbatches, 1.5 B": (32, 0.018513, 0.018086, 0.009331, 0.000626),
     "64 microbatches, 1.5 B": (64, 0.018546, 0.018097, 0.009321, 0.000762),
     "24 microbatches, 6.2 B": (24, 0.029718, 0.029444, 0.019927, 0.000527),
 }
-UNEQUAL = "24 microbatches, 1.5 B, stages 30 % up or down"
+UNEQUAL = f"{FIRST}, stages 30 % up or down"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Row:
 
 
 def rows(setting: str, effort: float) -> list[Row]:
-    microbatches, *figures, hop = SETTINGS["24 microbatches, 1.5 B" if setting == UNEQUAL else setting]
+    microbatches, *figures, hop = SETTINGS[FIRST if setting == UNEQUAL else setting]
     found = []
     for name in names():
         if name == "forward":
@@ -59,18 +60,18 @@ def rows(setting: str, effort: float) -> list[Row]:
         times = Times(*([figure / chunks * size for size in sizes] for figure in figures), hop=hop)
         timeline = simulate(schedule, times)
         bound = lower_bound(times, schedule.placement, microbatches)
-        placement = "v" if schedule.placement[-1] == 0 and chunks > 1 else "loop"
+        placement = next(name for name, at in PLACEMENTS.items() if at.places(RANKS, chunks) == schedule.placement)
         best = search(times, RANKS, microbatches, placement, max(timeline.peak_activations), effort)
         found.append(
             Row(
-                setting,
-                name,
-                schedule.stages,
-                max(timeline.peak_activations),
-                timeline.makespan / bound,
-                best.makespan / bound,
-                1 - best.makespan / timeline.makespan,
-                best.origin,
+                setting=setting,
+                schedule=name,
+                stages=schedule.stages,
+                peak_activations=max(timeline.peak_activations),
+                over_bound=timeline.makespan / bound,
+                searched_over_bound=best.makespan / bound,
+                gain=1 - best.makespan / timeline.makespan,
+                origin=best.origin,
             )
         )
     return found

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("pipegraph", deadline=None)
+hypothesis.settings.load_profile("pipegraph")
 
 # Tests run side by side and start processes of their own; one thread each is faster than all of them fighting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -55,6 +55,9 @@ def schedule(
         str | None,
         typer.Option(metavar="loop|v", show_default=False, help="Where search places the stages. [default: loop]"),
     ] = None,
+    effort: Annotated[
+        float, typer.Option(metavar="X", min=0.0, help="Scales how long search looks: 1 is some ten seconds.")
+    ] = 1.0,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", show_default=False, help="Write a picture of it over time.")
     ] = None,
@@ -65,17 +68,18 @@ def schedule(
     debug: DebugOption = False,
 ) -> None:
     """Draw a schedule over time, and tell its bubble, its memory, and how far it is from the best there can be."""
-    if placement not in (None, "loop", "v"):
-        raise typer.BadParameter(f"{placement!r} is neither loop nor v.", param_hint="--placement")
-    with progress("searching" if name == "search" else f"making {name}"):
-        from pipegraph.report.grid import described
-        from pipegraph.report.schedules import make_schedule, read_times
+    from pipegraph.schedule import PLACEMENTS, Times, read_times, to_csv
+
+    if placement is not None and placement not in PLACEMENTS:
+        raise typer.BadParameter(f"{placement!r} is neither {' nor '.join(PLACEMENTS)}.", param_hint="--placement")
+    with progress("searching" if name.casefold() == "search" else f"making {name}"):
+        from pipegraph.report.schedules import make_schedule
         from pipegraph.report.simulation import Simulation, simulation_dict
         from pipegraph.report.timeline_svg import timeline_svg
-        from pipegraph.schedule import Times, to_csv
+        from pipegraph.report.timeline_text import described
 
         given = None if times is None else read_times(times)
-        made = make_schedule(name, ranks, microbatches, chunks, placement, given, memory_limit)
+        made = make_schedule(name, ranks, microbatches, chunks, placement, given, memory_limit, effort)
         simulation = Simulation(made, given or Times.equal(made.stages), memory_limit, in_seconds=given is not None)
         files = [] if svg is None else [(svg, timeline_svg(simulation))]
         files += [] if csv is None else [(csv, to_csv(made))]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from rich.text import Text
 
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
-from pipegraph.report.grid import grid, legend
 from pipegraph.report.simulation import title
 from pipegraph.report.tables import clip, count, size, table
+from pipegraph.report.timeline_text import grid, legend
 from pipegraph.schedule import Schedule, Times, simulate
-
-_BITS = {"bool": 8, "bfloat16": 16, "half": 16, "float": 32, "double": 64}
 
 
 def overview(package: Package, schedule: Schedule, width: int | None = None, coloured: bool = False) -> Text:
@@ -81,11 +80,8 @@ def holds(manifest: Manifest, stage: int) -> str:
 
 def bytes_of(value: Value) -> int:
     """The size of a value of one microbatch, in bytes."""
-    digits = "".join(character for character in value.dtype if character.isdigit())
-    bits = _BITS.get(value.dtype) or int(digits or 32)
-    if value.dtype.startswith("float8"):
-        bits = 8
-    return math.prod(value.shape) * bits // 8
+    bits = re.search("[0-9]+", value.dtype)  # the first number: float8_e4m3fn has 8
+    return math.prod(value.shape) * (int(bits[0]) if bits else 8) // 8  # a bool has 8, and does not say so
 
 
 def _title(package: Package) -> str:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Package
 from pipegraph.runtime.choose import choose
-from pipegraph.schedule import Schedule, Times, build, check, read_csv, search
+from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, check, read_csv, search
+from pipegraph.schedule.build import find
 
 SEARCH = "search"
 """The name that asks for `search` instead of a known order."""
-
-_CHUNKS = {"loop": 1, "v": 2}  # of a search, by placement
 
 
 def choose_schedule(package: Package, schedule: str, microbatches: int | None, ranks: int | None = None) -> Schedule:
@@ -36,6 +33,7 @@ def make_schedule(
     placement: str | None = None,
     times: Times | None = None,
     memory_limit: int | None = None,
+    effort: float = 1.0,
 ) -> Schedule:
     """The schedule of this name or in the CSV file of this name, or the best that `search` finds; checked.
 
@@ -44,10 +42,12 @@ def make_schedule(
     if name.endswith(".csv"):
         made = read_csv(name)
     elif ranks is None or microbatches is None:
+        if name.casefold() != SEARCH:
+            find(name)  # a name that is none matters more than what else is missing
         lacking = " and ".join(f"--{what}" for what, size in _sizes(ranks, microbatches).items() if size is None)
         raise ScheduleError(f"{name} lacks {lacking}: say how many, such as --ranks 4 --microbatches 8.")
     elif name.casefold() == SEARCH:
-        return _search(ranks, microbatches, chunks, placement, times, memory_limit)
+        return _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort)
     else:
         made = build(name, ranks, microbatches, chunks)
     for what, size in _sizes(ranks, microbatches).items():
@@ -57,7 +57,7 @@ def make_schedule(
         raise ScheduleError(
             f"{name} has {made.stages} stages on {made.ranks} ranks, and --chunks {chunks} was given. Leave it out."
         )
-    if placement is not None and made.placement != _places(placement, made.ranks, made.stages):
+    if placement is not None and made.placement != _places(placement, made):
         raise ScheduleError(
             f"{made.name} places its stages on the ranks {made.placement}, which is no {placement}. "
             f"Leave --placement out: it chooses where {SEARCH} places stages."
@@ -74,13 +74,16 @@ def _search(
     ranks: int,
     microbatches: int,
     chunks: int | None,
-    placement: str | None,
+    placement: str,
     times: Times | None,
     memory_limit: int | None,
+    effort: float,
 ) -> Schedule:
-    placement = placement or "loop"
+    form = PLACEMENTS[placement]
     if chunks is None:
-        chunks = _CHUNKS[placement] if times is None else max(1, times.stages // ranks)
+        chunks = form.chunks if times is None else max(1, times.stages // ranks)
+    elif chunks != form.chunks and not form.any_chunks:
+        raise ScheduleError(f"With the placement {placement} a rank holds {form.chunks} stages: leave --chunks out.")
     if times is None:
         times = Times.equal(ranks * chunks)
     if times.stages != ranks * chunks:
@@ -88,23 +91,9 @@ def _search(
             f"{ranks} ranks with {chunks} chunk{'s' if chunks > 1 else ''} each have {ranks * chunks} stages, "
             f"and the times are for {times.stages}."
         )
-    return search(times, ranks, microbatches, placement, memory_limit)
+    return search(times, ranks, microbatches, placement, memory_limit, effort)
 
 
-def _places(placement: str, ranks: int, stages: int) -> tuple[int, ...]:
-    """stage → rank"""
-    there = tuple(range(ranks))
-    turn = there if placement == "loop" else there[::-1]
-    return ((there + turn) * stages)[:stages]
-
-
-def read_times(file: Path) -> Times:
-    """The times in a JSON file. Raises ScheduleError that names the file."""
-    try:
-        return Times.from_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ScheduleError(f"the times {file} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"the times {file} cannot be read: they are no UTF-8 text ({error.reason}).") from None
-    except ScheduleError as error:
-        raise ScheduleError(f"{file}: {error}") from None
+def _places(placement: str, schedule: Schedule) -> tuple[int, ...]:
+    """stage → rank, if the schedule's stages were placed so."""
+    return PLACEMENTS[placement].places(schedule.ranks, schedule.stages // schedule.ranks)

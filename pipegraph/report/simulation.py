@@ -8,9 +8,10 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from pipegraph.report.colours import chunks_of
 from pipegraph.report.tables import one_line
 from pipegraph.report.units import TimeUnit, percent, unit_of
-from pipegraph.schedule import Schedule, Timeline, Times, lower_bound, simulate
+from pipegraph.schedule import Schedule, SearchedSchedule, Timeline, Times, lower_bound, simulate
 
 _MOST_RANKS = 16  # whose figures are told one by one
 
@@ -49,11 +50,6 @@ class Simulation:
     def unit(self) -> TimeUnit:
         return unit_of(self.timeline.makespan) if self.in_seconds else TimeUnit()
 
-    @property
-    def chunks(self) -> int:
-        """The most stages that a rank holds."""
-        return max(self.schedule.placement.count(rank) for rank in range(self.schedule.ranks))
-
 
 def title(schedule: Schedule) -> str:
     """``1f1b: 4 ranks, 4 stages, 8 microbatches``"""
@@ -78,8 +74,8 @@ def figures(simulation: Simulation) -> str:
         ("peak activations", _peaks(timeline.peak_activations, simulation.memory_limit)),
         ("critical path", timeline.describe_critical_path()),
     ]
-    if origin := getattr(simulation.schedule, "origin", ""):
-        lines.append(("found from", str(origin)))
+    if isinstance(simulation.schedule, SearchedSchedule):
+        lines.append(("found from", simulation.schedule.origin))
     label = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{label}}  {text}" for name, text in lines)
 
@@ -87,13 +83,12 @@ def figures(simulation: Simulation) -> str:
 def simulation_dict(simulation: Simulation) -> dict[str, Any]:
     """The same as data, for ``--json``, with every action. Times are in the unit of the given ones."""
     schedule, timeline, times = simulation.schedule, simulation.timeline, simulation.times
-    origin = getattr(schedule, "origin", None)
     return {
         "name": schedule.name,
-        **({} if origin is None else {"origin": origin}),
+        **({"origin": schedule.origin} if isinstance(schedule, SearchedSchedule) else {}),
         "ranks": schedule.ranks,
         "stages": schedule.stages,
-        "chunks": simulation.chunks,
+        "chunks": chunks_of(schedule)[0],
         "microbatches": schedule.microbatches,
         "placement": list(schedule.placement),
         "times": {

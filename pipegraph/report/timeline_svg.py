@@ -61,7 +61,8 @@ def _scale(simulation: Simulation, narrowest: float) -> float:
     timeline = simulation.timeline
     if timeline.makespan <= 0:
         return 0.0
-    shortest = min(event.end - event.start for row in timeline.events for event in row if event.end > event.start)
+    lasting = [event.end - event.start for row in timeline.events for event in row if event.end > event.start]
+    shortest = min(lasting, default=timeline.makespan)  # where nothing but hops takes time
     wanted = _number_width(simulation.schedule.microbatches - 1) / shortest * timeline.makespan
     return min(max(wanted, narrowest), _WIDEST) / timeline.makespan
 

@@ -57,7 +57,8 @@ def ticks(end: float, most: int) -> list[float]:
 
 
 def percent(part: float) -> str:
-    """
+    """A part of 1, with one decimal and without a negative zero.
+
     >>> percent(0.2727)
     '27.3 %'
     """

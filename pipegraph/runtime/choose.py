@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from os import PathLike
 
 from pipegraph import schedule as schedules
@@ -50,7 +49,7 @@ def choose(
 def forward_only(schedule: Schedule) -> Schedule:
     """The schedule without its backward, in the same placement: what `eval` runs."""
     actions = tuple(tuple(action for action in row if action.kind is Kind.F) for row in schedule.actions)
-    return replace(schedule, name=f"{schedule.name}, forward only", actions=actions, overlapped=frozenset())
+    return schedule.changed(name=f"{schedule.name}, forward only", actions=actions, overlapped=frozenset())
 
 
 def _by_name(name: str, microbatches: int, stages: int, ranks: int | None) -> Schedule:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
-from pipegraph.runtime.group import Group
+from pipegraph.runtime.group import Group, lost_connections
 from pipegraph.runtime.transport import ConnectionLost
 
 _made: Final[Counter[tuple[int, ...]]] = Counter()
@@ -34,9 +34,18 @@ class World:
         self._control = self.connect("control", range(self.size), torch.device("cpu"))
 
     def connect(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
-        """A group of `ranks`, of which this is one, for tensors on `device`. All of them call this with one `name`."""
-        group = Group(dist.PrefixStore(name, self.store), self.rank, ranks, device or self.device)
+        """A group of `ranks`, of which this is one, for tensors on `device`. All of them call this with one `name`.
+
+        Returns when all of them are connected: one that failed and left before would take the others with it while they
+        cannot yet tell why, or leave them waiting.
+        """
+        store = dist.PrefixStore(name, self.store)
+        group = Group(store, self.rank, ranks, device or self.device)
         self._groups.append(group)
+        with lost_connections(None):
+            if store.add("connected", 1) == len(ranks):
+                store.set("all connected", "")
+            store.wait(["all connected"])
         return group
 
     def agree(self, what: str) -> None:

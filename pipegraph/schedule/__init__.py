@@ -11,10 +11,11 @@ from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.bound import lower_bound
 from pipegraph.schedule.build import build, names
 from pipegraph.schedule.check import check
-from pipegraph.schedule.file import read_csv
+from pipegraph.schedule.file import read_csv, read_times
 from pipegraph.schedule.lifetimes import Lifetime, What, lifetimes, receive_buffers
 from pipegraph.schedule.lower import lower
 from pipegraph.schedule.memory import peak_activations
+from pipegraph.schedule.placement import PLACEMENTS, Placement
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.search import SearchedSchedule, search
 from pipegraph.schedule.simulate import simulate
@@ -23,10 +24,12 @@ from pipegraph.schedule.timeline import Event, Timeline
 from pipegraph.schedule.times import Times
 
 __all__ = [
+    "PLACEMENTS",
     "Action",
     "Event",
     "Kind",
     "Lifetime",
+    "Placement",
     "Schedule",
     "SearchedSchedule",
     "Timeline",
@@ -41,6 +44,7 @@ __all__ = [
     "names",
     "peak_activations",
     "read_csv",
+    "read_times",
     "receive_buffers",
     "search",
     "simulate",

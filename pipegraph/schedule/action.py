@@ -25,14 +25,9 @@ class Kind(StrEnum):
     def is_transfer(self) -> bool:
         return self in _PEER
 
-    @property
-    def is_backward(self) -> bool:
-        """Whether this computes a gradient."""
-        return self in BACKWARD
-
 
 BACKWARD = frozenset((Kind.B, Kind.I, Kind.W))
-
+"""The kinds that compute a gradient."""
 
 # Of each transfer: the kind at its other end, and on which side of its own stage that other end lies.
 _PEER: dict[Kind, tuple[Kind, int]] = {

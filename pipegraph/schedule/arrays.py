@@ -103,7 +103,7 @@ class Arrays:
         return self.actions[rank][position]
 
     def numbers(self, actions: Iterable[Action]) -> Integers:
-        """The number of each of these actions that compute; the number of all where there is none such."""
+        """The number of each of these actions, all of which compute; ``count`` for one that stands nowhere."""
         wanted = [(CODES[action.kind], action.stage, action.microbatch) for action in actions]
         kind, stage, microbatch = np.array(wanted, np.int64).reshape(-1, 3).T
         known = (stage < self._stages) & (microbatch < self._width)

@@ -2,48 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+from typing import NamedTuple
 
+from pipegraph.errors import ScheduleError
 from pipegraph.schedule.times import Times
+
+
+class _Task(NamedTuple):
+    """F, I or W of one microbatch on one stage: the least time before its start, of itself, and behind its end."""
+
+    head: float
+    time: float
+    tail: float
 
 
 def lower_bound(times: Times, placement: Sequence[int], microbatches: int, memory_limit: float | None = None) -> float:
     """Seconds that every schedule of a chain of stages takes from 0 to its end, however its actions are ordered.
 
-    The largest, over the ranks r and all at once, of four bounds. Nothing runs on r before the first microbatch has
-    come through the stages before r's first one, which takes head(r); T is what r computes for one microbatch.
+    The larger of two bounds, over all ranks.
 
-    - work: head(r) + m·T(r);
-    - drain: head(r) + m·Σ(f + b of r) + tail(r). The last I on r's first stage has all F and I of r before it, and
-      behind it the I of every earlier stage and the W of stage 0;
-    - one microbatch: its way through all stages and back, and the W of stage 0 (the drain bound of one microbatch);
-    - memory: stage s holds an activation for R(s) or more, from its F through all later stages and back to its W. On r
-      at most K = min(memory limit, all) are held at once, and they start f apart and end w apart (least of r's
-      stages). So K·(M − head(r)) ≥ m·ΣR(s) + K(K−1)/2·(f + w).
+    - One machine (Carlier, 1982): the F of a stage has all F before it, its I that and all F and I behind it, its W its
+      I; and what follows any of them likewise takes its time. Of any set of a rank's tasks, the first starts no earlier
+      than the least of their heads, the rank then works for all of them, m times, and the least of their tails follows.
+    - Memory: stage s holds an activation for R(s) or more, from its F through all later stages and back to its W. On
+      rank r at most K = min(memory limit, all) are held at once, none before head(r), the least of its heads, and they
+      start f apart and end w apart (least of r's stages). So K·(M − head(r)) ≥ m·ΣR(s) + K(K−1)/2·(f + w).
+
+    Raises ScheduleError where times and placement are of different numbers of stages, and for numbers that are none.
     """
-    stages = range(len(placement))
-    hops = [
-        0.0 if a == b else times.hop_of((s, s + 1)) + times.transfer_of((s, s + 1))
-        for s, (a, b) in enumerate(pairwise(placement))
-    ]
-    f, b, w = times.forward, times.input_grad, times.weight_grad
-    head = [0.0]
-    tail = [w[0]]
-    for stage in stages[1:]:
-        head.append(head[-1] + f[stage - 1] + hops[stage - 1])
-        tail.append(tail[-1] + b[stage - 1] + hops[stage - 1])
-    end = len(placement) - 1
-    bounds = [head[end] + f[end] + b[end] + tail[end]]
+    if len(placement) != times.stages:
+        raise ScheduleError(f"The placement is of {len(placement)} stages, and the times are for {times.stages}.")
+    if type(microbatches) is not int or microbatches < 1:
+        raise ScheduleError(f"There is no bound for {microbatches!r} microbatches: give a whole number from 1 on.")
+    if memory_limit is not None and not memory_limit >= 1:
+        raise ScheduleError(f"A memory limit of {memory_limit!r} activations lets nothing run. Give 1 or more.")
+    tasks = _tasks(times, placement)
+    found = 0.0
     for rank in set(placement):
-        held = [stage for stage in stages if placement[stage] == rank]
-        first = held[0]
-        forward_backward = microbatches * sum(f[stage] + b[stage] for stage in held)
-        bounds.append(head[first] + forward_backward + microbatches * sum(w[stage] for stage in held))
-        bounds.append(head[first] + forward_backward + tail[first])
+        held = [tasks[stage] for stage in range(len(placement)) if placement[stage] == rank]
+        found = max(found, *_one_machine([task for stage in held for task in stage], microbatches))
         if memory_limit is not None:
-            most = min(int(memory_limit), microbatches * len(held))
-            lives = [head[end] - head[s] + f[end] + b[end] + tail[end] - tail[s] + w[s] for s in held]
-            ramps = most * (most - 1) / 2 * (min(f[s] for s in held) + min(w[s] for s in held))
-            bounds.append(head[first] + (microbatches * sum(lives) + ramps) / max(most, 1))
-    return max(bounds)
+            most = int(min(memory_limit, microbatches * len(held)))
+            lives = sum(weight.head + weight.time - forward.head for forward, _, weight in held)
+            apart = min(forward.time for forward, _, _ in held) + min(weight.time for _, _, weight in held)
+            head = min(forward.head for forward, _, _ in held)
+            found = max(found, head + (microbatches * lives + most * (most - 1) / 2 * apart) / most)
+    return found
+
+
+def _tasks(times: Times, placement: Sequence[int]) -> list[tuple[_Task, _Task, _Task]]:
+    """F, I and W of each stage."""
+    hops = [
+        0.0 if rank == other else times.hop_of((stage, stage + 1)) + times.transfer_of((stage, stage + 1))
+        for stage, (rank, other) in enumerate(pairwise(placement))
+    ]
+    stages = range(len(placement))
+    f, b, w = times.forward, times.input_grad, times.weight_grad
+    before_f = [sum(f[:stage]) + sum(hops[:stage]) for stage in stages]
+    turn = before_f[-1] + f[-1]
+    before_b = [turn + sum(b[stage + 1 :]) + sum(hops[stage:]) for stage in stages]
+    behind_b = [w[0]]
+    for stage in stages[1:]:
+        behind_b.append(max(w[stage], hops[stage - 1] + b[stage - 1] + behind_b[-1]))
+    # Behind an F comes the way to its own I and back, with any W on the way that sticks out.
+    behind_f = [0.0 for _ in stages]
+    behind_f[-1] = b[-1] + behind_b[-1]
+    for stage in reversed(stages[:-1]):
+        behind_f[stage] = hops[stage] + f[stage + 1] + behind_f[stage + 1]
+    return [
+        (
+            _Task(before_f[stage], f[stage], behind_f[stage]),
+            _Task(before_b[stage], b[stage], behind_b[stage]),
+            _Task(before_b[stage] + b[stage], w[stage], 0.0),
+        )
+        for stage in stages
+    ]
+
+
+def _one_machine(tasks: Sequence[_Task], microbatches: int) -> Iterator[float]:
+    """The bound for every set of tasks that is worth it: all with a head and a tail of some length or more."""
+    for head, tail in product({task.head for task in tasks}, {task.tail for task in tasks}):
+        chosen = [task for task in tasks if task.head >= head and task.tail >= tail]
+        if chosen:
+            work = microbatches * sum(task.time for task in chosen)
+            yield min(task.head for task in chosen) + work + min(task.tail for task in chosen)

@@ -71,7 +71,8 @@ def find(name: str) -> Recipe:
     """The recipe of this name. Raises ScheduleError."""
     recipe = _BY_NAME.get(str(name).casefold())
     if recipe is None:
+        file = " A file that holds one ends in .csv." if {".", "/", "\\"} & {*str(name)} else ""
         raise ScheduleError(
-            f'There is no schedule "{name}".{nearest(str(name), names())} The schedules are {", ".join(names())}.'
+            f'There is no schedule "{name}".{nearest(str(name), names())} The schedules are {", ".join(names())}.{file}'
         )
     return recipe

@@ -20,7 +20,7 @@ Rule = tuple[NDArray[np.bool_], Callable[[Action], str], Callable[[Action], str]
 """Which actions break it, why that is wrong, and what to do about it"""
 
 
-def check(schedule: Schedule, memory_limit: int | None = None) -> None:
+def check(schedule: Schedule, memory_limit: float | None = None) -> None:
     """Raise ScheduleError, and nothing else, unless the schedule can run.
 
     1. Each action stands on the rank that holds its stage, and names a stage and a microbatch that exist.
@@ -37,16 +37,21 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> None:
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"check takes a Schedule, not {type(schedule).__name__}. from_csv reads one from text.")
-    if not isinstance(memory_limit, int | float | None):
+    if not isinstance(memory_limit, int | float | None) or memory_limit != memory_limit:  # NaN equals nothing
         raise ScheduleError(f"A memory limit is a number of activations, such as memory_limit=4, not {memory_limit!r}.")
-    _check_each(schedule)
-    _check_divided(schedule)
-    _check_complete(schedule)
-    _check_overlapped(schedule)
+    check_actions(schedule)
     if reached := stuck(schedule):
         raise _fault(schedule, *explain(schedule, reached))
     if memory_limit is not None and schedule.has_backward:
         _check_memory(schedule, memory_limit)
+
+
+def check_actions(schedule: Schedule) -> None:
+    """The rules 1 and 2 of `check`: those of the actions, whatever their order."""
+    _check_each(schedule)
+    _check_divided(schedule)
+    _check_complete(schedule)
+    _check_overlapped(schedule)
 
 
 def _check_each(schedule: Schedule) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from pipegraph.schedule.action import Action, Kind
-from pipegraph.schedule.recipe import Orders, Recipe, full_pipeline, v
+from pipegraph.schedule.placement import v
+from pipegraph.schedule.recipe import Orders, Recipe, full_pipeline
 
 _PERIOD = 6  # slots for a microbatch on a rank: F, I and W of two stages
 
@@ -21,7 +22,7 @@ Offsets = tuple[int, int, int, int]
 """The slots of a rank's F of its first and second stage, I of its second and first, for microbatch 0."""
 
 
-def half(ranks: int, rank: int) -> Offsets:
+def v_half(ranks: int, rank: int) -> Offsets:
     """V-Half: ways down take two slots a rank, ways up one. A rank holds (p+2)//2 microbatches in both stages at most.
 
     The later two are shifted where they would meet the others, modulo the period.
@@ -30,7 +31,7 @@ def half(ranks: int, rank: int) -> Offsets:
     return 2 * rank, 3 * ranks - rank - 2, 3 * ranks + shift + 2 * rank - 1, 6 * ranks + shift - rank - 2
 
 
-def third(ranks: int, rank: int) -> Offsets:
+def v_min(ranks: int, rank: int) -> Offsets:
     """V-Min: every way takes one slot a rank. A rank holds (p+4)//3 microbatches in both stages at most.
 
     The later two are shifted where they would meet the others, modulo the period.
@@ -169,5 +170,5 @@ def _recipe(name: str, offsets: Callable[[int, int], Offsets]) -> Recipe:
     return Recipe(name, partial(orders, offsets), chunks=2, placement=v, rule=full_pipeline(-1))
 
 
-HALF = _recipe("v-half", half)
-MIN = _recipe("v-min", third)
+HALF = _recipe("v-half", v_half)
+MIN = _recipe("v-min", v_min)

@@ -9,6 +9,7 @@ import numpy as np
 from pipegraph.schedule.arrays import Arrays
 from pipegraph.schedule.replay import NEVER, replay
 from pipegraph.schedule.schedule import Schedule
+from pipegraph.schedule.text import cell
 
 
 def stuck(schedule: Schedule) -> dict[int, int]:
@@ -48,8 +49,8 @@ def explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[i
     circle = circle[circle.index(rank) :]
     at_pair = [rank for rank in circle if arrays.bounds[rank] + reached[rank] in arrays.pairs]
     steps = "; ".join(
-        f"rank {rank} is at {_unit(schedule, rank, reached[rank], rank in at_pair)} and waits for "
-        f"{arrays.action(waits[rank])} of rank {arrays.place(waits[rank])[0]}"
+        f"rank {rank} is at {cell(schedule.actions[rank][reached[rank] : reached[rank] + 1 + (rank in at_pair)])} "
+        f"and waits for {arrays.action(waits[rank])} of rank {arrays.place(waits[rank])[0]}"
         for rank in circle
     )
     advice = "Order the transfers of every two ranks alike on both, or let lower() place them."
@@ -66,9 +67,3 @@ def _needs(arrays: Arrays, number: int) -> Iterator[tuple[int, int]]:
     for part in (number, number + 1) if number in arrays.pairs else (number,):
         first, last = np.searchsorted(action, part), np.searchsorted(action, part, "right")
         yield from ((part, int(other)) for other in needed[first:last] if other != number)
-
-
-def _unit(schedule: Schedule, rank: int, position: int, paired: bool) -> str:
-    """What a rank does at one time: an action, or an overlapped pair, as torch writes it."""
-    first, *second = schedule.actions[rank][position : position + 1 + paired]
-    return f"({first};{second[0]})OVERLAP_F_B" if second else str(first)

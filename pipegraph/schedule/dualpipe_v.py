@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.order import Order
-from pipegraph.schedule.recipe import Orders, Recipe, full_pipeline, v
+from pipegraph.schedule.placement import v
+from pipegraph.schedule.recipe import Orders, Recipe, full_pipeline
 
 
 def orders(ranks: int, microbatches: int, chunks: int) -> Orders:
@@ -19,13 +20,13 @@ def orders(ranks: int, microbatches: int, chunks: int) -> Orders:
     return [_order(rank, ranks, microbatches) for rank in range(ranks)]
 
 
-def overlapped(orders: Orders) -> Iterator[tuple[Action, Action]]:
+def overlapped(rows: Orders) -> Iterator[tuple[Action, Action]]:
     """Every F with the B right behind it, but for the first two of the last rank: apart, they let it start earlier."""
-    for rank, actions in enumerate(orders):
+    for rank, actions in enumerate(rows):
         pairs = [
             (first, second) for first, second in pairwise(actions) if first.kind is Kind.F and second.kind is Kind.B
         ]
-        yield from pairs[1:] if rank == len(orders) - 1 else pairs
+        yield from pairs[1:] if rank == len(rows) - 1 else pairs
 
 
 def _order(rank: int, ranks: int, microbatches: int) -> list[Action]:

@@ -1,4 +1,4 @@
-"""Schedules in CSV files."""
+"""Schedules in CSV files, and times in JSON files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pipegraph.errors import ScheduleError
 from pipegraph.schedule.check import check
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.text import Columns, parse_csv
+from pipegraph.schedule.times import Times
 
 
 def read_csv(path: str | PathLike[str]) -> Schedule:
@@ -17,21 +18,34 @@ def read_csv(path: str | PathLike[str]) -> Schedule:
     Raises ScheduleError that names the file, and line and action in it.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"the schedule {path} cannot be read: it is no UTF-8 text ({error.reason}).") from None
-    except OSError as error:
-        raise ScheduleError(f"the schedule {path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:  # a null character in the path
-        raise ScheduleError(f"the schedule {path} cannot be read: {error}.") from None
-    schedule, columns = parse_csv(text, path.stem, path.name)
+    schedule, columns = parse_csv(_read("schedule", path), path.stem, path.name)
     try:
         check(schedule)
     except ScheduleError as error:
         what, picture = str(error).split("\n", 1)
         raise ScheduleError(f"{what} ({path.name}, {_where(error, columns)})\n{picture}", error.places) from None
     return schedule
+
+
+def read_times(path: str | PathLike[str]) -> Times:
+    """Read times from a file, as `Times.from_json` does. Raises ScheduleError that names the file."""
+    path = Path(path)
+    text = _read("times", path)
+    try:
+        return Times.from_json(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+
+
+def _read(what: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"the {what} {path} cannot be read: it is no UTF-8 text ({error.reason}).") from None
+    except OSError as error:
+        raise ScheduleError(f"the {what} {path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:  # a null character in the path
+        raise ScheduleError(f"the {what} {path} cannot be read: {error}.") from None
 
 
 def _where(error: ScheduleError, columns: Columns) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.arrays import KINDS, SEND_B, SEND_F, B, F, I, Integers
 from pipegraph.schedule.check import check
-from pipegraph.schedule.dependencies import Edge, chain
+from pipegraph.schedule.dependencies import Edge
 from pipegraph.schedule.replay import UNIT, replay
 from pipegraph.schedule.schedule import Schedule
 
@@ -37,13 +36,14 @@ def lower(
 
     Raises ScheduleError for edges that do not fit, and for a schedule that is wrong or has transfers already.
     """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"lower takes a Schedule, not {schedule!r}. build makes one from a name.")
     if schedule.lowered:
         raise ScheduleError(f"{schedule.name} has transfers already. Lower the schedule that has none.")
     if edges is not None or gradient_edges is not None:
-        own = chain(schedule.stages) if schedule.edges is None else schedule.edges
-        every = own if edges is None else tuple(edges)
-        back = every if gradient_edges is None else tuple(gradient_edges)
-        schedule = replace(schedule, edges=every, gradient_edges=back)
+        every = schedule.dependencies.edges if edges is None else tuple(edges)
+        back = None if gradient_edges is None else tuple(gradient_edges)
+        schedule = schedule.changed(edges=every, gradient_edges=back)
     check(schedule)  # what passes this can be replayed to its end
     arrays = schedule.arrays
     starts = replay(arrays, _DURATIONS)
@@ -59,7 +59,7 @@ def lower(
     ordered = [every_action[number] for number in np.lexsort((time, rank)).tolist()]
     bounds = [0, *np.cumsum(np.bincount(rank)).tolist()]
     rows = (tuple(ordered[first:last]) for first, last in itertools.pairwise(bounds))
-    return replace(schedule, actions=tuple(rows))
+    return schedule.changed(actions=tuple(rows))
 
 
 class _Sends(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from pipegraph.schedule.arrays import B, F, Integers, W
@@ -17,8 +19,8 @@ def held_activations(schedule: Schedule) -> list[Integers]:
     arrays = schedule.arrays
     saves = (arrays.kind == F) & schedule.has_backward
     frees = (arrays.kind == W) | (arrays.kind == B)
-    rows = zip(arrays.bounds, arrays.bounds[1:], strict=False)
-    return [np.cumsum(saves[first:last]) - np.cumsum(frees[first:last]) + frees[first:last] for first, last in rows]
+    rows = [(saves[first:last], frees[first:last]) for first, last in pairwise(arrays.bounds)]
+    return [np.cumsum(saved) - np.cumsum(freed) + freed for saved, freed in rows]
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:

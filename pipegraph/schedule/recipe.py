@@ -7,22 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipegraph.schedule.action import Action
+from pipegraph.schedule.placement import loop
 
 Orders = Sequence[Sequence[Action]]
 """The actions of each rank, in order."""
 
 Rule = Callable[[int, int], str]
 """Of (ranks, microbatches): why the schedule cannot have them and which numbers would do, or an empty string."""
-
-
-def loop(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stages go round the ranks: stage s is on rank s mod ranks."""
-    return tuple(range(ranks)) * chunks
-
-
-def v(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stages go down the ranks and up again: rank r holds stages r and 2·ranks−1−r."""
-    return (*range(ranks), *reversed(range(ranks)))
 
 
 def every_number(ranks: int, microbatches: int) -> str:

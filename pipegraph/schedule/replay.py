@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -67,7 +68,7 @@ def slots(arrays: Arrays) -> list[list[int]]:
     starts = replay(arrays)
     end = int(starts.max(initial=-1)) + 1
     rows = []
-    for first, last in zip(arrays.bounds, arrays.bounds[1:], strict=False):
+    for first, last in pairwise(arrays.bounds):
         row = starts[first:last]
         ran = int((row != NEVER).sum())
         rows.append([*row[:ran].tolist(), *range(end, end + last - first - ran)])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -97,6 +97,24 @@ class Schedule:
     def arrays(self) -> Arrays:
         """The actions as numbers, for whoever looks at all of them."""
         return Arrays(self.actions, self.dependencies, self.overlapped)
+
+    def changed(self, **changes: Any) -> Schedule:
+        """This schedule with other fields, and a plain one: what a subclass tells is of its own actions."""
+        same = {field.name: getattr(self, field.name) for field in fields(Schedule)}
+        return Schedule(**{**same, **changes})
+
+    def units(self, rank: int) -> Iterator[tuple[Action, ...]]:
+        """What a rank does one after the other: actions, and as one unit each overlapped pair that stands together."""
+        row = self.actions[rank]
+        if not self.overlapped:
+            yield from zip(row)
+            return
+        position = 0
+        while position < len(row):
+            pair = row[position : position + 2]
+            unit = pair if pair in self.overlapped else pair[:1]
+            yield unit
+            position += len(unit)
 
     def __str__(self) -> str:
         sizes = f"{self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches"

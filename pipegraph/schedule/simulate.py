@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
-from pipegraph.schedule.check import check
+from pipegraph.schedule.check import check, check_actions
 from pipegraph.schedule.memory import peak_activations
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.timeline import Event, Place, Timeline
@@ -25,12 +25,14 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
     overlapped pair that stands together is one block, as in torch: it starts when both can, lasts as long as one after
     the other, and gives both results at its end.
 
-    Raises ScheduleError where times and schedule do not fit, and where the ranks cannot come to an end.
+    Raises ScheduleError where times and schedule do not fit, where actions are missing, stand twice or on the wrong
+    rank, and where the ranks cannot come to an end.
     """
     if not isinstance(schedule, Schedule) or not isinstance(times, Times):
         raise ScheduleError("simulate takes a Schedule and its Times; Times.equal(stages) has unit times.")
     if times.stages != schedule.stages:
         raise ScheduleError(f"{schedule.name} has {schedule.stages} stages, and the times are for {times.stages}.")
+    check_actions(schedule)
     run = _Run(schedule, times)
     free = list(range(schedule.ranks))
     while free:
@@ -59,8 +61,9 @@ class _Run:
         needs, stages, microbatches = schedule.dependencies, range(schedule.stages), schedule.microbatches
         self.events: list[list[Event]] = [[] for _ in schedule.actions]
         self.waited: list[dict[int, Place]] = [{} for _ in schedule.actions]
-        self._schedule = schedule
-        self._position = [0] * schedule.ranks
+        self._schedule, self._times = schedule, times
+        self._units = [schedule.units(rank) for rank in range(schedule.ranks)]
+        self._next = [next(units, None) for units in self._units]
         self._clock = [0.0] * schedule.ranks
         full = tuple(map(sum, zip(times.input_grad, times.weight_grad, strict=True)))
         self._duration = {_F: times.forward, _I: times.input_grad, _W: times.weight_grad, _B: full}
@@ -77,48 +80,43 @@ class _Run:
         self._done = bytearray(len(self._missing))
         self._left: dict[tuple[int, int], float] = {}  # of each link: when its last transfer has left
         self._ways: dict[Kind, list[list[_Way]]] = {
-            _F: [self._ways_of(times, stage, needs.consumers.get(stage, ())) for stage in stages],
-            _I: [self._ways_of(times, stage, needs.gradient_producers.get(stage, ())) for stage in stages],
+            _F: [self._ways_of(stage, needs.consumers.get(stage, ())) for stage in stages],
+            _I: [self._ways_of(stage, needs.gradient_producers.get(stage, ())) for stage in stages],
             _W: [[] for _ in stages],
         }
         self._ways[_B] = self._ways[_I]
 
-    def _ways_of(self, times: Times, stage: int, others: Iterable[int]) -> list[_Way]:
+    def _ways_of(self, stage: int, others: Iterable[int]) -> list[_Way]:
         placement, crosses = self._schedule.placement, self._schedule.dependencies.crosses
         ways = []
         for other in others:
             edge = (min(stage, other), max(stage, other))
             if crosses(edge):
                 link = placement[stage], placement[other]
-                ways.append(_Way(other, link, times.hop_of(edge), times.transfer_of(edge)))
+                ways.append(_Way(other, link, self._times.hop_of(edge), self._times.transfer_of(edge)))
             else:
                 ways.append(_Way(other, None, 0.0, 0.0))
         return ways
 
     def finished(self) -> bool:
-        return all(at == len(row) for at, row in zip(self._position, self._schedule.actions, strict=True))
+        return all(unit is None for unit in self._next)
 
     def advance(self, rank: int) -> list[int]:
         """Do the actions of a rank until one lacks what it needs. Returns the ranks that may go on because of that."""
-        actions, overlapped = self._schedule.actions[rank], self._schedule.overlapped
         woken: list[int] = []
-        while self._position[rank] < len(actions):
-            position = self._position[rank]
-            together = actions[position : position + (2 if overlapped else 1)]
-            if together not in overlapped:
-                together = together[:1]
-            if together[0].kind.is_transfer:
-                done = not together[0].sends or self._send(together[0], rank, woken)
+        while (unit := self._next[rank]) is not None:
+            if unit[0].kind.is_transfer:
+                done = not unit[0].sends or self._send(unit[0], rank, woken)
             else:
-                done = self._compute(together, rank, woken)
+                done = self._compute(unit, rank, woken)
             if not done:
                 break
-            self._position[rank] += len(together)
+            self._next[rank] = next(self._units[rank], None)
         return woken
 
-    def _compute(self, together: tuple[Action, ...], rank: int, woken: list[int]) -> bool:
+    def _compute(self, unit: tuple[Action, ...], rank: int, woken: list[int]) -> bool:
         """Do one action, or an overlapped pair, if what it needs is there."""
-        tasks = [self._task(action.kind, action) for action in together]
+        tasks = [self._task(action.kind, action) for action in unit]
         for task in tasks:
             if self._missing[task]:
                 return False
@@ -128,11 +126,11 @@ class _Run:
                 start = self._ready[task]
                 self.waited[rank][len(events)] = self._source[task]
         end = start
-        for action in together:
+        for action in unit:
             start, end = end, end + self._duration[action.kind][action.stage]
             events.append(Event(action, start, end))
         self._clock[rank] = end
-        for action, task in zip(together, tasks, strict=True):
+        for action, task in zip(unit, tasks, strict=True):
             self._done[task] = True
             if action.kind is not _W:
                 self._missing[task + self._block] -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
@@ -31,7 +31,14 @@ def to_csv(schedule: Schedule) -> str:
     of stages, nor a schedule without a backward. An overlapped pair is written as one cell where its two actions stand
     together; torch has no other form for it, and where they do not, it is lost.
     """
-    return "".join(f"{','.join(_cells(actions, schedule.overlapped))}\n" for actions in schedule.actions)
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"to_csv takes a Schedule, not {schedule!r}. build makes one from a name.")
+    return "".join(f"{','.join(map(cell, schedule.units(rank)))}\n" for rank in range(schedule.ranks))
+
+
+def cell(unit: Sequence[Action]) -> str:
+    """An action, or an overlapped pair, as torch writes it."""
+    return f"({unit[0]};{unit[1]})OVERLAP_F_B" if len(unit) == 2 else str(unit[0])
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
@@ -54,9 +61,9 @@ def parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
     for rank, row in enumerate(_lines(text, source)):
         order: list[Action] = []
         columns.append([])
-        for column, cell in enumerate(row, 1):
+        for column, written in enumerate(row, 1):
             try:
-                actions = _parse(cell)
+                actions = _parse(written)
                 for action in actions:
                     _place(action, rank, placement)
             except ScheduleError as error:
@@ -92,17 +99,6 @@ def _place(action: Action, rank: int, placement: dict[int, int]) -> None:
         )
 
 
-def _cells(actions: tuple[Action, ...], overlapped: frozenset[tuple[Action, Action]]) -> Iterator[str]:
-    position = 0
-    while position < len(actions):
-        pair = actions[position : position + 2]
-        if pair in overlapped:
-            yield f"({pair[0]};{pair[1]})OVERLAP_F_B"
-        else:
-            yield str(actions[position])
-        position += 2 if pair in overlapped else 1
-
-
 def _lines(text: str, source: str) -> list[list[str]]:
     """The cells of every line, without the byte order mark at the beginning and the empty lines at the end."""
     try:
@@ -114,14 +110,14 @@ def _lines(text: str, source: str) -> list[list[str]]:
     return lines
 
 
-def _parse(cell: str) -> list[Action]:
+def _parse(text: str) -> list[Action]:
     """The actions of one cell: none, one, or an overlapped F and B."""
-    cell = cell.strip()
-    if not cell or _OF_OTHERS.fullmatch(cell):
+    text = text.strip()
+    if not text or _OF_OTHERS.fullmatch(text):
         return []
-    if match := _OVERLAPPED.fullmatch(cell):
+    if match := _OVERLAPPED.fullmatch(text):
         pair = [Action.parse(part) for part in match.groups()]
         if [action.kind for action in pair] != [Kind.F, Kind.B]:
-            raise ScheduleError(f"{cell!r} is no overlapped pair: that is an F and a B, such as (0F7;7B3)OVERLAP_F_B.")
+            raise ScheduleError(f"{text!r} is no overlapped pair: that is an F and a B, such as (0F7;7B3)OVERLAP_F_B.")
         return pair
-    return [Action.parse(cell)]
+    return [Action.parse(text)]

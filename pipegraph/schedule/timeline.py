@@ -100,7 +100,7 @@ class Timeline:
             for what, share in sorted(shares.items(), key=lambda item: -item[1])
             if share > 0.005 * self.makespan
         ]
-        return f"{' → '.join(shown)}: {', '.join(parts)}"
+        return ": ".join(filter(None, (" → ".join(shown), ", ".join(parts))))
 
     def __repr__(self) -> str:
         return (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from pipegraph.schedule.dependencies import Edge
 PerBoundary = float | Sequence[float] | Mapping[Edge, float]
 """One figure for all boundaries, one for each (stage s to s + 1), or one for each (producer, consumer) edge."""
 
+_LONGEST = 1e15  # some million years; sums of much longer times would overflow
 _PER_STAGE = ("forward", "input_grad", "weight_grad")
 _PER_BOUNDARY = ("hop", "transfer")
 
@@ -74,7 +74,7 @@ class Times:
         The last two may be left out, or be one figure or a list. Raises ScheduleError that says what is wrong.
         """
         try:
-            found = json.loads(text)
+            found = json.loads(text, object_pairs_hook=_once)
         except ValueError as error:
             raise ScheduleError(f"These times are no JSON: {error}.") from None
         form = '{"forward": [1.0, 1.0], "input_grad": [1.0, 1.0], "weight_grad": [1.0, 1.0], "hop": 0.0}'
@@ -116,6 +116,15 @@ class Times:
         return _of_edge("transfer", self.transfer, edge)
 
 
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Of a name that stands twice, one value would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
+        raise ScheduleError(f'These times have "{twice}" twice.')
+    return found
+
+
 def _figures(name: str, figures: Any) -> tuple[float, ...]:
     if isinstance(figures, str | bytes | Mapping) or not isinstance(figures, Iterable):
         raise ScheduleError(f"{name} holds seconds, one figure per stage, and not {figures!r}.")
@@ -123,14 +132,15 @@ def _figures(name: str, figures: Any) -> tuple[float, ...]:
 
 
 def _figure(name: str, figure: Any) -> float:
-    if isinstance(figure, bool) or not isinstance(figure, int | float) or not math.isfinite(figure) or figure < 0:
+    number = isinstance(figure, int | float) and not isinstance(figure, bool)
+    if not number or not 0 <= figure <= _LONGEST:  # which NaN and infinity are not
         raise ScheduleError(f"{name} holds seconds from 0 on, and not {figure!r}.")
     return float(figure)
 
 
 def _boundaries(name: str, figures: Any, stages: int) -> PerBoundary:
     if isinstance(figures, Mapping):
-        return {_edge(name, edge): _figure(name, figure) for edge, figure in figures.items()}
+        return {_edge(name, edge, stages): _figure(name, figure) for edge, figure in figures.items()}
     if not isinstance(figures, Iterable) or isinstance(figures, str | bytes):
         return _figure(name, figures)
     found = _figures(name, figures)
@@ -142,11 +152,14 @@ def _boundaries(name: str, figures: Any, stages: int) -> PerBoundary:
     return found
 
 
-def _edge(name: str, edge: Any) -> Edge:
+def _edge(name: str, edge: Any, stages: int) -> Edge:
     match edge:
-        case (int(producer), int(consumer)) if producer < consumer:
+        case (int(producer), int(consumer)) if 0 <= producer < consumer < stages:
             return producer, consumer
-    raise ScheduleError(f"{name} by edge has (producer stage, consumer stage) as keys, such as (0, 1), not {edge!r}.")
+    raise ScheduleError(
+        f"{name} by edge has (producer stage, consumer stage) as keys, such as (0, 1), not {edge!r}: "
+        f"there are {stages} stages."
+    )
 
 
 def _of_edge(name: str, figures: PerBoundary, edge: Edge) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.order import Order
-from pipegraph.schedule.recipe import Orders, Recipe, full_pipeline, v
+from pipegraph.schedule.placement import v
+from pipegraph.schedule.recipe import Orders, Recipe, full_pipeline
 
 
 def orders(ranks: int, microbatches: int, chunks: int) -> Orders:

@@ -100,7 +100,6 @@ NAMES = st.lists(TEXT, max_size=4, unique=True)
 @example(HOSTILE[20:], HOSTILE[20:], HOSTILE[20:])
 @settings(
     max_examples=8,
-    deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # shrinking would take minutes
     suppress_health_check=[HealthCheck.too_slow],

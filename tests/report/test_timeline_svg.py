@@ -78,6 +78,11 @@ def test_numbers_stand_in_boxes_that_have_room() -> None:
     assert "2999" not in [text.text for text in root.iter(f"{SVG}text")]
 
 
+def test_where_nothing_but_hops_takes_time() -> None:
+    _, root = picture(build("1f1b", 2, 2), Times.equal(2, 0, 0, 0, hop=1.0))
+    assert len(boxes(root)) == 8
+
+
 def test_the_head_tells_the_figures() -> None:
     _, root = picture(build("1f1b", 2, 2))
     said = "\n".join(text.text or "" for text in root.iter(f"{SVG}text"))

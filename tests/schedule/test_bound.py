@@ -1,5 +1,10 @@
-"""The lower bound: each of its four parts where it is the one that counts."""
+"""The lower bound: each of its parts where it is the one that counts."""
 
+import math
+
+import pytest
+
+from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Times, build, lower_bound, simulate
 
 
@@ -10,10 +15,16 @@ def test_work_behind_the_ranks_before() -> None:
 
 def test_drain_over_a_slow_early_stage() -> None:
     times = Times((1, 1), (5, 1), (0, 0))
-    assert lower_bound(times, (0, 1), 2) == 12
+    assert lower_bound(times, (0, 1), 2) == 3 + 2 * 5  # of stage 0's I alone, which begin at 3
     assert lower_bound(Times((5, 1), (5, 1), (0, 0)), (0, 1), 1) == 12
     last_is_slow = Times((1, 3), (5, 3), (2, 0))
     assert lower_bound(last_is_slow, (0, 1), 10) == max(10 * 8, 1 + 10 * 6 + 5 + 2)
+
+
+def test_the_way_back_of_the_last_microbatch() -> None:
+    """Stage 0's forwards alone, and what comes behind the last of them."""
+    times = Times((10, 1, 1), (1, 1, 1), (1, 1, 5))
+    assert lower_bound(times, (0, 1, 2), 4) == 4 * 10 + 1 + 1 + 1 + 5
 
 
 def test_one_microbatch() -> None:
@@ -31,3 +42,23 @@ def test_one_activation_at_a_time() -> None:
 def test_more_memory_than_there_is_to_hold() -> None:
     times = Times.equal(3, 1, 1, 1)
     assert lower_bound(times, (0, 1, 2), 5, memory_limit=10**9) == lower_bound(times, (0, 1, 2), 5, memory_limit=5)
+    assert lower_bound(times, (0, 1, 2), 5, memory_limit=math.inf) == lower_bound(times, (0, 1, 2), 5, memory_limit=5)
+
+
+def test_a_placement_of_other_stages() -> None:
+    with pytest.raises(ScheduleError, match="The placement is of 2 stages, and the times are for 3"):
+        lower_bound(Times.equal(3), (0, 1), 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((0, 1), 0), "0 microbatches"),
+        (((0, 1), 1.5), "1.5 microbatches"),
+        (((0, 1), 2, 0), "A memory limit of 0 activations lets nothing run"),
+        (((0, 1), 2, float("nan")), "Give 1 or more"),
+    ],
+)
+def test_numbers_that_are_none(arguments: tuple, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        lower_bound(Times.equal(2), *arguments)

@@ -14,7 +14,7 @@ from tests.schedule.strategies import schedules
 Rows = list[list[Action]]
 
 
-def refused(schedule: Schedule, memory_limit: int | None = None) -> str:
+def refused(schedule: Schedule, memory_limit: float | None = None) -> str:
     with pytest.raises(ScheduleError) as caught:
         check(schedule, memory_limit)
     return str(caught.value)
@@ -206,13 +206,14 @@ def test_what_is_no_schedule(nonsense: object) -> None:
 
 def test_a_limit_that_is_no_number() -> None:
     assert "A memory limit is a number of activations" in refused(build("gpipe", 2, 2), memory_limit="3GiB")  # type: ignore[arg-type]
+    assert "such as memory_limit=4, not nan" in refused(build("gpipe", 2, 2), memory_limit=float("nan"))
 
 
 actions = st.builds(Action, st.integers(0, 3), st.sampled_from([Kind.F, Kind.B, Kind.I, Kind.W]), st.integers(0, 3))
 transfers = st.sampled_from(["0SEND_F0", "1RECV_F0", "0SEND_F1>2", "2RECV_F1<0", "2SEND_B0", "1RECV_B0", "0RECV_B1<9"])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     schedules(ranks=4, microbatches=4),
     st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), actions | transfers.map(Action.parse) | st.none())),

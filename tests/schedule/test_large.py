@@ -1,4 +1,4 @@
-"""Large schedules take seconds, and little memory."""
+"""Large schedules take seconds of a core, and little memory."""
 
 import json
 import subprocess
@@ -15,13 +15,13 @@ import json, resource, sys, time
 from pipegraph.schedule import Times, build, check, lower, simulate
 
 ranks, microbatches = map(int, sys.argv[1:])
-start = time.perf_counter()
+start = time.process_time()
 schedule = build("1f1b", ranks, microbatches)
 lowered = lower(schedule)
 check(schedule, memory_limit=ranks)
 check(lowered)
 makespans = [simulate(each, Times.equal(ranks)).makespan for each in (schedule, lowered)]
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 actions = [sum(map(len, each.actions)) for each in (schedule, lowered)]
 print(json.dumps({"seconds": seconds, "peak": peak, "actions": actions, "makespans": makespans}))
@@ -37,12 +37,12 @@ def test_built_lowered_checked_and_simulated(ranks: int, microbatches: int, seco
     compute, transfers = 2 * ranks * microbatches, 4 * (ranks - 1) * microbatches
     assert found["actions"] == [compute, compute + transfers]
     assert found["makespans"] == [3 * (microbatches + ranks - 1)] * 2
-    assert found["seconds"] < seconds  # about a sixth of it on one idle core
+    assert found["seconds"] < seconds  # about a fifth of it
     assert found["peak"] * _KIB < 4 * 2**30
 
 
 @pytest.mark.parametrize("name", names())
 def test_every_name_lowered_and_checked(name: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     check(lower(build(name, 64, 128)), memory_limit=9999)
-    assert time.perf_counter() - start < 10  # well under 1 on an idle core
+    assert time.process_time() - start < 10  # well under 1

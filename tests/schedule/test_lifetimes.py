@@ -1,7 +1,7 @@
 """How long things are needed, and how many received messages are held at one time."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegraph.schedule import Schedule, What, build, from_csv, lifetimes, lower, peak_activations, receive_buffers
@@ -43,7 +43,6 @@ def test_without_transfers_only_what_stays_is_told() -> None:
     assert told(build("1f1b", 2, 1)) == [["saved 0-0: 0F0 to 0B0"], ["saved 1-1: 1F0 to 1B0"]]
 
 
-@settings(deadline=None)
 @given(schedules(lowered=True))
 def test_everything_is_made_and_read_once_and_what_is_saved_is_the_memory(schedule: Schedule) -> None:
     for rank, row in enumerate(lifetimes(schedule)):
@@ -80,7 +79,6 @@ def test_receives_posted_ahead_need_buffers_too() -> None:
     assert receive_buffers(schedule, ahead=99) == {(0, 1): 9}
 
 
-@settings(deadline=None)
 @given(schedules(lowered=True), st.integers(0, 4))
 def test_there_are_never_more_messages_than_microbatches(schedule: Schedule, ahead: int) -> None:
     crossing = [*filter(schedule.dependencies.crosses, schedule.dependencies.edges)]

@@ -3,7 +3,7 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegraph.errors import ScheduleError
@@ -68,7 +68,6 @@ def pipelines(draw: st.DrawFn) -> tuple[Schedule, list[tuple[int, int]], list[tu
     return schedule, edges, gradient_edges
 
 
-@settings(deadline=None)
 @given(pipelines())
 def test_every_lowered_schedule_passes_the_check(
     pipeline: tuple[Schedule, list[tuple[int, int]], list[tuple[int, int]]],
@@ -84,7 +83,6 @@ def test_every_lowered_schedule_passes_the_check(
     assert len(transfers) == len(set(transfers)) == 2 * schedule.microbatches * len(carrying)
 
 
-@settings(deadline=None)
 @given(pipelines())
 def test_every_two_ranks_transfer_in_the_same_order(
     pipeline: tuple[Schedule, list[tuple[int, int]], list[tuple[int, int]]],
@@ -100,7 +98,6 @@ def test_every_two_ranks_transfer_in_the_same_order(
         assert order == orders[other, rank]
 
 
-@settings(deadline=None)
 @given(pipelines())
 def test_no_transfer_comes_between_the_actions_of_an_overlapped_pair(
     pipeline: tuple[Schedule, list[tuple[int, int]], list[tuple[int, int]]],

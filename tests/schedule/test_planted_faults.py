@@ -29,7 +29,7 @@ def a_place(data: st.DataObject, schedule: Schedule) -> tuple[int, int]:
 
 
 every_name = pytest.mark.parametrize("name", names())
-few = settings(deadline=None, max_examples=20)
+few = settings(max_examples=20)
 
 
 @every_name

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import (
     Kind,
+    Schedule,
     Times,
     build,
     check,
@@ -54,7 +55,7 @@ def best_named(times: Times, ranks: int, microbatches: int, placement: tuple[int
     return min(found)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(1, 5),
     st.integers(1, 8),
@@ -141,7 +142,7 @@ def test_it_is_a_schedule_like_any_other() -> None:
     assert str(found).startswith("searched: 4 ranks, 4 stages, 6 microbatches\nrank 0  0F0 0F1")
     assert found.origin in (*names(), "greedy")
     assert from_csv(to_csv(found)).actions == found.actions
-    assert lower(found).makespan == found.makespan
+    assert type(lower(found)) is Schedule  # the makespan of other actions would be another one
 
 
 @pytest.mark.parametrize(
@@ -149,16 +150,21 @@ def test_it_is_a_schedule_like_any_other() -> None:
     [
         (
             (Times.equal(4), 3, 4),
-            '"loop" has as many stages on every rank: 3 ranks have 3 stages or a multiple of that',
+            '"loop", 3 ranks hold 3 stages or a multiple of that',
         ),
-        ((Times.equal(4), 4, 4, "v"), '"v" has 2 stages a rank: 4 ranks have 8 stages, and the times are for 4'),
+        ((Times.equal(4), 4, 4, "v"), '"v", 4 ranks hold 8 stages, and the times are for 4'),
         ((Times.equal(4), 4, 0), "cannot have 0 microbatches"),
         ((Times.equal(4), "4", 4), "cannot have '4' ranks"),
         ((Times.equal(4), 4, 4, "loops"), 'no placement "loops". Did you mean "loop"'),
-        ((Times.equal(8), 4, 8, "v", 1), "1 activations holds no microbatch: a rank has 2 stages"),
+        (
+            (Times.equal(8), 4, 8, "v", 1),
+            "room for 1 on each rank not even one microbatch gets through",
+        ),
         ((Times.equal(4), 4, 8, "loop", float("nan")), "Give 1 or more"),
-        ((Times.equal(4), 4, 8, "loop", "2GiB"), "Give 1 or more"),
+        ((Times.equal(4), 4, 8, "loop", "2GiB"), "A memory limit is a number of activations, such as 1, not '2GiB'"),
         ((1.0, 4, 8), "search takes Times"),
+        ((Times.equal(4), 4, 8, "loop", 4, float("nan")), "effort of a search is a number from 0 on, not nan"),
+        ((Times.equal(4), 4, 8, "loop", 4, -1), "effort of a search is a number from 0 on, not -1"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: tuple, message: str) -> None:
@@ -166,7 +172,6 @@ def test_arguments_that_do_not_fit(arguments: tuple, message: str) -> None:
         search(*arguments)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-zb"]), st.integers(1, 4), st.integers(0, 99))
 def test_the_search_times_orders_as_simulate_does(name: str, ranks: int, seed: int) -> None:
     schedule = build(name, ranks, 3 * ranks)

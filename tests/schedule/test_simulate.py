@@ -3,11 +3,26 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule import Schedule, Times, build, from_csv, lower, lower_bound, names, peak_activations, simulate
+from pipegraph.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    Times,
+    build,
+    from_csv,
+    lower,
+    lower_bound,
+    names,
+    peak_activations,
+    simulate,
+)
+from pipegraph.schedule.replay import UNIT as SLOTS
+from pipegraph.schedule.replay import replay
+from tests.schedule.strategies import schedules
 
 UNIT = Times.equal(2)
 
@@ -101,7 +116,7 @@ def test_a_long_critical_path_is_cut_down() -> None:
 def test_nothing_takes_time() -> None:
     timeline = simulate(build("1f1b", 2, 2), Times.equal(2, 0, 0, 0))
     assert timeline.makespan == timeline.bubble == timeline.span_bubble == 0
-    assert timeline.describe_critical_path()
+    assert timeline.describe_critical_path() == "0F0 → 0B1"
 
 
 def test_orders_that_cannot_run() -> None:
@@ -111,6 +126,29 @@ def test_orders_that_cannot_run() -> None:
         simulate(from_csv("0F0,0W0,0I0\n"), Times.equal(1))
     with pytest.raises(ScheduleError, match="0SEND_F0 stands before 0F0"):
         simulate(from_csv("0SEND_F0,0F0\n1RECV_F0,1F0\n"), UNIT)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("0F0", "1F7", "1F7 cannot stand on rank 1: there are only microbatches 0 to 1"),
+        ("0F0", "9F0", "9F0 cannot stand on rank 1: there are only stages 0 to 1"),
+        ("1F0", "0F0", "1F0 cannot stand on rank 0: stage 1 is placed on rank 1"),
+        ("0F0 0F1 0F0", "1F0 1F1", "0F0 cannot stand on rank 0: it stands there already"),
+        ("0F0 0F1", "1F0", "1F1 is missing on rank 1"),
+    ],
+)
+def test_actions_that_are_wrong_whatever_their_order(first: str, second: str, message: str) -> None:
+    actions = tuple(tuple(map(Action.parse, order.split())) for order in (first, second))
+    with pytest.raises(ScheduleError, match=message):
+        simulate(Schedule("wrong", (0, 1), 2, actions), UNIT)
+
+
+@given(schedules(lowered=False))
+def test_without_transfers_the_check_runs_a_schedule_as_simulate_does(schedule: Schedule) -> None:
+    starts = replay(schedule.arrays, {**SLOTS, Kind.B: 2}).tolist()
+    events = simulate(schedule, Times.equal(schedule.stages)).events
+    assert starts == [event.start for row in events for event in row]
 
 
 def test_arguments_that_do_not_fit() -> None:
@@ -130,6 +168,7 @@ def test_arguments_that_do_not_fit() -> None:
         (((1, 2), (1, 2), (1, -2)), "weight_grad holds seconds from 0 on, and not -2"),
         (((1, float("nan")), (1, 2), (1, 2)), "forward holds seconds from 0 on, and not nan"),
         (((1, True), (1, 2), (1, 2)), "and not True"),
+        (((1, 10**400), (1, 2), (1, 2)), "forward holds seconds from 0 on, and not 1000"),
         ((1.0, (1,), (1,)), "forward holds seconds, one figure per stage, and not 1.0"),
         (("12", (1, 1), (1, 1)), "and not '12'"),
         (((1, 2), (1, 2), (1, 2), (0.1, 0.2)), "2 stages have 1, and 2 were given"),
@@ -183,7 +222,6 @@ def settings_of_schedules(draw: st.DrawFn) -> tuple[Schedule, Times]:
     return schedule, Times(draw(each), draw(each), draw(each), draw(hops), draw(st.just(0.0) | figures))
 
 
-@settings(deadline=None)
 @given(settings_of_schedules())
 def test_every_named_schedule_keeps_what_a_timeline_promises(setting: tuple[Schedule, Times]) -> None:
     schedule, times = setting

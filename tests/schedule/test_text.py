@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegraph.errors import ScheduleError
@@ -33,7 +33,6 @@ def test_empty_cells_spaces_and_line_ends_mean_nothing() -> None:
     assert schedule == build("1f1b", 2, 2)
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_there_and_back(schedule: Schedule) -> None:
     assert from_csv(to_csv(schedule), schedule.name) == schedule

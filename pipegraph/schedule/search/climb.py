@@ -7,7 +7,7 @@ from random import Random
 from typing import Generic, NamedTuple, TypeVar
 
 from pipegraph.schedule.search.greedy import Policy, greedy
-from pipegraph.schedule.search.problem import FORWARD, IMPOSSIBLE, KINDS, WEIGHT_GRAD, Orders, Path, Problem, Run
+from pipegraph.schedule.search.problem import FORWARD, IMPOSSIBLE, PER_STAGE, WEIGHT_GRAD, Orders, Path, Problem, Run
 
 _HISTORY = 80
 """Late acceptance hill climbing (Burke and Bykov, 2017): a change is kept if it is no worse than things were so many
@@ -48,7 +48,7 @@ def climb_policy(problem: Problem, start: Policy, runs: int, goal: float, random
             code = run.orders[rank][at]
             match random.randrange(3):
                 case 0:
-                    stage = code // KINDS
+                    stage = code // PER_STAGE
                     most[stage] = max(1, most[stage] + random.choice((-2, -1, 1, 2)))
                 case 1:
                     overrun[rank] = random.choice(_OVERRUNS)
@@ -68,7 +68,7 @@ def climb_skeleton(problem: Problem, start: Skeleton, runs: int, goal: float, ra
             overrun = random.choice(_OVERRUNS)
             return Skeleton(state.orders, (*state.overrun[:rank], overrun, *state.overrun[rank + 1 :]))
         rank, place = random.choice(path)
-        at = sum(code % KINDS != WEIGHT_GRAD for code in run.orders[rank][:place])
+        at = sum(code % PER_STAGE != WEIGHT_GRAD for code in run.orders[rank][:place])
         order = _moved(state.orders[rank], at + random.randint(-1, 1), random.randint(-_NEAR // 2, _NEAR // 2))
         if order is None or not _sound(order, len(order)):
             return None
@@ -137,7 +137,7 @@ def _sound(order: Sequence[int], memory_limit: int) -> bool:
     held = 0
     for code in order:
         number = count[code] = count.get(code, 0) + 1
-        kind = code % KINDS
+        kind = code % PER_STAGE
         if kind == FORWARD:
             held += 1
             if held > memory_limit:

@@ -6,7 +6,7 @@ import heapq
 import math
 from typing import NamedTuple
 
-from pipegraph.schedule.search.problem import FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Orders, Problem
+from pipegraph.schedule.search.problem import FORWARD, INPUT_GRAD, PER_STAGE, WEIGHT_GRAD, Orders, Problem
 
 
 class Policy(NamedTuple):
@@ -32,7 +32,7 @@ def greedy(problem: Problem, policy: Policy) -> Orders | None:
         time, rank = heapq.heappop(state.free)
         if state.clock[rank] <= time:
             state.step(time, rank)
-    whole = KINDS * problem.microbatches
+    whole = PER_STAGE * problem.microbatches
     done = all(len(order) == whole * len(stages) for order, stages in zip(state.orders, problem.stages, strict=True))
     return state.orders if done else None
 
@@ -70,7 +70,7 @@ class _State:
         best, soon, full = None, math.inf, False
         stages = problem.stages[rank]
         for later, stage in zip(range(len(stages) - 1, -1, -1), stages, strict=True):
-            forward = KINDS * stage
+            forward = PER_STAGE * stage
             backward = forward + INPUT_GRAD
             begun, ended = count[forward], count[backward]
             for code in (backward, forward):
@@ -98,7 +98,7 @@ class _State:
         count = self._count
         left = [
             (count[code - 1] - count[code], code)
-            for code in (KINDS * stage + WEIGHT_GRAD for stage in self._problem.stages[rank])
+            for code in (PER_STAGE * stage + WEIGHT_GRAD for stage in self._problem.stages[rank])
         ]
         most, code = max(left)
         return code if most else None
@@ -107,7 +107,7 @@ class _State:
         problem = self._problem
         self.orders[rank].append(code)
         self._count[code] += 1
-        self._held[rank] += (code % KINDS == FORWARD) - (code % KINDS == WEIGHT_GRAD)
+        self._held[rank] += (code % PER_STAGE == FORWARD) - (code % PER_STAGE == WEIGHT_GRAD)
         end = self.clock[rank] = now + problem.duration[code]
         heapq.heappush(self.free, (end, rank))
         target = problem.target[code]

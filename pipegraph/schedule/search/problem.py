@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pipegraph.schedule.times import Times
 
-FORWARD, INPUT_GRAD, WEIGHT_GRAD, KINDS = 0, 1, 2, 3
+FORWARD, INPUT_GRAD, WEIGHT_GRAD, PER_STAGE = 0, 1, 2, 3
 
 Orders = list[list[int]]
 """Of each rank, the codes of its actions."""
@@ -49,27 +49,30 @@ class Problem:
         self.ranks = max(placement) + 1
         self.stages = [[stage for stage in range(stages) if placement[stage] == rank] for rank in range(self.ranks)]
         self.last = stages - 1
-        self.rank = [placement[code // KINDS] for code in range(KINDS * stages)]
+        self.rank = [placement[code // PER_STAGE] for code in range(PER_STAGE * stages)]
         self.duration = [
             figure for three in zip(times.forward, times.input_grad, times.weight_grad, strict=True) for figure in three
         ]
-        self.source = [-1] * (KINDS * stages)
-        self.target = [-1] * (KINDS * stages)
-        self.hop = [0.0] * (KINDS * stages)
-        self.transfer = [0.0] * (KINDS * stages)
-        self.link = [-1] * (KINDS * stages)  # a number for (from rank, to rank)
+        self.source = [-1] * (PER_STAGE * stages)
+        self.target = [-1] * (PER_STAGE * stages)
+        self.hop = [0.0] * (PER_STAGE * stages)
+        self.transfer = [0.0] * (PER_STAGE * stages)
+        self.link = [-1] * (PER_STAGE * stages)  # a number for (from rank, to rank)
         for stage, (rank, other) in enumerate(pairwise(placement)):
-            forward, backward = KINDS * stage, KINDS * stage + INPUT_GRAD
-            self._connect(forward, forward + KINDS)
-            self._connect(backward + KINDS, backward)
+            forward, backward = PER_STAGE * stage, PER_STAGE * stage + INPUT_GRAD
+            self._connect(forward, forward + PER_STAGE)
+            self._connect(backward + PER_STAGE, backward)
             if rank != other:
-                self.hop[forward] = self.hop[backward + KINDS] = times.hop_of((stage, stage + 1))
-                self.transfer[forward] = self.transfer[backward + KINDS] = times.transfer_of((stage, stage + 1))
+                self.hop[forward] = self.hop[backward + PER_STAGE] = times.hop_of((stage, stage + 1))
+                self.transfer[forward] = self.transfer[backward + PER_STAGE] = times.transfer_of((stage, stage + 1))
                 self.link[forward] = rank * self.ranks + other
-                self.link[backward + KINDS] = other * self.ranks + rank
+                self.link[backward + PER_STAGE] = other * self.ranks + rank
 
     def _connect(self, source: int, target: int) -> None:
         self.target[source], self.source[target] = target, source
+
+    # `simulate` does the same as `run` for any schedule, with events; a search runs some ten thousand orders, so these
+    # two say nothing but when actions end, and have their inner loops written out.
 
     def run(self, orders: Orders) -> Run:
         """Do every action as early as its order and what it waits for let it."""
@@ -130,7 +133,7 @@ class Problem:
                             break
                         start = known[number]
                         used[code] = number + 1
-                    forward = code % KINDS == FORWARD
+                    forward = code % PER_STAGE == FORWARD
                     full = forward and held[rank] == self.memory_limit
                     if full and not ready:
                         return IMPOSSIBLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -10,7 +11,8 @@ from random import Random
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule.bound import lower_bound
 from pipegraph.schedule.memory import peak_activations
-from pipegraph.schedule.recipe import loop, v
+from pipegraph.schedule.placement import PLACEMENTS
+from pipegraph.schedule.recipe import counted
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.search.climb import Skeleton, climb_orders, climb_policy, climb_skeleton
 from pipegraph.schedule.search.problem import Orders, Problem
@@ -18,9 +20,9 @@ from pipegraph.schedule.search.seeds import actions_of, named, orders_of, polici
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.times import Times
 
-_PLACEMENTS = {"loop": loop, "v": v}
-_ACTIONS, _RUNS = 24_000_000, 40_000
+_ACTIONS, _RUNS = 20_000_000, 40_000
 """How many actions, and how many orders, a search runs at most: some ten seconds' worth."""
+_FEWEST = 8  # policies to begin with, however large a schedule is
 _SHARES = 0.05, 0.2, 0.15  # of these, in each climb from a policy, from a skeleton and from orders
 _BEST = 2  # how many starts of each form are climbed from
 _REFILLED = 12  # of how many greedy orders the W are placed anew
@@ -52,19 +54,24 @@ def search(
     ``placement`` is ``loop`` (stage s on rank s mod ranks) or ``v`` (rank r holds stages r and 2·ranks − 1 − r). No
     rank holds more than ``memory_limit`` saved activations of one stage and microbatch at a time. The result is never
     slower than the fastest named schedule that fits; of equally fast ones it is that with the least memory. ``effort``
-    scales the number of orders that are tried, and so the time: 1 is some ten seconds for 8 ranks and 32 microbatches.
+    scales the number of orders that are tried, and so the time: 1 is some ten seconds for 8 ranks and 32 microbatches,
+    and a minute or two for 64 and 512.
     The same arguments give the same result.
 
     Raises ScheduleError for numbers that do not fit together, and for a limit below one microbatch: a rank's stages.
     """
+    if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 <= effort < math.inf:
+        raise ScheduleError(f"The effort of a search is a number from 0 on, not {effort!r}: 1 is some ten seconds.")
     places = _placement(times, ranks, microbatches, placement)
     chunks = len(places) // ranks
     limit = microbatches * chunks
     if memory_limit is not None:
-        if isinstance(memory_limit, bool) or not isinstance(memory_limit, int | float) or not memory_limit >= chunks:
+        if isinstance(memory_limit, bool) or not isinstance(memory_limit, int | float):
+            raise ScheduleError(f"A memory limit is a number of activations, such as {chunks}, not {memory_limit!r}.")
+        if not memory_limit >= chunks:
             raise ScheduleError(
-                f"A memory limit of {memory_limit!r} activations holds no microbatch: a rank has {chunks} stages, "
-                f"each of which saves one. Give {chunks} or more."
+                f"With room for {memory_limit!r} on each rank not even one microbatch gets through: "
+                f"it leaves {counted([chunks], 'activation')} there. Give {chunks} or more."
             )
         limit = int(min(limit, memory_limit))
     problem = Problem(times, places, microbatches, limit)
@@ -98,22 +105,24 @@ def _placement(times: Times, ranks: int, microbatches: int, placement: str) -> t
     """stage → rank. ScheduleError where the arguments of a search do not fit together."""
     if not isinstance(times, Times):
         raise ScheduleError("search takes Times: Times.equal(stages) has unit times.")
+    placement = placement.casefold() if isinstance(placement, str) else placement
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         if type(number) is not int or number < 1:
             raise ScheduleError(f"A search cannot have {number!r} {what}: give a whole number from 1 on.")
-    if placement not in _PLACEMENTS:
+    if placement not in PLACEMENTS:
         raise ScheduleError(
-            f'There is no placement "{placement}".{nearest(str(placement), _PLACEMENTS)} '
-            f"The placements are {', '.join(_PLACEMENTS)}."
+            f'There is no placement "{placement}".{nearest(str(placement), PLACEMENTS)} '
+            f"The placements are {', '.join(PLACEMENTS)}."
         )
+    kind = PLACEMENTS[placement]
     chunks, rest = divmod(times.stages, ranks)
-    if rest or not chunks or (placement == "v" and chunks != 2):
-        what = "2 stages a rank" if placement == "v" else "as many stages on every rank"
+    if rest or chunks < kind.chunks or (chunks > kind.chunks and not kind.any_chunks):
+        more = " or a multiple of that" if kind.any_chunks else ""
         raise ScheduleError(
-            f'The placement "{placement}" has {what}: {ranks} ranks have {2 * ranks if placement == "v" else ranks} '
-            f"stages{'' if placement == 'v' else ' or a multiple of that'}, and the times are for {times.stages}."
+            f'With the placement "{placement}", {ranks} ranks hold {kind.chunks * ranks} stages{more}, '
+            f"and the times are for {times.stages}."
         )
-    return _PLACEMENTS[placement](ranks, chunks)
+    return kind.places(ranks, chunks)
 
 
 def _improved(problem: Problem, schedules: list[Schedule], goal: float, effort: float) -> Iterator[tuple[Orders, str]]:
@@ -123,7 +132,10 @@ def _improved(problem: Problem, schedules: list[Schedule], goal: float, effort: 
     runs = effort * min(_RUNS, _ACTIONS / len(problem.duration) / problem.microbatches)
     of_policies, of_skeletons, of_orders = (round(runs * share) for share in _SHARES)
 
-    greedy = [climb_policy(problem, policy, 0, goal, random) for policy in policies(problem)]
+    # Every start as it is, by a climb of no runs; then climbs from the best.
+    every = list(policies(problem))
+    tried = every[:: math.ceil(len(every) / max(_FEWEST, of_policies))]
+    greedy = [climb_policy(problem, policy, 0, goal, random) for policy in tried]
     greedy.sort(key=lambda climbed: climbed.run.makespan)
     greedy[:_BEST] = [climb_policy(problem, start.state, of_policies, goal, random) for start in greedy[:_BEST]]
     found = [(climbed.run, "greedy") for climbed in greedy if climbed.run.orders]

@@ -10,7 +10,7 @@ from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.build import build, names
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.search.greedy import Policy
-from pipegraph.schedule.search.problem import FORWARD, INPUT_GRAD, KINDS, WEIGHT_GRAD, Orders, Problem
+from pipegraph.schedule.search.problem import FORWARD, INPUT_GRAD, PER_STAGE, WEIGHT_GRAD, Orders, Problem
 
 _CODES = {
     Kind.F: (FORWARD,),
@@ -41,7 +41,7 @@ def named(placement: tuple[int, ...], microbatches: int) -> Iterator[Schedule]:
 
 def orders_of(schedule: Schedule) -> Orders:
     """A schedule's orders as codes, each B as I and W."""
-    return [[KINDS * a.stage + code for a in row for code in _CODES[a.kind]] for row in schedule.actions]
+    return [[PER_STAGE * a.stage + code for a in row for code in _CODES[a.kind]] for row in schedule.actions]
 
 
 def policies(problem: Problem) -> Iterator[Policy]:
@@ -63,7 +63,7 @@ def policies(problem: Problem) -> Iterator[Policy]:
 
 def skeleton_of(orders: Orders) -> Orders:
     """The F and I alone."""
-    return [[code for code in order if code % KINDS != WEIGHT_GRAD] for order in orders]
+    return [[code for code in order if code % PER_STAGE != WEIGHT_GRAD] for order in orders]
 
 
 def actions_of(orders: Orders) -> tuple[tuple[Action, ...], ...]:
@@ -74,6 +74,6 @@ def actions_of(orders: Orders) -> tuple[tuple[Action, ...], ...]:
         row = []
         for code in order:
             number = count[code] = count.get(code, -1) + 1
-            row.append(Action(code // KINDS, _KINDS[code % KINDS], number))
+            row.append(Action(code // PER_STAGE, _KINDS[code % PER_STAGE], number))
         rows.append(tuple(row))
     return tuple(rows)
