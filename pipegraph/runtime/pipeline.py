@@ -61,6 +61,11 @@ class Pipeline:
     `kernels` is "inductor" (compiled), "eager" (the same graphs, uncompiled) or "autograd"; `recompute` says what their
     backward computes again instead of keeping it: "none", "min-cut" or "block".
 
+    `parallelize_fn(stage)` is called with each stage of this process when its weights are loaded, and before anything
+    looks at its parameters: it shards, freezes or replaces what it likes in place, or returns another module with
+    parameters of the same names. Kernels are traced from what it left, DTensors included; stages take and return plain
+    tensors.
+
         pipe = Pipeline("out/", schedule="1f1b", microbatches=8, loss_fn=loss)
         optimizer = torch.optim.AdamW(pipe.parameters())
         result = pipe.step(tokens, target=labels)
@@ -77,6 +82,7 @@ class Pipeline:
         kernels: str = "inductor",
         group: ProcessGroup | None = None,
         recompute: str = "min-cut",
+        parallelize_fn: parameters.Parallelize | None = None,
     ) -> None:
         self._loss_fn = loss_fn
         self._device = local_device(device)
@@ -93,6 +99,8 @@ class Pipeline:
             ranks = [world.rank] if world else range(self.schedule.ranks)
             own = [stage for stage, rank in enumerate(placement) if rank in ranks]
             self.stages: dict[int, nn.Module] = parameters.load_stages(self.package, own, self._device)
+            if parallelize_fn is not None:
+                self.stages = parameters.parallelized(self.package, self.stages, parallelize_fn)
             shared = share(ties(manifest), self.stages)
             elsewhere = (parameter for tie, parameter in shared.items() if tie.owner(placement) not in ranks)
             self._counted_elsewhere = set(map(id, elsewhere))
@@ -197,6 +205,8 @@ class Pipeline:
             self._transport.start()
             with self._ties.summed() if self._ties and summed else nullcontext():
                 drive(executors, feed, results)
+                if summed:
+                    parameters.lay_out_gradients(self.stages)
             self._transport.finish()
         return results
 
