@@ -75,11 +75,19 @@ def test_no_collective_is_lost_or_made_twice_by_division(recompute: str, tmp_pat
 
 
 @pytest.mark.parametrize("plan", ["uneven", "sequence parallel"])
-def test_ranks_divide_alike(plan: str, tmp_path: Path) -> None:
-    first, second = ranks.run(sharded.divided, 2, folder_for(plan, tmp_path), plan, "min-cut", timeout=SECONDS)
-    assert first == second
-    assert all(parts.count("wait_tensor") * 2 == len(parts) for parts in first[1].values())
-    assert len(first[1]["F"]) >= 4
+def test_ranks_divide_alike_and_compute_nothing_of_others_again(plan: str, tmp_path: Path) -> None:
+    """In the second plan a backward reads what F has gathered: it is kept, also where all else is computed again."""
+    folder = folder_for(plan, tmp_path)
+    found = []
+    for recompute in ("none", "block"):
+        first, second = ranks.run(sharded.divided, 2, folder, plan, recompute, timeout=SECONDS / 2)
+        assert first == second
+        found.append(first[1])
+    kept, again = found
+    assert again == kept
+    assert sorted(kept["B"]) == sorted(kept["I"] + kept["W"])
+    assert all(parts.count("wait_tensor") * 2 == len(parts) for parts in kept.values())
+    assert len(kept["F"]) >= 4
 
 
 @pytest.mark.parametrize("kernels", ["eager", "autograd"])
