@@ -53,6 +53,15 @@ def run(
         float, typer.Option(metavar="LR", min=0.0, help="AdamW's learning rate; 0 leaves the weights as they are.")
     ] = 1e-3,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to run; with cuda, a GPU per rank.")] = "cpu",
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.1,
+            show_default=False,
+            help="How long a rank waits for another one before the run fails; longer than a step. [default: 1800]",
+        ),
+    ] = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -78,13 +87,14 @@ def run(
         check_processes(chosen, processes, launched)
         _check_device(device, processes)
         if processes == 1 or launched:
-            _run_here(package, chosen, steps, _source(model, batch, seq), device, learning_rate, json)
+            _run_here(package, chosen, steps, _source(model, batch, seq), device, learning_rate, timeout, json)
             return
         options: dict[str, object] = {
             "schedule": schedule,
             "microbatches": microbatches,
             "steps": steps,
             "device": device,
+            "timeout": timeout,
         }
         options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate}
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -125,13 +135,14 @@ def _run_here(
     source: ModelSource | None,
     device: str,
     learning_rate: float,
+    timeout: float | None,
     json: bool,
 ) -> None:
     """Run this process's stages; the process that holds the last one prints."""
     from pipegraph.report.steps import run_steps
 
     taken = []
-    for step in run_steps(package, schedule, steps, source, device, learning_rate):
+    for step in run_steps(package, schedule, steps, source, device, learning_rate, timeout):
         taken.append(dataclasses.asdict(step))
         if not json:
             print(step, flush=True)

@@ -29,6 +29,7 @@ from pipegraph.schedule import Schedule
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher, for torchrun too: where a child says why it failed
 _PARENT = "PIPEGRAPH_LAUNCHER"  # the process that started this one through `launch`
+_SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds that a child has to end, which one that hangs does not; else 30
 
 
 def is_launched() -> bool:
@@ -82,6 +83,7 @@ def record_failure(error: BaseException) -> None:
         "nanoseconds": now,
         "class": public,
         "victim": isinstance(error.__cause__, ConnectionLost),
+        "silent": isinstance(error.__cause__, ConnectionLost) and error.__cause__.silent,
     }
     Path(path).write_text(json.dumps(said), encoding="utf-8")
 
@@ -123,6 +125,7 @@ def _elastic_launch(arguments: Sequence[str], processes: int, folder: str) -> di
     )
     threads = max(1, (os.cpu_count() or 1) // processes)
     environment = {_PARENT: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    environment[_SHUTDOWN] = os.environ.get(_SHUTDOWN, "5")
     before = dict(os.environ)
     disabled = logging.root.manager.disable
     os.environ.update(environment)
@@ -155,16 +158,17 @@ class _Failure:
 def _first_failure(exit_codes: dict[int, int], logs: dict[int, Path]) -> PipegraphError:
     """The failure that came first, of the ranks that ended by themselves and of those stopped after them."""
     failures = []
+    recorded = {rank: log.with_name("error.json") for rank, log in logs.items()}
+    said = {rank: json.loads(file.read_text(encoding="utf-8")) for rank, file in recorded.items() if file.exists()}
+    # What hangs is killed by the launcher in the end, when the others have said for whom they waited in vain.
+    killed = {-signal.SIGTERM, *([-signal.SIGKILL] if any(words.get("silent") for words in said.values()) else [])}
     for rank, log in logs.items():
-        recorded = log.with_name("error.json")
-        if recorded.exists():
-            said = json.loads(recorded.read_text(encoding="utf-8"))
-            when = said.get("nanoseconds", 0)
-            kind = said.get("class", "RuntimeFault")
-            failures.append(_Failure(False, said.get("victim", False), when, rank, str(said["message"]), kind))
+        if words := said.get(rank):
+            when, kind = words.get("nanoseconds", 0), words.get("class", "RuntimeFault")
+            failures.append(_Failure(False, words.get("victim", False), when, rank, str(words["message"]), kind))
         elif rank in exit_codes:
             code = exit_codes[rank]
-            failures.append(_Failure(code == -signal.SIGTERM, False, 0, rank, _last_words(code, log)))
+            failures.append(_Failure(code in killed, False, 0, rank, _last_words(code, log)))
     first = min(failures)
     error: type[PipegraphError] = getattr(errors, first.kind)
     return error(first.message if first.message.startswith("rank ") else f"rank {first.rank}: {first.message}")
