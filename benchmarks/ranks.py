@@ -279,7 +279,7 @@ def write_packages(setting: Setting) -> None:
     """One package for each number of stages: a chain of layers, whose kernels sleep."""
     for schedule in {setting.package(name): name for name in (*setting.schedules, *TORCH.values())}.values():
         stages = setting.chunks(schedule) * setting.ranks
-        model = nn.Sequential(*(nn.Linear(setting.width, setting.width) for _ in range(stages)))
+        model = nn.Sequential(*(nn.LayerNorm(setting.width) for _ in range(stages)))
         captured = pipegraph.capture(model, args=(torch.zeros(ROWS, setting.width),))
         pipegraph.write_package(pipegraph.plan(captured, stages=stages), setting.package(schedule))
 

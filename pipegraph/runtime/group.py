@@ -85,7 +85,8 @@ def lost_connections(peer: int | None, where: str = "") -> Iterator[None]:
             milliseconds = silent[1] or silent[2]
             why = f"no answer within {int(milliseconds) / 1000:g} s" if milliseconds else "no answer in time"
         else:
-            why = "its connection closed" if "closed by peer" in text.lower() else text.splitlines()[0]
+            gone = any(part in text.lower() for part in ("closed by peer", "reset by peer", "broken pipe"))
+            why = "its connection closed" if gone else text.splitlines()[0]
         raise ConnectionLost(peer, why, silent=silent is not None, where=where) from error
 
 
