@@ -52,6 +52,9 @@ def run(
     learning_rate: Annotated[
         float, typer.Option(metavar="LR", min=0.0, help="AdamW's learning rate; 0 leaves the weights as they are.")
     ] = 1e-3,
+    kernels: Annotated[
+        str, typer.Option(metavar="NAME", help="inductor (compiled), eager (divided, uncompiled) or autograd.")
+    ] = "inductor",
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to run; with cuda, a GPU per rank.")] = "cpu",
     json: JsonOption = False,
     debug: DebugOption = False,
@@ -78,13 +81,14 @@ def run(
         check_processes(chosen, processes, launched)
         _check_device(device, processes)
         if processes == 1 or launched:
-            _run_here(package, chosen, steps, _source(model, batch, seq), device, learning_rate, json)
+            _run_here(package, chosen, steps, _source(model, batch, seq), device, learning_rate, kernels, json)
             return
         options: dict[str, object] = {
             "schedule": schedule,
             "microbatches": microbatches,
             "steps": steps,
             "device": device,
+            "kernels": kernels,
         }
         options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate}
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -125,13 +129,14 @@ def _run_here(
     source: ModelSource | None,
     device: str,
     learning_rate: float,
+    kernels: str,
     json: bool,
 ) -> None:
     """Run this process's stages; the process that holds the last one prints."""
     from pipegraph.report.steps import run_steps
 
     taken = []
-    for step in run_steps(package, schedule, steps, source, device, learning_rate):
+    for step in run_steps(package, schedule, steps, source, device, learning_rate, kernels):
         taken.append(dataclasses.asdict(step))
         if not json:
             print(step, flush=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipegraph.errors import PipegraphError
 from pipegraph.kernels.interface import Forward, Loss
+from pipegraph.kernels.loss import check_gradients, requires_grad, scalar_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,9 @@ class AutogradKernels:
         self._output_gradients = tuple(output_gradients)
         self._loss = loss
 
+    def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
+        pass
+
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
     ) -> Forward:
@@ -54,8 +57,8 @@ class AutogradKernels:
                 *(value if leaf is None else leaf for value, leaf in zip(inputs, leaves, strict=True))
             )
             outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
-            loss = self._scalar_loss(outputs, target) if with_loss else None
-            self._check_gradients(outputs)
+            loss = scalar_loss(self._loss, outputs, target) if with_loss else None
+            check_gradients(outputs, self._output_gradients)
         ends = outputs if loss is None else (*outputs, loss)
         saved = _Saved(leaves, tuple(map(_edge, ends))) if differentiable else None
         return Forward(tuple(map(_detached, outputs)), None if loss is None else loss.detach(), saved)
@@ -77,37 +80,9 @@ class AutogradKernels:
     def weight_backward(self, saved: _Saved) -> None:
         pass
 
-    def _check_gradients(self, outputs: tuple[Tensor, ...]) -> None:
-        for position, (output, comes) in enumerate(zip(outputs, self._output_gradients, strict=False)):
-            if not comes and _requires_grad(output):
-                raise PipegraphError(
-                    f"output {position} of the stage needs a gradient, and pipeline.json says that none comes back "
-                    f"(requires_grad false): what made it would not be trained. Were its parameters frozen when the "
-                    f"model was split? Freeze them, or split the model again with them trainable."
-                )
-
-    def _scalar_loss(self, outputs: tuple[Tensor, ...], target: Any) -> Tensor:
-        if self._loss is None:
-            raise PipegraphError("a loss was asked of a stage that has none: give Pipeline a loss_fn.")
-        loss = self._loss(outputs, target)
-        trained = torch.is_grad_enabled() and any(map(_requires_grad, outputs))
-        if trained and isinstance(loss, Tensor) and not loss.requires_grad:
-            raise PipegraphError(
-                "loss_fn returned a tensor without a gradient, so nothing would be trained.\n"
-                "Try: compute it from the output with tensor operations, without detach() or no_grad."
-            )
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise PipegraphError(f"loss_fn(output, target) returned {found}; a step needs one number: take its mean.")
-        return loss
-
-
-def _requires_grad(output: Any) -> bool:
-    return isinstance(output, Tensor) and output.requires_grad
-
 
 def _edge(output: Any) -> GradientEdge | None:
-    return get_gradient_edge(output) if _requires_grad(output) else None
+    return get_gradient_edge(output) if requires_grad(output) else None
 
 
 def _detached(output: Any) -> Any:

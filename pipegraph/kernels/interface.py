@@ -34,6 +34,14 @@ class StageKernels(Protocol):
     `.grad` as `Tensor.backward` would.
     """
 
+    def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
+        """Compile what a step needs, of `kinds` (some of F, I, W and B), for arguments like these of `forward`.
+
+        Not needed: what was not prepared is compiled when it is first called, rank after rank along the pipeline.
+        What is wrong with stage or loss is left for `forward` to say.
+        """
+        ...
+
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
     ) -> Forward:

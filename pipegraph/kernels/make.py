@@ -1,4 +1,4 @@
-"""The registry of kernels. Another kind of kernels is one more file and one more line here."""
+"""The registry of kernels. Another kind of kernels is one more maker here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,43 @@ from pipegraph.errors import PipegraphError, nearest
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.interface import Loss, StageKernels
 
-Maker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None], StageKernels]
+Maker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None, str], StageKernels]
+
+RECOMPUTE = ("none", "min-cut", "block")
+"""What the backward computes again instead of keeping it: nothing, what torch's partitioner would, or the block."""
+
+
+def _autograd(
+    stage: nn.Module,
+    input_gradients: Sequence[bool],
+    output_gradients: Sequence[bool],
+    loss: Loss | None,
+    recompute: str,
+) -> StageKernels:
+    return AutogradKernels(stage, input_gradients, output_gradients, loss)
+
+
+def _traced(name: str) -> Maker:
+    def maker(
+        stage: nn.Module,
+        input_gradients: Sequence[bool],
+        output_gradients: Sequence[bool],
+        loss: Loss | None,
+        recompute: str,
+    ) -> StageKernels:
+        from pipegraph.kernels.compilers import compiler, options  # which take torch's own with them
+        from pipegraph.kernels.traced import TracedKernels
+
+        made = compiler(name), options(name, recompute)
+        return TracedKernels(stage, input_gradients, output_gradients, loss, *made)
+
+    return maker
+
 
 _MAKERS: dict[str, Maker] = {
-    "autograd": AutogradKernels,
+    "inductor": _traced("inductor"),
+    "eager": _traced("eager"),
+    "autograd": _autograd,
 }
 
 
@@ -28,14 +61,20 @@ def make(
     input_gradients: Sequence[bool],
     output_gradients: Sequence[bool],
     loss: Loss | None = None,
+    recompute: str = "min-cut",
 ) -> StageKernels:
     """The kernels `name` of `stage`.
 
     `input_gradients` says of each input whether its gradient is wanted, `output_gradients` of each output whether one
-    will come; `loss` is the last segment of the last stage.
+    will come; `loss` is the last segment of the last stage. `recompute` is one of `RECOMPUTE`, by default "min-cut":
+    also on a CPU a chain of pointwise operations is computed again in less time than it is written and read.
     """
     if name not in _MAKERS:
         raise PipegraphError(
             f'No kernels are called "{name}".{nearest(name, _MAKERS)} There are: {", ".join(_MAKERS)}.'
         )
-    return _MAKERS[name](stage, input_gradients, output_gradients, loss)
+    if recompute not in RECOMPUTE:
+        raise PipegraphError(
+            f'recompute cannot be "{recompute}".{nearest(recompute, RECOMPUTE)} There are: {", ".join(RECOMPUTE)}.'
+        )
+    return _MAKERS[name](stage, input_gradients, output_gradients, loss, recompute)

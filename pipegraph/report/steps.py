@@ -48,6 +48,7 @@ def run_steps(
     source: ModelSource | None = None,
     device: str = "cpu",
     learning_rate: float = LEARNING_RATE,
+    kernels: str = "inductor",
 ) -> Iterator[Step]:
     """Train on one batch with AdamW. A step's time is that of the pipeline; the optimizer's is left out.
 
@@ -59,7 +60,7 @@ def run_steps(
     else:
         batch = batch_from_source(source, schedule.microbatches)
     loss_fn = mean_square if source is None else loss_of(source)
-    pipeline = Pipeline(package, schedule, loss_fn=loss_fn, device=device)
+    pipeline = Pipeline(package, schedule, loss_fn=loss_fn, device=device, kernels=kernels)
     optimizer = torch.optim.AdamW([{"params": list(pipeline.parameters())}], lr=learning_rate)
     for index in range(steps):
         optimizer.zero_grad()

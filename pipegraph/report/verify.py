@@ -149,7 +149,7 @@ def _run_model(source: ModelSource, loss_fn: LossFunction, evaluate: bool = Fals
 def _run_package(package: Package, source: ModelSource, loss_fn: LossFunction, evaluate: bool) -> tuple[_Run, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are no weights, which is put right below
-        pipeline = Pipeline(package, schedule="gpipe", microbatches=1, loss_fn=loss_fn)
+        pipeline = Pipeline(package, schedule="gpipe", microbatches=1, loss_fn=loss_fn, kernels="eager")
     if not package.has_weights:
         pipeline.load_state_dict(source.model.state_dict())
     stages = list(pipeline.stages.values())

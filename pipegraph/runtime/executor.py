@@ -52,6 +52,7 @@ class Executor:
         self._receives = [action for action in moves if not action.sends]
         reached = itertools.accumulate(action.kind.is_transfer and not action.sends for action in self.actions)
         self._due = [count + RECEIVES_AHEAD for count in reached]
+        self._is_prepared = False
         self._do: dict[Kind, Callable[[Step, Feed, Results, Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -63,6 +64,7 @@ class Executor:
 
     def run(self, feed: Feed, results: Results) -> Iterator[None]:
         """Do every action. Yields where another executor of this process has to go on first. Raises ActionFailed."""
+        self._prepare(feed)
         step, posted = Step(), 0
         for position, action in enumerate(self.actions):
             self.position = position
@@ -78,6 +80,28 @@ class Executor:
                     self._do[action.kind](step, feed, results, action)
             except Exception as error:
                 raise ActionFailed(self.rank, self.actions, position) from error
+
+    def _prepare(self, feed: Feed) -> None:
+        """Before the first action: ranks compile side by side, and not each when its first input arrives."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        kinds: dict[int, str] = {}
+        for action in self.actions:
+            if not action.kind.is_transfer and action.kind.value not in kinds.setdefault(action.stage, ""):
+                kinds[action.stage] += action.kind.value
+        for stage, needed in kinds.items():
+            with_loss = self._is_last(stage) and feed.with_loss
+            self._kernels[stage].prepare(
+                [
+                    feed.inputs[value.name][0] if value.producer == CALLER else zeros(value, self._device)
+                    for value in self._wiring[stage].inputs
+                ],
+                target=feed.targets[0] if with_loss else None,
+                with_loss=with_loss,
+                differentiable=self._schedule.has_backward,
+                kinds=needed,
+            )
 
     def _post(self, step: Step, action: Action) -> None:
         message = self._transfers[action]

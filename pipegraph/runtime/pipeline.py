@@ -58,6 +58,8 @@ class Pipeline:
     ranks that take turns: same schedule, same executor, same numbers.
 
     `schedule` is a name, a `Schedule`, or the path of a CSV file; `loss_fn(output, target)` the loss of one microbatch.
+    `kernels` is "inductor" (compiled), "eager" (the same graphs, uncompiled) or "autograd"; `recompute` says what their
+    backward computes again instead of keeping it: "none", "min-cut" or "block".
 
         pipe = Pipeline("out/", schedule="1f1b", microbatches=8, loss_fn=loss)
         optimizer = torch.optim.AdamW(pipe.parameters())
@@ -72,8 +74,9 @@ class Pipeline:
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
         device: str | torch.device = "cpu",
-        kernels: str = "autograd",
+        kernels: str = "inductor",
         group: ProcessGroup | None = None,
+        recompute: str = "min-cut",
     ) -> None:
         self._loss_fn = loss_fn
         self._device = local_device(device)
@@ -101,6 +104,7 @@ class Pipeline:
                     wiring[index].input_gradients,
                     wiring[index].output_gradients,
                     loss if index == len(wiring) - 1 else None,
+                    recompute,
                 )
                 for index, stage in self.stages.items()
             }

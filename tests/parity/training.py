@@ -15,7 +15,7 @@ from tests.parity.reference import named_tensors, optimizer
 TOLERANCE = 1e-5
 """Relative to the largest value of a tensor."""
 
-KERNELS = "autograd"
+KERNELS = "eager"
 
 Found = dict[str, Any]
 """`differences` (what → relative difference) and `copies` (tied weight → a digest for each of its names)."""

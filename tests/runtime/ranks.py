@@ -91,7 +91,7 @@ def fail(rank: int, folder: str, how: str, failing: int, in_forward: bool, keep:
     With `keep`, the processes stay alive until all have noticed, so that no one is told by another's end.
     """
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule="1f1b", microbatches=4, loss_fn=loss)
+    pipe = Pipeline(package, schedule="1f1b", microbatches=4, loss_fn=loss, kernels="autograd")
     inputs, _ = arguments(package, batch(package.manifest, 4))
     target = torch.zeros(len(inputs[0]))
     pipe.step(*inputs, target=target)
@@ -129,7 +129,7 @@ def fail(rank: int, folder: str, how: str, failing: int, in_forward: bool, keep:
 def evaluate(rank: int, folder: str) -> Any:
     """Training and evaluation in turns, as each rank sees it, then a batch of a wrong size."""
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule="1f1b", microbatches=2, loss_fn=loss)
+    pipe = Pipeline(package, schedule="1f1b", microbatches=2, loss_fn=loss, kernels="autograd")
     reference = Reference(package)
     for seed in range(3):
         inputs = batch(package.manifest, 2, seed)
@@ -147,7 +147,7 @@ def evaluate(rank: int, folder: str) -> Any:
 def clip(rank: int, folder: str, norm_type: float) -> str:
     """Clipping over all ranks equals clipping of the unsplit model, where a tied weight is one parameter."""
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss)
+    pipe = Pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss, kernels="autograd")
     reference = Reference(package)
     inputs = batch(package.manifest, 2)
     args, kwargs = arguments(package, inputs)
@@ -166,7 +166,7 @@ def clip(rank: int, folder: str, norm_type: float) -> str:
 def own_inputs(rank: int, folder: str) -> str:
     """A rank that passes only what its stages take, and the target only where the last stage is."""
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss)
+    pipe = Pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss, kernels="autograd")
     inputs = batch(package.manifest, 2)
     if rank == 0:
         result = pipe.step(inputs["tokens"])
@@ -182,14 +182,14 @@ def build(rank: int, folder: str, schedules: list[str], missing_on: int | None =
     """Make a pipeline, with a schedule of its own on each rank, or without a rank's weights."""
     if rank == missing_on:
         folder = f"{folder}-elsewhere"
-    Pipeline(folder, schedule=schedules[rank], microbatches=2, loss_fn=loss)
+    Pipeline(folder, schedule=schedules[rank], microbatches=2, loss_fn=loss, kernels="autograd")
 
 
 def groups(rank: int, folder: str) -> str:
     """Two pipelines of two ranks side by side, each over a group of its own; the user's groups stay usable."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     package = Package.open(folder)
-    pipe = Pipeline(package, microbatches=2, loss_fn=loss, group=pairs[rank // 2])
+    pipe = Pipeline(package, microbatches=2, loss_fn=loss, group=pairs[rank // 2], kernels="autograd")
     inputs, _ = arguments(package, batch(package.manifest, 2))
     result = pipe.step(*inputs, target=torch.zeros(4))
     assert (result.loss is not None) == (rank % 2 == 1)
@@ -200,7 +200,7 @@ def groups(rank: int, folder: str) -> str:
 def receives(rank: int, folder: str, microbatches: int) -> int:
     """The most receives that were unfinished at any time of a step under 1F1B."""
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule="1f1b", microbatches=microbatches, loss_fn=loss)
+    pipe = Pipeline(package, schedule="1f1b", microbatches=microbatches, loss_fn=loss, kernels="autograd")
     inputs, _ = arguments(package, batch(package.manifest, microbatches))
     most = 0
     transport = pipe._transport

@@ -1,0 +1,199 @@
+"""Every private interface of torch that the kernels use: one function each, with the reason.
+
+Checked with torch 2.11, 2.13 and 2.15. What one of them cannot do is an exception, and the stage then falls back to
+autograd, so that a torch that changed makes a stage slower and no stage wrong.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+Run = Callable[[list[Tensor]], Sequence[Tensor]]
+"""Takes the tensors out of the list that it is called with, so that it can let them go."""
+
+
+def fake_tensors() -> Any:
+    """A mode in which tensors have a shape and no memory.
+
+    Public torch makes one only together with `torch.export` or `torch.compile`. Tensors that are neither a parameter
+    nor a buffer are allowed inside: they become constants of the graph.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def python_decompositions() -> AbstractContextManager[Any]:
+    """Dispatch as AOTAutograd does: only so does batch norm return its new statistics instead of writing them."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    context: AbstractContextManager[Any] = enable_python_dispatcher()
+    return context
+
+
+def functional() -> AbstractContextManager[Any]:
+    """The mode that turns writes into new values.
+
+    `torch.func.functionalize`, the public one, refuses the autograd functions that a stage may hold.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    context: AbstractContextManager[Any] = FunctionalTensorMode()
+    return context
+
+
+def to_functional(tensor: Tensor) -> Tensor:
+    """The tensor as `functional()` wants it; with the same autograd properties."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    wrapped: Tensor = FunctionalTensor.to_functional(tensor)
+    return wrapped
+
+
+def from_functional(tensor: Tensor) -> Tensor:
+    """What stands in a functional tensor now: the tensor itself if it was never written to."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if not isinstance(tensor, FunctionalTensor):
+        return tensor
+    torch._sync(tensor)
+    inner: Tensor = torch._from_functional_tensor(tensor.elem)
+    return inner
+
+
+def trace(
+    function: Callable[..., Any], arguments: Sequence[Any], decompositions: Mapping[Any, Any] | None
+) -> fx.GraphModule:
+    """The graph of ATen operations of `function`, backward included.
+
+    `torch.export` has no joint graph, and AOTAutograd's own has no gradient for an output that is a view of an input.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced: fx.GraphModule = make_fx(function, decomposition_table=decompositions)(*arguments)
+    return traced
+
+
+def without_duplicates(graph: fx.Graph) -> fx.Graph:
+    """The graph with equal computations done once, random ones excepted: as AOTAutograd does before it partitions."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    found: fx.Graph = fx_graph_cse(graph)
+    return found
+
+
+def min_cut(module: fx.GraphModule, outputs: int) -> set[str]:
+    """The names of the values that torch's partitioner would keep from forward to backward.
+
+    Placeholders are called primals_… and tangents_…; the first `outputs` outputs are the forward's. There is no public
+    partitioner, and its answer is all that is taken: the graphs are divided here.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    forward, _ = min_cut_rematerialization_partition(module, (), num_fwd_outputs=outputs)
+    (output,) = forward.graph.find_nodes(op="output")
+    return {node.name for node in output.args[0][outputs:] if isinstance(node, fx.Node)}
+
+
+def inductor_decompositions() -> Mapping[Any, Any]:
+    """What Inductor wants an operation to be made of, before it is given a graph."""
+    import_module("torch._inductor.lowering")  # which some decompositions look into, and do not import
+    from torch._inductor.decomposition import select_decomp_table
+
+    table: Mapping[Any, Any] = select_decomp_table()
+    return table
+
+
+def no_decompositions() -> None:
+    """Operations as the dispatcher leaves them."""
+
+
+def boxed(module: fx.GraphModule) -> Run:
+    """A graph to run uncompiled. The result empties the list it is called with, so that values live no longer than
+    their last reader, which `GraphModule.forward` with its arguments on the stack cannot do.
+    """
+    from torch.fx.graph import _BoxedCodeGen
+
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    run: Run = module.forward
+    return run
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch's compiler uses deprecated parts of torch, and says so to its user, who can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
+    """Compile functional graphs of ATen operations. A result empties the list it is called with.
+
+    `torch._inductor.compile` is the public way, and wraps each call in AOTAutograd's run-time checks, which cost more
+    than some of the kernels; and it waits for each graph's C++ compiler before it looks at the next graph. Here all of
+    them work at once. Outputs have the strides that the graph says: other graphs are compiled for them.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    waits: list[Callable[[], None]] = []
+    own = AsyncCompile.wait
+
+    def later(pool: Any, scope: Any) -> None:
+        waits.append(lambda: own(pool, scope))
+
+    found: list[Run | Exception] = []
+    begun: list[int] = []
+    AsyncCompile.wait = later  # type: ignore[method-assign, assignment]
+    try:
+        for module in modules:
+            try:
+                found.append(_compile_graph(module))
+            except Exception as error:
+                found.append(error)
+            begun.append(len(waits))
+    finally:
+        AsyncCompile.wait = own  # type: ignore[method-assign]
+    for index, (first, last) in enumerate(zip([0, *begun], begun, strict=False)):
+        try:
+            for wait in waits[first:last]:
+                wait()
+        except Exception as error:
+            found[index] = error
+    return found
+
+
+def _compile_graph(module: fx.GraphModule) -> Run:
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    mode = examples[0].fake_mode if examples else fake_tensors()
+    with ExitStack() as stack:
+        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
+        stack.enter_context(V.set_fake_mode(mode))
+        module = _recursive_joint_graph_passes(module)
+        (output,) = module.graph.find_nodes(op="output")
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        compiled: Run = compile_fx_inner(module, examples, is_inference=True)
+    return compiled
+
+
+def compiler_is_missing() -> str | None:
+    """Why Inductor has no C++ compiler to work with; None where it has one."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error)
+    return None

@@ -1,0 +1,144 @@
+"""Forward and backward of a function of tensors as one graph of ATen operations.
+
+(primals, tangents) ─▶ joint graph ─▶ (outputs, what was written, gradients of the primals)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pipegraph.kernels import internals
+
+Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph. A node's `meta["val"]` is its value without memory.
+
+    `tangents` holds one node per output, None for an output that no gradient comes from; `written` the new value of
+    each primal that the function wrote to, by position; `gradients` one node per primal, None where there is none.
+    """
+
+    module: fx.GraphModule
+    primals: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node | None, ...]
+    outputs: tuple[fx.Node, ...]
+    written: Mapping[int, fx.Node]
+    gradients: tuple[fx.Node | None, ...]
+
+
+def trace(
+    function: Function,
+    primals: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    decompositions: Mapping[Any, Any] | None,
+) -> Joint:
+    """The joint graph of `function`, whose outputs have `tangents` (None: no gradient comes).
+
+    Primals and tangents are fake. A primal that requires a gradient gets one. Run in the grad mode of the caller.
+    """
+    given = [tangent for tangent in tangents if tangent is not None]
+    written: list[int] = []
+
+    def joint(primals: list[Tensor], tangents_: list[Tensor]) -> list[Tensor | None]:
+        with internals.functional():
+            leaves = [internals.to_functional(primal) for primal in primals]
+            outputs = function(leaves)
+            new = [internals.from_functional(leaf) for leaf in leaves]
+            written[:] = [index for index, primal in enumerate(primals) if new[index] is not primal]
+            gradients = _gradients(leaves, outputs, tangents, map(internals.to_functional, tangents_))
+            found = [*outputs, *(leaves[index] for index in written), *gradients]
+            return [None if each is None else internals.from_functional(each) for each in found]
+
+    with internals.python_decompositions():
+        module = internals.trace(joint, (list(primals), given), decompositions)
+    return _joint(module, primals, tangents, written)
+
+
+def _gradients(
+    leaves: Sequence[Tensor], outputs: Sequence[Tensor], tangents: Sequence[Tensor | None], given: Any
+) -> list[Tensor | None]:
+    ends = [output for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
+    starts = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
+    gradients: list[Tensor | None] = [None] * len(leaves)
+    if not ends or not starts:
+        return gradients
+    # As eager code is differentiated: behind the regions of autocast that the forward ran in.
+    with torch.autocast(ends[0].device.type, enabled=False):
+        found = torch.autograd.grad(ends, [leaves[index] for index in starts], list(given), allow_unused=True)
+    for index, gradient in zip(starts, found, strict=True):
+        gradients[index] = gradient
+    return gradients
+
+
+def _joint(
+    module: fx.GraphModule, primals: Sequence[Tensor], tangents: Sequence[Tensor | None], written: Sequence[int]
+) -> Joint:
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _ALIASES:
+            node.replace_all_uses_with(node.args[0])
+    _check(graph)
+    _keep_what_was_there(graph, written)
+    graph.eliminate_dead_code()
+    module.graph = graph = internals.without_duplicates(graph)
+    placeholders = graph.find_nodes(op="placeholder")
+    (end,) = graph.find_nodes(op="output")
+    results = list(end.args[0])
+    outputs, new, gradients = _cut(results, len(tangents), len(written), len(primals))
+    given = iter(placeholders[len(primals) :])
+    names = [f"primals_{index}" for index in range(len(primals))]
+    names += [f"tangents_{index}" for index, tangent in enumerate(tangents) if tangent is not None]
+    for node, name in zip(placeholders, names, strict=True):
+        node.target = node.name = name
+    return Joint(
+        module,
+        primals=tuple(placeholders[: len(primals)]),
+        tangents=tuple(None if tangent is None else next(given) for tangent in tangents),
+        outputs=tuple(outputs),
+        written=dict(zip(written, new, strict=True)),
+        gradients=tuple(gradients),
+    )
+
+
+def _check(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            forward = node.args[-1].args[0]
+            if not forward.args[-1]:  # not in training, as far as the operation knows
+                raise RuntimeError("an LSTM on CPU keeps nothing for a backward where its input needs no gradient")
+
+
+def _keep_what_was_there(graph: fx.Graph, written: Sequence[int]) -> None:
+    """Read a primal that is written to as a copy: what the backward reads is the value from before."""
+    placeholders = graph.find_nodes(op="placeholder")
+    behind = next(node for node in graph.nodes if node.op != "placeholder")
+    for index in written:
+        with graph.inserting_before(behind):
+            copy = graph.call_function(torch.ops.aten.clone.default, (placeholders[index],))
+        copy.meta.update(placeholders[index].meta)
+        placeholders[index].replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+
+
+def _cut(items: Sequence[Any], *lengths: int) -> list[list[Any]]:
+    cut, start = [], 0
+    for length in lengths:
+        cut.append(list(items[start : start + length]))
+        start += length
+    return cut
+
+
+def with_strides(gradient: Tensor, value: Tensor) -> Tensor:
+    """The gradient with the strides of `value`, which the graphs were traced for."""
+    if gradient.stride() == value.stride():
+        return gradient
+    made = torch.empty_strided(value.shape, value.stride(), dtype=gradient.dtype, device=gradient.device)
+    return made.copy_(gradient)

@@ -1,0 +1,57 @@
+"""The tensors that a module computes with, in a fixed order, and the module run on others in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+Place = tuple[nn.Module, bool, str]
+"""(the module, whether a parameter, the attribute)."""
+
+
+class State:
+    """A module's parameters and buffers, each once, however many names it has."""
+
+    def __init__(self, module: nn.Module) -> None:
+        places: dict[int, list[Place]] = {}
+        for part in module.modules():
+            for is_parameter, held in ((True, part._parameters), (False, part._buffers)):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        places.setdefault(id(tensor), []).append((part, is_parameter, name))
+        self._places = tuple(map(tuple, places.values()))
+        self._first = [_holder(each[0]) for each in self._places]
+        # An RNN keeps a list of its weights beside them.
+        self._lists = [part for part in module.modules() if hasattr(part, "_flat_weights_names")]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def tensors(self) -> list[Tensor]:
+        """What stands there now: a parameter may have been put in the place of another one."""
+        return [held[name] for held, name in self._first]
+
+    @contextmanager
+    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let the module compute with `tensors`, in the order of `tensors()`."""
+        before = self.tensors()
+        self._put(tensors)
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for place in places:
+                held, name = _holder(place)
+                held[name] = tensor
+        for part in self._lists:
+            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]  # type: ignore
+
+
+def _holder(place: Place) -> tuple[dict[str, Tensor], str]:
+    module, is_parameter, name = place
+    return (module._parameters if is_parameter else module._buffers), name  # type: ignore[return-value]

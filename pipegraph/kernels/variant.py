@@ -1,0 +1,171 @@
+"""A stage as it is called one way: in these modes, with these shapes and frozen parameters. Traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipegraph.kernels import internals
+from pipegraph.kernels.derivative import Derivative, Present
+from pipegraph.kernels.differentiate import Options, differentiate
+from pipegraph.kernels.interface import Loss
+from pipegraph.kernels.loss import check_gradients, scalar_loss
+from pipegraph.kernels.program import Compiler, Program
+from pipegraph.kernels.signature import value_signature
+from pipegraph.kernels.state import State
+
+Results = tuple[int | tuple[Any], ...]
+"""Of each output the position of its tensor among those returned, or the constant that it is."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage, and of each input and output whether its gradient is wanted, and comes."""
+
+    module: nn.Module
+    input_gradients: tuple[bool, ...]
+    output_gradients: tuple[bool, ...]
+    loss: Loss | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one forward: `inputs` of the `leaves` are the stage's, the others the target's, flattened."""
+
+    inputs: int
+    leaves: list[Any]
+    target_spec: Any
+    with_loss: bool
+    differentiable: bool
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @property
+    def signature(self) -> Any:
+        """Calls with the same one run the same graphs."""
+        leaves = [
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else value_signature(leaf)
+            for leaf in self.leaves
+        ]
+        return (self.inputs, tuple(leaves), self.target_spec, self.with_loss, self.differentiable)
+
+
+def leaves_of(inputs: Sequence[Any], target: Any) -> tuple[list[Any], Any]:
+    """Inputs and the leaves of the target, and how these are put together."""
+    leaves, spec = ([target], None) if isinstance(target, Tensor) else pytree.tree_flatten(target)
+    return [*inputs, *leaves], spec
+
+
+class Variant:
+    """The derivative of a stage, whose programs are compiled when first asked for.
+
+    Primals are the stage's state, then the tensors among the call's leaves.
+    """
+
+    def __init__(self, derivative: Derivative, compiler: Compiler, results: Results, call: Call) -> None:
+        self.derivative = derivative
+        self.results = results
+        self._compiler = compiler
+        self._programs: dict[tuple[str, Present], Program] = {}
+        joint, forward = derivative.joint, derivative.forward
+        primals = {node.name: index for index, node in enumerate(joint.primals)}
+        place = {name: index for index, name in enumerate(forward.outputs)}
+        saved = derivative.saved(derivative.all_present)
+        self._reads = [primals[name] for name in forward.inputs]
+        self._outputs = [place[node.name] for node in joint.outputs]
+        self._written = [(index, place[node.name]) for index, node in joint.written.items()]
+        self._saved_primals = [(name, primals[name]) for name in saved if name in primals]
+        states = len(primals) - len([leaf for leaf in call.leaves if isinstance(leaf, Tensor)])
+        positions = iter(range(states, len(primals)))
+        self._inputs = [next(positions) if isinstance(leaf, Tensor) else None for leaf in call.leaves[: call.inputs]]
+        self._saved_results = [(name, place[name]) for name in saved if name not in primals]
+
+    def forward(self, primals: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """F: the outputs, and what the backward reads. Buffers that the stage writes to get their new values."""
+        found = self._program("F", ())([primals[index] for index in self._reads])
+        for index, place in self._written:
+            primals[index].copy_(found[place])
+        saved = {name: primals[index] for name, index in self._saved_primals}
+        saved |= {name: found[place] for name, place in self._saved_results}
+        return [found[place] for place in self._outputs], saved
+
+    def backward(
+        self, kind: str, present: Present, values: dict[str, Tensor], keep: Iterable[str]
+    ) -> dict[str, Tensor]:
+        """I, W or B on named values, of which those to `keep` are returned with the results; the others are let go."""
+        part = self.derivative.part(kind, present)
+        program = self._program(kind, present)
+        given = [values[name] for name in part.inputs]
+        kept = {name: values[name] for name in keep if name in values}
+        values.clear()
+        kept.update(zip(part.outputs, program(given), strict=True))
+        return kept
+
+    def prepare(self, kinds: str) -> None:
+        """Compile F, I, W and B, those of `kinds`, at once, for gradients that come from all outputs they can."""
+        full = self.derivative.all_present
+        backward = self.derivative.backward(full)
+        there = {"F": True, "I": backward.input is not None, "W": backward.weight is not None, "B": any(full)}
+        self._make([(kind, () if kind == "F" else full) for kind in kinds if there[kind]])
+
+    def _program(self, kind: str, present: Present) -> Program:
+        if (kind, present) not in self._programs:
+            self._make([(kind, present)])
+        return self._programs[kind, present]
+
+    def _make(self, wanted: list[tuple[str, Present]]) -> None:
+        self._programs |= zip(wanted, self._compiler.programs(self.derivative, wanted), strict=True)
+
+    def of_inputs(self, values: dict[str, Tensor], names: Sequence[str | None]) -> tuple[Tensor | None, ...]:
+        """Of each input the value that the name for its primal stands for."""
+        found = [None if position is None else names[position] for position in self._inputs]
+        return tuple(None if name is None else values[name] for name in found)
+
+
+def trace(stage: Stage, state: State, call: Call, compiler: Compiler, options: Options) -> Variant:
+    """Trace the stage, and its loss, for calls like this one. Raises whatever the stage raises on fake tensors."""
+    results: list[int | tuple[Any]] = []
+    leaves, inputs = call.leaves, call.inputs
+
+    def function(primals: Sequence[Tensor]) -> list[Tensor]:
+        given = iter(primals[len(state) :])
+        values = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        with state.replaced(primals[: len(state)]):
+            returned = stage.module(*values[:inputs])
+            outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+            loss = None
+            if call.with_loss:
+                target = pytree.tree_unflatten(values[inputs:], call.target_spec) if call.target_spec else values[-1]
+                loss = scalar_loss(stage.loss, outputs, target)
+        check_gradients(outputs, stage.output_gradients)
+        tensors = [output for output in outputs if isinstance(output, Tensor)]
+        places = iter(range(len(tensors)))
+        results[:] = [next(places) if isinstance(output, Tensor) else (output,) for output in outputs]
+        return tensors if loss is None else [*tensors, loss]
+
+    def comes(index: int, output: Tensor) -> bool:
+        if call.with_loss:  # then gradients come through the loss alone
+            return index == len([result for result in results if isinstance(result, int)])
+        return stage.output_gradients[results.index(index)]
+
+    wanted = [*(tensor.requires_grad for tensor in state.tensors())]
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            wanted.append(position < inputs and stage.input_gradients[position])
+    with internals.fake_tensors(), torch.set_grad_enabled(call.differentiable):
+        primals = [
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).requires_grad_(
+                want and call.differentiable
+            )
+            for tensor, want in zip([*state.tensors(), *call.tensors], wanted, strict=True)
+        ]
+        is_input = [index >= len(state) for index in range(len(primals))]
+        derivative = differentiate(function, primals, stage.module, is_input, comes, options)
+    return Variant(derivative, compiler, tuple(results), call)
