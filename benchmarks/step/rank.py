@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -45,7 +46,8 @@ TORCH = {  # the schedule, compiled or not → the name here whose simulation pr
 OWN = ("1f1b", "zb-h1", "zb-v", "searched")
 BETWEEN = 3
 """So many contenders run between two runs of the limit."""
-TRIALS = 3
+TRIALS = 5
+"""Steps of each candidate, in turns, of which the fastest becomes a contender."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ class Bench:
                     self.seconds(contender)  # compiles
                 with self.pinned():
                     rounds = [[self.seconds(contender) for contender in made] for _ in range(TRIALS)]
-                return [median(column) for column in zip(*rounds, strict=True)]
+                shares = ([seconds / sum(taken) for seconds in taken] for taken in rounds)
+                return [median(column) for column in zip(*shares, strict=True)]
 
             chosen = fastest(candidates, trial)
             gc.collect()
@@ -202,7 +205,7 @@ class Bench:
         self.seconds(pipeline)  # compiles
         found = []
         with self.pinned():
-            for _ in range(2 * TRIALS):
+            for _ in range(TRIALS):
                 watch = Stopwatch(pipeline)
                 self.seconds(pipeline)
                 watch.detach()
@@ -234,6 +237,8 @@ def main(rank: int, options: Options, port: int, results: Any) -> None:
     """The process of a rank. Puts the results into the queue."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    if options.kernels == "inductor":
+        warnings.filterwarnings("error", message=".*(runs? uncompiled|left to autograd)")
     torch._dynamo.config.recompile_limit = 1000  # the parts of all contenders share one forward
     dist.init_process_group("gloo")
     bench = Bench(options)
