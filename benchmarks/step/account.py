@@ -48,7 +48,7 @@ def _total(seconds: dict[tuple[int, str], list[float]]) -> float:
 
 class _TimedKernels:
     def __init__(self, made: Any, stage: int, watch: Stopwatch) -> None:
-        self.prepare = getattr(made, "prepare", None)
+        self.prepare: Any = made.prepare
         named = {"F": made.forward, "B": made.backward, "I": made.input_backward, "W": made.weight_backward}
         timed = {
             kind: self._timed(call, watch.kernels[stage, kind], watch.core[stage, kind]) for kind, call in named.items()
@@ -95,12 +95,13 @@ class _TimedReceive:
 
 @dataclass(frozen=True)
 class Account:
-    """Parts of the limit (1.0 = one ideal step), which add up to step − 1."""
+    """Parts of the limit (1.0 = one ideal step), which in every round add up to step − 1; medians nearly do."""
 
     kernels: float
-    """core time in kernels of the mean rank − the limit: how much slower they are than torch.compile's"""
+    """core time in kernels of the mean rank − that of the limit: how much slower they are than torch.compile's"""
     preempted: float
-    """time within kernels in which the core worked for others: threads that send and receive, other processes"""
+    """time within kernels in which the core worked for others, threads that send and receive or processes, − the same
+    of the limit"""
     imbalance: float
     """busy time of the busiest rank − that of the mean rank"""
     bubble: float
@@ -114,26 +115,31 @@ class Account:
         return asdict(self)
 
 
-def account(pipeline: OwnPipeline, step: Callable[[], float], limit: Callable[[], float], rounds: int) -> Account:
-    """Divide the time of a step, by the medians of some rounds. All processes do this together."""
+def account(
+    pipeline: OwnPipeline, step: Callable[[], float], limit: Callable[[], tuple[float, float]], rounds: int
+) -> Account:
+    """Divide the time of a step, by the medians of some rounds. All processes do this together.
+
+    `limit` gives seconds of a step and of the core within it.
+    """
     schedule: Schedule = pipeline.pipe.schedule
     found: list[Account] = []
     for _ in range(rounds):
-        ideal = limit()
+        before = limit()
         watch = Stopwatch(pipeline)
         taken = step()
         watch.detach()
         kernels = mean(watch.kernels)
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (_total(watch.kernels), watch.waited, _total(watch.core)))
-        ideal = (ideal + limit()) / 2
+        ideal, core = (sum(figures) / 2 for figures in zip(before, limit(), strict=True))
         busy = [each for each, _, _ in gathered]
         most = max(busy)
         alone = simulate(schedule, _times(schedule.stages, kernels)).makespan
         waited = gathered[busy.index(most)][1]
         interpreter = max(0.0, taken - most - waited)
         average, worked = (sum(column) / len(column) for column in (busy, [each for _, _, each in gathered]))
-        parts = (worked - ideal, average - worked, most - average, alone - most, interpreter)
+        parts = (worked - core, (average - worked) - (ideal - core), most - average, alone - most, interpreter)
         found.append(Account(*(part / ideal for part in (*parts, taken - ideal - sum(parts)))))
     return Account(*(median(column) for column in zip(*(asdict(each).values() for each in found), strict=True)))
 

@@ -75,12 +75,11 @@ class TorchPipeline:
         placement = [min(s, len(modules) - 1 - s) if v else s % ranks for s in range(len(modules))]
         self._own = {index: modules[index] for index, place in enumerate(placement) if place == rank}
         self._first, self._last = 0 in self._own, len(modules) - 1 in self._own
-        stages = [
-            pipelining.PipelineStage(
-                torch.compile(module, dynamic=False) if compiled else module, index, len(modules), torch.device("cpu")
-            )
-            for index, module in self._own.items()
-        ]
+        run: dict[int, Any] = {
+            index: torch.compile(module, dynamic=False) if compiled else module for index, module in self._own.items()
+        }
+        device = torch.device("cpu")
+        stages = [pipelining.PipelineStage(each, index, len(modules), device) for index, each in run.items()]
         loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
         kind = TORCH_CLASSES[schedule]
         given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]

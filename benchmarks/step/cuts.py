@@ -11,8 +11,9 @@ from pipegraph.schedule import Schedule, Times, build, lower_bound, search, simu
 
 Cuts = tuple[int, ...]
 RANKS = 2
-FORMS = (1, 2), (1, 3), (2, 2), (2, 3)
+FORMS = (1, 2), (2, 2), (2, 3)
 """What is searched for: stages on a rank, and how many microbatches' activations a rank may hold."""
+PROMISING = 10  # cuts of the least lower bounds, for each of which a search is made
 HOP = 0.001  # seconds that a boundary of 0.5 MiB takes between two processes
 
 
@@ -72,7 +73,7 @@ def searched(setting: Setting, units: Times, cuts: Cuts, microbatches_held: int)
     return Candidate(best, cuts, best.makespan)
 
 
-def searched_candidates(setting: Setting, units: Times, places: Sequence[int], count: int) -> list[Candidate]:
+def searched_candidates(setting: Setting, units: Times, places: Sequence[int]) -> list[Candidate]:
     """The best that a search finds, of each form: so many stages on a rank, so many microbatches' memory."""
     found = []
     for chunks, held in FORMS:
@@ -81,9 +82,23 @@ def searched_candidates(setting: Setting, units: Times, places: Sequence[int], c
         def bound(cuts: Cuts, placement: tuple[int, ...] = placement) -> float:
             return lower_bound(stage_times(units, cuts), placement, setting.microbatches)
 
-        promising = sorted(itertools.combinations(places, chunks * RANKS - 1), key=bound)[: 4 * count]
-        found.append(sorted((searched(setting, units, cuts, held) for cuts in promising), key=_makespan))
-    return sorted(itertools.chain.from_iterable(form[: -(-count // 2)] for form in found), key=_makespan)
+        promising = sorted(itertools.combinations(places, chunks * RANKS - 1), key=bound)[:PROMISING]
+        found.append(min((searched(setting, units, cuts, held) for cuts in promising), key=_makespan))
+    return found
+
+
+def shortlist(setting: Setting, units: Times, name: str, inside: bool, count: int) -> list[Candidate]:
+    """What is worth trying: cuts between layers, and where `inside` is allowed as many that may cut layers too.
+
+    The units' times say nothing of what a cut costs the kernels on its two sides; a layer in one piece is cheaper.
+    """
+    found = []
+    for places in (range(2, setting.units, 2), range(1, setting.units)) if inside else (range(2, setting.units, 2),):
+        if name == "searched":
+            found += searched_candidates(setting, units, places)
+        else:
+            found += named_candidates(setting, units, name, places, count)
+    return list({(candidate.schedule, candidate.cuts): candidate for candidate in found}.values())
 
 
 def _makespan(candidate: Candidate) -> float:

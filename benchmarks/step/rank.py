@@ -8,8 +8,9 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,10 +25,9 @@ from benchmarks.step.cuts import (
     Candidate,
     Cuts,
     fastest,
-    named_candidates,
     probe,
     searched,
-    searched_candidates,
+    shortlist,
     unit_times,
 )
 from benchmarks.step.model import Setting, build_model
@@ -85,19 +85,26 @@ class Bench:
         self._packages = Packages(self.setting, self._model, options.folder)
         self._limit = Limit(self.setting, self._model)
         self._units: Times | None = None
+        self._core = 0.0
+        """seconds that the mean core worked for the last step's main thread"""
+        self._apart = 0.0
+        """how much longer the slower process took for the last step than the mean one"""
         self.losses: dict[str, float] = {}
 
     def seconds(self, contender: Contender, name: str = "") -> float:
         """One step: of the slowest process, for the limit of the mean process."""
         dist.barrier()
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.thread_time()
         loss = contender.step(*self._batch)
-        taken = torch.tensor([time.perf_counter() - start, loss or 0.0], dtype=torch.float64)
+        figures = time.perf_counter() - start, time.thread_time() - worked, loss or 0.0
+        taken = torch.tensor(figures, dtype=torch.float64)
         for parameter in contender.parameters():
             parameter.grad = None
         every = [torch.empty_like(taken) for _ in range(RANKS)]
         dist.all_gather(every, taken)
-        times, losses = torch.stack(every).unbind(1)
+        times, cores, losses = torch.stack(every).unbind(1)
+        self._core = cores.mean().item()
+        self._apart = (times.max() / times.mean()).item() - 1
         if name:
             self.losses[name] = losses.sum().item()
         return (times.mean() if isinstance(contender, Limit) else times.max()).item()
@@ -115,6 +122,9 @@ class Bench:
     def limit(self) -> float:
         return self.seconds(self._limit, "limit")
 
+    def _limit_and_core(self) -> tuple[float, float]:
+        return self.limit(), self._core
+
     def entries(self) -> list[Entry]:
         """Every contender that was asked for, with its cuts, compiled."""
         self.limit()
@@ -130,21 +140,27 @@ class Bench:
 
                 stages = build(name, RANKS, self.setting.microbatches).stages
                 even = Candidate(name, self.setting.even(stages), 0.0)
-                places = range(2, self.setting.units, 2)
-                found.append(self._entry(entry, make, even if split == "even" else self._named(entry, name, places)))
+                found.append(
+                    self._entry(entry, make, even if split == "even" else self._candidates(entry, name, False))
+                )
         for name in OWN:
             if self._wanted(entry := f"ours {name}"):
-                found.append(self._entry(entry, self._make_own, self._named(entry, name, range(1, self.setting.units))))
+                found.append(self._entry(entry, self._make_own, self._candidates(entry, name, True)))
         return found
 
     def measure(self, entries: Sequence[Entry]) -> list[dict[str, float]]:
-        """Rounds of one step each, in an order drawn anew: seconds, by contender; and the limit's beside it."""
+        """Rounds of one step each, in an order drawn anew: seconds, by contender; and the limit's beside it.
+
+        Every other round the processes change cores, of which one may be slower than the other.
+        """
         rounds = []
         for number in range(self.options.rounds):
+            _place({self.options.cores[(dist.get_rank() + number) % RANKS]})
             order = list(entries)
             random.Random(number).shuffle(order)
             taken: dict[str, float] = {}
             before = self.limit()
+            taken["cores apart"] = self._apart
             for start in range(0, len(order), BETWEEN):
                 group = order[start : start + BETWEEN]
                 taken |= {entry.name: self.seconds(entry.contender, entry.name) for entry in group}
@@ -159,7 +175,10 @@ class Bench:
         """Where the time goes, of our own contenders."""
         return {
             entry.name: account(
-                entry.contender, lambda entry=entry: self.seconds(entry.contender), self.limit, self.options.rounds
+                entry.contender,
+                partial(self.seconds, entry.contender),
+                self._limit_and_core,
+                self.options.rounds,
             ).to_json()
             for entry in entries
             if isinstance(entry.contender, OwnPipeline)
@@ -212,23 +231,19 @@ class Bench:
                 found.append(mean(watch.core))
         return unit_times(self.setting, {key: min(each[key] for each in found) for key in found[0]})
 
-    def _named(self, entry: str, name: str, places: range) -> list[Candidate]:
-        """The shortlist, from rank 0 for all."""
+    def _candidates(self, entry: str, name: str, inside: bool) -> list[Candidate]:
+        """The cuts to try, or those known, from rank 0 for all."""
         if self._units is None:
             self._units = self._measured_units()
         shared: list[Any] = [None]
         if dist.get_rank() == 0:
-            known, tries = self.options.known.get(entry), self.options.tries
-            if name != "searched":
-                shared = [
-                    [Candidate(name, known, 0.0)]
-                    if known
-                    else named_candidates(self.setting, self._units, name, places, tries)
-                ]
-            elif known:
+            known = self.options.known.get(entry)
+            if known is None:
+                shared = [shortlist(self.setting, self._units, name, inside, self.options.tries)]
+            elif name == "searched":
                 shared = [[searched(self.setting, self._units, known, 2)]]
             else:
-                shared = [searched_candidates(self.setting, self._units, places, tries)]
+                shared = [[Candidate(name, known, 0.0)]]
         dist.broadcast_object_list(shared)
         return list(shared[0])
 
@@ -263,7 +278,8 @@ def main(rank: int, options: Options, port: int, results: Any) -> None:
 
 def _place(cores: set[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 def _say(what: str) -> None:
