@@ -56,6 +56,15 @@ def run(
         str, typer.Option(metavar="NAME", help="inductor (compiled), eager (divided, uncompiled) or autograd.")
     ] = "inductor",
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to run; with cuda, a GPU per rank.")] = "cpu",
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.1,
+            show_default=False,
+            help="How long a rank waits for another one before the run fails; longer than a step. [default: 1800]",
+        ),
+    ] = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -81,7 +90,7 @@ def run(
         check_processes(chosen, processes, launched)
         _check_device(device, processes)
         if processes == 1 or launched:
-            _run_here(package, chosen, steps, _source(model, batch, seq), device, learning_rate, kernels, json)
+            _run_here(package, chosen, steps, _source(model, batch, seq), device, learning_rate, kernels, timeout, json)
             return
         options: dict[str, object] = {
             "schedule": schedule,
@@ -89,6 +98,7 @@ def run(
             "steps": steps,
             "device": device,
             "kernels": kernels,
+            "timeout": timeout,
         }
         options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate}
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -130,13 +140,14 @@ def _run_here(
     device: str,
     learning_rate: float,
     kernels: str,
+    timeout: float | None,
     json: bool,
 ) -> None:
     """Run this process's stages; the process that holds the last one prints."""
     from pipegraph.report.steps import run_steps
 
     taken = []
-    for step in run_steps(package, schedule, steps, source, device, learning_rate, kernels):
+    for step in run_steps(package, schedule, steps, source, device, learning_rate, kernels, timeout):
         taken.append(dataclasses.asdict(step))
         if not json:
             print(step, flush=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from pipegraph.errors import SourceError
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Manifest, Package, Value
+from pipegraph.runtime.group import TIMEOUT
 from pipegraph.runtime.pipeline import LossFunction, Pipeline
 from pipegraph.schedule import Schedule
 
@@ -49,6 +50,7 @@ def run_steps(
     device: str = "cpu",
     learning_rate: float = LEARNING_RATE,
     kernels: str = "inductor",
+    timeout: float | None = None,
 ) -> Iterator[Step]:
     """Train on one batch with AdamW. A step's time is that of the pipeline; the optimizer's is left out.
 
@@ -60,7 +62,8 @@ def run_steps(
     else:
         batch = batch_from_source(source, schedule.microbatches)
     loss_fn = mean_square if source is None else loss_of(source)
-    pipeline = Pipeline(package, schedule, loss_fn=loss_fn, device=device, kernels=kernels)
+    patience = TIMEOUT if timeout is None else timeout
+    pipeline = Pipeline(package, schedule, loss_fn=loss_fn, device=device, kernels=kernels, timeout=patience)
     optimizer = torch.optim.AdamW([{"params": list(pipeline.parameters())}], lr=learning_rate)
     for index in range(steps):
         optimizer.zero_grad()

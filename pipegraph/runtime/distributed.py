@@ -3,31 +3,33 @@
 Every direction of every pair of ranks that talk has a group of its own. So NCCL, which works off the transfers of a
 group one after the other, has no order in which two ranks could wait for each other; and a rank that closes its side is
 noticed by all that wait for it, whatever else is still on its way to others.
+
+With NCCL each group has a CUDA stream of its own, so that transfers run beside computation. A send or receive begins
+when what the current stream holds at that moment is done: behind the kernel that made the tensor, and behind the last
+one that read the buffer. Waiting for it makes the current stream wait, never the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from pipegraph.runtime.buffers import Buffers
 from pipegraph.runtime.group import Group, lost_connections
 from pipegraph.runtime.sends import AwaitedSends, PolledSends, Sending, Sends
 from pipegraph.runtime.transport import Transfer
-from pipegraph.runtime.wiring import torch_dtype
 from pipegraph.runtime.world import World
 
 
 class DistributedReceive:
     """Buffers that are being filled. It stands among `unfinished` until it has been waited for."""
 
-    def __init__(
-        self, group: Group, transfer: Transfer, device: torch.device, unfinished: set[DistributedReceive]
-    ) -> None:
-        self._peer = transfer.ranks[0]
-        self._tensors = [torch.empty(v.shape, dtype=torch_dtype(v), device=device) for v in transfer.values]
-        self._works = [group.receive(tensor, self._peer) for tensor in self._tensors if tensor.numel()]
+    def __init__(self, group: Group, peer: int, tensors: Sequence[Tensor], unfinished: set[DistributedReceive]) -> None:
+        self._peer = peer
+        self._tensors = tensors
+        self._works = [group.receive(tensor, peer) for tensor in tensors if tensor.numel()]
         self._unfinished = unfinished
         unfinished.add(self)
 
@@ -47,10 +49,16 @@ class DistributedReceive:
 
 
 class DistributedTransport:
-    """This rank's connections. `pairs` are the (sender, receiver) ranks between which anything is sent at all."""
+    """This rank's connections.
 
-    def __init__(self, world: World, pairs: Iterable[tuple[int, int]]) -> None:
+    `pairs` are the (sender, receiver) ranks between which anything is sent at all; `buffers` how many messages are
+    held at one time, at most, of what a stage receives from another: by (from stage, to stage).
+    """
+
+    def __init__(self, world: World, pairs: Iterable[tuple[int, int]], buffers: Mapping[tuple[int, int], int]) -> None:
         self._device = world.device
+        self._most = buffers
+        self._buffers: dict[tuple[int, int], list[Buffers]] = {}
         self._unfinished: set[DistributedReceive] = set()
         self._sends: Sends = PolledSends() if world.device.type == "cuda" else AwaitedSends()
         self._groups = {
@@ -64,12 +72,16 @@ class DistributedTransport:
                 (group.send if sender == world.rank else group.receive)(byte, peer).wait()
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
-        peer, group = transfer.ranks[1], self._groups[transfer.ranks]
         sent = [tensor.contiguous() for tensor in tensors if tensor.numel()]
-        self._sends.add(Sending(peer, [group.send(tensor, peer) for tensor in sent], sent))
+        self._sends.add(Sending(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
 
     def receive(self, transfer: Transfer) -> DistributedReceive:
-        return DistributedReceive(self._groups[transfer.ranks], transfer, self._device, self._unfinished)
+        stages = transfer.sender, transfer.receiver
+        if stages not in self._buffers:
+            most = self._most.get(stages, 1)
+            self._buffers[stages] = [Buffers(value, self._device, most) for value in transfer.values]
+        tensors = [buffers.take() for buffers in self._buffers[stages]]
+        return DistributedReceive(self._groups[transfer.ranks], transfer.ranks[0], tensors, self._unfinished)
 
     def start(self) -> None:
         pass  # a step that fails ends the pipeline here

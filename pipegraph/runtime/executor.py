@@ -7,24 +7,19 @@ RECV_B ─▶ sum over consumers ──┴─▶ B, or I and then W ─▶ gradi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
+from pipegraph.runtime.ahead import receives_due
 from pipegraph.runtime.faults import ActionFailed
 from pipegraph.runtime.step import Feed, Results, Step, Sums
 from pipegraph.runtime.transport import Transport
 from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer, zeros
 from pipegraph.schedule import Action, Kind, Schedule
-
-RECEIVES_AHEAD: Final = 2
-"""How many receives are posted before the schedule reaches them, so that a message travels while its receiver computes.
-Each holds buffers for one microbatch."""
 
 
 class Executor:
@@ -50,8 +45,7 @@ class Executor:
         moves = [action for action in self.actions if action.kind.is_transfer]
         self._transfers = {action: transfer(action, wiring, schedule.placement) for action in moves}
         self._receives = [action for action in moves if not action.sends]
-        reached = itertools.accumulate(action.kind.is_transfer and not action.sends for action in self.actions)
-        self._due = [count + RECEIVES_AHEAD for count in reached]
+        self._due = receives_due(self.actions)
         self._is_prepared = False
         self._do: dict[Kind, Callable[[Step, Feed, Results, Action], None]] = {
             Kind.F: self._forward,

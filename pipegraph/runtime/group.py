@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -14,20 +17,25 @@ from torch import Tensor
 
 from pipegraph.runtime.transport import ConnectionLost
 
-_TIMEOUT: Final = timedelta(minutes=30)
-"""torch's own default for gloo."""
+TIMEOUT: Final = 30 * 60.0
+"""Seconds: torch's own default for gloo."""
+
+_SILENT: Final = re.compile(r"timed out waiting (\d+)\s*ms|timeout after (\d+)\s*ms|timeout|timed out", re.IGNORECASE)
 
 
 class Group:
     """Connections between `ranks`, which count within the pipeline; rank `rank` is here.
 
-    Everything raises ConnectionLost where a connection is broken, or was closed here.
+    Everything raises ConnectionLost where a connection is broken, was closed here, or is silent for `timeout` seconds
+    while it is waited for.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: Sequence[int], device: torch.device, timeout: float
+    ) -> None:
         self._ranks = tuple(ranks)
         with lost_connections(None):
-            self._backend: Any = _backend(store, self._ranks.index(rank), len(self._ranks), device)
+            self._backend: Any = _backend(store, self._ranks.index(rank), len(self._ranks), device, timeout)
 
     def send(self, tensor: Tensor, receiver: int) -> dist.Work:
         """Start sending to a rank. The tensor stays as it is until the work is waited for."""
@@ -76,25 +84,46 @@ class Group:
 
 
 @contextmanager
-def lost_connections(peer: int | None) -> Iterator[None]:
+def lost_connections(peer: int | None, where: str = "") -> Iterator[None]:
     """Turn what gloo and NCCL raise into ConnectionLost to `peer`."""
     try:
         yield
     except RuntimeError as error:  # DistBackendError is one too, and gloo raises no other
         text = str(error)
-        known = {"closed by peer": "its connection closed", "timed out": f"no answer within {_TIMEOUT}"}
-        why = next((said for part, said in known.items() if part in text.lower()), text.splitlines()[0])
-        raise ConnectionLost(peer, why) from error
+        if silent := _SILENT.search(text):
+            milliseconds = silent[1] or silent[2]
+            why = f"no answer within {int(milliseconds) / 1000:g} s" if milliseconds else "no answer in time"
+        else:
+            gone = any(part in text.lower() for part in ("closed by peer", "reset by peer", "broken pipe"))
+            why = "its connection closed" if gone else text.splitlines()[0]
+        raise ConnectionLost(peer, why, silent=silent is not None, where=where) from error
 
 
-def _backend(store: dist.Store, rank: int, size: int, device: torch.device) -> Any:
+def _backend(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
     """A gloo or NCCL backend over `store`, by the classes ProcessGroupGloo and ProcessGroupNCCL.
 
-    They are exported and not documented. `new_group` does not serve: every process of the world has to call it, also
-    those of other pipelines, and what it made stands in torch's global tables until all of them destroy it.
+    They are exported and not documented, and gloo's options are private. `new_group` does not serve: every process of
+    the world has to call it, also those of other pipelines, and what it made stands in torch's global tables until all
+    of them destroy it.
     """
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _TIMEOUT
+        options._timeout = timedelta(seconds=timeout)
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    options._devices = _gloo_devices()
+    return gloo(store, rank, size, options)
+
+
+@cache
+def _gloo_devices() -> list[Any]:
+    """The process's gloo devices. Each has a thread that wakes a hundred times a second, so that all groups share them.
+
+    They are chosen as torch does where none are given.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interfaces:
+        return [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+    return [dist.ProcessGroupGloo.create_default_device()]

@@ -17,7 +17,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from pipegraph.schedule import Schedule
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher, for torchrun too: where a child says why it failed
 _PARENT = "PIPEGRAPH_LAUNCHER"  # the process that started this one through `launch`
+_PATIENCE = 5.0  # seconds that a child has to end when another one has failed
 
 
 def is_launched() -> bool:
@@ -91,6 +93,8 @@ def exit_with_parent() -> None:
     parent = int(os.environ.pop(_PARENT, 0))  # not for this process's own children
     if not parent:
         return
+    if error_file := os.environ.get(_ERROR_FILE):
+        Path(error_file).with_name("pid").write_text(str(os.getpid()))
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -110,17 +114,6 @@ def _elastic_launch(arguments: Sequence[str], processes: int, folder: str) -> di
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # the system chooses the port
-        local_addr="localhost",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ERR),
-    )
     threads = max(1, (os.cpu_count() or 1) // processes)
     environment = {_PARENT: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     before = dict(os.environ)
@@ -128,7 +121,19 @@ def _elastic_launch(arguments: Sequence[str], processes: int, folder: str) -> di
     os.environ.update(environment)
     logging.disable(logging.CRITICAL)  # the launcher's log repeats what is raised here
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # the system chooses the port
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ERR),
+        )
+        with _hung_ones_ended(Path(folder)):
+            elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     except SignalException as stopped:  # the children are stopped by now
@@ -138,6 +143,41 @@ def _elastic_launch(arguments: Sequence[str], processes: int, folder: str) -> di
         os.environ.clear()
         os.environ.update(before)
     return {}
+
+
+@contextmanager
+def _hung_ones_ended(folder: Path) -> Iterator[None]:
+    """Kill children that do not end when another one has failed: torch's launcher gives them 30 seconds for it."""
+    over = threading.Event()
+
+    def watch() -> None:
+        failed_at = None
+        while not over.wait(0.2):
+            if failed_at is None and any(folder.glob("*/attempt_0/*/error.json")):
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() - failed_at > _PATIENCE:
+                for file in folder.glob("*/attempt_0/*/pid"):
+                    if not file.with_name("error.json").exists() and _is_child(pid := int(file.read_text())):
+                        file.with_name("hung").touch()
+                        os.kill(pid, signal.SIGKILL)
+                return
+
+    watcher = threading.Thread(target=watch, name="hung-children", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _is_child(pid: int) -> bool:
+    """Whether this is a living child of this process, and not another process that got its number."""
+    try:
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended, or the system has no /proc
+        return False
+    return state != "Z" and int(parent) == os.getpid()
 
 
 @dataclass(frozen=True, order=True)
@@ -164,7 +204,8 @@ def _first_failure(exit_codes: dict[int, int], logs: dict[int, Path]) -> Pipegra
             failures.append(_Failure(False, said.get("victim", False), when, rank, str(said["message"]), kind))
         elif rank in exit_codes:
             code = exit_codes[rank]
-            failures.append(_Failure(code == -signal.SIGTERM, False, 0, rank, _last_words(code, log)))
+            stopped = code == -signal.SIGTERM or log.with_name("hung").exists()
+            failures.append(_Failure(stopped, False, 0, rank, _last_words(code, log)))
     first = min(failures)
     error: type[PipegraphError] = getattr(errors, first.kind)
     return error(first.message if first.message.startswith("rank ") else f"rank {first.rank}: {first.message}")

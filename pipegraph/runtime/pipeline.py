@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import Loss, make
+from pipegraph.kernels import Loss, StageKernels, make
 from pipegraph.package import CALLER, Manifest, Package
 from pipegraph.runtime import parameters
+from pipegraph.runtime.ahead import receives_ahead
 from pipegraph.runtime.choose import choose, forward_only
 from pipegraph.runtime.clip import clip_grad_norm
 from pipegraph.runtime.distributed import DistributedTransport
 from pipegraph.runtime.drive import drive
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.faults import Guard
+from pipegraph.runtime.group import TIMEOUT
 from pipegraph.runtime.local import LocalTransport
 from pipegraph.runtime.microbatch import bind, check, cut, cut_target, join, pack
 from pipegraph.runtime.step import Feed, Results
@@ -29,12 +32,14 @@ from pipegraph.runtime.ties import RemoteTies, share, ties
 from pipegraph.runtime.transport import Transport
 from pipegraph.runtime.wiring import rank_pairs, wire
 from pipegraph.runtime.world import find, local_device
-from pipegraph.schedule import Schedule, lower
+from pipegraph.schedule import Schedule, lower, receive_buffers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LossFunction = Callable[[Any, Any], Tensor]
+KernelMaker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None], StageKernels]
+"""(stage, which inputs want a gradient, which outputs get one, the loss behind the last stage) → kernels"""
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,10 @@ class Pipeline:
     ranks that take turns: same schedule, same executor, same numbers.
 
     `schedule` is a name, a `Schedule`, or the path of a CSV file; `loss_fn(output, target)` the loss of one microbatch.
-    `kernels` is "inductor" (compiled), "eager" (the same graphs, uncompiled) or "autograd"; `recompute` says what their
-    backward computes again instead of keeping it: "none", "min-cut" or "block".
+    `kernels` is "inductor" (compiled), "eager" (the same graphs, uncompiled) or "autograd", or what makes kernels of a
+    stage; `recompute` says what their backward computes again instead of keeping it: "none", "min-cut" or "block".
+    `timeout` is how many seconds a rank waits for another one until it takes that one for hung: longer than a whole
+    step may take, the first one with its compilation included.
 
     `parallelize_fn(stage)` is called with each stage of this process when its weights are loaded, and before anything
     looks at its parameters: it shards, freezes or replaces what it likes in place, or returns another module with
@@ -79,15 +86,16 @@ class Pipeline:
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
         device: str | torch.device = "cpu",
-        kernels: str = "inductor",
+        kernels: str | KernelMaker = "inductor",
         group: ProcessGroup | None = None,
         recompute: str = "min-cut",
         parallelize_fn: parameters.Parallelize | None = None,
+        timeout: float = TIMEOUT,
     ) -> None:
         self._loss_fn = loss_fn
         self._device = local_device(device)
-        self._world = world = find(group, self._device)
-        self._guard = Guard(world.rank if world else 0, world.store if world else None)
+        self._world = world = find(group, self._device, timeout)
+        self._guard = Guard(world.rank, world.size, world.store) if world else Guard(0, 1, None)
         weakref.finalize(self, self._guard.close)  # also at exit, before torch's own threads are torn down
         if world:
             self._guard.closing.callback(world.close)
@@ -105,14 +113,13 @@ class Pipeline:
             elsewhere = (parameter for tie, parameter in shared.items() if tie.owner(placement) not in ranks)
             self._counted_elsewhere = set(map(id, elsewhere))
             wiring, loss = wire(manifest), _packed_loss(manifest, loss_fn)
+            maker = partial(make, kernels, recompute=recompute) if isinstance(kernels, str) else kernels
             made = {
-                index: make(
-                    kernels,
+                index: maker(
                     stage,
                     wiring[index].input_gradients,
                     wiring[index].output_gradients,
                     loss if index == len(wiring) - 1 else None,
-                    recompute,
                 )
                 for index, stage in self.stages.items()
             }
@@ -125,7 +132,7 @@ class Pipeline:
             if world:
                 world.agree(f"{manifest.to_json()} {self.schedule.actions}")
                 self._ties = RemoteTies(shared, placement, world)
-                self._transport = DistributedTransport(world, rank_pairs(training))
+                self._transport = DistributedTransport(world, rank_pairs(training), _buffers(training, evaluation))
             self._guard.closing.callback(self._transport.close)
             self._training, self._evaluation = (
                 [Executor(rank, lowered, wiring, made, self._transport, self._device) for rank in ranks]
@@ -234,6 +241,15 @@ class Pipeline:
     @property
     def _has_last_stage(self) -> bool:
         return len(self.package.manifest.stages) - 1 in self.stages
+
+
+def _buffers(*lowered: Schedule) -> dict[tuple[int, int], int]:
+    """Of each edge and direction, how many received messages these schedules hold at one time, at most."""
+    most: dict[tuple[int, int], int] = {}
+    for schedule in lowered:
+        for stages, count in receive_buffers(schedule, receives_ahead(schedule)).items():
+            most[stages] = max(count, most.get(stages, 0))
+    return most
 
 
 def _packed_loss(manifest: Manifest, loss_fn: LossFunction | None) -> Loss | None:

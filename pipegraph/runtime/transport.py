@@ -28,6 +28,10 @@ class Transfer:
     def names(self) -> tuple[str, ...]:
         return tuple(value.name for value in self.values)
 
+    def __str__(self) -> str:
+        action = f"{self.sender}SEND_{'B' if self.backward else 'F'}{self.microbatch}"
+        return f"stage {self.sender}, action {action}, microbatch {self.microbatch}"
+
     @property
     def key(self) -> tuple[int, int, int]:
         """Equal at both ends, and for no other message of a step: sender < receiver tells the direction."""
@@ -71,8 +75,13 @@ class Transport(Protocol):
 
 
 class ConnectionLost(Exception):
-    """A connection to the rank `peer` is closed; None where it cannot be told to which of several."""
+    """A connection to the rank `peer` is closed, or `silent`; None where it cannot be told to which of several.
 
-    def __init__(self, peer: int | None, why: str) -> None:
+    `where` is what was being sent, where the action that is named beside it is another one.
+    """
+
+    def __init__(self, peer: int | None, why: str, silent: bool = False, where: str = "") -> None:
         super().__init__(why)
         self.peer = peer
+        self.silent = silent
+        self.where = where

@@ -6,6 +6,7 @@ import atexit
 import os
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Final
 
 import torch
@@ -22,9 +23,10 @@ _made: Final[Counter[tuple[int, ...]]] = Counter()
 class World:
     """This process among those of one pipeline, and its connections to them. Ranks count within the pipeline."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         processes = tuple(dist.get_process_group_ranks(group))
         self.rank, self.size, self.device = dist.get_rank(group), len(processes), device
+        self._timeout = timeout
         _made[processes] += 1
         name = f"pipegraph/{'-'.join(map(str, processes))}/{_made[processes]}"
         self.store: dist.Store = dist.PrefixStore(name, _default_store())
@@ -39,12 +41,12 @@ class World:
         cannot yet tell why, or leave them waiting.
         """
         store = dist.PrefixStore(name, self.store)
-        group = Group(store, self.rank, ranks, device or self.device)
+        group = Group(store, self.rank, ranks, device or self.device, self._timeout)
         self._groups.append(group)
         with lost_connections(None):
             if store.add("connected", 1) == len(ranks):
                 store.set("all connected", "")
-            store.wait(["all connected"])
+            store.wait(["all connected"], timedelta(seconds=self._timeout))
         return group
 
     def agree(self, what: str) -> None:
@@ -67,9 +69,10 @@ class World:
             group.close()
 
 
-def find(group: dist.ProcessGroup | None, device: torch.device) -> World | None:
+def find(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> World | None:
     """The world of `group`, else of the default group, which is made where a launcher's environment asks for one.
 
+    `timeout` is how many seconds a rank waits for another one.
     None in a plain process: all stages are then this process's.
     """
     if not dist.is_initialized():
@@ -80,7 +83,7 @@ def find(group: dist.ProcessGroup | None, device: torch.device) -> World | None:
     found = dist.group.WORLD if group is None else group
     assert found is not None, "the default group was found, or made, above"
     try:
-        return World(found, device)
+        return World(found, device, timeout)
     except ConnectionLost as error:
         raise RuntimeFault(f"the processes of the pipeline could not all be connected: {error}.") from error
 

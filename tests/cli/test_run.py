@@ -83,6 +83,23 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
         assert "Traceback" in pipegraph("run", broken, "--kernels", "eager", "--debug").err
 
 
+def test_a_rank_that_hangs_is_named_and_ended(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(chain, tmp_path / "broken"))
+    stage = broken / "stage_1.py"
+    line = "import os; os.kill(os.getpid(), 19)  # SIGSTOP"
+    stage.write_text(re.sub(r"(    def forward\(.*\n)", rf"\1        {line}\n", stage.read_text(), count=1))
+    start = time.monotonic()
+    done = pipegraph("run", broken, "--timeout", 8)
+    assert time.monotonic() - start < 50  # two processes that import torch, the timeout, and 10 seconds to stop
+    assert (done.code, done.out) == (4, "")
+    assert done.err.startswith(
+        "error: rank 0 stopped in stage 0, action 0B0, microbatch 0, waiting for rank 1: rank 0 "
+    )
+    assert "no answer within 8 s" in done.err
+    assert "No word from rank 1: it hangs" in done.err
+    assert _processes_that_name(broken) == []
+
+
 def test_training_lowers_the_loss(pipegraph: Command, chain: Path) -> None:
     first, second, third = map(
         float, losses(pipegraph("run", chain, "--kernels", "eager", "--nproc", 1, "--steps", 3).out)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from pipegraph.schedule import names
 from tests.parity.cases import CASES
 from tests.parity.training import TOLERANCE, expected_names
 from tests.parity.workshop import Workshop
 
 # A bias before a batch norm has a gradient of rounding alone, and compiled code rounds in another order.
 COMPILED = {"rotary": TOLERANCE, "late input": TOLERANCE, "batch norm": 20 * TOLERANCE}
+
+
+# A chain of activations, and skips to stages far away; on as many ranks as it takes.
+@pytest.mark.parametrize("schedule", [name for name in names() if name not in ("forward", "zb-h1")])
+@pytest.mark.parametrize("case", ["llama", "unet"])
+def test_every_schedule(made: Workshop, case: str, schedule: str) -> None:
+    assert_equal(made, case, schedule, "eager", TOLERANCE, stages=4)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -28,8 +36,8 @@ def test_autograd(made: Workshop, case: str) -> None:
     assert_equal(made, case, "zb-h1", "autograd", TOLERANCE)
 
 
-def assert_equal(made: Workshop, case: str, schedule: str, kernels: str, tolerance: float) -> None:
-    (found,) = made.in_one_process(case, schedule, 2, kernels)
+def assert_equal(made: Workshop, case: str, schedule: str, kernels: str, tolerance: float, stages: int = 2) -> None:
+    (found,) = made.in_one_process(case, schedule, stages, kernels)
     differences = found["differences"]
     assert differences.keys() == expected_names(made.reference(case))
     assert [item for item in differences.items() if not item[1] <= tolerance] == []

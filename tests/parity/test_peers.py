@@ -211,8 +211,8 @@ def test_item_10_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None
     for index in (0, 2):
         assert ranks[index].returncode > 0
         # In an action, or, where its own part of a step was done, in the next one's first.
-        where = rf"rank {index} stopped in stage {index}, action {index}\w+, microbatch \d: rank 1 is gone \("
-        assert re.search(where, said[index]), said[index]
+        where = rf"rank {index} stopped in stage {index}, action {index}\w+, microbatch \d, waiting for rank 1: "
+        assert re.search(f"{where}rank 1 is gone \\(", said[index]), said[index]
 
 
 def test_item_11_gradients_accumulate_over_steps(tmp_path: Path) -> None:

@@ -24,10 +24,18 @@ from tests.runtime.packages import Reference, batch, loss
 from tests.runtime.parity import arguments, assert_parity
 
 
-def run(function: Callable[..., Any], ranks: int, *args: Any, store: str = "file", timeout: float = 60.0) -> list[Any]:
+def run(
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    store: str = "file",
+    timeout: float = 60.0,
+    hung: int | None = None,
+) -> list[Any]:
     """What `function(rank, *args)` returns on each rank, or the text of its error; None where it was killed.
 
     Nothing outlives the call. `store` is where the default group meets: a "file", or a "tcp" store that rank 0 hosts.
+    Rank `hung` need not end.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -38,9 +46,10 @@ def run(function: Callable[..., Any], ranks: int, *args: Any, store: str = "file
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for rank, process in enumerate(processes):
+            if rank != hung:
+                process.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if rank != hung and process.is_alive()]
         for process in processes:
             process.kill()
             process.join()
@@ -126,6 +135,40 @@ def fail(rank: int, folder: str, how: str, failing: int, in_forward: bool, keep:
     return said, seconds, again
 
 
+def break_at(
+    rank: int, folder: str, schedule: str, how: str, failing: int, position: int, timeout: float
+) -> tuple[str, float, str]:
+    """After a good step rank `failing` raises, is killed or stopped before the lowered action at `position`.
+
+    What this rank says, after how many seconds, and at which action of its own it was.
+    """
+    package = Package.open(folder)
+    pipe = Pipeline(package, schedule=schedule, microbatches=4, loss_fn=loss, timeout=timeout)
+    inputs, _ = arguments(package, batch(package.manifest, 4))
+    target = torch.zeros(len(inputs[0]))
+    pipe.step(*inputs, target=target)
+    (executor,) = pipe._training
+
+    def breaking(do: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*given: Any) -> None:
+            if executor.position == position:
+                if how == "raise":
+                    raise ValueError("broken on purpose")
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            do(*given)
+
+        return watched
+
+    if rank == failing:
+        executor._do = {kind: breaking(do) for kind, do in executor._do.items()}
+    started = time.monotonic()
+    try:
+        while True:  # a rank that is done with the step already learns of it in the next one
+            pipe.step(*inputs, target=target)
+    except RuntimeFault as error:
+        return str(error), time.monotonic() - started, str(executor.actions[executor.position])
+
+
 def evaluate(rank: int, folder: str) -> Any:
     """Training and evaluation in turns, as each rank sees it, then a batch of a wrong size."""
     package = Package.open(folder)
@@ -197,25 +240,28 @@ def groups(rank: int, folder: str) -> str:
     return "done"
 
 
-def receives(rank: int, folder: str, microbatches: int) -> int:
-    """The most receives that were unfinished at any time of a step under 1F1B."""
+def receives(rank: int, folder: str, schedules: list[str], microbatches: int) -> list[dict[tuple[int, int], set[int]]]:
+    """Under each schedule the memory, by edge and direction, that messages were received into over three steps."""
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule="1f1b", microbatches=microbatches, loss_fn=loss, kernels="autograd")
-    inputs, _ = arguments(package, batch(package.manifest, microbatches))
-    most = 0
-    transport = pipe._transport
-    post = transport.receive
+    found = []
+    for schedule in schedules:
+        pipe = Pipeline(package, schedule=schedule, microbatches=microbatches, loss_fn=loss, kernels="autograd")
+        inputs, _ = arguments(package, batch(package.manifest, microbatches))
+        transport = pipe._transport
+        used: dict[tuple[int, int], set[int]] = {}
 
-    def counting(transfer: Any) -> Any:
-        nonlocal most
-        receive = post(transfer)
-        most = max(most, len(transport._unfinished))
-        return receive
+        def watched(transfer: Any, post: Any = transport.receive, used: Any = used) -> Any:
+            receive = post(transfer)
+            used.setdefault((transfer.sender, transfer.receiver), set()).add(receive._tensors[0].data_ptr())
+            return receive
 
-    transport.receive = counting
-    pipe.step(*inputs, target=torch.zeros(len(inputs[0])))
-    assert not transport._unfinished
-    return most
+        transport.receive = watched
+        for _ in range(3):
+            pipe.step(*inputs, target=torch.zeros(len(inputs[0])))
+            pipe.eval(*inputs)
+        assert not transport._unfinished
+        found.append(used)
+    return found
 
 
 def run_by_torch(rank: int, folder: str, files: list[str]) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipegraph.runtime.executor import RECEIVES_AHEAD
+from pipegraph.runtime.ahead import receives_ahead
+from pipegraph.schedule import build, lower, receive_buffers
 from tests.runtime import ranks
 from tests.runtime.packages import PARITY, chain, skips, tied, write
 
@@ -42,10 +43,18 @@ def test_two_pipelines_run_side_by_side_in_groups_of_their_own(tmp_path: Path) -
     assert ranks.run(ranks.groups, 4, str(write(chain(2), tmp_path / "chain"))) == ["done"] * 4
 
 
-def test_receives_do_not_grow_with_the_microbatches(tmp_path: Path) -> None:
+def test_receives_use_no_more_buffers_than_the_schedule_holds(tmp_path: Path) -> None:
     """torch.distributed.pipelining allocates a buffer for each microbatch (pytorch #136380)."""
-    most = ranks.run(ranks.receives, 3, str(write(chain(3), tmp_path / "chain")), 16)
-    assert max(most) <= 2 * RECEIVES_AHEAD + 1
+    names = ["gpipe", "1f1b", "zb-h1"]
+    by_rank = ranks.run(ranks.receives, 3, str(write(chain(3), tmp_path / "chain")), names, 16)
+    for name, *found in zip(names, *by_rank, strict=True):
+        lowered = lower(build(name, 3, 16))
+        most = receive_buffers(lowered, receives_ahead(lowered))
+        used = {stages: len(memory) for of_rank in found for stages, memory in of_rank.items()}
+        assert used.keys() == most.keys()
+        assert all(count <= most[stages] for stages, count in used.items()), (name, used, most)
+        if name != "gpipe":  # which holds all inputs until their backward
+            assert max(used.values()) <= 6
 
 
 def test_torchrun_makes_the_process_group(tmp_path: Path) -> None:

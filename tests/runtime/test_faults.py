@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 
+from pipegraph.schedule import Schedule, build, lower
 from tests.runtime import ranks
 from tests.runtime.packages import chain, write
 
 SECONDS = 10.0
+TIMEOUT = 8.0  # of a rank that hangs: longer than a busy machine keeps a healthy one from its work
 
 
 # In each test `keep` keeps the processes alive until all have noticed, so that nobody is told by another's end.
@@ -47,6 +50,57 @@ def test_a_rank_that_is_killed_is_named_by_all(failing: int, store: str, keep: b
             assert message.startswith(f"rank {rank} stopped in stage {rank}, action ")
             assert seconds < SECONDS
             assert f"rank {failing}" in again
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_rank_that_raises_at_any_action_is_named_by_all(schedule: str, tmp_path: Path) -> None:
+    failing, position, action = _anywhere(schedule)
+    folder = str(write(chain(3), tmp_path / "chain"))
+    said = ranks.run(ranks.break_at, 3, folder, schedule, "raise", failing, position, TIMEOUT)
+    origin = f"rank {failing} failed in stage {failing}, action {action}, microbatch "
+    for rank, (message, seconds, at) in enumerate(said):
+        assert origin in message, message
+        verb = "failed" if rank == failing else "stopped"
+        assert message.startswith(f"rank {rank} {verb} in stage {rank}, action "), (message, at)
+        assert seconds < SECONDS
+
+
+@pytest.mark.parametrize(("how", "schedule"), [("kill", "gpipe"), ("kill", "zb-h1"), ("stop", "1f1b")])
+def test_a_rank_that_dies_or_hangs_at_any_action_is_named_by_all(how: str, schedule: str, tmp_path: Path) -> None:
+    failing, position, action = _anywhere(schedule)
+    folder = str(write(chain(3), tmp_path / "chain"))
+    said = ranks.run(
+        ranks.break_at, 3, folder, schedule, how, failing, position, TIMEOUT, hung=failing if how == "stop" else None
+    )
+    assert said[failing] is None
+    for rank, outcome in enumerate(said):
+        if rank != failing:
+            message, seconds, at = outcome
+            assert message.startswith(f"rank {rank} stopped in stage {rank}, action "), (message, action)
+            assert ", waiting for rank " in message, message
+            assert f"rank {failing}" in message.split("waiting for")[1], (message, action, at)
+            assert seconds < SECONDS + (TIMEOUT if how == "stop" else 0)
+
+
+def test_a_rank_that_hangs_with_the_store_stops_all(tmp_path: Path) -> None:
+    """Nobody can tell who hangs, as rank 0 hosts the store: each says for whom it waited itself."""
+    folder = str(write(chain(3), tmp_path / "chain"))
+    said = ranks.run(ranks.break_at, 3, folder, "1f1b", "stop", 0, 9, TIMEOUT, store="tcp", hung=0)
+    for rank, (message, seconds, _) in enumerate(said[1:], start=1):
+        assert message.startswith(f"rank {rank} stopped in stage {rank}, action "), message
+        assert ", waiting for rank " in message
+        assert "the process group's store does not answer either" in message.casefold()
+        assert seconds < SECONDS + TIMEOUT
+
+
+def _anywhere(schedule: str) -> tuple[int, int, str]:
+    """A rank, the position of one of its actions, and the action: others in each run, so that in time all are tried."""
+    lowered: Schedule = lower(build(schedule, 3, 4))
+    draw = random.Random()
+    failing = draw.randrange(3)
+    row = lowered.actions[failing]
+    position = draw.choice([at for at, action in enumerate(row) if action.sends or not action.kind.is_transfer])
+    return failing, position, str(row[position])
 
 
 def test_a_rank_whose_weights_are_missing_stops_all_while_they_are_loading(tmp_path: Path) -> None:

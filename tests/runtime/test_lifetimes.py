@@ -15,7 +15,7 @@ import torch
 
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.sends import AwaitedSends, Sending
+from pipegraph.runtime.sends import LARGE, AwaitedSends, Sending
 from pipegraph.runtime.step import Step
 from pipegraph.schedule import Kind, What, lifetimes, lower
 from tests.runtime.packages import batch, chain, loss, write
@@ -87,7 +87,7 @@ def test_a_step_holds_after_each_action_what_the_schedule_still_needs(schedule: 
 
 
 class SlowWork:
-    """A send that is done when told so."""
+    """A send that is done when told so, and the group that makes it."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -95,15 +95,19 @@ class SlowWork:
     def wait(self) -> None:
         self.done.wait()
 
+    def send(self, tensor: torch.Tensor, peer: int) -> SlowWork:
+        return self
 
-def test_a_send_holds_nobody_up_and_its_tensor_goes_when_it_is_done() -> None:
+
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_a_send_holds_nobody_up_and_its_tensor_goes_when_it_is_done(size: int) -> None:
     """torch.distributed.pipelining holds sends to the end of the step, and computation waits for them (#172668)."""
     sends, works = AwaitedSends(), [SlowWork(), SlowWork()]
     tensors = []
     for work in works:
-        tensor = torch.zeros(3)
+        tensor = torch.zeros(size)
         tensors.append(weakref.ref(tensor))
-        sends.add(Sending(1, [work], [tensor]))
+        sends.add(Sending(work, 1, [tensor]))
         del tensor
     assert [tensor() is None for tensor in tensors] == [False, False]
     works[0].done.set()

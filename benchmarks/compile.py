@@ -1,0 +1,104 @@
+"""How long the first step takes as layers are added, against torch.compile of whole stages.
+
+python -m benchmarks.compile [--layers 4 --layers 16 --layers 32] [--schedule zb-h1] [--repeats 1] [--json FILE]
+
+A small Llama cut in two, both stages and the loss in one process with one thread. A measurement is a fresh process with
+an empty cache of Inductor's (which still has the headers that it compiles once on a machine); its clock starts when
+model and package are at hand and stops at the end of the first step: forward and backward of two microbatches. A second
+figure is that of the next process, which finds the cache filled. Capture and the package are made before, and are no
+part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+MICROBATCHES = 2
+CONTENDERS = "ours", "torch.compile"
+
+
+def measure(contender: str, layers: int, schedule: str, kernels: str, package: Path) -> float:
+    """Seconds to the end of the first step, in this process."""
+    import torch
+
+    import pipegraph
+    from benchmarks.step.model import Part, Setting, build_model, loss_of, parts
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("error", message=".*(runs? uncompiled|left to autograd)")
+    setting = Setting(vocabulary=4096, microbatches=MICROBATCHES, layers=layers, rows=1)
+    tokens, targets = setting.batch()
+    if contender == "package":
+        captured = pipegraph.capture(Part(build_model(setting), 0, setting.units), (tokens[: setting.rows],))
+        pipegraph.write_package(pipegraph.plan(captured, points=[f"layers.{layers // 2}"]), package)
+        return 0.0
+    if contender == "ours":
+        start = time.perf_counter()
+        pipegraph.Pipeline(package, schedule, MICROBATCHES, loss_of, kernels=kernels).step(tokens, target=targets)
+        return time.perf_counter() - start
+    first, last = parts(setting, build_model(setting), [layers])  # two units are a layer
+    start = time.perf_counter()
+    begin = torch.compile(first, dynamic=False)
+    end = torch.compile(lambda h, wanted: loss_of(last(h), wanted), dynamic=False)
+    for some, wanted in zip(tokens.split(setting.rows), targets.split(setting.rows), strict=True):
+        (end(begin(some), wanted) / MICROBATCHES).backward()
+    return time.perf_counter() - start
+
+
+def main(
+    layers: Annotated[list[int] | None, typer.Option(help="may be given several times")] = None,
+    schedule: Annotated[str, typer.Option(help="zb-h1 compiles F, I and W, 1f1b F and B")] = "zb-h1",
+    kernels: str = "inductor",
+    repeats: int = 1,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Measure first steps in fresh processes."""
+    rows: list[dict[str, Any]] = []
+    for count in layers or [4, 16, 32]:
+        with tempfile.TemporaryDirectory(prefix="pipegraph-compile-") as folder:
+            package = Path(folder) / "package"
+            _fresh("package", count, schedule, kernels, package, Path(folder) / "cache")
+            for contender in CONTENDERS:
+                found = []
+                for repeat in range(repeats):
+                    cache = Path(folder) / f"{contender}-{repeat}"
+                    found.append([_fresh(contender, count, schedule, kernels, package, cache) for _ in range(2)])
+                cold, warm = (median(column) for column in zip(*found, strict=True))
+                rows.append({"contender": contender, "layers": count, "cold": cold, "warm": warm})
+                print(f"{contender}, {count} layers: {cold:.1f} s, with a filled cache {warm:.1f} s", file=sys.stderr)
+    if as_json:
+        document = {"schema_version": 1, "schedule": schedule, "kernels": kernels, "rows": rows}
+        as_json.write_text(json.dumps(document, indent=2) + "\n")
+    table = Table("contender", "layers", "first step", "÷ least layers", "filled cache", "÷ least layers")
+    for row in rows:
+        least = next(each for each in rows if each["contender"] == row["contender"])
+        figures = [(row[key], row[key] / least[key]) for key in ("cold", "warm")]
+        told = (text for seconds, ratio in figures for text in (f"{seconds:.1f} s", f"{ratio:.2f}"))
+        table.add_row(row["contender"], str(row["layers"]), *told)
+    Console(width=110).print(table)
+
+
+def _fresh(contender: str, layers: int, schedule: str, kernels: str, package: Path, cache: Path) -> float:
+    """`measure` in a process of its own, with the cache in a folder."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    call = f"print(measure({contender!r}, {layers}, {schedule!r}, {kernels!r}, Path({str(package)!r})))"
+    code = f"from pathlib import Path\nfrom benchmarks.compile import measure\n{call}"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout.split()[-1])
+
+
+if __name__ == "__main__":
+    typer.run(main)

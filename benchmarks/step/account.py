@@ -1,0 +1,151 @@
+"""Where the time of one of our own steps goes beyond the limit."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.step.contenders import OwnPipeline
+from pipegraph.schedule import Schedule, Times, simulate
+
+
+class Stopwatch:
+    """Times the kernels and the waits for other ranks of a pipeline, as long as it is attached."""
+
+    def __init__(self, pipeline: OwnPipeline) -> None:
+        self.kernels: dict[tuple[int, str], list[float]] = defaultdict(list)
+        self.core: dict[tuple[int, str], list[float]] = defaultdict(list)
+        """seconds of the kernels in which the core worked for them, and not for other threads"""
+        self.waited = 0.0
+        # Private: the runtime has no hook of its own, and one that is called between actions would not see the kernels.
+        (executor,) = pipeline.pipe._training
+        self._executor = executor
+        self._kernels, self._transport = executor._kernels, executor._transport
+        executor._kernels = {stage: _TimedKernels(made, stage, self) for stage, made in self._kernels.items()}
+        executor._transport = _TimedTransport(self._transport, self)
+
+    def detach(self) -> None:
+        self._executor._kernels, self._executor._transport = self._kernels, self._transport
+
+
+def mean(seconds: dict[tuple[int, str], list[float]]) -> dict[tuple[int, str], float]:
+    """Seconds of one call, by stage and kind, of all processes."""
+    mine = {key: sum(each) / len(each) for key, each in seconds.items() if each}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return {key: figure for each in gathered for key, figure in each.items()}
+
+
+def _total(seconds: dict[tuple[int, str], list[float]]) -> float:
+    return sum(map(sum, seconds.values()))
+
+
+class _TimedKernels:
+    def __init__(self, made: Any, stage: int, watch: Stopwatch) -> None:
+        self.prepare: Any = made.prepare
+        named = {"F": made.forward, "B": made.backward, "I": made.input_backward, "W": made.weight_backward}
+        timed = {
+            kind: self._timed(call, watch.kernels[stage, kind], watch.core[stage, kind]) for kind, call in named.items()
+        }
+        self.forward, self.backward, self.input_backward, self.weight_backward = timed.values()
+
+    @staticmethod
+    def _timed(call: Callable[..., Any], seconds: list[float], core: list[float]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, worked = time.perf_counter(), time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                core.append(time.thread_time() - worked)
+                seconds.append(time.perf_counter() - start)
+
+        return timed
+
+
+class _TimedTransport:
+    def __init__(self, transport: Any, watch: Stopwatch) -> None:
+        self._transport, self._watch = transport, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def receive(self, transfer: Any) -> Any:
+        return _TimedReceive(self._transport.receive(transfer), self._watch)
+
+
+class _TimedReceive:
+    def __init__(self, receive: Any, watch: Stopwatch) -> None:
+        self._receive, self._watch = receive, watch
+
+    def ready(self) -> bool:
+        return bool(self._receive.ready())
+
+    def wait(self) -> Any:
+        start = time.perf_counter()
+        tensors = self._receive.wait()
+        self._watch.waited += time.perf_counter() - start
+        return tensors
+
+
+@dataclass(frozen=True)
+class Account:
+    """Parts of the limit (1.0 = one ideal step), which in every round add up to step − 1; medians nearly do."""
+
+    kernels: float
+    """core time in kernels of the mean rank − that of the limit: how much slower they are than torch.compile's"""
+    preempted: float
+    """time within kernels in which the core worked for others, threads that send and receive or processes, − the same
+    of the limit"""
+    imbalance: float
+    """busy time of the busiest rank − that of the mean rank"""
+    bubble: float
+    """what the schedule makes of the measured kernels, without any transfer, − busy time of the busiest rank"""
+    interpreter: float
+    """time of the busiest rank in neither a kernel nor a wait: executor, posting and handing over of messages"""
+    transfers: float
+    """the rest: waits beyond the bubble, for messages on their way and for kernels slower than on average"""
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def account(
+    pipeline: OwnPipeline, step: Callable[[], float], limit: Callable[[], tuple[float, float]], rounds: int
+) -> Account:
+    """Divide the time of a step, by the medians of some rounds. All processes do this together.
+
+    `limit` gives seconds of a step and of the core within it.
+    """
+    schedule: Schedule = pipeline.pipe.schedule
+    found: list[Account] = []
+    for _ in range(rounds):
+        before = limit()
+        watch = Stopwatch(pipeline)
+        taken = step()
+        watch.detach()
+        kernels = mean(watch.kernels)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (_total(watch.kernels), watch.waited, _total(watch.core)))
+        ideal, core = (sum(figures) / 2 for figures in zip(before, limit(), strict=True))
+        busy = [each for each, _, _ in gathered]
+        most = max(busy)
+        alone = simulate(schedule, _times(schedule.stages, kernels)).makespan
+        waited = gathered[busy.index(most)][1]
+        interpreter = max(0.0, taken - most - waited)
+        average, worked = (sum(column) / len(column) for column in (busy, [each for _, _, each in gathered]))
+        parts = (worked - core, (average - worked) - (ideal - core), most - average, alone - most, interpreter)
+        found.append(Account(*(part / ideal for part in (*parts, taken - ideal - sum(parts)))))
+    return Account(*(median(column) for column in zip(*(asdict(each).values() for each in found), strict=True)))
+
+
+def _times(stages: int, kernels: dict[tuple[int, str], float]) -> Times:
+    """B stands in the simulator as I and W together."""
+    f, i, w = ([kernels.get((stage, kind), 0.0) for stage in range(stages)] for kind in "FIW")
+    whole = [kernels.get((stage, "B"), 0.0) for stage in range(stages)]
+    return Times(f, i, [weight + both for weight, both in zip(w, whole, strict=True)])

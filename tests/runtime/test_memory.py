@@ -1,0 +1,119 @@
+"""What a step keeps for its backward is what the schedule counts, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipegraph.kernels import Forward, Loss
+from pipegraph.kernels.autograd import AutogradKernels
+from pipegraph.package import Package
+from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.schedule import Kind, Schedule, Times, What, lifetimes, names, simulate
+from tests.runtime.packages import batch, chain, loss, write
+
+MICROBATCHES, STAGES = 8, 4
+TRAINING = [name for name in names() if name != "forward"]
+WHOLE = [name for name in TRAINING if "zb" not in name and not name.startswith("v-")]  # no I and W apart
+
+
+class Held:
+    """Bytes that are held on each rank: now, and the most so far."""
+
+    def __init__(self) -> None:
+        self.now, self.most = [0] * STAGES, [0] * STAGES
+        self.rank = 0
+        """that computes"""
+
+    def add(self, rank: int, count: int) -> None:
+        self.now[rank] += count
+        self.most[rank] = max(self.most[rank], self.now[rank])
+
+
+class Kept:
+    """Something saved on the rank that computes, from when it is made to when nobody holds it."""
+
+    def __init__(self, held: Held, count: int, content: Any) -> None:
+        self.held, self.rank, self.count, self.content = held, held.rank, count, content
+        held.add(self.rank, count)
+
+    def __del__(self) -> None:
+        self.held.add(self.rank, -self.count)
+
+
+class CountedKernels(AutogradKernels):
+    """Those of autograd, with the same number of bytes saved for each microbatch from F to B or W."""
+
+    def __init__(self, held: Held, count: int, *given: Any) -> None:
+        super().__init__(*given)
+        self._held, self._count = held, count
+
+    def forward(self, inputs: Sequence[Any], **options: Any) -> Forward:
+        made = super().forward(inputs, **options)
+        return Forward(made.outputs, made.loss, Kept(self._held, self._count, made.saved))
+
+    def backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        return super().backward(saved.content, gradients)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return Package.open(write(chain(STAGES, width=64), tmp_path / "chain"))
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_the_peak_of_what_kernels_save_is_the_schedules(schedule: str, package: Package) -> None:
+    held = Held()
+
+    def kernels(stage: nn.Module, inputs: Sequence[bool], outputs: Sequence[bool], last: Loss | None) -> CountedKernels:
+        return CountedKernels(held, 1000, stage, inputs, outputs, last)
+
+    pipe = step(package, schedule, MICROBATCHES, held, kernels)
+    counted = simulate(pipe.schedule, Times.equal(STAGES)).peak_activations
+    assert held.most[: len(counted)] == [1000 * count for count in counted]
+
+
+@pytest.mark.parametrize("schedule", WHOLE)
+def test_the_peak_of_what_autograd_saves_is_the_schedules(schedule: str, package: Package) -> None:
+    held = Held()
+
+    def pack(tensor: Tensor) -> Any:
+        parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        return tensor if parameter else Kept(held, tensor.nbytes, tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: getattr(kept, "content", kept)):
+        step(package, "1f1b", 1, held, "autograd")
+        one, held.most = held.most, [0] * STAGES  # a stage on each rank, and one microbatch
+        pipe = step(package, schedule, MICROBATCHES, held, "autograd")
+    expected = bytes_saved(pipe.schedule, one)
+    assert held.most[: len(expected)] == pytest.approx(expected, rel=0.1)
+
+
+def step(package: Package, schedule: str, microbatches: int, held: Held, kernels: str | Callable[..., Any]) -> Pipeline:
+    pipe = Pipeline(package, schedule=schedule, microbatches=microbatches, loss_fn=loss, kernels=kernels)
+    for executor in pipe._training:
+        forward = executor._do[Kind.F]
+
+        def watched(*given: Any, rank: int = executor.rank, forward: Any = forward) -> None:
+            held.rank = rank
+            forward(*given)
+
+        executor._do[Kind.F] = watched
+    (x,) = batch(package.manifest, microbatches).values()
+    pipe.step(x, target=torch.zeros(len(x)))
+    assert not any(held.now), "the step is over, and something is still held"
+    return pipe
+
+
+def bytes_saved(schedule: Schedule, per_stage: Sequence[int]) -> list[int]:
+    """Of each rank, the most bytes it holds at one time, by the lifetimes of what its stages save."""
+    most = []
+    for row, actions in zip(lifetimes(schedule), schedule.actions, strict=True):
+        saved = [(held.made, held.last_read, per_stage[held.stages[0]]) for held in row if held.what is What.SAVED]
+        most.append(max(sum(size for made, last, size in saved if made <= at <= last) for at in range(len(actions))))
+    return most
