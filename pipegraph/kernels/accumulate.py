@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from pipegraph.kernels.joint import with_strides
+from pipegraph.kernels.strides import with_strides
 from pipegraph.kernels.sharded import is_sharded, layout, local, rebuilt
 
 

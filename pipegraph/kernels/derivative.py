@@ -35,6 +35,11 @@ class Derivative:
         return tuple(tangent is not None for tangent in self.joint.tangents)
 
     @cached_property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(map(opaque.is_random, self.joint.module.graph.nodes))
+
+    @cached_property
     def forward(self) -> Part:
         """F."""
         return forward_part(self.joint, self._kept, self.backward(self.all_present).parts)

@@ -31,19 +31,20 @@ class Options:
 
 def differentiate(
     function: joint.Function,
+    state: State,
     primals: Sequence[Tensor],
     root: nn.Module,
-    is_input: Sequence[bool],
     comes: Callable[[int, Tensor], bool],
     options: Options,
 ) -> Derivative:
     """The derivative of `function`, which calls modules inside `root`.
 
-    Primals are fake. `comes` says of an output that can have a gradient whether one will come. In the caller's modes.
+    Primals are fake; the first ones stand in the place of `state`, and the others are inputs. `comes` says of an output that can have a gradient whether one will come. In the caller's modes.
     """
     blocks = Blocks(root)
-    with blocks.recording():
-        outputs = function([_anew(primal) for primal in primals])
+    given = [_anew(primal) for primal in primals]
+    with blocks.recording(), state.replaced(given[: len(state)]):
+        outputs = function(given)
     for record in blocks.outermost():
         record.block = block_of(record, options)
     tangents = [
@@ -53,8 +54,10 @@ def differentiate(
         for index, output in enumerate(outputs)
     ]
     with blocks.calling():
-        traced = joint.trace(function, [_anew(primal) for primal in primals], tangents, options.decompositions())
+        given = [_anew(primal) for primal in primals]
+        traced = joint.trace(function, state, given, tangents, options.decompositions())
     called = [record.block for record in blocks.records.values() if record.block is not None]
+    is_input = [index >= len(state) for index in range(len(primals))]
     return Derivative(traced, is_input, options.recompute, called)
 
 
@@ -76,15 +79,12 @@ def _block(record: Record, options: Options) -> Derivative:
         given = iter(primals[len(state) :])
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in record.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, record.spec)
-        with state.replaced(primals[: len(state)]):
-            returned = pytree.tree_leaves(record.original(*args, **kwargs))
+        returned = pytree.tree_leaves(record.original(*args, **kwargs))
         return [each for each, result in zip(returned, record.results, strict=True) if isinstance(result, Tensor)]
 
-    is_input = [*[False] * len(state), *[True] * len(tensors)]
+    primals = [*record.state, *tensors]
     with _modes(record):
-        return differentiate(
-            function, [*record.state, *tensors], record.module, is_input, lambda index, output: True, options
-        )
+        return differentiate(function, state, primals, record.module, lambda index, output: True, options)
 
 
 def _anew(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.joint import Joint
-from pipegraph.kernels.opaque import OPERATION
+from pipegraph.kernels.opaque import OPERATION, is_random
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ def saved_values(joint: Joint, recompute: str) -> set[fx.Node]:
     forward = _forward_nodes(joint)
     if recompute == "none":
         return {node for node in forward if not is_view(node)}
-    kept = {node for node in forward if _is_random(node) or node.target is OPERATION or _is_waited(node)}
+    kept = {node for node in forward if is_random(node) or node.target is OPERATION or _is_waited(node)}
     kept |= {user for index in joint.written for user in joint.primals[index].users}  # what was there before
     if recompute == "block" and any(node.target is OPERATION for node in forward):
         recompute = "min-cut"
@@ -200,10 +200,6 @@ def is_view(node: fx.Node) -> bool:
         return False
     returns = target._schema.returns
     return target in _VIEWS or (len(returns) == 1 and returns[0].alias_info is not None)
-
-
-def _is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _is_waited(node: fx.Node) -> bool:

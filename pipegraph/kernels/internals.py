@@ -81,6 +81,16 @@ def trace(
     return traced
 
 
+def graph_so_far() -> fx.Graph:
+    """What `trace` has made until now. Public torch gives a graph only once it is done."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    graph: fx.Graph = mode.tracer.graph
+    return graph
+
+
 def without_duplicates(graph: fx.Graph) -> fx.Graph:
     """The graph with equal computations done once: as AOTAutograd does before it partitions.
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.kernels import internals
+from pipegraph.kernels.opaque import is_random
+from pipegraph.kernels.state import State
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -37,12 +39,14 @@ class Joint:
 
 def trace(
     function: Function,
+    state: State,
     primals: Sequence[Tensor],
     tangents: Sequence[Tensor | None],
     decompositions: Mapping[Any, Any] | None,
 ) -> Joint:
     """The joint graph of `function`, whose outputs have `tangents` (None: no gradient comes).
 
+    The first primals stand in the place of `state`, in the backward too, which may run parts of the forward again.
     Primals and tangents are fake. A primal that requires a gradient gets one. Run in the grad mode of the caller.
     """
     given = [tangent for tangent in tangents if tangent is not None]
@@ -51,10 +55,13 @@ def trace(
     def joint(primals: list[Tensor], tangents_: list[Tensor]) -> list[Tensor | None]:
         with internals.functional():
             leaves = [internals.to_functional(primal) for primal in primals]
-            outputs = function(leaves)
-            new = [internals.from_functional(leaf) for leaf in leaves]
-            written[:] = [index for index, primal in enumerate(primals) if new[index] is not primal]
-            gradients = _gradients(leaves, outputs, tangents, map(internals.to_functional, tangents_))
+            with state.replaced(leaves[: len(state)]):
+                outputs = function(leaves)
+                forward = set(internals.graph_so_far().nodes)
+                new = [internals.from_functional(leaf) for leaf in leaves]
+                written[:] = [index for index, primal in enumerate(primals) if new[index] is not primal]
+                gradients = _gradients(leaves, outputs, tangents, map(internals.to_functional, tangents_))
+            _check_backward(node for node in internals.graph_so_far().nodes if node not in forward)
             found = [*outputs, *(leaves[index] for index in written), *gradients]
             return [None if each is None else internals.from_functional(each) for each in found]
 
@@ -109,6 +116,13 @@ def _joint(
     )
 
 
+def _check_backward(nodes: Iterable[fx.Node]) -> None:
+    """A forward that the backward runs again (torch's checkpoint) would draw other numbers, as it is traced: what puts
+    the state of the generator back is no operation."""
+    if any(map(is_random, nodes)):
+        raise RuntimeError("its backward draws random numbers, as a checkpoint around a dropout does")
+
+
 def _check(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
@@ -134,11 +148,3 @@ def _cut(items: Sequence[Any], *lengths: int) -> list[list[Any]]:
         cut.append(list(items[start : start + length]))
         start += length
     return cut
-
-
-def with_strides(gradient: Tensor, value: Tensor) -> Tensor:
-    """The gradient with the strides of `value`, which the graphs were traced for."""
-    if gradient.stride() == value.stride():
-        return gradient
-    made = torch.empty_strided(value.shape, value.stride(), dtype=gradient.dtype, device=gradient.device)
-    return made.copy_(gradient)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from pipegraph.kernels.joint import with_strides
+from pipegraph.kernels.strides import with_strides
 
 if TYPE_CHECKING:
     from pipegraph.kernels.derivative import Derivative
@@ -47,6 +47,13 @@ def register(block: Derivative) -> int:
 def block_of(node: fx.Node) -> Derivative:
     """The block that a node of `OPERATION` calls."""
     return _known[node.args[1]]  # type: ignore[index]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, itself or in the block whose forward it calls."""
+    if node.target is OPERATION:
+        return node.args[2] == "F" and block_of(node).is_random
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def call(block: Derivative, number: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from pipegraph.kernels.blocks import DEVICES, autocast_state
 from pipegraph.kernels.derivative import Present
 from pipegraph.kernels.differentiate import Options
 from pipegraph.kernels.interface import Forward, Loss
-from pipegraph.kernels.joint import with_strides
+from pipegraph.kernels.strides import with_strides
 from pipegraph.kernels.program import Compiler
 from pipegraph.kernels.sharded import check_traceable, is_sharded, layout, local
 from pipegraph.kernels.state import State

@@ -138,13 +138,12 @@ def trace(stage: Stage, state: State, call: Call, compiler: Compiler, options: O
     def function(primals: Sequence[Tensor]) -> list[Tensor]:
         given = iter(primals[len(state) :])
         values = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        with state.replaced(primals[: len(state)]):
-            returned = stage.module(*values[:inputs])
-            outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
-            loss = None
-            if call.with_loss:
-                target = pytree.tree_unflatten(values[inputs:], call.target_spec) if call.target_spec else values[-1]
-                loss = scalar_loss(stage.loss, outputs, target)
+        returned = stage.module(*values[:inputs])
+        outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+        loss = None
+        if call.with_loss:
+            target = pytree.tree_unflatten(values[inputs:], call.target_spec) if call.target_spec else values[-1]
+            loss = scalar_loss(stage.loss, outputs, target)
         check_outputs(outputs)
         check_gradients(outputs, stage.output_gradients)
         tensors = [output for output in outputs if isinstance(output, Tensor)]
@@ -168,6 +167,5 @@ def trace(stage: Stage, state: State, call: Call, compiler: Compiler, options: O
             )
             for tensor, want in zip([*map(local, state.tensors()), *call.tensors], wanted, strict=True)
         ]
-        is_input = [index >= len(state) for index in range(len(primals))]
-        derivative = differentiate(function, primals, stage.module, is_input, comes, options)
+        derivative = differentiate(function, state, primals, stage.module, comes, options)
     return Variant(derivative, compiler, tuple(results), call)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import compilers, internals, make
@@ -437,3 +438,35 @@ def test_preparing_compiles_all_that_a_step_needs() -> None:
 def test_unknown_recomputation_is_refused() -> None:
     with pytest.raises(PipegraphError, match='recompute cannot be "mincut"'):
         make("eager", Layers(), (True,), (True,), recompute="mincut")
+
+
+class Checkpointed(nn.Module):
+    """A layer that the backward computes again, by torch's own way to do that."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+def test_layers_in_a_checkpoint() -> None:
+    assert_as_autograd(nn.Sequential(*(Checkpointed(Layer()) for _ in range(3))), (x,))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_dropout_in_a_checkpoint_has_the_same_mask_in_the_backward(layers: int) -> None:
+    stage = nn.Sequential(*(Checkpointed(Layer(0.5)) for _ in range(layers))).double()
+    kernels = make("eager", stage, (True,), (True,))
+    given, gradient, direction = torch.randn(3, 4, 8, dtype=torch.float64).unbind()
+
+    def at(step: float) -> Any:
+        torch.manual_seed(0)
+        return kernels.forward((given + step * direction,))
+
+    with pytest.warns(UserWarning, match="random numbers"):
+        saved = at(0).saved
+    (found,) = kernels.backward(saved, (gradient,))
+    slope = sum(sign * (at(sign * 1e-6).outputs[0] * gradient).sum() for sign in (1, -1)) / 2e-6
+    assert_close((found * direction).sum(), slope, rtol=1e-6, atol=1e-6)
