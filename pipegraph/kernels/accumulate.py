@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from pipegraph.kernels.strides import with_strides
 from pipegraph.kernels.sharded import is_sharded, layout, local, rebuilt
 
 
 def accumulate(found: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor | None] = ()) -> None:
-    """Add (parameter, gradient) pairs. A parameter's first gradient becomes its `.grad` itself, without a copy.
+    """Add (parameter, gradient) pairs. A parameter's first gradient becomes its `.grad` itself, without a copy, unless
+    its strides are not those of the parameter, which everyone takes for granted.
 
     A gradient shares memory with nothing else, unless it stands there twice, or among those `shared`. That of a DTensor
     is its local tensor, in the placements of the parameter, and so is the sum.
@@ -22,9 +22,11 @@ def accumulate(found: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor |
     given = set(map(id, shared))
     for parameter, gradient in found:
         if parameter.grad is None:
-            own = gradient.clone() if id(gradient) in given else gradient
-            given.add(id(gradient))
-            parameter.grad = rebuilt(with_strides(own, local(parameter)), parameter) if is_sharded(parameter) else own
+            own = _laid_out(gradient, local(parameter))
+            if id(own) in given:
+                own = own.clone()
+            given.add(id(own))
+            parameter.grad = rebuilt(own, parameter)
         elif not is_sharded(parameter) or layout(parameter.grad) == layout(parameter):
             sums.append(local(parameter.grad))
             added.append(gradient)
@@ -32,3 +34,9 @@ def accumulate(found: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor |
             parameter.grad = parameter.grad + rebuilt(gradient, parameter)
     if sums:
         torch._foreach_add_(sums, added)
+
+
+def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)

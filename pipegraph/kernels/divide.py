@@ -249,7 +249,8 @@ def _extract(
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
     copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-    copy.meta = dict(node.meta)
+    # A copy is dense, also that of an expanded value, whose elements share memory.
+    copy.meta = {**node.meta, "val": torch.empty_like(node.meta["val"])}
     return copy
 
 

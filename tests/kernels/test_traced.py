@@ -152,6 +152,7 @@ STAGES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (torch.randn(2, 5, 8),)),
     "an RNN": (lambda: Function(lambda s, x: s.r(x)[0], r=nn.LSTM(8, 4)), (torch.randn(5, 2, 8),)),
     "a constant": (lambda: Function(lambda s, x: s.a(x) * torch.tensor([2.0] * 8), **linear("a")), (x,)),
+    "an expanded gradient": (lambda: Function(lambda s, x: s.p.sum() * x.sum() + x), (x,)),
     "an output that is no tensor": (lambda: Function(lambda s, x: (s.a(x), None), **linear("a")), (x,)),
 }
 
@@ -160,7 +161,7 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     torch.manual_seed(0)
     make_stage, inputs = STAGES[name]
     stage = make_stage()
-    if name == "a gradient that is the output's":
+    if name in ("a gradient that is the output's", "an expanded gradient"):
         stage.p = nn.Parameter(torch.randn(4, 8))
     return stage, inputs
 
@@ -396,7 +397,10 @@ def test_evaluation_without_gradients() -> None:
     assert_close(forward.outputs[0], stage(x).detach())
 
 
-@pytest.mark.parametrize("name", ["layers", "dropout", "convolutions", "batch norm", "views of one value", "integers"])
+@pytest.mark.parametrize(
+    "name",
+    ["layers", "dropout", "convolutions", "batch norm", "views of one value", "integers", "an expanded gradient"],
+)
 def test_inductor(name: str) -> None:
     stage, inputs = build(name)
     if name == "dropout":
@@ -470,3 +474,10 @@ def test_dropout_in_a_checkpoint_has_the_same_mask_in_the_backward(layers: int) 
     (found,) = kernels.backward(saved, (gradient,))
     slope = sum(sign * (at(sign * 1e-6).outputs[0] * gradient).sum() for sign in (1, -1)) / 2e-6
     assert_close((found * direction).sum(), slope, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gradient_has_the_strides_of_its_parameter() -> None:
+    stage = Function(lambda s, x: torch.einsum("bi,oi->bo", x @ s.a.weight, s.b.weight), **linear("a", "b"))
+    stage.a.weight = nn.Parameter(torch.randn(8, 8).t())
+    assert_as_autograd(stage, (x,))
+    assert [s.weight.grad.stride() for s in (stage.a, stage.b)] == [s.weight.stride() for s in (stage.a, stage.b)]
