@@ -10,6 +10,6 @@ stage ─ differentiate ─▶ blocks: equal module calls, traced once ─┐
 """
 
 from pipegraph.kernels.interface import Forward, Loss, StageKernels
-from pipegraph.kernels.make import make, names
+from pipegraph.kernels.make import Maker, make, maker, names
 
-__all__ = ["Forward", "Loss", "StageKernels", "make", "names"]
+__all__ = ["Forward", "Loss", "Maker", "StageKernels", "make", "maker", "names"]

@@ -28,9 +28,8 @@ def compiler(name: str) -> Compiler:
     return Compiler(_eager)
 
 
-@functools.cache
 def options(name: str, recompute: str) -> Options:
-    """How graphs for the compiler called so are made."""
+    """How graphs for the compiler called so are made, for stages that share blocks."""
     return Options(recompute, internals.inductor_decompositions if name == "inductor" else internals.no_decompositions)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,15 +18,18 @@ from pipegraph.kernels.derivative import Derivative
 from pipegraph.kernels.sharded import local
 from pipegraph.kernels.state import State
 
-_known: weakref.WeakValueDictionary[Any, Derivative] = weakref.WeakValueDictionary()
-
 
 @dataclass(frozen=True)
 class Options:
-    """How graphs are made: `recompute` as in `divide.RECOMPUTE`, `decompositions` gives those of operations."""
+    """How graphs are made: `recompute` as in `make.RECOMPUTE`, `decompositions` gives those of operations.
+
+    `blocks` are those that were made so. No signature tells what a module reads of its class or of globals, so that
+    they are not for other stages than those that are made with one another.
+    """
 
     recompute: str
     decompositions: Callable[[], Mapping[Any, Any] | None]
+    blocks: weakref.WeakValueDictionary[Any, Derivative] = field(default_factory=weakref.WeakValueDictionary)
 
 
 def differentiate(
@@ -45,8 +48,12 @@ def differentiate(
     given = [_anew(primal) for primal in primals]
     with blocks.recording(), state.replaced(given[: len(state)]):
         outputs = function(given)
-    for record in blocks.outermost():
-        record.block = block_of(record, options)
+    while waiting := [record for record in blocks.outermost() if record.block is None]:
+        for record in waiting:
+            try:
+                record.block = block_of(record, options)
+            except Exception:  # it may be traced as a part of what is around it, and the blocks in it by themselves
+                record.refused = True
     tangents = [
         torch.empty_like(output, requires_grad=False)  # with the output's strides, unless its elements overlap
         if output.requires_grad and comes(index, output)
@@ -61,13 +68,11 @@ def differentiate(
     return Derivative(traced, is_input, options.recompute, called)
 
 
-def block_of(record: Record, options: Options) -> Derivative | None:
-    """The derivative of a block, which all stages of this process share; None where it cannot be traced by itself."""
-    key = record.signature, options
-    found = _known.get(key)
+def block_of(record: Record, options: Options) -> Derivative:
+    """The derivative of a block, one for all stages of these options. Raises whatever tracing it does."""
+    found = options.blocks.get(record.signature)
     if found is None:
-        found = _block(record, options)
-        _known[key] = found
+        found = options.blocks[record.signature] = _block(record, options)
     return found
 
 

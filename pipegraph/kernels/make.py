@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -10,40 +11,28 @@ from pipegraph.errors import PipegraphError, nearest
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.interface import Loss, StageKernels
 
-Maker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None, str], StageKernels]
+Maker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None], StageKernels]
+"""(stage, which inputs want a gradient, which outputs get one, the loss behind the last stage) → kernels"""
 
 RECOMPUTE = ("none", "min-cut", "block")
 """What the backward computes again instead of keeping it: nothing, what torch's partitioner would, or the block."""
 
 
-def _autograd(
-    stage: nn.Module,
-    input_gradients: Sequence[bool],
-    output_gradients: Sequence[bool],
-    loss: Loss | None,
-    recompute: str,
-) -> StageKernels:
-    return AutogradKernels(stage, input_gradients, output_gradients, loss)
+def _autograd(recompute: str) -> Maker:
+    return AutogradKernels
 
 
-def _traced(name: str) -> Maker:
-    def maker(
-        stage: nn.Module,
-        input_gradients: Sequence[bool],
-        output_gradients: Sequence[bool],
-        loss: Loss | None,
-        recompute: str,
-    ) -> StageKernels:
+def _traced(name: str) -> Callable[[str], Maker]:
+    def maker(recompute: str) -> Maker:
         from pipegraph.kernels.compilers import compiler, options  # which take torch's own with them
         from pipegraph.kernels.traced import TracedKernels
 
-        made = compiler(name), options(name, recompute)
-        return TracedKernels(stage, input_gradients, output_gradients, loss, *made)
+        return partial(TracedKernels, compiler=compiler(name), options=options(name, recompute))
 
     return maker
 
 
-_MAKERS: dict[str, Maker] = {
+_MAKERS: dict[str, Callable[[str], Maker]] = {
     "inductor": _traced("inductor"),
     "eager": _traced("eager"),
     "autograd": _autograd,
@@ -55,19 +44,11 @@ def names() -> tuple[str, ...]:
     return tuple(_MAKERS)
 
 
-def make(
-    name: str,
-    stage: nn.Module,
-    input_gradients: Sequence[bool],
-    output_gradients: Sequence[bool],
-    loss: Loss | None = None,
-    recompute: str = "min-cut",
-) -> StageKernels:
-    """The kernels `name` of `stage`.
+def maker(name: str, recompute: str = "min-cut") -> Maker:
+    """What makes the kernels `name` of the stages of one pipeline, which share what is equal in them.
 
-    `input_gradients` says of each input whether its gradient is wanted, `output_gradients` of each output whether one
-    will come; `loss` is the last segment of the last stage. `recompute` is one of `RECOMPUTE`, by default "min-cut":
-    also on a CPU a chain of pointwise operations is computed again in less time than it is written and read.
+    `recompute` is one of `RECOMPUTE`, by default "min-cut": also on a CPU a chain of pointwise operations is computed
+    again in less time than it is written and read.
     """
     if name not in _MAKERS:
         raise PipegraphError(
@@ -77,4 +58,20 @@ def make(
         raise PipegraphError(
             f'recompute cannot be "{recompute}".{nearest(recompute, RECOMPUTE)} There are: {", ".join(RECOMPUTE)}.'
         )
-    return _MAKERS[name](stage, input_gradients, output_gradients, loss, recompute)
+    return _MAKERS[name](recompute)
+
+
+def make(
+    name: str,
+    stage: nn.Module,
+    input_gradients: Sequence[bool],
+    output_gradients: Sequence[bool],
+    loss: Loss | None = None,
+    recompute: str = "min-cut",
+) -> StageKernels:
+    """The kernels `name` of one stage.
+
+    `input_gradients` says of each input whether its gradient is wanted, `output_gradients` of each output whether one
+    will come; `loss` is the last segment of the last stage. `recompute` as for `maker`.
+    """
+    return maker(name, recompute)(stage, input_gradients, output_gradients, loss)

@@ -86,13 +86,14 @@ def _value(value: Any, active: dict[int, int]) -> Any:
         return (type(value), frozenset(_value(item, active) for item in value))
     if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
         return (type(value), *((key, _value(item, active)) for key, item in value.items()))
-    if isinstance(value, nn.Module) and id(value) in active:
+    if isinstance(value, (nn.Module, types.FunctionType)) and id(value) in active:
         return ("again", active[id(value)])
     if isinstance(value, functools.partial):
         return (functools.partial, *(_value(part, active) for part in (value.func, value.args, value.keywords)))
     if isinstance(value, types.MethodType):
         return (types.MethodType, value.__func__, _value(value.__self__, active))
     if isinstance(value, types.FunctionType):
+        active[id(value)] = len(active)  # for one that calls itself
         cells = tuple(_cell(cell, active) for cell in value.__closure__ or ())
         return (value.__code__, cells, _value(value.__defaults__, active), _value(value.__kwdefaults__, active))
     return _Same(value)

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import Loss, StageKernels, make
+from pipegraph.kernels import Loss, Maker, maker
 from pipegraph.package import CALLER, Manifest, Package
 from pipegraph.runtime import parameters
 from pipegraph.runtime.ahead import receives_ahead
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LossFunction = Callable[[Any, Any], Tensor]
-KernelMaker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None], StageKernels]
-"""(stage, which inputs want a gradient, which outputs get one, the loss behind the last stage) → kernels"""
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Pipeline:
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
         device: str | torch.device = "cpu",
-        kernels: str | KernelMaker = "inductor",
+        kernels: str | Maker = "inductor",
         group: ProcessGroup | None = None,
         recompute: str = "min-cut",
         parallelize_fn: parameters.Parallelize | None = None,
@@ -113,9 +110,9 @@ class Pipeline:
             elsewhere = (parameter for tie, parameter in shared.items() if tie.owner(placement) not in ranks)
             self._counted_elsewhere = set(map(id, elsewhere))
             wiring, loss = wire(manifest), _packed_loss(manifest, loss_fn)
-            maker = partial(make, kernels, recompute=recompute) if isinstance(kernels, str) else kernels
+            make = maker(kernels, recompute) if isinstance(kernels, str) else kernels
             made = {
-                index: maker(
+                index: make(
                     stage,
                     wiring[index].input_gradients,
                     wiring[index].output_gradients,

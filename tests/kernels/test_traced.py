@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import compilers, internals, make
+from pipegraph.kernels import compilers, differentiate, internals, make, maker
 from tests.kernels.stages import assert_as_autograd
 
 
@@ -481,3 +481,51 @@ def test_a_gradient_has_the_strides_of_its_parameter() -> None:
     stage.a.weight = nn.Parameter(torch.randn(8, 8).t())
     assert_as_autograd(stage, (x,))
     assert [s.weight.grad.stride() for s in (stage.a, stage.b)] == [s.weight.stride() for s in (stage.a, stage.b)]
+
+
+class Factor(nn.Module):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.factor
+
+
+def test_stages_that_are_made_apart_share_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = assert_as_autograd(nn.Sequential(Factor(), Factor()), (x,))
+    monkeypatch.setattr(Factor, "factor", 2.0)
+    second = assert_as_autograd(nn.Sequential(Factor(), Factor()), (x,))
+    assert first is not second
+
+
+def test_stages_that_are_made_together_share_blocks() -> None:
+    make_stage = maker("eager")
+    stages = [make_stage(Layers(), (True,), (True,), None) for _ in range(2)]
+    for kernels in stages:
+        kernels.forward((x,))
+    (left,), (right,) = ([variant.derivative._blocks for variant in each._variants.values()] for each in stages)
+    assert left == right and len(left) == 1
+
+
+def test_a_block_that_cannot_be_traced_is_a_part_of_what_is_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(record: Any, options: Any) -> Any:
+        raise RuntimeError("not by itself")
+
+    monkeypatch.setattr(differentiate, "block_of", fail)
+    kernels = assert_as_autograd(Layers(), (x,))
+    (variant,) = kernels._variants.values()
+    assert not variant.derivative._blocks
+
+
+def test_a_closure_that_refers_to_itself() -> None:
+    def made() -> Callable[[Any, Tensor], Tensor]:
+        def again(stage: Any, x: Tensor, times: int = 2) -> Tensor:
+            return again(stage, stage.a(x), times - 1) if times else x
+
+        return again
+
+    stage = nn.Sequential(*(Function(made(), **linear("a")) for _ in range(2)))
+    assert len(assert_as_autograd(stage, (x,))._variants.popitem()[1].derivative._blocks) == 1
