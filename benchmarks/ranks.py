@@ -111,6 +111,9 @@ class SleepingKernels:
         self._forward, self._both, self._input_gradients = seconds, 2 * seconds, input_gradients
         self._input = seconds if any(input_gradients) else 0.0
 
+    def begin(self) -> None:
+        pass
+
     def prepare(self, *_: Any, **__: Any) -> None:
         pass
 

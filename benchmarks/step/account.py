@@ -48,6 +48,7 @@ def _total(seconds: dict[tuple[int, str], list[float]]) -> float:
 
 class _TimedKernels:
     def __init__(self, made: Any, stage: int, watch: Stopwatch) -> None:
+        self.begin: Any = made.begin
         self.prepare: Any = made.prepare
         named = {"F": made.forward, "B": made.backward, "I": made.input_backward, "W": made.weight_backward}
         timed = {

@@ -42,6 +42,9 @@ class AutogradKernels:
         self._output_gradients = tuple(output_gradients)
         self._loss = loss
 
+    def begin(self) -> None:
+        pass
+
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
         pass
 

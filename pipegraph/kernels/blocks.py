@@ -65,7 +65,7 @@ class Blocks:
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [module for module in root.modules() if module is not root and _may_be_block(module)]
-        self._states = {module: State(module) for module in self._modules}
+        self._states = {module: State(module.modules()) for module in self._modules}
         self._signatures = {module: module_signature(module) for module in self._modules}
         self.records: dict[Any, Record] = {}
         self._around: Record | None = None

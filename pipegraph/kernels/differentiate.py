@@ -42,7 +42,8 @@ def differentiate(
 ) -> Derivative:
     """The derivative of `function`, which calls modules inside `root`.
 
-    Primals are fake; the first ones stand in the place of `state`, and the others are inputs. `comes` says of an output that can have a gradient whether one will come. In the caller's modes.
+    Primals are fake; the first ones stand in the place of `state`, and the others are inputs. `comes` says of an
+    output that can have a gradient whether one will come. In the caller's modes.
     """
     blocks = Blocks(root)
     given = [_anew(primal) for primal in primals]
@@ -77,7 +78,7 @@ def block_of(record: Record, options: Options) -> Derivative:
 
 
 def _block(record: Record, options: Options) -> Derivative:
-    state = State(record.module)
+    state = State(record.module.modules())
     tensors = [leaf for leaf in record.leaves if isinstance(leaf, Tensor)]
 
     def function(primals: Sequence[Tensor]) -> list[Tensor]:

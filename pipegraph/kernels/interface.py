@@ -34,6 +34,10 @@ class StageKernels(Protocol):
     `.grad` as `Tensor.backward` would.
     """
 
+    def begin(self) -> None:
+        """Before each step: look for what has changed in stage and loss since the last one."""
+        ...
+
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
         """Compile what a step needs, of `kinds` (some of F, I, W and B), for arguments like these of `forward`.
 

@@ -6,6 +6,7 @@ autograd, so that a torch that changed makes a stage slower and no stage wrong.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -81,6 +82,14 @@ def trace(
     return traced
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether it has no memory, or stands for a value of a graph."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
 def graph_so_far() -> fx.Graph:
     """What `trace` has made until now. Public torch gives a graph only once it is done."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -148,6 +157,17 @@ def boxed(module: fx.GraphModule) -> Run:
     module.recompile()
     run: Run = module.forward
     return run
+
+
+@contextmanager
+def without_log() -> Iterator[None]:
+    """Torch logs as an error what does not run on tensors without memory. It is raised as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager

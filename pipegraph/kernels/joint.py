@@ -93,7 +93,7 @@ def _joint(
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _ALIASES:
             node.replace_all_uses_with(node.args[0])
-    _check(graph)
+    _check(module)
     _keep_what_was_there(graph, written)
     graph.eliminate_dead_code()
     module.graph = graph = internals.without_duplicates(graph)
@@ -123,12 +123,31 @@ def _check_backward(nodes: Iterable[fx.Node]) -> None:
         raise RuntimeError("its backward draws random numbers, as a checkpoint around a dropout does")
 
 
-def _check(graph: fx.Graph) -> None:
-    for node in graph.nodes:
+def _check(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
         if node.op == "call_function" and node.target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
             forward = node.args[-1].args[0]
             if not forward.args[-1]:  # not in training, as far as the operation knows
                 raise RuntimeError("an LSTM on CPU keeps nothing for a backward where its input needs no gradient")
+        if isinstance(constant := constant_of(module, node), Tensor):
+            _check_constant(constant, node)
+
+
+def constant_of(module: fx.GraphModule, node: fx.Node) -> Any:
+    """What an attribute of a graph holds: a tensor that is no primal."""
+    return getattr(module, str(node.target)) if node.op == "get_attr" else None
+
+
+def _check_constant(constant: Tensor, node: fx.Node) -> None:
+    if internals.is_fake(constant):
+        raise RuntimeError("it keeps a tensor from one call to the next")
+    if torch.is_grad_enabled() and constant.requires_grad:
+        raise RuntimeError(
+            f"a tensor of shape {list(constant.shape)} requires a gradient, and is no parameter of a module"
+        )
+    for user in node.users:
+        if isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable:
+            raise RuntimeError(f"it writes to a tensor of shape {list(constant.shape)} that is no buffer of a module")
 
 
 def _keep_what_was_there(graph: fx.Graph, written: Sequence[int]) -> None:

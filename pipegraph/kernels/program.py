@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from pipegraph.kernels.derivative import Derivative
 from pipegraph.kernels.divide import Part
 from pipegraph.kernels.internals import Run
+from pipegraph.kernels.joint import constant_of
 from pipegraph.kernels.opaque import OPERATION, block_of
 
 
@@ -74,16 +76,17 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions over slots, of which the first `inputs` are given, `outputs` returned, and the last never read."""
+    """Instructions over slots: first the given inputs, then `constants`, then `slots` more, of which the last is never
+    read. A constant is read at each run, as whoever holds it may write to it."""
 
     instructions: tuple[Instruction, ...]
-    inputs: int
+    constants: tuple[Tensor, ...]
     slots: int
     outputs: tuple[int, ...]
 
     def __call__(self, given: list[Tensor]) -> list[Tensor]:
         """Run. Empties `given`."""
-        slots: list[Any] = [*given, *[None] * (self.slots - self.inputs)]
+        slots: list[Any] = [*given, *self.constants, *[None] * self.slots]
         given.clear()
         for instruction in self.instructions:
             values = [slots[slot] for slot in instruction.reads]
@@ -118,24 +121,29 @@ class _Assembly:
         (end,) = graph.find_nodes(op="output")
         outputs: list[fx.Node] = list(end.args[0])
         inputs = graph.find_nodes(op="placeholder")
+        constants = list(filter(self._is_constant, graph.nodes))
         for glue, calls in _levels(graph):
             self._add_glue(glue, outputs)
             for node in calls:
                 self._add_call(node)
-        nodes = [*inputs, *(node for _, _, writes in self.steps for node in writes if node is not None)]
+        nodes = [*inputs, *constants, *(node for _, _, writes in self.steps for node in writes if node is not None)]
         slots: dict[fx.Node | None, int] = {node: index for index, node in enumerate(nodes)}
         slots[None] = len(slots)  # for what nothing reads
         return Program(
             instructions=tuple(self._instructions(slots, set(outputs))),
-            inputs=len(inputs),
-            slots=len(slots),
+            constants=tuple(constant_of(self.part.module, node) for node in constants),
+            slots=len(slots) - len(inputs) - len(constants),
             outputs=tuple(slots[node] for node in outputs),
         )
 
     def _add_glue(self, glue: list[fx.Node], outputs: Sequence[fx.Node]) -> None:
         inside = set(glue)
         read = (each for node in glue for each in node.all_input_nodes)
-        reads = list(dict.fromkeys(node for node in read if node not in inside and node.op != "get_attr"))
+        reads = list(
+            dict.fromkeys(
+                node for node in read if node not in inside and (node.op != "get_attr" or self._is_constant(node))
+            )
+        )
         writes: list[fx.Node | None] = [
             node for node in glue if node in outputs or any(user not in inside for user in node.users)
         ]
@@ -153,6 +161,11 @@ class _Assembly:
             values[node] = graph.node_copy(node, values.__getitem__)
         graph.output(tuple(values[node] for node in writes if node is not None))
         self.steps.append((self.compiler.kernel(fx.GraphModule(self.part.module, graph)), reads, writes))
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        """Whether it is a tensor that someone holds. One that was made while tracing is copied first."""
+        fresh = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+        return isinstance(constant_of(self.part.module, node), Tensor) and not fresh
 
     def _add_call(self, node: fx.Node) -> None:
         reads: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from pipegraph.kernels.sharded import is_layout, is_style, layout, local
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
+ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 _STATE = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -40,32 +41,49 @@ def tensor_signature(tensor: Tensor) -> tuple[Any, ...]:
     return (layout(tensor), tuple(own.shape), own.stride(), own.dtype, own.device, tensor.requires_grad)
 
 
+@dataclass
+class _Walk:
+    """What one signature has come across: an object or a tensor that comes again is the number that it got.
+
+    `modules` are those that a function holds. Without such a list they are no part of what is compared, nor is what
+    a function reads from its globals and its object.
+    """
+
+    numbers: dict[int, int] = field(default_factory=dict)
+    tensors: dict[int, int] = field(default_factory=dict)
+    modules: list[nn.Module] | None = None
+
+
 def module_signature(module: nn.Module) -> tuple[Any, ...]:
     """Classes, attributes and modes of a module and its children, and which of its tensors are one."""
-    return _module(module, {}, {})
+    return _module(module, _Walk())
 
 
 def value_signature(value: Any) -> Any:
     """Of an attribute or an argument that is no tensor."""
-    return _value(value, {})
+    return _value(value, _Walk())
 
 
-def _module(module: nn.Module, seen: dict[int, int], active: dict[int, int]) -> tuple[Any, ...]:
-    if id(module) in active:
-        return ("again", active[id(module)])
-    active[id(module)] = len(active)
+def loss_signature(loss: Any) -> tuple[Any, list[nn.Module]]:
+    """Of a function that is no part of a module, with what it reads from outside; and the modules that it holds."""
+    modules: list[nn.Module] = []
+    return _value(loss, _Walk(modules=modules)), modules
+
+
+def _module(module: nn.Module, walk: _Walk) -> tuple[Any, ...]:
+    if id(module) in walk.numbers:
+        return ("again", walk.numbers[id(module)])
+    walk.numbers[id(module)] = len(walk.numbers)
     attributes = tuple(
-        (name, _value(_hooks(module, name) if name in _HOOKS else item, active))
+        (name, _value(_hooks(module, name) if name in _HOOKS else item, walk))
         for name, item in vars(module).items()
         if name not in _STATE
     )
     tensors = tuple(
-        (name, None if tensor is None else seen.setdefault(id(tensor), len(seen)))
+        (name, None if tensor is None else walk.tensors.setdefault(id(tensor), len(walk.tensors)))
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
     )
-    children = tuple(
-        (name, None if child is None else _module(child, seen, active)) for name, child in module._modules.items()
-    )
+    children = tuple((name, None if child is None else _module(child, walk)) for name, child in module._modules.items())
     return (type(module), attributes, tensors, children)
 
 
@@ -75,32 +93,61 @@ def _hooks(module: nn.Module, name: str) -> Any:
     return tuple((numbers.index(number), hook) for number, hook in (getattr(module, name) or {}).items())
 
 
-def _value(value: Any, active: dict[int, int]) -> Any:
-    if isinstance(value, _ATOMS) or is_layout(value):
+def _value(value: Any, walk: _Walk) -> Any:
+    if isinstance(value, ATOMS) or is_layout(value):
         return (type(value), value)
     if is_style(value):
-        return (type(value), *((name, _value(item, active)) for name, item in vars(value).items()))
+        return (type(value), *((name, _value(item, walk)) for name, item in vars(value).items()))
     if type(value) in (tuple, list):
-        return (type(value), *(_value(item, active) for item in value))
+        return (type(value), *(_value(item, walk) for item in value))
     if type(value) in (set, frozenset):
-        return (type(value), frozenset(_value(item, active) for item in value))
+        return (type(value), frozenset(_value(item, walk) for item in value))
     if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
-        return (type(value), *((key, _value(item, active)) for key, item in value.items()))
-    if isinstance(value, (nn.Module, types.FunctionType)) and id(value) in active:
-        return ("again", active[id(value)])
+        return (type(value), *((key, _value(item, walk)) for key, item in value.items()))
+    if isinstance(value, (nn.Module, types.FunctionType)) and id(value) in walk.numbers:
+        return ("again", walk.numbers[id(value)])
+    if isinstance(value, nn.Module) and walk.modules is not None:
+        walk.modules.append(value)
+        return (_Same(value), _module(value, walk))
     if isinstance(value, functools.partial):
-        return (functools.partial, *(_value(part, active) for part in (value.func, value.args, value.keywords)))
+        return (functools.partial, *(_value(part, walk) for part in (value.func, value.args, value.keywords)))
     if isinstance(value, types.MethodType):
-        return (types.MethodType, value.__func__, _value(value.__self__, active))
+        function, owner = value.__func__, value.__self__
+        return (types.MethodType, function, _value(owner, walk), _read(function, walk, owner))
     if isinstance(value, types.FunctionType):
-        active[id(value)] = len(active)  # for one that calls itself
-        cells = tuple(_cell(cell, active) for cell in value.__closure__ or ())
-        return (value.__code__, cells, _value(value.__defaults__, active), _value(value.__kwdefaults__, active))
+        walk.numbers[id(value)] = len(walk.numbers)  # for one that calls itself
+        cells = tuple(_cell(cell, walk) for cell in value.__closure__ or ())
+        given = _value(value.__defaults__, walk), _value(value.__kwdefaults__, walk)
+        return (value.__code__, cells, *given, _read(value, walk))
+    if walk.modules is not None and callable(value) and id(value) not in walk.numbers:
+        walk.numbers[id(value)] = len(walk.numbers)
+        return (_Same(value), _read(type(value).__call__, walk, value))
     return _Same(value)
 
 
-def _cell(cell: types.CellType, active: dict[int, int]) -> Any:
+def _read(function: Any, walk: _Walk, owner: Any = None) -> Any:
+    """What a function reads from its globals, and from the object that it is a method of, by the names in its code."""
+    if walk.modules is None or not isinstance(function, types.FunctionType):
+        return ()
+    if str(function.__module__).startswith("torch."):
+        return ()
+    own = getattr(owner, "__dict__", {})
+    return tuple(
+        (name, _value(held[name], walk))
+        for held in (function.__globals__, own)
+        for name in _names(function.__code__)
+        if name in held
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    inner = (name for each in code.co_consts if isinstance(each, types.CodeType) for name in _names(each))
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _cell(cell: types.CellType, walk: _Walk) -> Any:
     try:
-        return _value(cell.cell_contents, active)
+        return _value(cell.cell_contents, walk)
     except ValueError:  # not filled yet
         return "empty"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,11 +18,14 @@ from pipegraph.kernels.blocks import DEVICES, autocast_state
 from pipegraph.kernels.derivative import Present
 from pipegraph.kernels.differentiate import Options
 from pipegraph.kernels.interface import Forward, Loss
-from pipegraph.kernels.strides import with_strides
 from pipegraph.kernels.program import Compiler
-from pipegraph.kernels.sharded import check_traceable, is_sharded, layout, local
-from pipegraph.kernels.state import State
+from pipegraph.kernels.sharded import local
+from pipegraph.kernels.standing import Standing
+from pipegraph.kernels.strides import with_strides
 from pipegraph.kernels.variant import Call, Stage, Variant, leaves_of, trace
+
+MOST = 8
+"""So often a stage is traced for values in Python that change (an attribute, a number among the targets)."""
 
 
 class _Saved:
@@ -37,8 +41,8 @@ class _Saved:
 class TracedKernels:
     """F, I, W and B as pure functions of the stage's tensors.
 
-    They are traced when first called, and again for each new mode of a module, set of frozen parameters, shape and
-    region of autocast; what was traced before is kept. A stage that cannot be traced is left to autograd.
+    They are traced when first called, and again for each new way in which stage and loss stand at the beginning of a
+    step, shape and region of autocast; what was traced before is kept. What cannot be traced is left to autograd.
     """
 
     def __init__(
@@ -54,15 +58,29 @@ class TracedKernels:
         self._compiler = compiler
         self._options = options
         self._autograd = AutogradKernels(stage, input_gradients, output_gradients, loss)
-        self._state: State | None = None  # looked for when first called: until then the stage may be changed
-        self._modules: list[nn.Module] = []
-        self._variants: dict[Any, Variant | None] = {}
-        self._reasons: set[str] = set()  # why the stage was left to autograd, each said once
+        self._standing: Standing | None = None  # looked at when first called: until then the stage may be changed
+        self._variants: dict[Any, dict[Any, Variant | None]] = {}  # by how the stage stood, by calls
+        self._current: dict[Any, Variant | None] = {}
+        self._alike: Counter[Any] = Counter()  # variants that differ in Python's values alone
+        self._untold: str | None = None  # why the stage is left to autograd
+        self._told: set[str] = set()
+
+    @property
+    def variants(self) -> list[Variant | None]:
+        """What was traced until now; None for what is left to autograd."""
+        return [variant for known in self._variants.values() for variant in known.values()]
+
+    def begin(self) -> None:
+        if self._standing is None:
+            self._standing = Standing(self._stage.module, self._stage.loss)
+        else:
+            self._standing.look()
+        self._current = self._variants.get((self._standing.tensors, self._standing.values), {})
 
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
         call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, differentiable)
         try:
-            variant = self._variant(call, self._tensors())
+            variant = self._variant(call)
         except PipegraphError:
             return
         if variant is not None:
@@ -71,13 +89,14 @@ class TracedKernels:
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
     ) -> Forward:
-        state = self._tensors()
         call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, differentiable)
-        variant = self._variant(call, state)
+        variant = self._variant(call)
         if variant is None:
-            return self._autograd.forward(inputs, target=target, with_loss=with_loss, differentiable=differentiable)
+            made = self._autograd.forward(inputs, target=target, with_loss=with_loss, differentiable=differentiable)
+            self._tell()
+            return made
         with _plainly():
-            found, saved = variant.forward([*map(local, state), *call.tensors])
+            found, saved = variant.forward([*map(local, self._state), *call.tensors])
         found = [each.detach() if each.requires_grad else each for each in found]
         outputs = tuple(found[result] if isinstance(result, int) else result[0] for result in variant.results)
         return Forward(outputs, found[-1] if with_loss else None, _Saved(variant, saved) if differentiable else None)
@@ -102,11 +121,10 @@ class TracedKernels:
         elif saved.variant.derivative.backward(saved.present).weight is not None:
             self._run(saved, "W")
 
-    def _tensors(self) -> list[Tensor]:
-        """The stage's parameters and buffers."""
-        if self._state is None:
-            self._state, self._modules = State(self._stage.module), list(self._stage.module.modules())
-        return self._state.tensors()
+    @property
+    def _state(self) -> list[Tensor]:
+        assert self._standing is not None
+        return self._standing.state.tensors()
 
     def _take(self, saved: _Saved, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of outputs to what was saved."""
@@ -131,7 +149,7 @@ class TracedKernels:
             values = saved.variant.backward(kind, saved.present, saved.values, later)
             given = set(derivative.part(kind, saved.present).outputs)
             names = [name if name in given else None for name in parts.gradients]
-            state = self._tensors()
+            state = self._state
             inputs = saved.variant.of_inputs(values, names)
             accumulate(
                 ((state[index], values[name]) for index, name in enumerate(names[: len(state)]) if name is not None),
@@ -140,46 +158,53 @@ class TracedKernels:
         saved.values = {name: values[name] for name in later}
         return inputs
 
-    def _variant(self, call: Call, state: Sequence[Tensor]) -> Variant | None:
-        key = (
-            call.signature,
-            tuple([module.training for module in self._modules]),
-            tuple([tensor.requires_grad for tensor in state]),
-            tuple([layout(tensor) for tensor in state if is_sharded(tensor)]),
-            autocast_state(),
-        )
-        if key not in self._variants:
-            self._variants[key] = self._traced(call, state)
-        return self._variants[key]
+    def _variant(self, call: Call) -> Variant | None:
+        if self._standing is None:
+            self.begin()
+        key = call.signature, autocast_state()
+        if key not in self._current:
+            return self._traced(call, key)
+        return self._current[key]
 
-    def _traced(self, call: Call, state: Sequence[Tensor]) -> Variant | None:
-        assert self._state is not None
+    def _traced(self, call: Call, key: Any) -> Variant | None:
+        standing = self._standing
+        assert standing is not None
+        like = standing.tensors, call.shapes, autocast_state()
+        if self._alike[like] == MOST:
+            self._untold = (
+                f"{type(self._stage.module).__name__} or its loss is called with ever other values in Python, for each "
+                f"of which it would be compiled again: it is left to autograd from now on. Try: give what changes as a "
+                f"tensor"
+            )
+            return None
+        self._alike[like] += 1
+        self._variants[standing.tensors, standing.values] = self._current
+        self._current[key] = None
         try:
-            check_traceable(self._modules, state)
-            _check_plain(state)
-            return trace(self._stage, self._state, call, self._compiler, self._options)
+            if standing.obstacle is not None:
+                raise RuntimeError(standing.obstacle)
+            made = trace(self._stage, standing.modules, standing.state, call, self._compiler, self._options)
+            self._current[key] = made
         except PipegraphError:
+            del self._current[key]
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no reason given'}"
-            if reason not in self._reasons:
-                self._reasons.add(reason)
-                warnings.warn(
-                    f"{type(self._stage.module).__name__} cannot be traced and is left to autograd, where a "
-                    f"zero-bubble schedule gains nothing: {reason}",
-                    stacklevel=4,
-                )
-            return None
+            self._untold = (
+                f"{type(self._stage.module).__name__} cannot be traced and is left to autograd, where a zero-bubble "
+                f"schedule gains nothing: {_reason(error)}"
+            )
+        return self._current[key]
+
+    def _tell(self) -> None:
+        """Say why autograd has taken over, once: what fails there as well is no matter of tracing."""
+        if self._untold is not None and self._untold not in self._told:
+            self._told.add(self._untold)
+            warnings.warn(self._untold, stacklevel=4)
+        self._untold = None
 
 
-def _check_plain(state: Sequence[Tensor]) -> None:
-    """Hooks of parameters are called by autograd alone, and a graph holds tensors that have no class of their own."""
-    for tensor in state:
-        if type(local(tensor)) not in (Tensor, nn.Parameter, nn.Buffer):
-            raise RuntimeError(f"a parameter or buffer is a {type(tensor).__name__}")
-        # There is no public way to ask for hooks.
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            raise RuntimeError(f"a parameter of shape {list(tensor.shape)} has a hook")
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no reason given'}"
 
 
 @contextmanager

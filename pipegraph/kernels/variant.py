@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from pipegraph.kernels.loss import check_gradients, scalar_loss
 from pipegraph.kernels.program import Compiler, Program
 from pipegraph.kernels.sharded import check_outputs, local
 from pipegraph.kernels.signature import value_signature
+from pipegraph.kernels.snapshot import unchanged
 from pipegraph.kernels.state import State
 
 Results = tuple[int | tuple[Any], ...]
@@ -51,8 +52,16 @@ class Call:
     @property
     def signature(self) -> Any:
         """Calls with the same one run the same graphs."""
+        return self._signature(value_signature)
+
+    @property
+    def shapes(self) -> Any:
+        """The same, but for values in Python."""
+        return self._signature(type)
+
+    def _signature(self, of_value: Callable[[Any], Any]) -> Any:
         leaves = [
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else value_signature(leaf)
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else of_value(leaf)
             for leaf in self.leaves
         ]
         return (self.inputs, tuple(leaves), self.target_spec, self.with_loss, self.differentiable)
@@ -130,8 +139,13 @@ class Variant:
         return tuple(None if name is None else values[name] for name in found)
 
 
-def trace(stage: Stage, state: State, call: Call, compiler: Compiler, options: Options) -> Variant:
-    """Trace the stage, and its loss, for calls like this one. Raises whatever the stage raises on fake tensors."""
+def trace(
+    stage: Stage, modules: Sequence[nn.Module], state: State, call: Call, compiler: Compiler, options: Options
+) -> Variant:
+    """Trace the stage, and its loss, for calls like this one. Raises whatever the stage raises on fake tensors.
+
+    `modules` are those of both, `state` their tensors.
+    """
     results: list[int | tuple[Any]] = []
     leaves, inputs = call.leaves, call.inputs
 
@@ -160,7 +174,8 @@ def trace(stage: Stage, state: State, call: Call, compiler: Compiler, options: O
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             wanted.append(position < inputs and stage.input_gradients[position])
-    with internals.fake_tensors(), torch.set_grad_enabled(call.differentiable):
+    grad = torch.set_grad_enabled(call.differentiable)
+    with unchanged(modules), internals.without_log(), internals.fake_tensors(), grad:
         primals = [
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).requires_grad_(
                 want and call.differentiable

@@ -58,6 +58,9 @@ class Executor:
 
     def run(self, feed: Feed, results: Results) -> Iterator[None]:
         """Do every action. Yields where another executor of this process has to go on first. Raises ActionFailed."""
+        for stage, kernels in self._kernels.items():
+            if self._is_here(stage):
+                kernels.begin()
         self._prepare(feed)
         step, posted = Step(), 0
         for position, action in enumerate(self.actions):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,23 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from pipegraph.kernels import StageKernels, make
+
+
+class Function(nn.Module):
+    """A stage made of a function of (the stage, its inputs) and some modules."""
+
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
+def linear(*names: str) -> dict[str, nn.Module]:
+    return {name: nn.Linear(8, 8) for name in names}
 
 
 def assert_as_autograd(
@@ -73,5 +90,5 @@ def assert_as_autograd(
         )
     assert_close(dict(stage.named_buffers()), dict(reference.named_buffers()), rtol=tolerance, atol=tolerance)
     if traced:
-        assert None not in found._variants.values()  # type: ignore[attr-defined]
+        assert None not in found.variants  # type: ignore[attr-defined]
     return found

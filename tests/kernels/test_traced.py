@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import compilers, differentiate, internals, make, maker
-from tests.kernels.stages import assert_as_autograd
+from tests.kernels.stages import Function, assert_as_autograd, linear
 
 
 class Layer(nn.Module):
@@ -45,23 +45,6 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
-
-
-class Function(nn.Module):
-    """A stage made of a function of (the stage, its inputs) and some modules."""
-
-    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(self, *inputs)
-
-
-def linear(*names: str) -> dict[str, nn.Module]:
-    return {name: nn.Linear(8, 8) for name in names}
 
 
 x = torch.randn(4, 8)
@@ -178,7 +161,7 @@ def test_as_autograd(name: str, way: str) -> None:
 
 
 def test_equal_layers_are_one_block_and_layers_that_differ_are_not() -> None:
-    blocks = [len(kernels_of(name)._variants.popitem()[1].derivative._blocks) for name in BLOCKS]
+    blocks = [len(kernels_of(name).variants[-1].derivative._blocks) for name in BLOCKS]
     assert dict(zip(BLOCKS, blocks, strict=True)) == BLOCKS
 
 
@@ -201,7 +184,7 @@ def test_a_stage_of_more_layers_has_no_more_kernels() -> None:
     counts = []
     for layers in (3, 12):
         kernels = assert_as_autograd(Layers(layers), (x,))
-        (variant,) = kernels._variants.values()
+        (variant,) = kernels.variants
         programs = variant._programs.values()
         counts.append(len({id(kernel) for program in programs for kernel in program.kernels()}))
     assert counts[0] == counts[1]
@@ -212,11 +195,13 @@ def test_the_modes_of_modules_reach_the_kernels_and_are_traced_once() -> None:
     kernels = make("eager", stage, (True,), (True,))
     for _ in range(2):
         stage.eval()
+        kernels.begin()
         assert_close(kernels.forward((x,)).outputs[0], stage(x).detach())
         stage.layers[1].dropout.train()
+        kernels.begin()
         first, second = (kernels.forward((x,), differentiable=False).outputs[0] for _ in range(2))
         assert not torch.equal(first, second)
-    assert len(kernels._variants) == 2
+    assert len(kernels.variants) == 2
 
 
 def test_dropout_differs_between_microbatches_and_layers_and_is_the_same_in_backward() -> None:
@@ -249,6 +234,7 @@ def test_freezing_is_seen() -> None:
     for trainable in (True, False, True):
         stage.zero_grad()
         stage.head.requires_grad_(trainable)
+        kernels.begin()
         kernels.backward(kernels.forward((x,)).saved, (torch.ones(4, 4),))
         assert (stage.head.weight.grad is not None) is trainable
         assert stage.layers[0].up.weight.grad is not None
@@ -431,7 +417,7 @@ def test_preparing_compiles_all_that_a_step_needs() -> None:
     stage = Layers()
     kernels = make("eager", stage, (True,), (True,))
     kernels.prepare((torch.zeros(4, 8),), target=None, with_loss=False, differentiable=True, kinds="FIW")
-    (variant,) = kernels._variants.values()
+    (variant,) = kernels.variants
     programs = dict(variant._programs)
     saved = kernels.forward((x,)).saved
     kernels.input_backward(saved, (torch.ones(4, 4),))
@@ -506,7 +492,7 @@ def test_stages_that_are_made_together_share_blocks() -> None:
     stages = [make_stage(Layers(), (True,), (True,), None) for _ in range(2)]
     for kernels in stages:
         kernels.forward((x,))
-    (left,), (right,) = ([variant.derivative._blocks for variant in each._variants.values()] for each in stages)
+    (left,), (right,) = ([variant.derivative._blocks for variant in each.variants] for each in stages)
     assert left == right and len(left) == 1
 
 
@@ -516,7 +502,7 @@ def test_a_block_that_cannot_be_traced_is_a_part_of_what_is_around_it(monkeypatc
 
     monkeypatch.setattr(differentiate, "block_of", fail)
     kernels = assert_as_autograd(Layers(), (x,))
-    (variant,) = kernels._variants.values()
+    (variant,) = kernels.variants
     assert not variant.derivative._blocks
 
 
@@ -528,4 +514,4 @@ def test_a_closure_that_refers_to_itself() -> None:
         return again
 
     stage = nn.Sequential(*(Function(made(), **linear("a")) for _ in range(2)))
-    assert len(assert_as_autograd(stage, (x,))._variants.popitem()[1].derivative._blocks) == 1
+    assert len(assert_as_autograd(stage, (x,)).variants[-1].derivative._blocks) == 1

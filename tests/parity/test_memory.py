@@ -59,6 +59,9 @@ class Kernels:
         self._scale, self._stage = scale, stage
         self._state = {tensor.untyped_storage()._cdata for tensor in [*module.parameters(), *module.buffers()]}
 
+    def begin(self) -> None:
+        self._kernels.begin()
+
     def prepare(self, *given: Any, **options: Any) -> None:
         self._kernels.prepare(*given, **options)
 

@@ -173,7 +173,7 @@ def divided(rank: int, folder: str, plan: str, recompute: str) -> tuple[int, dic
     PLANS[plan](stage, mesh)
     kernels: Any = make("eager", stage, (True,), (True,), recompute=recompute)
     kernels.forward((torch.ones(2, 4, 8),))
-    (variant,) = kernels._variants.values()
+    (variant,) = kernels.variants
     derivative = variant.derivative
     parts = {kind: derivative.part(kind, derivative.all_present) for kind in "FIWB"}
     return len(derivative._blocks), {kind: list(_collectives(part)) for kind, part in parts.items()}

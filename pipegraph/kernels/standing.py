@@ -1,0 +1,63 @@
+"""How a stage and its loss stand before a step: whatever they are traced for, beside the arguments of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipegraph.kernels.interface import Loss
+from pipegraph.kernels.sharded import check_traceable, local
+from pipegraph.kernels.signature import loss_signature, module_signature, tensor_signature
+from pipegraph.kernels.snapshot import Snapshot
+from pipegraph.kernels.state import State
+
+
+class Standing:
+    """Looked at once per step.
+
+    `modules` are those of stage and loss, `state` their tensors; `tensors` is what these are like, `values` everything
+    else: attributes, modes, hooks, what the loss reads from outside. `obstacle` is why they cannot be traced.
+    """
+
+    def __init__(self, stage: nn.Module, loss: Loss | None) -> None:
+        self._stage, self._loss = stage, loss
+        self._before: Snapshot | None = None
+        self._held: list[nn.Module] = []
+        self._structure: Any = None
+        self.look()
+
+    def look(self) -> None:
+        """See what has changed."""
+        loss, held = loss_signature(self._loss)
+        # The signature of many modules takes milliseconds.
+        if self._before is None or held != self._held or self._before.changed() is not None:
+            parts = (part for module in (self._stage, *held) for part in module.modules())
+            self.modules = list(dict.fromkeys(parts))
+            self.state = State(self.modules)
+            self._held, self._before = held, Snapshot(self.modules)
+            self._structure = module_signature(self._stage)
+        state = self.state.tensors()
+        self.tensors = tuple(map(tensor_signature, state))
+        self.obstacle = _obstacle(self.modules, state)
+        self.values = self._structure, loss, self.obstacle
+
+
+def _obstacle(modules: Sequence[nn.Module], state: Sequence[Tensor]) -> str | None:
+    try:
+        check_traceable(modules, state)
+        _check_plain(state)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _check_plain(state: Sequence[Tensor]) -> None:
+    """Hooks of parameters are called by autograd alone, and a graph holds tensors that have no class of their own."""
+    for tensor in state:
+        if type(local(tensor)) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise RuntimeError(f"a parameter or buffer is a {type(tensor).__name__}")
+        # There is no public way to ask for hooks.
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise RuntimeError(f"a parameter of shape {list(tensor.shape)} has a hook")
