@@ -37,6 +37,6 @@ def accumulate(found: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor |
 
 
 def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
-    if gradient.stride() == parameter.stride():
+    if gradient.is_sparse or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)

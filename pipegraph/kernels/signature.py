@@ -6,6 +6,7 @@ compiled on its own: slower to start, never wrong.
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Mapping
@@ -45,13 +46,13 @@ def tensor_signature(tensor: Tensor) -> tuple[Any, ...]:
 class _Walk:
     """What one signature has come across: an object or a tensor that comes again is the number that it got.
 
-    `modules` are those that a function holds. Without such a list they are no part of what is compared, nor is what
-    a function reads from its globals and its object.
+    `held` are the modules, lists, dicts and sets that a function reads. Without such a list modules are no part of what
+    is compared, nor is what a function reads from its globals and its object.
     """
 
     numbers: dict[int, int] = field(default_factory=dict)
     tensors: dict[int, int] = field(default_factory=dict)
-    modules: list[nn.Module] | None = None
+    held: list[Any] | None = None
 
 
 def module_signature(module: nn.Module) -> tuple[Any, ...]:
@@ -64,10 +65,11 @@ def value_signature(value: Any) -> Any:
     return _value(value, _Walk())
 
 
-def loss_signature(loss: Any) -> tuple[Any, list[nn.Module]]:
-    """Of a function that is no part of a module, with what it reads from outside; and the modules that it holds."""
-    modules: list[nn.Module] = []
-    return _value(loss, _Walk(modules=modules)), modules
+def loss_signature(loss: Any) -> tuple[Any, list[Any]]:
+    """Of a function that is no part of a module, with what it reads from outside; the modules among that, and what
+    else can be changed."""
+    held: list[Any] = []
+    return _value(loss, _Walk(held=held)), held
 
 
 def _module(module: nn.Module, walk: _Walk) -> tuple[Any, ...]:
@@ -98,16 +100,12 @@ def _value(value: Any, walk: _Walk) -> Any:
         return (type(value), value)
     if is_style(value):
         return (type(value), *((name, _value(item, walk)) for name, item in vars(value).items()))
-    if type(value) in (tuple, list):
-        return (type(value), *(_value(item, walk) for item in value))
-    if type(value) in (set, frozenset):
-        return (type(value), frozenset(_value(item, walk) for item in value))
-    if isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
-        return (type(value), *((key, _value(item, walk)) for key, item in value.items()))
-    if isinstance(value, (nn.Module, types.FunctionType)) and id(value) in walk.numbers:
+    if id(value) in walk.numbers:
         return ("again", walk.numbers[id(value)])
-    if isinstance(value, nn.Module) and walk.modules is not None:
-        walk.modules.append(value)
+    if type(value) in (tuple, list, set, frozenset) or _is_mapping(value):
+        return _container(value, walk)
+    if isinstance(value, nn.Module) and walk.held is not None:
+        walk.held.append(value)
         return (_Same(value), _module(value, walk))
     if isinstance(value, functools.partial):
         return (functools.partial, *(_value(part, walk) for part in (value.func, value.args, value.keywords)))
@@ -119,7 +117,7 @@ def _value(value: Any, walk: _Walk) -> Any:
         cells = tuple(_cell(cell, walk) for cell in value.__closure__ or ())
         given = _value(value.__defaults__, walk), _value(value.__kwdefaults__, walk)
         return (value.__code__, cells, *given, _read(value, walk))
-    if walk.modules is not None and callable(value) and id(value) not in walk.numbers:
+    if walk.held is not None and callable(value):
         walk.numbers[id(value)] = len(walk.numbers)
         return (_Same(value), _read(type(value).__call__, walk, value))
     return _Same(value)
@@ -127,23 +125,38 @@ def _value(value: Any, walk: _Walk) -> Any:
 
 def _read(function: Any, walk: _Walk, owner: Any = None) -> Any:
     """What a function reads from its globals, and from the object that it is a method of, by the names in its code."""
-    if walk.modules is None or not isinstance(function, types.FunctionType):
+    if walk.held is None or not isinstance(function, types.FunctionType):
         return ()
     if str(function.__module__).startswith("torch."):
         return ()
-    own = getattr(owner, "__dict__", {})
-    return tuple(
-        (name, _value(held[name], walk))
-        for held in (function.__globals__, own)
-        for name in _names(function.__code__)
-        if name in held
-    )
+    own, code = getattr(owner, "__dict__", {}), function.__code__
+    read = [(name, function.__globals__[name]) for name in _globals(code) if name in function.__globals__]
+    read += [(name, own[name]) for name in code.co_names if name in own]
+    return tuple((name, _value(item, walk)) for name, item in read)
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    inner = (name for each in code.co_consts if isinstance(each, types.CodeType) for name in _names(each))
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
+def _globals(code: types.CodeType) -> tuple[str, ...]:
+    inner = (name for each in code.co_consts if isinstance(each, types.CodeType) for name in _globals(each))
+    own = (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    return tuple(dict.fromkeys((*own, *inner)))
+
+
+def _container(value: Any, walk: _Walk) -> Any:
+    if walk.held is not None and type(value) not in (tuple, frozenset):
+        walk.held.append(value)
+    walk.numbers[id(value)] = len(walk.numbers)  # for one that holds itself
+    if _is_mapping(value):
+        items: Any = tuple((key, _value(item, walk)) for key, item in value.items())
+    else:
+        items = (_value(item, walk) for item in value)
+        items = tuple(items) if isinstance(value, (tuple, list)) else frozenset(items)
+    del walk.numbers[id(value)]  # it may be no one's, and its id soon another's
+    return (type(value), items)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections")
 
 
 def _cell(cell: types.CellType, walk: _Walk) -> Any:

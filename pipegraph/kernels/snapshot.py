@@ -1,4 +1,4 @@
-"""The attributes of modules as they stand: to see that something changed them, and to put them back."""
+"""Attributes of modules and items of containers as they stand: to see what changed, and to put it back."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ class _Kept:
 
 
 class Snapshot:
-    """The attributes of modules, and the items of lists, dicts and sets in them."""
+    """The attributes of modules, and the items of lists, dicts and sets, those in them too."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, held: Iterable[Any]) -> None:
         self._kept: dict[int, _Kept] = {}
-        for module in modules:
-            self._keep(type(module).__name__, vars(module))
+        for each in held:
+            if isinstance(each, nn.Module):
+                self._keep(type(each).__name__, vars(each))
+            else:
+                self._keep(f"a {type(each).__name__}", each)
 
     def changed(self) -> str | None:
         """The name of an attribute that changed; None where none did. Takes microseconds per module."""
@@ -69,10 +72,10 @@ class Snapshot:
 
 
 @contextmanager
-def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """RuntimeError where attributes of modules are other ones afterwards: a graph does not set them, and what tracing
-    puts there has no memory. They are put back."""
-    before = Snapshot(modules)
+def unchanged(held: Iterable[Any]) -> Iterator[None]:
+    """RuntimeError where something in modules, lists, dicts and sets is another one afterwards: a graph does not put it
+    there, and what tracing puts there has no memory. It is put back as it was."""
+    before = Snapshot(held)
     try:
         yield
         changed = before.changed()

@@ -17,31 +17,38 @@ from pipegraph.kernels.state import State
 class Standing:
     """Looked at once per step.
 
-    `modules` are those of stage and loss, `state` their tensors; `tensors` is what these are like, `values` everything
-    else: attributes, modes, hooks, what the loss reads from outside. `obstacle` is why they cannot be traced.
+    `modules` are those of stage and loss, `held` these and the lists, dicts and sets that the loss reads, `state` the
+    tensors of modules; `tensors` is what these are like, `values` everything else: attributes, modes, hooks, what the
+    loss reads from outside. `obstacle` is why they cannot be traced.
     """
 
     def __init__(self, stage: nn.Module, loss: Loss | None) -> None:
         self._stage, self._loss = stage, loss
         self._before: Snapshot | None = None
-        self._held: list[nn.Module] = []
+        self._of_loss: list[Any] = []
         self._structure: Any = None
         self.look()
 
     def look(self) -> None:
         """See what has changed."""
-        loss, held = loss_signature(self._loss)
-        # The signature of many modules takes milliseconds.
-        if self._before is None or held != self._held or self._before.changed() is not None:
-            parts = (part for module in (self._stage, *held) for part in module.modules())
-            self.modules = list(dict.fromkeys(parts))
+        loss, of_loss = loss_signature(self._loss)
+        if self._has_changed(of_loss):
+            roots = (self._stage, *(each for each in of_loss if isinstance(each, nn.Module)))
+            self.modules = list(dict.fromkeys(part for root in roots for part in root.modules()))
+            self.held = [*self.modules, *(each for each in of_loss if not isinstance(each, nn.Module))]
             self.state = State(self.modules)
-            self._held, self._before = held, Snapshot(self.modules)
+            self._of_loss, self._before = of_loss, Snapshot(self.held)
             self._structure = module_signature(self._stage)
         state = self.state.tensors()
         self.tensors = tuple(map(tensor_signature, state))
         self.obstacle = _obstacle(self.modules, state)
         self.values = self._structure, loss, self.obstacle
+
+    def _has_changed(self, of_loss: list[Any]) -> bool:
+        """Asked first, as the signature of many modules takes milliseconds."""
+        if self._before is None or self._before.changed() is not None:
+            return True
+        return list(map(id, of_loss)) != list(map(id, self._of_loss))
 
 
 def _obstacle(modules: Sequence[nn.Module], state: Sequence[Tensor]) -> str | None:

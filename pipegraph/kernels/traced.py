@@ -178,28 +178,27 @@ class TracedKernels:
             )
             return None
         self._alike[like] += 1
-        self._variants[standing.tensors, standing.values] = self._current
-        self._current[key] = None
         try:
             if standing.obstacle is not None:
                 raise RuntimeError(standing.obstacle)
-            made = trace(self._stage, standing.modules, standing.state, call, self._compiler, self._options)
-            self._current[key] = made
+            made = trace(self._stage, standing.held, standing.state, call, self._compiler, self._options)
         except PipegraphError:
-            del self._current[key]
             raise
         except Exception as error:
+            made = None
             self._untold = (
                 f"{type(self._stage.module).__name__} cannot be traced and is left to autograd, where a zero-bubble "
                 f"schedule gains nothing: {_reason(error)}"
             )
-        return self._current[key]
+        self._current[key] = made
+        self._variants[standing.tensors, standing.values] = self._current
+        return made
 
     def _tell(self) -> None:
         """Say why autograd has taken over, once: what fails there as well is no matter of tracing."""
         if self._untold is not None and self._untold not in self._told:
             self._told.add(self._untold)
-            warnings.warn(self._untold, stacklevel=4)
+            warnings.warn(self._untold, stacklevel=3)
         self._untold = None
 
 

@@ -139,12 +139,10 @@ class Variant:
         return tuple(None if name is None else values[name] for name in found)
 
 
-def trace(
-    stage: Stage, modules: Sequence[nn.Module], state: State, call: Call, compiler: Compiler, options: Options
-) -> Variant:
+def trace(stage: Stage, held: Sequence[Any], state: State, call: Call, compiler: Compiler, options: Options) -> Variant:
     """Trace the stage, and its loss, for calls like this one. Raises whatever the stage raises on fake tensors.
 
-    `modules` are those of both, `state` their tensors.
+    `held` are the modules of both, and whatever else tracing must not change; `state` are the modules' tensors.
     """
     results: list[int | tuple[Any]] = []
     leaves, inputs = call.leaves, call.inputs
@@ -175,7 +173,7 @@ def trace(
         if isinstance(leaf, Tensor):
             wanted.append(position < inputs and stage.input_gradients[position])
     grad = torch.set_grad_enabled(call.differentiable)
-    with unchanged(modules), internals.without_log(), internals.fake_tensors(), grad:
+    with unchanged(held), internals.without_log(), internals.fake_tensors(), grad:
         primals = [
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).requires_grad_(
                 want and call.differentiable

@@ -149,6 +149,13 @@ def test_what_changes_between_steps_is_noticed(name: str) -> None:
     assert stage[0].weight.requires_grad or stage[0].weight.grad is None
 
 
+def test_an_attribute_that_holds_itself() -> None:
+    stage = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    stage.tree = [{"name": "root"}]
+    stage.tree[0]["inside"] = stage.tree
+    assert_as_autograd(stage, (x,))
+
+
 def test_the_dtype_of_compiled_kernels() -> None:
     stage = Function(lambda s, x: torch.tanh(x * s.a.weight + s.a.bias), **linear("a"))
     kernels = make("inductor", stage, (False,), (True,))
@@ -279,6 +286,19 @@ def test_a_tensor_that_is_written_to_is_left_to_autograd() -> None:
     with pytest.warns(UserWarning, match="cannot be traced"):
         found = sum(step(kernels) for _ in range(3))
     assert_close(average, found)
+
+
+def test_a_loss_that_keeps_what_it_found() -> None:
+    found: list[Tensor] = []
+
+    def loss(outputs: Any, target: Any) -> Tensor:
+        found.append(outputs[0].sum())
+        return found[-1]
+
+    kernels = make("eager", nn.Linear(8, 8), (True,), (True,), loss)
+    with pytest.warns(UserWarning, match="sets a list"):
+        losses = [step(kernels) for _ in range(3)]
+    assert_close(found, losses)
 
 
 def test_a_number_that_is_another_one_at_each_step_is_left_to_autograd() -> None:

@@ -469,6 +469,15 @@ def test_a_gradient_has_the_strides_of_its_parameter() -> None:
     assert [s.weight.grad.stride() for s in (stage.a, stage.b)] == [s.weight.stride() for s in (stage.a, stage.b)]
 
 
+def test_a_sparse_gradient() -> None:
+    stage = nn.Embedding(5, 8, sparse=True)
+    kernels = make("eager", stage, (False,), (True,))
+    for _ in range(2):
+        kernels.backward(kernels.forward((tokens,)).saved, (torch.ones(4, 8),))
+    assert stage.weight.grad.is_sparse
+    assert_close(stage.weight.grad.to_dense()[tokens[0]], torch.full((8,), 2.0 * (tokens == tokens[0]).sum()))
+
+
 class Factor(nn.Module):
     factor = 1.0
 
