@@ -26,7 +26,7 @@ from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.faults import Guard
 from pipegraph.runtime.group import TIMEOUT
 from pipegraph.runtime.local import LocalTransport
-from pipegraph.runtime.microbatch import bind, check, cut, cut_target, join, pack
+from pipegraph.runtime.microbatch import batch_rows, bind, check, cut, cut_target, join, pack
 from pipegraph.runtime.step import Feed, Results
 from pipegraph.runtime.ties import RemoteTies, share, ties
 from pipegraph.runtime.transport import Transport
@@ -227,7 +227,9 @@ class Pipeline:
         for name in sorted(needed | given.keys()):  # also what only others take, so that every rank says the same
             check(manifest.values[name], given.get(name), microbatches)
         inputs = {name: cut(manifest.values[name], given[name], microbatches, self._device) for name in needed}
-        targets = cut_target(target, microbatches, self._device if self._has_last_stage else None)
+        targets = cut_target(
+            target, microbatches, self._device if self._has_last_stage else None, batch_rows(manifest, microbatches)
+        )
         return Feed(inputs, targets, with_loss, keep_outputs)
 
     def _joined(self, results: Results) -> Any:
