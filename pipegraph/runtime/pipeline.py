@@ -154,8 +154,6 @@ class Pipeline:
         where this rank or another one fails.
         """
         differentiable = self.schedule.has_backward
-        if differentiable and self._loss_fn is None:
-            raise PipegraphError(f"{self.schedule.name} has a backward, which needs a loss: give Pipeline a loss_fn.")
         with_loss = self._loss_fn is not None
         results = self._run(self._training, args, kwargs, target, with_loss, return_outputs, differentiable)
         losses = torch.stack([results.losses[index] for index in sorted(results.losses)]) if results.losses else None
@@ -208,8 +206,11 @@ class Pipeline:
     ) -> Results:
         results = Results()
         with self._guard:
+            if summed and self._has_last_stage and not with_loss:
+                name = self.schedule.name
+                raise PipegraphError(f"{name} has a backward, which needs a loss: give Pipeline a loss_fn.")
             feed = self._feed(args, kwargs, target, with_loss, keep_outputs)
-            self._transport.start()
+            self._transport.start("step" if executors is self._training else "eval")
             with self._ties.summed() if self._ties and summed else nullcontext():
                 drive(executors, feed, results)
                 if summed:
