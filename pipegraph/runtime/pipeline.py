@@ -95,11 +95,11 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._device = local_device(device)
         self._world = world = find(group, self._device, timeout)
-        self._guard = Guard(world.rank, world.size, world.store) if world else Guard(0, 1, None)
-        weakref.finalize(self, self._guard.close)  # also at exit, before torch's own threads are torn down
+        self._guard = guard = Guard(world.rank, world.size, world.store) if world else Guard(0, 1, None)
+        weakref.finalize(self, guard.close)  # also at exit, before torch's own threads are torn down
         if world:
-            self._guard.closing.callback(world.close)
-        with self._guard:
+            guard.closing.callback(lambda: world.close(abort=guard.has_failed))
+        with guard:
             self.package = package if isinstance(package, Package) else Package.open(package)
             manifest = self.package.manifest
             self.schedule = choose(schedule, microbatches, len(manifest.stages), world.size if world else None)
@@ -133,7 +133,9 @@ class Pipeline:
                 world.agree(f"{manifest.to_json()} {self.schedule.actions}")
                 self._ties = RemoteTies(shared, placement, world)
                 self._transport = DistributedTransport(world, rank_pairs(training), _buffers(training, evaluation))
-            self._guard.closing.callback(self._transport.close)
+            guard.closing.callback(self._transport.close)
+            if world and self._device.type == "cuda":
+                guard.watch()
             self._training, self._evaluation = (
                 [Executor(rank, lowered, wiring, made, self._transport, self._device) for rank in ranks]
                 for lowered in (training, evaluation)

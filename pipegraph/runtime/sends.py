@@ -50,7 +50,7 @@ class Sends(Protocol):
         ...
 
     def finish(self) -> None:
-        """Return when all are sent, or with NCCL in the stream's order. Raises ConnectionLost."""
+        """Return when all are sent; with NCCL at once. Raises ConnectionLost."""
         ...
 
     def drop(self) -> None:
@@ -59,21 +59,23 @@ class Sends(Protocol):
 
 
 class PolledSends:
-    """For NCCL, whose works say when they are done."""
+    """For NCCL, whose works say when they are done.
+
+    At the end of a step some may still be on their way. They are kept into the next one, as waiting would make the
+    computation that follows wait for the slowest receiver.
+    """
 
     def __init__(self) -> None:
         self._sending: deque[Sending] = deque()
 
     def add(self, sending: Sending) -> None:
-        while self._sending and all(work.is_completed() for work in self._sending[0].works):
-            self._sending.popleft()
+        self.finish()
         sending.start()
         self._sending.append(sending)
 
     def finish(self) -> None:
-        for sending in self._sending:
-            sending.wait()
-        self._sending.clear()
+        while self._sending and all(work.is_completed() for work in self._sending[0].works):
+            self._sending.popleft()
 
     def drop(self) -> None:
         self._sending.clear()
