@@ -9,7 +9,7 @@ before; but whom it waited for may have waited in turn. So every rank that stops
 the one that does not.
 
 With NCCL nobody is woken: what waits is the GPU, and a peer that closes its side does not end that. There a thread of
-each rank looks for a fault in the store, and closes the connections itself.
+each rank looks for a fault in the store, and aborts the connections itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Final
 
@@ -67,7 +67,6 @@ class Guard:
         self._stopped: str | None = None
         self._lost: ConnectionLost | None = None  # where another rank's failure was found by the watching thread
         self._over = threading.Event()
-        self._lock = threading.Lock()
 
     def __enter__(self) -> None:
         if self._stopped is not None:
@@ -82,28 +81,25 @@ class Guard:
         self._over.set()  # the failure is told here, not by the watching thread as well
         said = self._explain(error)
         if self._store is not None:
-            self._close(failed=True)
+            self.has_failed = True
+            self.closing.close()
             said = self._stopped = f"{said}{self._hung()}"
         if isinstance(error, ConnectionLost):  # which the launcher looks for, to blame another rank
             raise RuntimeFault(said) from error
         if isinstance(error, ActionFailed):
             raise RuntimeFault(said) from (error.__cause__ or error)
 
-    def watch(self) -> None:
-        """Look for other ranks' failures, in a thread that lives until this rank fails or is done."""
-        threading.Thread(target=self._watch, name="pipegraph-faults", daemon=True).start()
+    def watch(self, abort: Callable[[], None]) -> None:
+        """Look for another rank's failure, in a thread that lives until this rank fails or is done. `abort` ends what
+        this rank waits for; the rest is closed by whoever uses it."""
+        threading.Thread(target=self._watch, args=(abort,), name="pipegraph-faults", daemon=True).start()
 
     def close(self) -> None:
         """Let go of all connections, as the process is done."""
-        self._close(failed=False)
-
-    def _close(self, failed: bool) -> None:
         self._over.set()
-        with self._lock:
-            self.has_failed |= failed
-            self.closing.close()
+        self.closing.close()
 
-    def _watch(self) -> None:
+    def _watch(self, abort: Callable[[], None]) -> None:
         assert self._store is not None
         while not self._over.wait(_WATCHING_SECONDS):
             try:
@@ -114,11 +110,13 @@ class Guard:
             except Exception:  # the store's host may be done with its work before this rank is
                 return
             if not self._over.is_set():
+                self.has_failed = True
                 self._lost = ConnectionLost(None, fault)
                 self._stopped = f"rank {self._rank} stopped: {fault}"
                 # The host may be waiting for the GPU outside of any call, and come to none any more.
                 logging.getLogger(__name__).error(self._stopped)
-                self._close(failed=True)
+                abort()
+                return
 
     def _explain(self, error: BaseException) -> str:
         """Report a failure, and say it in full: who failed first, and where this rank stopped for it."""

@@ -81,9 +81,10 @@ class Group:
             (backend.abort if abort else backend.shutdown)()
 
     def _open(self) -> Any:
-        if self._backend is None:
+        backend = self._backend  # read once, as another thread may close
+        if backend is None:
             raise RuntimeError("closed here")
-        return self._backend
+        return backend
 
 
 @contextmanager

@@ -135,7 +135,7 @@ class Pipeline:
                 self._transport = DistributedTransport(world, rank_pairs(training), _buffers(training, evaluation))
             guard.closing.callback(self._transport.close)
             if world and self._device.type == "cuda":
-                guard.watch()
+                guard.watch(lambda: world.close(abort=True))
             self._training, self._evaluation = (
                 [Executor(rank, lowered, wiring, made, self._transport, self._device) for rank in ranks]
                 for lowered in (training, evaluation)

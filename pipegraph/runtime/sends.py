@@ -36,6 +36,10 @@ class Sending:
     def start(self) -> None:
         self.works.extend([self.group.send(tensor, self.peer) for tensor in self.tensors])
 
+    def is_sent(self) -> bool:
+        """With NCCL; a work of gloo does not say so."""
+        return all(work.is_completed() for work in self.works)
+
     def wait(self) -> None:
         with lost_connections(self.peer, str(self.transfer or "")):
             for work in self.works:
@@ -69,13 +73,13 @@ class PolledSends:
         self._sending: deque[Sending] = deque()
 
     def add(self, sending: Sending) -> None:
-        self.finish()
+        while self._sending and self._sending[0].is_sent():
+            self._sending.popleft()
         sending.start()
         self._sending.append(sending)
 
     def finish(self) -> None:
-        while self._sending and all(work.is_completed() for work in self._sending[0].works):
-            self._sending.popleft()
+        self._sending = deque(sending for sending in self._sending if not sending.is_sent())
 
     def drop(self) -> None:
         self._sending.clear()

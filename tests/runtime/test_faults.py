@@ -166,8 +166,7 @@ def test_a_watching_rank_stops_when_another_has_failed(caplog: pytest.LogCapture
     """As with NCCL, where no connection breaks."""
     store, closed = HashStore(), threading.Event()
     failing, watching = (Guard(rank, 2, store) for rank in range(2))
-    watching.closing.callback(closed.set)
-    watching.watch()
+    watching.watch(closed.set)
     with pytest.raises(RuntimeFault, match=r"^rank 1 stopped: rank 0 failed: ValueError: broken") as raised, watching:
         _fail(failing, closed)
     assert isinstance(raised.value.__cause__, ConnectionLost)  # so that the launcher blames the other rank
@@ -186,7 +185,7 @@ def _fail(failing: Guard, noticed: threading.Event) -> None:
 def test_nobody_watches_when_all_is_done() -> None:
     store, threads = HashStore(), threading.active_count()
     guard = Guard(0, 2, store)
-    guard.watch()
+    guard.watch(guard.close)
     guard.close()
     assert not guard.has_failed
     deadline = time.monotonic() + SECONDS
