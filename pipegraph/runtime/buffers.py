@@ -32,7 +32,8 @@ class Buffers:
             tensor, storage = self._buffers[-1]
             if _holders(storage) == 2:  # the tensor and the storage that are kept here
                 return tensor.detach()
-        tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        with torch.inference_mode(False):  # which `eval` may be called in, and a later step needs a gradient of it
+            tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._buffers.append((tensor, tensor.untyped_storage()))
         if len(self._buffers) > self._most:
             self._buffers.popleft()

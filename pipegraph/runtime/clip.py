@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,15 +27,19 @@ def clip_grad_norm(
 
     The norm, before scaling, is returned. It is taken over what each rank of `group` has `counted`, so that a weight
     with copies on several ranks is counted once and scaled on all of them. Of a DTensor all shards are counted.
+
+    The norm has the dtype of this rank's gradients, and at least float32; between ranks, which may differ in that, it
+    is added in float64.
     """
     norms = [_norm(same, norm_type, device) for same in _by_layout(counted)]
-    total = torch.nn.utils.get_total_norm(norms, norm_type).to(device, torch.float32)
+    total = torch.nn.utils.get_total_norm(norms, norm_type).to(device, torch.float64)
     if group is not None and math.isinf(norm_type):
         group.all_reduce(total, dist.ReduceOp.MAX)
     elif group is not None:
         total = total**norm_type
         group.all_reduce(total)
         total = total ** (1 / norm_type)
+    total = total.to(_dtype(parameters))
     for same in _by_layout(parameters):
         torch.nn.utils.clip_grads_with_norm_(same, max_norm, total)
     return total
@@ -49,9 +54,14 @@ def _by_layout(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(found.values())
 
 
+def _dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    dtypes = {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
+    return reduce(torch.promote_types, dtypes, torch.float32)
+
+
 def _norm(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:
     """Of gradients of one layout; over all ranks that hold a shard."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
     found: Tensor = norm.full_tensor() if is_sharded(norm) else norm
-    return found.to(device, torch.float32)
+    return found.to(device, torch.float64)

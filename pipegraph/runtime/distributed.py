@@ -7,28 +7,56 @@ noticed by all that wait for it, whatever else is still on its way to others.
 With NCCL each group has a CUDA stream of its own, so that transfers run beside computation. A send or receive begins
 when what the current stream holds at that moment is done: behind the kernel that made the tensor, and behind the last
 one that read the buffer. Waiting for it makes the current stream wait, never the host.
+
+The first message of a step in each direction is headed by the step that it belongs to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipegraph.runtime.buffers import Buffers
+from pipegraph.runtime.calls import Call, LateChecks
 from pipegraph.runtime.group import Group, lost_connections
 from pipegraph.runtime.sends import AwaitedSends, PolledSends, Sending, Sends
 from pipegraph.runtime.transport import Transfer
 from pipegraph.runtime.world import World
 
 
+@dataclass(frozen=True)
+class Head:
+    """What heads a message that is to come, and the call that it should name. On a GPU that is looked at `late`."""
+
+    tensor: Tensor
+    call: Call
+    late: LateChecks | None
+
+    def check(self, peer: int) -> None:
+        if self.late is None:
+            self.call.check(self.tensor, peer)
+        else:
+            self.late.add(self.tensor, self.call, peer)
+
+
 class DistributedReceive:
     """Buffers that are being filled. It stands among `unfinished` until it has been waited for."""
 
-    def __init__(self, group: Group, peer: int, tensors: Sequence[Tensor], unfinished: set[DistributedReceive]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        peer: int,
+        tensors: Sequence[Tensor],
+        head: Head | None,
+        unfinished: set[DistributedReceive],
+    ) -> None:
         self._peer = peer
         self._tensors = tensors
+        self._head = head
+        self._head_work = None if head is None else group.receive(head.tensor, peer)
         self._works = [group.receive(tensor, peer) for tensor in tensors if tensor.numel()]
         self._unfinished = unfinished
         unfinished.add(self)
@@ -37,6 +65,10 @@ class DistributedReceive:
         return True  # nothing else in this process could make it so
 
     def wait(self) -> Sequence[Tensor]:
+        if self._head is not None and self._head_work is not None:
+            with lost_connections(self._peer):
+                self._head_work.wait()
+            self._head.check(self._peer)  # before the rest, which might never come
         with lost_connections(self._peer):
             for work in self._works:
                 work.wait()
@@ -44,6 +76,7 @@ class DistributedReceive:
         return self._tensors
 
     def drop(self) -> None:
+        self._head_work = None
         self._works.clear()
         self._unfinished.discard(self)
 
@@ -60,6 +93,9 @@ class DistributedTransport:
         self._most = buffers
         self._buffers: dict[tuple[int, int], list[Buffers]] = {}
         self._unfinished: set[DistributedReceive] = set()
+        self._call = Call()
+        self._headed: set[tuple[int, int]] = set()
+        self._late = LateChecks() if world.device.type == "cuda" else None
         self._sends: Sends = PolledSends() if world.device.type == "cuda" else AwaitedSends()
         self._groups = {
             pair: world.connect(f"{pair[0]}-{pair[1]}", pair) for pair in sorted(pairs) if world.rank in pair
@@ -73,6 +109,8 @@ class DistributedTransport:
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         sent = [tensor.contiguous() for tensor in tensors if tensor.numel()]
+        if self._is_first(transfer):
+            sent.insert(0, self._call.head(self._device))
         self._sends.add(Sending(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
 
     def receive(self, transfer: Transfer) -> DistributedReceive:
@@ -81,13 +119,23 @@ class DistributedTransport:
             most = self._most.get(stages, 1)
             self._buffers[stages] = [Buffers(value, self._device, most) for value in transfer.values]
         tensors = [buffers.take() for buffers in self._buffers[stages]]
-        return DistributedReceive(self._groups[transfer.ranks], transfer.ranks[0], tensors, self._unfinished)
+        head = Head(self._call.head(self._device), self._call, self._late) if self._is_first(transfer) else None
+        return DistributedReceive(self._groups[transfer.ranks], transfer.ranks[0], tensors, head, self._unfinished)
 
-    def start(self) -> None:
-        pass  # a step that fails ends the pipeline here
+    def start(self, kind: str) -> None:
+        if self._late is not None:
+            self._late.check()
+        self._call = self._call.next(kind)
+        self._headed.clear()
 
     def finish(self) -> None:
         self._sends.finish()
+
+    def _is_first(self, transfer: Transfer) -> bool:
+        """Whether this is the first message of the call from its sender to its receiver."""
+        first = transfer.ranks not in self._headed
+        self._headed.add(transfer.ranks)
+        return first
 
     def close(self) -> None:
         """Let go of every transfer that is not done, as each keeps its connection open. The groups are the world's."""

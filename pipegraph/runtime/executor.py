@@ -125,13 +125,16 @@ class Executor:
             differentiable=self._schedule.has_backward,
         )
         outputs = named_outputs(wiring, forward.outputs)
+        if self._schedule.has_backward:
+            step.saved[stage, microbatch] = forward.saved
+            for value, returned in zip(wiring.outputs, forward.outputs, strict=True):
+                if value.consumers and returned.dtype != outputs[value.name].dtype:
+                    step.cast[stage, microbatch][value.name] = returned.dtype
         for edge in wiring.leaving:
             if self._is_here(edge.consumer):
                 step.inputs[edge.consumer, microbatch].update((name, outputs[name]) for name in edge.names)
             else:
                 step.outgoing[stage, edge.consumer, microbatch] = [outputs[name] for name in edge.names]
-        if self._schedule.has_backward:
-            step.saved[stage, microbatch] = forward.saved
         if forward.loss is not None:
             results.losses[microbatch] = forward.loss
         if self._is_last(stage) and feed.keep_outputs:
@@ -155,6 +158,9 @@ class Executor:
         stage, microbatch = action.stage, action.microbatch
         sums = step.gradients.pop((stage, microbatch), Sums())
         sums.add(step.arrived(stage, microbatch, backward=True))
+        for name, dtype in step.cast.pop((stage, microbatch), {}).items():
+            if name in sums:
+                sums[name] = sums[name].to(dtype)
         gradients = [sums.get(value.name) for value in self._wiring[stage].outputs]
         if self._is_last(stage):
             gradients.append(torch.full_like(results.losses[microbatch], 1 / self._schedule.microbatches))

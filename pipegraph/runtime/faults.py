@@ -7,19 +7,24 @@ stop, and name the same rank. A rank that was killed writes nothing: the one who
 A rank that hangs breaks no connection. The first to wait for longer than the timeout writes that, and all stop as
 before; but whom it waited for may have waited in turn. So every rank that stops signs for it, and the one that hangs is
 the one that does not.
+
+With NCCL nobody is woken: what waits is the GPU, and a peer that closes its side does not end that. There a thread of
+each rank looks for a fault in the store, and aborts the connections itself.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Final, TypeVar
+from typing import Final
 
 from torch.distributed import Store
 
 from pipegraph.errors import RuntimeFault, user_line
+from pipegraph.runtime.patience import within
 from pipegraph.runtime.transport import ConnectionLost
 from pipegraph.schedule import Action
 
@@ -27,10 +32,10 @@ _KEY: Final = "fault"
 _SILENCE: Final = "silence"
 _STORE_SECONDS: Final = 3.0
 _SIGNING_SECONDS: Final = 2.0
+_WATCHING_SECONDS: Final = 0.5
 _STORE_GONE: Final = (
     "The process group's store does not answer either: the rank that hosts it (rank 0, unless torchrun does) is gone."
 )
-_T = TypeVar("_T")
 
 
 class ActionFailed(Exception):
@@ -53,21 +58,30 @@ class Guard:
     def __init__(self, rank: int, ranks: int, store: Store | None) -> None:
         self.closing = ExitStack()
         """What is to be closed when this rank fails, or is done."""
+        self.has_failed = False
+        """Whether what is closed need not wait for anything, as this rank or another one has failed."""
         self._rank = rank
         self._ranks = ranks
         self._store = store
         self._store_answers = True
         self._stopped: str | None = None
+        self._lost: ConnectionLost | None = None  # where another rank's failure was found by the watching thread
+        self._over = threading.Event()
 
     def __enter__(self) -> None:
         if self._stopped is not None:
-            raise RuntimeFault(f"this pipeline stopped at an earlier failure; make a new one. {self._stopped}")
+            said = f"this pipeline stopped at an earlier failure; make a new one. {self._stopped}"
+            raise RuntimeFault(said) from self._lost
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
+            if self._stopped is not None:  # meanwhile: what was computed is worth nothing
+                raise RuntimeFault(self._stopped) from self._lost
             return
+        self._over.set()  # the failure is told here, not by the watching thread as well
         said = self._explain(error)
         if self._store is not None:
+            self.has_failed = True
             self.closing.close()
             said = self._stopped = f"{said}{self._hung()}"
         if isinstance(error, ConnectionLost):  # which the launcher looks for, to blame another rank
@@ -75,9 +89,34 @@ class Guard:
         if isinstance(error, ActionFailed):
             raise RuntimeFault(said) from (error.__cause__ or error)
 
+    def watch(self, abort: Callable[[], None]) -> None:
+        """Look for another rank's failure, in a thread that lives until this rank fails or is done. `abort` ends what
+        this rank waits for; the rest is closed by whoever uses it."""
+        threading.Thread(target=self._watch, args=(abort,), name="pipegraph-faults", daemon=True).start()
+
     def close(self) -> None:
         """Let go of all connections, as the process is done."""
+        self._over.set()
         self.closing.close()
+
+    def _watch(self, abort: Callable[[], None]) -> None:
+        assert self._store is not None
+        while not self._over.wait(_WATCHING_SECONDS):
+            try:
+                if not self._store.check([_KEY]):
+                    continue
+                fault = _text(self._store.get(_KEY))
+                self._store.set(f"stopped/{self._rank}", "")
+            except Exception:  # the store's host may be done with its work before this rank is
+                return
+            if not self._over.is_set():
+                self.has_failed = True
+                self._lost = ConnectionLost(None, fault)
+                self._stopped = f"rank {self._rank} stopped: {fault}"
+                # The host may be waiting for the GPU outside of any call, and come to none any more.
+                logging.getLogger(__name__).error(self._stopped)
+                abort()
+                return
 
     def _explain(self, error: BaseException) -> str:
         """Report a failure, and say it in full: who failed first, and where this rank stopped for it."""
@@ -115,7 +154,7 @@ class Guard:
             return first
 
         try:  # in a thread, because a store whose host is stopped answers neither yes nor no
-            return _within(_STORE_SECONDS, write)
+            return within(_STORE_SECONDS, write)
         except Exception:
             self._store_answers = False
             return f"{fault} {_STORE_GONE}"
@@ -134,7 +173,7 @@ class Guard:
                 time.sleep(0.05)
 
         try:
-            _within(_SIGNING_SECONDS + _STORE_SECONDS, look)
+            within(_SIGNING_SECONDS + _STORE_SECONDS, look)
         except Exception:
             return ""
         if not 0 < len(missing) < self._ranks:
@@ -145,24 +184,3 @@ class Guard:
 
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _within(seconds: float, ask: Callable[[], _T]) -> _T:
-    """What `ask` returns, or raises. TimeoutError when that takes longer; `ask` is then left to itself."""
-    answer: list[_T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answer.append(ask())
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="pipegraph-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    if not answer:
-        raise TimeoutError(f"no answer within {seconds} s")
-    return answer[0]

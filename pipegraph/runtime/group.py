@@ -71,16 +71,20 @@ class Group:
         self.all_reduce(most, dist.ReduceOp.MAX)
         return bool(least == most)
 
-    def close(self) -> None:
-        """Let the connections go: gloo closes them when no unfinished transfer holds them, NCCL at once."""
+    def close(self, abort: bool = True) -> None:
+        """Let the connections go: gloo closes them when no unfinished transfer holds them.
+
+        NCCL closes them at once with `abort`, and what is on its way is lost; else when that has arrived.
+        """
         backend, self._backend = self._backend, None
         if backend is not None and backend.name() == "nccl":
-            backend.abort()
+            (backend.abort if abort else backend.shutdown)()
 
     def _open(self) -> Any:
-        if self._backend is None:
+        backend = self._backend  # read once, as another thread may close
+        if backend is None:
             raise RuntimeError("closed here")
-        return self._backend
+        return backend
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class LocalTransport:
     def receive(self, transfer: Transfer) -> LocalReceive:
         return LocalReceive(transfer, self._arrived)
 
-    def start(self) -> None:
+    def start(self, kind: str) -> None:
         self._arrived.clear()  # what a step that failed has left
 
     def finish(self) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pipegraph.errors import BatchError, nearest
-from pipegraph.package import Manifest, Value
+from pipegraph.package import CALLER, Manifest, Value
 from pipegraph.runtime.wiring import dtype_name, torch_dtype
 
 
@@ -60,27 +61,24 @@ def cut(value: Value, given: Tensor, microbatches: int, device: torch.device) ->
     return tensor.chunk(microbatches) if value.shape else (tensor,) * microbatches
 
 
-def cut_target(target: Any, microbatches: int, device: torch.device | None, where: str = "target") -> Sequence[Any]:
-    """The target's microbatches, on `device` if given: tensors are cut along dimension 0, all else repeats."""
-    if isinstance(target, Mapping):
-        parts = {key: cut_target(item, microbatches, device, f"{where}[{key!r}]") for key, item in target.items()}
-        return [{key: part[i] for key, part in parts.items()} for i in range(microbatches)]
-    if isinstance(target, (tuple, list)):
-        items = [cut_target(item, microbatches, device, f"{where}[{i}]") for i, item in enumerate(target)]
-        return [tuple(item[i] for item in items) for i in range(microbatches)]
-    if not isinstance(target, Tensor):
-        return [target] * microbatches
-    tensor = target.to(device=device, non_blocking=True)
-    if tensor.dim() == 0:
-        return [tensor] * microbatches
-    rows = len(tensor)
-    if rows == 0 or rows % microbatches:
-        near = max(rows // microbatches, 1) * microbatches
-        raise BatchError(
-            f"{where} has {rows} rows, which {microbatches} microbatches do not divide: pass {near} rows, one for each "
-            f"row of the batch."
-        )
-    return tensor.chunk(microbatches)
+def batch_rows(manifest: Manifest, microbatches: int) -> tuple[int, ...]:
+    """How many rows a batch has, for so many microbatches: of the model's inputs and outputs, which may differ."""
+    outputs = manifest.stages[-1].outputs
+    known = [value for value in manifest.values.values() if value.producer == CALLER or value.name in outputs]
+    return tuple(sorted({value.shape[0] * microbatches for value in known if value.shape and not value.is_constant}))
+
+
+def cut_target(
+    target: Any, microbatches: int, device: torch.device | None, batch: Collection[int] = ()
+) -> Sequence[Any]:
+    """The target's microbatches, on `device` if given: tensors are cut along dimension 0, all else repeats.
+
+    Containers keep their class; one that torch's pytree does not know is a BatchError if it holds tensors, but for a
+    Mapping, which becomes a dict. So is a tensor whose rows are none of the `batch`: it would be broadcast in silence.
+    """
+    leaves, spec = pytree.tree_flatten_with_path(_without_strange_mappings(target))
+    cuts = [_cut_leaf(leaf, microbatches, device, batch, f"target{pytree.keystr(path)}") for path, leaf in leaves]
+    return [pytree.tree_unflatten([cut[index] for cut in cuts], spec) for index in range(microbatches)]
 
 
 def pack(structure: Any, leaves: Mapping[str, Any]) -> Any:
@@ -97,6 +95,45 @@ def join(parts: Sequence[Any]) -> Any:
     if len(parts) == 1 or not isinstance(parts[0], Tensor):
         return parts[0]
     return torch.cat(tuple(parts)) if parts[0].dim() else torch.stack(tuple(parts))
+
+
+def _without_strange_mappings(target: Any) -> Any:
+    def plain(leaf: Any) -> Any:
+        return {key: pytree.tree_map(plain, item) for key, item in leaf.items()} if isinstance(leaf, Mapping) else leaf
+
+    return pytree.tree_map(plain, target)
+
+
+def _cut_leaf(
+    leaf: Any, microbatches: int, device: torch.device | None, batch: Collection[int], where: str
+) -> Sequence[Any]:
+    if not isinstance(leaf, Tensor):
+        if _holds_tensors(leaf):
+            raise BatchError(
+                f"{where} is a {type(leaf).__name__} that holds tensors, which cannot be cut: pass a dict, a list, a "
+                f"tuple or a named tuple of them."
+            )
+        return [leaf] * microbatches
+    tensor = leaf.to(device=device, non_blocking=True)
+    if tensor.dim() == 0:
+        return [tensor] * microbatches
+    rows = len(tensor)
+    if (batch and rows not in batch) or rows == 0 or rows % microbatches:
+        expected = " or ".join(map(str, batch)) or f"{max(rows // microbatches, 1) * microbatches}"
+        raise BatchError(
+            f"{where} has {rows} rows for {microbatches} microbatches: pass {expected} rows, one for each row of the "
+            f"batch."
+        )
+    return tensor.chunk(microbatches)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    slots = getattr(leaf, "__slots__", ())
+    names = [slots] if isinstance(slots, str) else [*slots]
+    held = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in names)]
+    if isinstance(leaf, (list, tuple, set, frozenset)):
+        held += leaf
+    return any(isinstance(item, Tensor) for item in pytree.tree_leaves(held))
 
 
 def _leaves(where: str, structure: Any, given: Any) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.faults import Guard
 from pipegraph.runtime.group import TIMEOUT
 from pipegraph.runtime.local import LocalTransport
-from pipegraph.runtime.microbatch import bind, check, cut, cut_target, join, pack
+from pipegraph.runtime.microbatch import batch_rows, bind, check, cut, cut_target, join, pack
 from pipegraph.runtime.step import Feed, Results
 from pipegraph.runtime.ties import RemoteTies, share, ties
 from pipegraph.runtime.transport import Transport
@@ -92,11 +92,11 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._device = local_device(device)
         self._world = world = find(group, self._device, timeout)
-        self._guard = Guard(world.rank, world.size, world.store) if world else Guard(0, 1, None)
-        weakref.finalize(self, self._guard.close)  # also at exit, before torch's own threads are torn down
+        self._guard = guard = Guard(world.rank, world.size, world.store) if world else Guard(0, 1, None)
+        weakref.finalize(self, guard.close)  # also at exit, before torch's own threads are torn down
         if world:
-            self._guard.closing.callback(world.close)
-        with self._guard:
+            guard.closing.callback(lambda: world.close(abort=guard.has_failed))
+        with guard:
             self.package = package if isinstance(package, Package) else Package.open(package)
             manifest = self.package.manifest
             self.schedule = choose(schedule, microbatches, len(manifest.stages), world.size if world else None)
@@ -130,7 +130,9 @@ class Pipeline:
                 world.agree(f"{manifest.to_json()} {self.schedule.actions}")
                 self._ties = RemoteTies(shared, placement, world)
                 self._transport = DistributedTransport(world, rank_pairs(training), _buffers(training, evaluation))
-            self._guard.closing.callback(self._transport.close)
+            guard.closing.callback(self._transport.close)
+            if world and self._device.type == "cuda":
+                guard.watch(lambda: world.close(abort=True))
             self._training, self._evaluation = (
                 [Executor(rank, lowered, wiring, made, self._transport, self._device) for rank in ranks]
                 for lowered in (training, evaluation)
@@ -151,8 +153,6 @@ class Pipeline:
         where this rank or another one fails.
         """
         differentiable = self.schedule.has_backward
-        if differentiable and self._loss_fn is None:
-            raise PipegraphError(f"{self.schedule.name} has a backward, which needs a loss: give Pipeline a loss_fn.")
         with_loss = self._loss_fn is not None
         results = self._run(self._training, args, kwargs, target, with_loss, return_outputs, differentiable)
         losses = torch.stack([results.losses[index] for index in sorted(results.losses)]) if results.losses else None
@@ -205,8 +205,11 @@ class Pipeline:
     ) -> Results:
         results = Results()
         with self._guard:
+            if summed and self._has_last_stage and not with_loss:
+                name = self.schedule.name
+                raise PipegraphError(f"{name} has a backward, which needs a loss: give Pipeline a loss_fn.")
             feed = self._feed(args, kwargs, target, with_loss, keep_outputs)
-            self._transport.start()
+            self._transport.start("step" if executors is self._training else "eval")
             with self._ties.summed() if self._ties and summed else nullcontext():
                 drive(executors, feed, results)
                 if summed:
@@ -224,7 +227,9 @@ class Pipeline:
         for name in sorted(needed | given.keys()):  # also what only others take, so that every rank says the same
             check(manifest.values[name], given.get(name), microbatches)
         inputs = {name: cut(manifest.values[name], given[name], microbatches, self._device) for name in needed}
-        targets = cut_target(target, microbatches, self._device if self._has_last_stage else None)
+        targets = cut_target(
+            target, microbatches, self._device if self._has_last_stage else None, batch_rows(manifest, microbatches)
+        )
         return Feed(inputs, targets, with_loss, keep_outputs)
 
     def _joined(self, results: Results) -> Any:

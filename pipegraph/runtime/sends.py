@@ -36,6 +36,10 @@ class Sending:
     def start(self) -> None:
         self.works.extend([self.group.send(tensor, self.peer) for tensor in self.tensors])
 
+    def is_sent(self) -> bool:
+        """With NCCL; a work of gloo does not say so."""
+        return all(work.is_completed() for work in self.works)
+
     def wait(self) -> None:
         with lost_connections(self.peer, str(self.transfer or "")):
             for work in self.works:
@@ -50,7 +54,7 @@ class Sends(Protocol):
         ...
 
     def finish(self) -> None:
-        """Return when all are sent, or with NCCL in the stream's order. Raises ConnectionLost."""
+        """Return when all are sent; with NCCL at once. Raises ConnectionLost."""
         ...
 
     def drop(self) -> None:
@@ -59,21 +63,23 @@ class Sends(Protocol):
 
 
 class PolledSends:
-    """For NCCL, whose works say when they are done."""
+    """For NCCL, whose works say when they are done.
+
+    At the end of a step some may still be on their way. They are kept into the next one, as waiting would make the
+    computation that follows wait for the slowest receiver.
+    """
 
     def __init__(self) -> None:
         self._sending: deque[Sending] = deque()
 
     def add(self, sending: Sending) -> None:
-        while self._sending and all(work.is_completed() for work in self._sending[0].works):
+        while self._sending and self._sending[0].is_sent():
             self._sending.popleft()
         sending.start()
         self._sending.append(sending)
 
     def finish(self) -> None:
-        for sending in self._sending:
-            sending.wait()
-        self._sending.clear()
+        self._sending = deque(sending for sending in self._sending if not sending.is_sent())
 
     def drop(self) -> None:
         self._sending.clear()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipegraph.runtime.transport import Receive, Transfer
@@ -50,6 +51,8 @@ class Step:
     inputs: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     gradients: dict[tuple[int, int], Sums] = field(default_factory=lambda: defaultdict(Sums))
     saved: dict[tuple[int, int], Any] = field(default_factory=dict)
+    cast: dict[tuple[int, int], dict[str, torch.dtype]] = field(default_factory=lambda: defaultdict(dict))
+    """by (stage, microbatch): of outputs that were cast to what the manifest promises, what they were before"""
     outgoing: dict[tuple[int, int, int], Sequence[Tensor]] = field(default_factory=dict)
     posted: dict[tuple[int, int, bool], list[tuple[Transfer, Receive]]] = field(
         default_factory=lambda: defaultdict(list)

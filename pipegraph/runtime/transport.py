@@ -61,12 +61,12 @@ class Transport(Protocol):
         """Start receiving and return at once."""
         ...
 
-    def start(self) -> None:
-        """Be ready for a step, whatever the one before has left."""
+    def start(self, kind: str) -> None:
+        """Be ready for a call, a "step" or an "eval", whatever the one before has left."""
         ...
 
     def finish(self) -> None:
-        """Return when everything is sent. Raises ConnectionLost."""
+        """End a call: what is sent has arrived, or is kept until it has. Raises ConnectionLost."""
         ...
 
     def close(self) -> None:

@@ -89,19 +89,37 @@ def rank_pairs(schedule: Schedule) -> set[tuple[int, int]]:
 
 
 def named_outputs(wiring: StageWiring, outputs: Sequence[Any]) -> dict[str, Tensor]:
-    """A stage's outputs by name. RuntimeFault where they are not what the manifest promises the consumers."""
+    """A stage's outputs by name, as its consumers take them. RuntimeFault where the manifest promises them others.
+
+    They are contiguous, on this rank as on another one: a consumer compiles for one layout. What a region of autocast
+    around the step has made of a float is cast to what was promised.
+    """
     if len(outputs) != len(wiring.outputs):
         names = ", ".join(value.name for value in wiring.outputs)
         raise RuntimeFault(
             f"the stage returned {len(outputs)} values; pipeline.json lists {len(wiring.outputs)}: {names}."
         )
+    found = {}
     for value, output in zip(wiring.outputs, outputs, strict=True):
-        if value.consumers and not (output.shape == value.shape and output.dtype == torch_dtype(value)):
+        found[value.name] = output
+        if not value.consumers:
+            continue
+        promised = torch_dtype(value)
+        if output.dtype != promised and _is_autocast(output, promised):
+            output = output.to(promised)
+        if not (output.shape == value.shape and output.dtype == promised):
             raise RuntimeFault(
                 f"the stage returned {value.name} as {dtype_name(output)}{list(output.shape)}; pipeline.json promises "
                 f"{value} to stage {value.consumers[0]}. Correct the stage's source, or `values` in pipeline.json."
             )
-    return {value.name: output for value, output in zip(wiring.outputs, outputs, strict=True)}
+        found[value.name] = output.contiguous()
+    return found
+
+
+def _is_autocast(output: Tensor, promised: torch.dtype) -> bool:
+    """Whether a region of autocast explains that the output has another dtype than was promised."""
+    are_floats = output.is_floating_point() and promised.is_floating_point
+    return are_floats and torch.is_autocast_enabled(output.device.type)
 
 
 def zeros(value: Value, device: torch.device) -> Tensor:

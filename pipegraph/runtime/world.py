@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -14,7 +14,11 @@ import torch.distributed as dist
 
 from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.runtime.group import Group, lost_connections
+from pipegraph.runtime.patience import within
 from pipegraph.runtime.transport import ConnectionLost
+
+_PATIENCE: Final = 10.0
+"""Seconds that NCCL has for what is on its way when everything ends."""
 
 _made: Final[Counter[tuple[int, ...]]] = Counter()
 """Pipelines made so far over the same processes: each has names of its own in the store."""
@@ -63,10 +67,22 @@ class World:
             self._everyone = self.connect("everyone", range(self.size))
         return self._everyone
 
-    def close(self) -> None:
-        """End every connection: whoever waits for this rank is woken by that."""
+    def close(self, abort: bool) -> None:
+        """End every connection: whoever waits for this rank is woken by that.
+
+        Without `abort` what a GPU has yet to send or receive is given some time for it first.
+        """
+        if self.device.type == "cuda" and not abort:
+            # Two steps: what is past the first has nothing on its way, and what is not can still be aborted.
+            abort = not _in_time(lambda: torch.cuda.synchronize(self.device))
+            if not abort:
+                _in_time(lambda: self._close_groups(abort=False))
+                return
+        self._close_groups(abort)
+
+    def _close_groups(self, abort: bool) -> None:
         for group in self._groups:
-            group.close()
+            group.close(abort)
 
 
 def find(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> World | None:
@@ -107,6 +123,15 @@ def local_device(device: str | torch.device) -> torch.device:
 def _destroy_default_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _in_time(do: Callable[[], None]) -> bool:
+    """Whether this is done within seconds, without an error."""
+    try:
+        within(_PATIENCE, do)
+    except Exception:
+        return False
+    return True
 
 
 def _default_store() -> dist.Store:

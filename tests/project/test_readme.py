@@ -29,6 +29,10 @@ def commands() -> list[tuple[str, str]]:
     return [(command, output) for command, _, output in found]
 
 
+def test_nothing_is_left_to_fill_in() -> None:
+    assert re.findall(r"@[A-Z_]+@|\b(?:TODO|FIXME|TBD|XXX)\b", README) == []
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A copy of what README's commands use, so that they leave nothing in the checkout."""

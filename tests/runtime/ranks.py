@@ -177,8 +177,9 @@ def evaluate(rank: int, folder: str) -> Any:
     for seed in range(3):
         inputs = batch(package.manifest, 2, seed)
         args, kwargs = arguments(package, inputs)
-        for _ in range(2):
-            output = pipe.eval(*args, **kwargs)
+        for inference in (True, False):  # what is received into must serve a later step too
+            with torch.inference_mode(inference):
+                output = pipe.eval(*args, **kwargs)
             if len(reference.stages) - 1 in pipe.stages:
                 assert_close(output, reference(inputs))
             else:
@@ -288,3 +289,22 @@ def run_by_torch(rank: int, folder: str, files: list[str]) -> str:
                 # What has transfers lacks the action at which torch would divide by the number of microbatches.
                 assert_close(parameter.grad, expected * schedule.microbatches if schedule.lowered else expected)
     return "equal"
+
+
+def other_calls(rank: int, folder: str) -> list[str]:
+    """What a rank says where the other makes another call, and where only the last one lacks a loss."""
+    package = Package.open(folder)
+    inputs, _ = arguments(package, batch(package.manifest, 2))
+    said = []
+    for case in ("eval and step", "no loss"):
+        loss_fn = None if case == "no loss" and rank == 1 else loss
+        pipe = Pipeline(package, microbatches=2, loss_fn=loss_fn, kernels="autograd", timeout=20)
+        try:
+            if case == "eval and step":
+                pipe.step(*inputs, target=torch.zeros(4))
+                if rank == 0:
+                    pipe.eval(*inputs)
+            pipe.step(*inputs, target=torch.zeros(4))
+        except PipegraphError as error:
+            said.append(str(error))
+    return said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 
 from pipegraph.errors import PackageError, PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.package import MANIFEST, Package
+from pipegraph.runtime.clip import clip_grad_norm
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Schedule
 from tests.runtime.packages import PARITY, Reference, batch, chain, frozen, loss, normed, skips, tied, write
@@ -303,3 +305,42 @@ def test_a_stage_whose_parameters_are_not_the_manifests_is_refused(tmp_path: Pat
     (folder / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(PackageError, match=r"stage 1 .* added \['layer1.bias'\]"):
         Pipeline(Package.open(folder))
+
+
+@pytest.mark.parametrize("kernels", ["autograd", "eager"])
+def test_a_step_under_autocast_equals_the_unsplit_model(kernels: str, tmp_path: Path) -> None:
+    """Boundaries keep the dtypes of the manifest, and gradients go back in those that autocast has chosen."""
+    sketch = chain(3)
+    bare = tuple(replace(stage, forward=stage.forward.replace("torch.tanh", "")) for stage in sketch.stages)
+    pipe = Pipeline(
+        write(replace(sketch, stages=bare), tmp_path / "chain"), microbatches=2, loss_fn=loss, kernels=kernels
+    )
+    reference = Reference(pipe.package)
+    inputs, target = batch(pipe.package.manifest, 2), torch.zeros(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.step(*inputs.values(), target=target)
+        expected = loss(reference(inputs), target)
+    expected.backward()
+    for name, parameter in pipe.named_parameters():
+        assert_close(parameter.grad, reference.parameters[name].grad, rtol=0.02, atol=0.002)
+
+
+def test_what_a_stage_hands_over_is_contiguous(tmp_path: Path) -> None:
+    """As it is between processes: kernels that are compiled for one layout would be compiled again for the other."""
+    sketch = chain(2)
+    first = replace(sketch.stages[0], forward="return self.layer0(x).t().contiguous().t()")
+    sketch = replace(sketch, stages=(first, sketch.stages[1]))
+    pipe = Pipeline(write(sketch, tmp_path / "chain"), loss_fn=loss, kernels="autograd")
+    seen = []
+    pipe.stages[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].is_contiguous()))
+    pipe.step(torch.ones(2, 8), target=torch.zeros(2))
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_has_the_dtype_of_the_gradients(dtype: torch.dtype) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    parameter.grad = torch.full((3,), 1 / 3, dtype=dtype)
+    expected = torch.nn.utils.get_total_norm([parameter.grad])
+    norm = clip_grad_norm([parameter], [parameter], 0.1, 2.0, None, torch.device("cpu"))
+    assert_close(norm, expected, rtol=0, atol=0)

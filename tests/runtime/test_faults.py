@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
+import pipegraph.runtime.world
+from pipegraph.errors import RuntimeFault
+from pipegraph.runtime.faults import Guard
+from pipegraph.runtime.group import Group
+from pipegraph.runtime.transport import ConnectionLost
+from pipegraph.runtime.world import World
 from pipegraph.schedule import Schedule, build, lower
 from tests.runtime import ranks
 from tests.runtime.packages import chain, write
@@ -139,3 +149,94 @@ def test_too_few_processes_are_refused(tmp_path: Path) -> None:
         ]
         * 2
     )
+
+
+def test_ranks_that_make_different_calls_or_lack_a_loss_are_told(tmp_path: Path) -> None:
+    """Elsewhere gradients that a rank does not wait for are taken for those of its next step."""
+    by_rank = ranks.run(ranks.other_calls, 2, str(write(chain(2), tmp_path / "chain")))
+    for said, _ in by_rank:
+        assert "rank 0 is in its call 2, eval, and this rank in its call 2, step. All ranks make the same" in said
+    first, last = (said for _, said in by_rank)
+    assert last == "1f1b has a backward, which needs a loss: give Pipeline a loss_fn."
+    assert first.startswith("rank 0 stopped in stage 0, action 0")
+    assert f"rank 1 failed: PipegraphError: {last}" in first
+
+
+def test_a_watching_rank_stops_when_another_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    """As with NCCL, where no connection breaks."""
+    store, closed = HashStore(), threading.Event()
+    failing, watching = (Guard(rank, 2, store) for rank in range(2))
+    watching.watch(closed.set)
+    with pytest.raises(RuntimeFault, match=r"^rank 1 stopped: rank 0 failed: ValueError: broken") as raised, watching:
+        _fail(failing, closed)
+    assert isinstance(raised.value.__cause__, ConnectionLost)  # so that the launcher blames the other rank
+    assert watching.has_failed
+    assert "rank 0 failed: ValueError: broken on purpose" in caplog.text
+    with pytest.raises(RuntimeFault, match=r"at an earlier failure; make a new one\. rank 1 stopped: rank 0"), watching:
+        raise AssertionError("not reached")
+
+
+def _fail(failing: Guard, noticed: threading.Event) -> None:
+    with pytest.raises(ValueError, match="broken on purpose"), failing:
+        raise ValueError("broken on purpose")
+    assert noticed.wait(SECONDS)
+
+
+def test_nobody_watches_when_all_is_done() -> None:
+    store, threads = HashStore(), threading.active_count()
+    guard = Guard(0, 2, store)
+    guard.watch(guard.close)
+    guard.close()
+    assert not guard.has_failed
+    deadline = time.monotonic() + SECONDS
+    while threading.active_count() > threads:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class NcclLike:
+    """A backend that writes down how it is ended."""
+
+    def __init__(self, ends: list[str]) -> None:
+        self._ends = ends
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self._ends.append("abort")
+
+    def shutdown(self) -> None:
+        self._ends.append("shutdown")
+
+
+@pytest.mark.parametrize(
+    ("abort", "hangs", "expected"),
+    [
+        (False, False, ["synchronize", "shutdown", "shutdown"]),
+        (False, True, ["synchronize", "abort", "abort"]),
+        (True, False, ["abort", "abort"]),
+    ],
+    ids=["done", "done, but a peer is gone", "failed"],
+)
+def test_what_nccl_has_on_its_way_is_lost_only_after_a_failure(
+    abort: bool, hangs: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[str] = []
+    released = threading.Event()
+
+    def synchronize(device: torch.device) -> None:
+        ends.append("synchronize")
+        if hangs:
+            released.wait()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(pipegraph.runtime.world, "_PATIENCE", 0.2)
+    world = World.__new__(World)
+    world.device, world._groups = torch.device("cuda:0"), [Group.__new__(Group) for _ in range(2)]
+    for group in world._groups:
+        group._backend = NcclLike(ends)
+    world.close(abort)
+    world.close(abort=True)  # what is closed stays closed
+    released.set()
+    assert ends == expected

@@ -15,7 +15,7 @@ import torch
 
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.sends import LARGE, AwaitedSends, Sending
+from pipegraph.runtime.sends import LARGE, AwaitedSends, PolledSends, Sending
 from pipegraph.runtime.step import Step
 from pipegraph.schedule import Kind, What, lifetimes, lower
 from tests.runtime.packages import batch, chain, loss, write
@@ -123,3 +123,35 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+class PolledWork:
+    """A send of NCCL: it says when it is done, and waiting for it would make computation wait."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        raise AssertionError("the end of a step waits for a send")
+
+    def send(self, tensor: torch.Tensor, peer: int) -> PolledWork:
+        return self
+
+
+def test_a_send_that_outlives_its_step_is_kept_until_it_is_done() -> None:
+    sends, works = PolledSends(), [PolledWork(), PolledWork()]
+    tensors = []
+    for work in works:
+        tensor = torch.zeros(3)
+        tensors.append(weakref.ref(tensor))
+        sends.add(Sending(work, 1, [tensor]))
+        del tensor
+    works[0].done = True
+    sends.finish()
+    assert [tensor() is None for tensor in tensors] == [True, False]
+    works[1].done = True
+    sends.add(Sending(PolledWork(), 1, []))  # of the next step
+    assert tensors[1]() is None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import UserDict
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from pipegraph.errors import BatchError
-from pipegraph.runtime.microbatch import join
+from pipegraph.runtime.microbatch import cut_target, join
 from pipegraph.runtime.pipeline import Pipeline
 from tests.runtime.packages import Sketch, Stage, loss, write
 
@@ -78,7 +80,7 @@ def test_what_the_package_was_not_made_for_is_refused(
 
 
 def test_a_target_that_does_not_divide_is_refused(pipe: Pipeline) -> None:
-    with pytest.raises(BatchError, match=r"target\[1\] has 7 rows, which 2 microbatches do not divide: pass 6 rows"):
+    with pytest.raises(BatchError, match=r"target\[1\] has 7 rows for 2 microbatches: pass 8 rows, one for each row"):
         pipe.step(X, Y, scale=SCALE, target=(torch.zeros(8), torch.zeros(7)))
 
 
@@ -101,3 +103,42 @@ def test_outputs_join_along_the_batch() -> None:
     assert join([torch.zeros(2, 3), torch.ones(2, 3)]).shape == (4, 3)
     assert join([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
     assert join([torch.tensor(1.0)]).dim() == 0
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    rest: list[Any]
+
+
+@dataclass
+class Record:
+    labels: Tensor
+
+
+@dataclass(slots=True)
+class Slotted:
+    labels: Tensor
+
+
+def test_a_target_keeps_the_classes_of_its_containers() -> None:
+    given = Pair(torch.arange(4), [torch.tensor(1.0), "mean", UserDict(b=torch.arange(4), a=None)])
+    first, second = cut_target(given, 2, None, [4])
+    assert (type(first), type(first.rest), first.rest[1]) == (Pair, list, "mean")
+    assert (first.one.tolist(), second.one.tolist()) == ([0, 1], [2, 3])
+    assert (second.rest[2]["b"].tolist(), second.rest[2]["a"]) == ([2, 3], None)
+    assert cut_target(None, 2, None, [4]) == [None, None]
+
+
+@pytest.mark.parametrize("make", [Record, Slotted, lambda tensor: {tensor}])
+def test_a_target_that_hides_tensors_is_refused(make: Any) -> None:
+    """They would not be cut, and every microbatch would be compared with all of them."""
+    with pytest.raises(
+        BatchError, match=r"target\['a'\] is a \w+ that holds tensors, which cannot be cut: pass a dict"
+    ):
+        cut_target({"a": make(torch.zeros(4))}, 2, None, [4])
+
+
+def test_a_target_of_other_rows_than_the_batch_is_refused(pipe: Pipeline) -> None:
+    """A loss would broadcast it, in silence or with a warning."""
+    with pytest.raises(BatchError, match="target has 2 rows for 2 microbatches: pass 8 rows, one for each row"):
+        pipe.step(X, Y, scale=SCALE, target=torch.zeros(2))
