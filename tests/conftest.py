@@ -19,14 +19,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-@pytest.fixture(autouse=True)
-def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiles says so: it takes seconds. The runtime is tested with kernels that call the stage each time."""
-    from pipegraph import Pipeline
-
-    defaults = tuple("autograd" if value == "inductor" else value for value in Pipeline.__init__.__defaults__ or ())
-    monkeypatch.setattr(Pipeline.__init__, "__defaults__", defaults)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew-golden", action="store_true", help="write the golden files anew, then compare")

@@ -13,6 +13,8 @@ import pytest
 
 from tests.cli.command import ROOT, Command, program
 
+# The kernels of processes that are tested for something else: they take the least time to be ready.
+AUTOGRAD = ("--kernels", "autograd")
 STEP = re.compile(r"step (\d+)   loss (\d+\.\d{6})   \d+\.\d{3} s")
 
 
@@ -25,11 +27,11 @@ def losses(out: str) -> list[str]:
 
 
 def test_one_two_and_torchrun_processes_agree(pipegraph: Command, chain: Path) -> None:
-    options = ["--microbatches", 4, "--steps", 2]
-    alone = pipegraph("run", chain, "--kernels", "eager", "--nproc", 1, *options)
-    own = pipegraph("run", chain, "--kernels", "eager", *options)
+    options = [*AUTOGRAD, "--microbatches", 4, "--steps", 2]
+    alone = pipegraph("run", chain, "--nproc", 1, *options)
+    own = pipegraph("run", chain, *options)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    under = program(*torchrun, "-m", "pipegraph", "run", chain, "--kernels", "eager", *options)
+    under = program(*torchrun, "-m", "pipegraph", "run", chain, *options)
     assert (alone.code, own.code, under.code) == (0, 0, 0), (alone, own, under)
     assert own.err == ""
     assert len(losses(alone.out)) == 2
@@ -48,7 +50,7 @@ def test_model_gives_inputs_target_and_loss(pipegraph: Command, chain: Path) -> 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_json_is_printed_once(pipegraph: Command, chain: Path, nproc: int) -> None:
-    done = pipegraph("run", chain, "--kernels", "eager", "--nproc", nproc, "--steps", 2, "--json")
+    done = pipegraph("run", chain, *AUTOGRAD, "--nproc", nproc, "--steps", 2, "--json")
     result = json.loads(done.out)
     assert (result["schema_version"], result["schedule"], result["microbatches"]) == (1, "1f1b", 2)
     assert [step["index"] for step in result["steps"]] == [0, 1]
@@ -72,7 +74,7 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
     text = re.sub(r"(    def forward\(.*\n)", rf"\1        {line}\n", stage.read_text(), count=1)
     stage.write_text(text)
     start = time.monotonic()
-    done = pipegraph("run", broken, "--kernels", "eager", "--steps", 3)
+    done = pipegraph("run", broken, *AUTOGRAD, "--steps", 3)
     assert time.monotonic() - start < 30  # two processes that import torch, and 10 seconds to stop
     assert (done.code, done.out) == (4, "")
     assert "Traceback" not in done.err
@@ -80,7 +82,7 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
     assert said in done.err
     assert _processes_that_name(broken) == []
     if line.startswith("raise"):
-        assert "Traceback" in pipegraph("run", broken, "--kernels", "eager", "--debug").err
+        assert "Traceback" in pipegraph("run", broken, *AUTOGRAD, "--debug").err
 
 
 def test_a_rank_that_hangs_is_named_and_ended(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_a_rank_that_hangs_is_named_and_ended(pipegraph: Command, chain: Path, t
     line = "import os; os.kill(os.getpid(), 19)  # SIGSTOP"
     stage.write_text(re.sub(r"(    def forward\(.*\n)", rf"\1        {line}\n", stage.read_text(), count=1))
     start = time.monotonic()
-    done = pipegraph("run", broken, "--timeout", 8)
+    done = pipegraph("run", broken, *AUTOGRAD, "--timeout", 8)
     assert time.monotonic() - start < 50  # two processes that import torch, the timeout, and 10 seconds to stop
     assert (done.code, done.out) == (4, "")
     assert done.err.startswith(
@@ -108,13 +110,13 @@ def test_training_lowers_the_loss(pipegraph: Command, chain: Path) -> None:
 
 
 def test_a_learning_rate_of_zero_leaves_the_weights(pipegraph: Command, chain: Path) -> None:
-    first, second, third = losses(pipegraph("run", chain, "--kernels", "eager", "--steps", 3, "--learning-rate", 0).out)
+    first, second, third = losses(pipegraph("run", chain, *AUTOGRAD, "--steps", 3, "--learning-rate", 0).out)
     assert first == second == third
 
 
 def test_wrong_world_of_torchrun(chain: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 3]
-    done = program(*torchrun, "-m", "pipegraph", "run", chain, "--kernels", "eager")
+    done = program(*torchrun, "-m", "pipegraph", "run", chain, *AUTOGRAD)
     assert done.code != 0
     assert "3 processes cannot run 2 stages" in done.err
     assert 'File "' not in done.err.split("error: ")[1].split("\n")[0]

@@ -13,7 +13,8 @@ from torch import Tensor
 ROOT = Path(__file__).parents[2]
 
 STAGES = (2, 3, 4)
-SCHEDULES = ("gpipe", "1f1b")
+MODES = ("one process", "processes")
+SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 
 
 def of_tokens(logits: Tensor, target: Tensor) -> Tensor:
@@ -34,9 +35,9 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Model:
-    """A model file or ``hf:`` configuration, and its cuts for each number of stages: points, or equal segments.
+    """A model file, and its cuts for each number of stages: points, or equal segments.
 
-    `rows` and `tokens` cut the example inputs of a file, and make those of a configuration.
+    `rows` and `tokens` cut the example inputs.
     """
 
     source: str
@@ -64,18 +65,18 @@ EQUAL = "equal segments"
 
 MODELS: dict[str, Model] = {
     "transformer": Model(
-        "examples/transformer.py",
+        "examples/transformer.py:build_tiny_model",
         {2: "layers.4", 3: EQUAL, 4: "layers.2,layers.3.multihead_attn,layers.5:end"},
         of_tokens,
         rows=1,
         tokens=16,
     ),
     "llama": Model(  # head and embedding tied
-        "hf:examples/llama",
-        {2: "model.layers.3.mlp", 3: "model.layers.1:end,model.layers.5.self_attn", 4: EQUAL},
+        "tests/models/llama.py",
+        {2: "model.layers.1.mlp", 3: "model.layers.0:end,model.layers.2.self_attn", 4: EQUAL},
         of_named_tokens,
         rows=1,
-        tokens=16,
+        tokens=12,
     ),
     "unet": Model(
         "examples/unet.py",
@@ -117,3 +118,11 @@ CASES: dict[str, Case] = {
     "batch norm": Case("batch norm", by_microbatch=True),
     "dropout in evaluation mode": Case("dropout", training=False),
 }
+
+
+def schedule_of(mode: str, case: str, stages: int) -> str:
+    """A Latin square: in each mode every case runs under every schedule, and every schedule with all numbers of stages.
+
+    The modes differ, so that every cut of a case is trained under two schedules.
+    """
+    return SCHEDULES[(MODES.index(mode) + list(CASES).index(case) + stages) % len(SCHEDULES)]

@@ -51,8 +51,6 @@ def named_tensors(output: Any, prefix: str = "output") -> dict[str, Tensor]:
 
 
 def _load(model: Model) -> ModelSource:
-    if model.source.startswith("hf:"):
-        return load(f"hf:{ROOT / model.source[3:]}", batch=model.rows, seq=model.tokens)
     source = load(str(ROOT / model.source))
     args, kwargs, target = (
         pytree.tree_map_only(Tensor, lambda tensor: _smaller(tensor, model), item)
@@ -94,8 +92,7 @@ def _batch(source: ModelSource, microbatches: int, generator: torch.Generator) -
             return torch.randn(shape, generator=generator)
         return torch.randint(int(example.max()) + 1, shape, generator=generator)
 
-    target = source.kwargs["input_ids"] if source.example_target is None else source.example_target
-    return pytree.tree_map_only(Tensor, like, (source.args, source.kwargs, target))
+    return pytree.tree_map_only(Tensor, like, (source.args, source.kwargs, source.example_target))
 
 
 def _backward(model: nn.Module, loss_fn: Any, batch: Any, case: Case) -> tuple[Tensor, dict[str, Tensor]]:

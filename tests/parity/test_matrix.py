@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.cases import CASES, SCHEDULES, STAGES
+from tests.parity.cases import CASES, MODES, STAGES, schedule_of
 from tests.parity.training import TOLERANCE, expected_names
 from tests.parity.workshop import Workshop
 
-
 # Cases in turn, so that two workers begin with different models, whose packages they write.
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("mode", ["one process", "torchrun"])
+CELLS = [(mode, case, stages, schedule_of(mode, case, stages)) for mode in MODES for case in CASES for stages in STAGES]
+
+
+@pytest.mark.timeout(300)  # the first one in processes writes all packages and waits for all cases
+@pytest.mark.parametrize(("mode", "case", "stages", "schedule"), CELLS)
 def test_training_equals_the_unsplit_model(made: Workshop, mode: str, case: str, stages: int, schedule: str) -> None:
-    run = made.under_torchrun if mode == "torchrun" else made.in_one_process
-    found = run(case, schedule, stages)
+    if mode == "processes":
+        found = made.in_processes(case, stages)
+    else:
+        found = made.in_one_process(case, schedule, stages)
     assert [rank["error"] for rank in found if "error" in rank] == []
 
     compared = {name: difference for rank in found for name, difference in rank["differences"].items()}

@@ -43,7 +43,7 @@ def gradients(holder: nn.Module | pipegraph.Pipeline) -> dict[str, Tensor]:
 
 def test_item_2_tied_weights_stay_one_weight(made: Workshop) -> None:
     """Elsewhere each stage trains a copy of its own, and the copies drift apart."""
-    ranks = made.under_torchrun("llama", "1f1b", 2)
+    ranks = made.in_processes("llama", 2)
     assert all(rank["differences"][f"gradient {name} 1"] <= TOLERANCE for rank, name in zip(ranks, NAMES, strict=True))
     first, last = (rank["copies"]["model.embed_tokens.weight"] for rank in ranks)
     assert first == last
@@ -173,7 +173,7 @@ def test_item_8_training_and_evaluation_in_turns_run_no_extra_forward(tmp_path: 
 RANK = """
 import sys, torch, pipegraph
 loss = lambda output, _: output.square().mean()
-pipe = pipegraph.Pipeline(sys.argv[1], microbatches=4, loss_fn=loss, kernels="eager")
+pipe = pipegraph.Pipeline(sys.argv[1], microbatches=4, loss_fn=loss, kernels="autograd")
 for _ in range(20_000):
     pipe.step(torch.ones(8, 8))
     if sys.argv[2:]:

@@ -6,9 +6,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,15 +14,17 @@ from typing import Any
 
 import torch
 
-from tests.parity.cases import CASES, MODELS, ROOT, SCHEDULES
+from tests.parity.cases import CASES, MODELS
+from tests.parity.rank import train_all
 from tests.parity.reference import prepare
 from tests.parity.training import KERNELS, Found, train
+from tests.runtime import ranks
 
-TORCHRUN_SECONDS = 80
+SECONDS = 150
 
 
 class Workshop:
-    """A folder with one folder per model (packages and references) and one per torchrun (what its ranks found)."""
+    """A folder with one folder per model (packages and references) and one per number of ranks (what they found)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -44,29 +43,20 @@ class Workshop:
         """What training finds with all stages in this process."""
         return [train(self.package(CASES[case].model, stages), case, schedule, self.reference(case), kernels)]
 
-    def under_torchrun(self, case: str, schedule: str, stages: int) -> list[Found]:
+    def in_processes(self, case: str, stages: int) -> list[Found]:
         """What each rank found. All cases of so many stages run in the same processes, when the first is asked for."""
-        folder = self._once(f"torchrun {stages}", lambda out: self._torchrun(stages, out))
-        return [json.loads((folder / f"{case} {schedule} {rank}.json").read_text()) for rank in range(stages)]
+        folder = self._once(f"{stages} processes", lambda out: self._run(stages, out))
+        return [json.loads((folder / f"{case} {rank}.json").read_text()) for rank in range(stages)]
 
     def _model(self, name: str) -> Path:
         return self._once(name, lambda folder: prepare(name, folder))
 
-    def _torchrun(self, stages: int, out: Path) -> None:
+    def _run(self, stages: int, out: Path) -> None:
         for name in MODELS:
             self._model(name)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(stages)]
-        command += ["-m", "tests.parity.rank", str(self._folder), str(stages), str(out)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        _run(command, environment, out / "said.txt")
-        missing = [
-            f"{case} {schedule}"
-            for case in CASES
-            for schedule in SCHEDULES
-            if not (out / f"{case} {schedule} {stages - 1}.json").exists()
-        ]
-        if missing:
-            raise RuntimeError(f"{', '.join(missing)} did not run:\n{(out / 'said.txt').read_text()[-4000:]}")
+        said = ranks.run(train_all, stages, self._folder, stages, out, timeout=SECONDS)
+        if said != ["done"] * stages:
+            raise RuntimeError(f"the ranks ended with {said}")
 
     def _once(self, name: str, make: Callable[[Path], None]) -> Path:
         """The folder `name`, filled by `make`. What `make` raised the first time is raised each time."""
@@ -110,19 +100,3 @@ def locked(file: Path) -> Iterator[None]:
     with file.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
-
-
-def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
-    """Run to the end, or for so long; no process of it outlives the call."""
-    with log.open("w") as said:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            process.wait(TORCHRUN_SECONDS)
-        except subprocess.TimeoutExpired:
-            said.write(f"not done after {TORCHRUN_SECONDS} s\n")
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()

@@ -54,6 +54,8 @@ def test_commands(folder: Path) -> None:
     shown = [(command, output) for command, output in commands() if not command.startswith("make")]
     assert len(shown) >= 5
     for command, output in shown:
+        if command.endswith(" --steps 3"):  # of a training one step, which takes seconds of each process
+            command, output = command.removesuffix("3") + "1", output.splitlines(keepends=True)[0]
         done = run(shlex.split(command), folder)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
         assert VARIES.sub("…", done.stdout) == VARIES.sub("…", output), command
@@ -86,5 +88,10 @@ def test_python(folder: Path) -> None:
         (folder / name).write_text(code)
         done = run([sys.executable, "-W", "error", name], folder)
         assert done.returncode == 0, done.stderr
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "3", "train.py"]
-    assert run(torchrun, folder).returncode == 0
+    # The same lines under torchrun. They are compiled above, and a compiled pipeline runs under torchrun in a command.
+    train = (folder / "train.py").read_text()
+    uncompiled = train.replace('schedule="1f1b"', 'schedule="1f1b", kernels="autograd"')
+    assert uncompiled != train
+    (folder / "ranks.py").write_text(uncompiled)
+    done = run(["torchrun", "--standalone", "--nproc-per-node", "3", "ranks.py"], folder)
+    assert done.returncode == 0, done.stderr

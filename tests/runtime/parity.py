@@ -9,14 +9,21 @@ import torch
 from torch.testing import assert_close
 
 from pipegraph.package import CALLER, Package
-from pipegraph.runtime.pipeline import Pipeline
 from tests.runtime.packages import Reference, batch, loss
+from tests.runtime.pipelines import pipeline
 
 
-def assert_parity(folder: Path, schedule: str, microbatches: int = 4, steps: int = 2, accumulate: int = 1) -> None:
+def assert_parity(
+    folder: Path,
+    schedule: str,
+    microbatches: int = 4,
+    steps: int = 2,
+    accumulate: int = 1,
+    kernels: str = "autograd",
+) -> None:
     """Loss, outputs, gradients and trained parameters equal the unsplit model's over several optimizer steps."""
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule=schedule, microbatches=microbatches, loss_fn=loss)
+    pipe = pipeline(package, schedule=schedule, microbatches=microbatches, loss_fn=loss, kernels=kernels)
     reference = Reference(package)
     mine = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     whole = torch.optim.SGD({id(p): p for p in reference.parameters.values()}.values(), lr=0.1, momentum=0.9)

@@ -18,10 +18,15 @@ from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError, RuntimeFault
 from pipegraph.package import Package
-from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import read_csv
 from tests.runtime.packages import Reference, batch, loss
 from tests.runtime.parity import arguments, assert_parity
+from tests.runtime.pipelines import pipeline
+
+# Ranks are forked from a process that has imported torch and done nothing with it, so that it has no threads: importing
+# takes seconds, forking none. It ends with the process that asked for it.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.fsdp"])
 
 
 def run(
@@ -37,22 +42,24 @@ def run(
     Nothing outlives the call. `store` is where the default group meets: a "file", or a "tcp" store that rank 0 hosts.
     Rank `hung` need not end.
     """
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_main, args=(function, rank, ranks, folder, store, args), daemon=True)
+            _CONTEXT.Process(target=_main, args=(function, rank, ranks, folder, store, args), daemon=True)
             for rank in range(ranks)
         ]
-        for process in processes:
-            process.start()
         deadline = time.monotonic() + timeout
-        for rank, process in enumerate(processes):
-            if rank != hung:
-                process.join(max(0.0, deadline - time.monotonic()))
-        late = [rank for rank, process in enumerate(processes) if rank != hung and process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
+        try:
+            for process in processes:
+                process.start()
+            for rank, process in enumerate(processes):
+                if rank != hung:
+                    process.join(max(0.0, deadline - time.monotonic()))
+            late = [rank for rank, process in enumerate(processes) if rank != hung and process.is_alive()]
+        finally:  # pytest's time limit included
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
         assert not late, f"ranks {late} did not end within {timeout} s"
         files = [Path(folder, f"{rank}.pt") for rank in range(ranks)]
         return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
@@ -65,6 +72,7 @@ def _main(function: Callable[..., Any], rank: int, ranks: int, folder: str, stor
     else:
         meeting = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
+    dist.barrier()  # a rank that ends before the others are connected fails them
     try:
         result = function(rank, *args)
     except PipegraphError as error:
@@ -87,10 +95,10 @@ def _tcp_store(rank: int, ranks: int, port_file: Path) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", int(port_file.read_text()), ranks, is_master=False)
 
 
-def parity(rank: int, cases: list[tuple[str, str]]) -> str:
+def parity(rank: int, cases: list[tuple[str, str]], kernels: str = "autograd") -> str:
     """Every (package, schedule) of `cases`, over two optimizer steps of two accumulated batches each."""
     for folder, schedule in cases:
-        assert_parity(Path(folder), schedule, accumulate=2)
+        assert_parity(Path(folder), schedule, accumulate=2, kernels=kernels)
     return "equal"
 
 
@@ -100,7 +108,7 @@ def fail(rank: int, folder: str, how: str, failing: int, in_forward: bool, keep:
     With `keep`, the processes stay alive until all have noticed, so that no one is told by another's end.
     """
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule="1f1b", microbatches=4, loss_fn=loss, kernels="autograd")
+    pipe = pipeline(package, schedule="1f1b", microbatches=4, loss_fn=loss)
     inputs, _ = arguments(package, batch(package.manifest, 4))
     target = torch.zeros(len(inputs[0]))
     pipe.step(*inputs, target=target)
@@ -143,7 +151,7 @@ def break_at(
     What this rank says, after how many seconds, and at which action of its own it was.
     """
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule=schedule, microbatches=4, loss_fn=loss, timeout=timeout)
+    pipe = pipeline(package, schedule=schedule, microbatches=4, loss_fn=loss, timeout=timeout)
     inputs, _ = arguments(package, batch(package.manifest, 4))
     target = torch.zeros(len(inputs[0]))
     pipe.step(*inputs, target=target)
@@ -172,7 +180,7 @@ def break_at(
 def evaluate(rank: int, folder: str) -> Any:
     """Training and evaluation in turns, as each rank sees it, then a batch of a wrong size."""
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule="1f1b", microbatches=2, loss_fn=loss, kernels="autograd")
+    pipe = pipeline(package, schedule="1f1b", microbatches=2, loss_fn=loss)
     reference = Reference(package)
     for seed in range(3):
         inputs = batch(package.manifest, 2, seed)
@@ -191,7 +199,7 @@ def evaluate(rank: int, folder: str) -> Any:
 def clip(rank: int, folder: str, norm_type: float) -> str:
     """Clipping over all ranks equals clipping of the unsplit model, where a tied weight is one parameter."""
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss, kernels="autograd")
+    pipe = pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss)
     reference = Reference(package)
     inputs = batch(package.manifest, 2)
     args, kwargs = arguments(package, inputs)
@@ -210,7 +218,7 @@ def clip(rank: int, folder: str, norm_type: float) -> str:
 def own_inputs(rank: int, folder: str) -> str:
     """A rank that passes only what its stages take, and the target only where the last stage is."""
     package = Package.open(folder)
-    pipe = Pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss, kernels="autograd")
+    pipe = pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss)
     inputs = batch(package.manifest, 2)
     if rank == 0:
         result = pipe.step(inputs["tokens"])
@@ -226,14 +234,14 @@ def build(rank: int, folder: str, schedules: list[str], missing_on: int | None =
     """Make a pipeline, with a schedule of its own on each rank, or without a rank's weights."""
     if rank == missing_on:
         folder = f"{folder}-elsewhere"
-    Pipeline(folder, schedule=schedules[rank], microbatches=2, loss_fn=loss, kernels="autograd")
+    pipeline(folder, schedule=schedules[rank], microbatches=2, loss_fn=loss)
 
 
 def groups(rank: int, folder: str) -> str:
     """Two pipelines of two ranks side by side, each over a group of its own; the user's groups stay usable."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     package = Package.open(folder)
-    pipe = Pipeline(package, microbatches=2, loss_fn=loss, group=pairs[rank // 2], kernels="autograd")
+    pipe = pipeline(package, microbatches=2, loss_fn=loss, group=pairs[rank // 2])
     inputs, _ = arguments(package, batch(package.manifest, 2))
     result = pipe.step(*inputs, target=torch.zeros(4))
     assert (result.loss is not None) == (rank % 2 == 1)
@@ -246,7 +254,7 @@ def receives(rank: int, folder: str, schedules: list[str], microbatches: int) ->
     package = Package.open(folder)
     found = []
     for schedule in schedules:
-        pipe = Pipeline(package, schedule=schedule, microbatches=microbatches, loss_fn=loss, kernels="autograd")
+        pipe = pipeline(package, schedule=schedule, microbatches=microbatches, loss_fn=loss)
         inputs, _ = arguments(package, batch(package.manifest, microbatches))
         transport = pipe._transport
         used: dict[tuple[int, int], set[int]] = {}

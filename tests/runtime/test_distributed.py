@@ -62,7 +62,7 @@ def test_torchrun_makes_the_process_group(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import sys\nimport torch\nfrom pipegraph.runtime.pipeline import Pipeline\n"
-        "pipe = Pipeline(sys.argv[1], microbatches=2, kernels='eager', loss_fn=lambda output, _: output.sum())\n"
+        "pipe = Pipeline(sys.argv[1], microbatches=2, kernels='autograd', loss_fn=lambda output, _: output.sum())\n"
         "result = pipe.step(torch.ones(4, 8))\n"
         "assert (result.loss is None) == (0 in pipe.stages)\n"
         "print('stage', *pipe.stages, 'done', flush=True)\n"

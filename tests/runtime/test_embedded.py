@@ -18,6 +18,7 @@ from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Schedule
 from tests.runtime.packages import PARITY, Reference, batch, chain, frozen, loss, normed, skips, tied, write
 from tests.runtime.parity import assert_parity
+from tests.runtime.pipelines import pipeline
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
@@ -47,7 +48,7 @@ def test_any_schedule_from_a_file(text: str, tmp_path: Path) -> None:
 
 
 def test_batch_norm_sees_the_microbatches_in_order(tmp_path: Path) -> None:
-    pipe = Pipeline(write(normed(), tmp_path / "normed"), microbatches=3, loss_fn=loss)
+    pipe = pipeline(write(normed(), tmp_path / "normed"), microbatches=3, loss_fn=loss)
     plain = pipe.package.load_stage(0)
     (x,) = batch(pipe.package.manifest, 3).values()
     pipe.step(x, target=torch.zeros(12))
@@ -59,7 +60,7 @@ def test_batch_norm_sees_the_microbatches_in_order(tmp_path: Path) -> None:
 
 
 def test_eval_mode_is_the_users_and_reaches_dropout(tmp_path: Path) -> None:
-    pipe = Pipeline(write(normed(), tmp_path / "normed"), microbatches=2, loss_fn=loss)
+    pipe = pipeline(write(normed(), tmp_path / "normed"), microbatches=2, loss_fn=loss)
     (x,) = batch(pipe.package.manifest, 2).values()
     assert (pipe.eval(x) == 0).any()  # dropout is on: eval() does not change the mode
     assert all(stage.training for stage in pipe.stages.values())
@@ -95,7 +96,7 @@ def test_what_changes_between_steps_reaches_the_kernels(tmp_path: Path) -> None:
 
 def test_switching_between_step_and_eval_runs_no_stage_more_often(tmp_path: Path) -> None:
     """torch.distributed.pipelining infers shapes anew, with a forward of every stage, at each second switch."""
-    pipe = Pipeline(write(chain(3), tmp_path / "chain"), microbatches=4, loss_fn=loss)
+    pipe = pipeline(write(chain(3), tmp_path / "chain"), microbatches=4, loss_fn=loss)
     calls = []
     for index, stage in pipe.stages.items():
         stage.register_forward_hook(lambda *_, index=index: calls.append(index))
@@ -114,7 +115,7 @@ def test_a_step_takes_a_target_of_any_structure_and_returns_the_models(tmp_path:
         seen.append((sorted(output), target["labels"][0].tolist(), target["labels"][1], target["scale"].item()))
         return output["logits"].mean() * target["scale"]
 
-    pipe = Pipeline(write(skips(), tmp_path / "skips"), microbatches=2, loss_fn=loss_fn)
+    pipe = pipeline(write(skips(), tmp_path / "skips"), microbatches=2, loss_fn=loss_fn)
     inputs = batch(pipe.package.manifest, 2)
     target = {"labels": [torch.arange(4), "mean"], "scale": torch.tensor(2.0)}
     result = pipe.step(inputs["tokens"], weights=inputs["weights"], target=target, return_outputs=True)
@@ -126,7 +127,7 @@ def test_a_step_takes_a_target_of_any_structure_and_returns_the_models(tmp_path:
 
 
 def test_a_forward_schedule_steps_without_gradients(tmp_path: Path) -> None:
-    pipe = Pipeline(write(chain(2), tmp_path / "chain"), schedule="forward", microbatches=2)
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), schedule="forward", microbatches=2)
     (x,) = batch(pipe.package.manifest, 2).values()
     result = pipe.step(x, return_outputs=True)
     assert result.loss is None
@@ -135,41 +136,41 @@ def test_a_forward_schedule_steps_without_gradients(tmp_path: Path) -> None:
 
 
 def test_a_backward_needs_a_loss(tmp_path: Path) -> None:
-    pipe = Pipeline(write(chain(2), tmp_path / "chain"), microbatches=2)
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2)
     with pytest.raises(PipegraphError, match="1f1b has a backward, which needs a loss: give Pipeline a loss_fn"):
         pipe.step(torch.zeros(4, 8))
 
 
 def test_the_grad_mode_of_the_caller_does_not_matter(tmp_path: Path) -> None:
-    pipe = Pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
     with torch.no_grad():
         pipe.step(torch.ones(2, 8), target=torch.zeros(2))
     assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
 def test_a_tied_weight_is_one_parameter_with_every_name(tmp_path: Path) -> None:
-    pipe = Pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
+    pipe = pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
     assert [name for name, _ in pipe.named_parameters()] == ["embed.weight", "shared.weight"]
     assert sorted(pipe.state_dict()) == ["embed.weight", "output.weight", "shared.weight"]
     assert pipe.stages[0].embed.weight is pipe.stages[2].output.weight
 
 
 def test_a_frozen_parameter_stays_frozen(tmp_path: Path) -> None:
-    pipe = Pipeline(write(frozen(), tmp_path / "frozen"), loss_fn=loss)
+    pipe = pipeline(write(frozen(), tmp_path / "frozen"), loss_fn=loss)
     pipe.step(torch.ones(2, 8), target=torch.zeros(2))
     with_gradient = [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
     assert with_gradient == ["two.weight", "three.weight", "three.bias"]
 
 
 def test_thawing_what_the_package_has_frozen_is_refused(tmp_path: Path) -> None:
-    pipe = Pipeline(write(frozen(), tmp_path / "frozen"), loss_fn=loss)
+    pipe = pipeline(write(frozen(), tmp_path / "frozen"), loss_fn=loss)
     pipe.stages[0].requires_grad_(True)
     with pytest.raises(RuntimeFault, match=r"needs a gradient, and pipeline.json says that none comes back"):
         pipe.step(torch.ones(2, 8), target=torch.zeros(2))
 
 
 def test_the_state_dict_is_the_models(tmp_path: Path) -> None:
-    pipe = Pipeline(write(skips(), tmp_path / "skips"), loss_fn=loss)
+    pipe = pipeline(write(skips(), tmp_path / "skips"), loss_fn=loss)
     assert "table" not in pipe.state_dict()  # it is not persistent
     assert "table" in dict(pipe.stages[0].named_buffers())
     doubled = {name: tensor * 2 for name, tensor in pipe.state_dict().items()}
@@ -178,7 +179,7 @@ def test_the_state_dict_is_the_models(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_may_hold_a_tied_weight_once(tmp_path: Path) -> None:
-    pipe = Pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
+    pipe = pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
     pipe.load_state_dict({"output.weight": torch.ones(6, 8), "shared.weight": torch.zeros(8, 8)})
     assert (pipe.stages[0].embed.weight == 1).all()
 
@@ -193,14 +194,14 @@ def test_a_state_dict_may_hold_a_tied_weight_once(tmp_path: Path) -> None:
     ids=["unknown", "missing", "shape"],
 )
 def test_a_state_dict_that_does_not_fit_is_refused(change: dict[str, Tensor], message: str, tmp_path: Path) -> None:
-    pipe = Pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
     state = {name: tensor for name, tensor in (pipe.state_dict() | change).items() if tensor is not None}
     with pytest.raises(PackageError, match=message):
         pipe.load_state_dict(state)
 
 
 def test_clipping_equals_that_of_the_unsplit_model(tmp_path: Path) -> None:
-    pipe = Pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
+    pipe = pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
     reference = Reference(pipe.package)
     inputs, target = batch(pipe.package.manifest, 1), torch.zeros(2)
     pipe.step(*inputs.values(), target=target)
@@ -215,19 +216,19 @@ def test_a_package_without_weights_is_initialised_alike_every_time(tmp_path: Pat
     folder = write(skips(), tmp_path / "skips", weights=False)
     torch.manual_seed(1)
     with pytest.warns(UserWarning, match="holds no weights"):
-        first = Pipeline(folder, loss_fn=loss)
+        first = pipeline(folder, loss_fn=loss)
     drawn = torch.rand(1)
     torch.manual_seed(1)
     assert_close(torch.rand(1), drawn)  # the caller's random numbers were not touched
     with pytest.warns(UserWarning, match="holds no weights"):
-        second = Pipeline(folder, loss_fn=loss)
+        second = pipeline(folder, loss_fn=loss)
     assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
     assert_close(first.stages[0].table, torch.arange(40.0).reshape(5, 8))
     assert all(parameter.any() for name, parameter in first.named_parameters() if name != "norm.bias")
 
 
 def test_a_stage_that_fails_is_named_and_the_next_step_is_whole(tmp_path: Path) -> None:
-    pipe = Pipeline(write(chain(3), tmp_path / "chain"), schedule="gpipe", microbatches=4, loss_fn=loss)
+    pipe = pipeline(write(chain(3), tmp_path / "chain"), schedule="gpipe", microbatches=4, loss_fn=loss)
     calls = []
 
     def break_down(*_: object) -> None:
@@ -244,7 +245,7 @@ def test_a_stage_that_fails_is_named_and_the_next_step_is_whole(tmp_path: Path) 
     assert fault.endswith('raise ValueError("broken on purpose"))')
     assert row.endswith("1F2  <-- ERROR HERE")
     assert isinstance(raised.value.__cause__, ValueError)
-    expected = Pipeline(pipe.package, schedule="gpipe", microbatches=4, loss_fn=loss).step(x, target=torch.zeros(8))
+    expected = pipeline(pipe.package, schedule="gpipe", microbatches=4, loss_fn=loss).step(x, target=torch.zeros(8))
     assert torch.equal(pipe.step(x, target=torch.zeros(8)).loss, expected.loss)
 
 
@@ -252,7 +253,7 @@ def test_a_loss_without_a_graph_is_refused(tmp_path: Path) -> None:
     def detached(output: Tensor, target: Tensor) -> Tensor:
         return loss(output.detach(), target)
 
-    pipe = Pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=detached)
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=detached)
     (x,) = batch(pipe.package.manifest, 2).values()
     with pytest.raises(RuntimeFault, match="loss_fn returned a tensor without a gradient"):
         pipe.step(x, target=torch.zeros(4))
@@ -262,7 +263,7 @@ def test_an_edited_stage_that_breaks_its_boundary_is_named(tmp_path: Path) -> No
     folder = write(chain(2), tmp_path / "chain")
     source = folder / "stage_0.py"
     source.write_text(source.read_text().replace("torch.tanh(", "torch.tanh(1 + ").replace("(x))", "(x))[:, :3]"))
-    pipe = Pipeline(folder, loss_fn=loss)
+    pipe = pipeline(folder, loss_fn=loss)
     with pytest.raises(
         RuntimeFault, match=r"returned h0 as float32\[2, 3\]; pipeline.json promises h0 float32\[2, 8\]"
     ):
@@ -270,7 +271,7 @@ def test_an_edited_stage_that_breaks_its_boundary_is_named(tmp_path: Path) -> No
 
 
 def test_a_loss_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    pipe = Pipeline(write(chain(2), tmp_path / "chain"), loss_fn=lambda output, target: output)
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=lambda output, target: output)
     with pytest.raises(RuntimeFault, match=r"loss_fn\(output, target\) returned a tensor of shape \[2, 8\]"):
         pipe.step(torch.ones(2, 8))
 
@@ -290,12 +291,12 @@ def test_a_loss_that_is_no_number_is_refused(tmp_path: Path) -> None:
 )
 def test_a_schedule_that_does_not_fit_is_refused(schedule: str | Schedule, message: str, tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=message):
-        Pipeline(write(chain(2), tmp_path / "chain"), schedule=schedule, microbatches=1, loss_fn=loss)
+        pipeline(write(chain(2), tmp_path / "chain"), schedule=schedule, microbatches=1, loss_fn=loss)
 
 
 def test_unknown_kernels_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PipegraphError, match=r'No kernels are called "autograb". Did you mean "autograd"'):
-        Pipeline(write(chain(2), tmp_path / "chain"), kernels="autograb")
+        pipeline(write(chain(2), tmp_path / "chain"), kernels="autograb")
 
 
 def test_a_stage_whose_parameters_are_not_the_manifests_is_refused(tmp_path: Path) -> None:

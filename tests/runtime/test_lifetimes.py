@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from pipegraph.runtime.executor import Executor
-from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.sends import LARGE, AwaitedSends, PolledSends, Sending
 from pipegraph.runtime.step import Step
 from pipegraph.schedule import Kind, What, lifetimes, lower
 from tests.runtime.packages import batch, chain, loss, write
+from tests.runtime.pipelines import pipeline
 
 
 class Token:
@@ -27,7 +27,7 @@ class Token:
 
 @pytest.mark.parametrize(("schedule", "peaks"), [("gpipe", [6, 6, 6]), ("1f1b", [3, 2, 1])])
 def test_graphs_in_flight_are_the_schedules(schedule: str, peaks: list[int], tmp_path: Path) -> None:
-    pipe = Pipeline(write(chain(3), tmp_path / "chain"), schedule=schedule, microbatches=6, loss_fn=loss)
+    pipe = pipeline(write(chain(3), tmp_path / "chain"), schedule=schedule, microbatches=6, loss_fn=loss)
     alive: list[weakref.WeakSet[Token]] = [weakref.WeakSet() for _ in peaks]
     most = [0] * len(peaks)
 
@@ -48,7 +48,7 @@ def test_graphs_in_flight_are_the_schedules(schedule: str, peaks: list[int], tmp
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "looped-bfs", "dualpipe-v"])
 def test_a_step_holds_after_each_action_what_the_schedule_still_needs(schedule: str, tmp_path: Path) -> None:
-    pipe = Pipeline(write(chain(4), tmp_path / "chain"), schedule=schedule, microbatches=4, loss_fn=loss)
+    pipe = pipeline(write(chain(4), tmp_path / "chain"), schedule=schedule, microbatches=4, loss_fn=loss)
     lowered = lower(pipe.schedule)
     found: dict[tuple[int, int], set[tuple[object, ...]]] = {}
 

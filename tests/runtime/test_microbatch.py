@@ -15,6 +15,7 @@ from pipegraph.errors import BatchError
 from pipegraph.runtime.microbatch import cut_target, join
 from pipegraph.runtime.pipeline import Pipeline
 from tests.runtime.packages import Sketch, Stage, loss, write
+from tests.runtime.pipelines import pipeline
 
 SKETCH = Sketch(
     stages=(
@@ -37,7 +38,7 @@ X, Y, SCALE = torch.ones(8, 3), torch.zeros(8, 3), torch.tensor(2.0)
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Pipeline:
-    return Pipeline(write(SKETCH, tmp_path / "package"), microbatches=2, loss_fn=loss)
+    return pipeline(write(SKETCH, tmp_path / "package"), microbatches=2, loss_fn=loss)
 
 
 def test_arguments_may_go_by_position_or_by_name(pipe: Pipeline) -> None:
@@ -86,10 +87,10 @@ def test_a_target_that_does_not_divide_is_refused(pipe: Pipeline) -> None:
 
 def test_nested_arguments(tmp_path: Path) -> None:
     folder = write(SKETCH, tmp_path / "package")
-    pipe = Pipeline(folder, microbatches=2, loss_fn=loss)
+    pipe = pipeline(folder, microbatches=2, loss_fn=loss)
     nested = replace(pipe.package.manifest, args=({"pair": ["x", "y"]}, None))
     (folder / "pipeline.json").write_text(nested.to_json())
-    other = Pipeline(folder, microbatches=2, loss_fn=loss)
+    other = pipeline(folder, microbatches=2, loss_fn=loss)
     assert torch.equal(other.eval({"pair": (X, Y)}, None, scale=SCALE), pipe.eval(X, Y, scale=SCALE))
     with pytest.raises(BatchError, match=r"argument 0\['pair'\] is 1 items; it had 2 items"):
         other.eval({"pair": (X,)}, None, scale=SCALE)

@@ -34,7 +34,8 @@ def test_parity_over_real_processes(tmp_path: Path) -> None:
 
 
 def test_parity_with_i_and_w_apart_over_real_processes(tmp_path: Path) -> None:
-    assert ranks.run(ranks.parity, 3, [(str(write(tied(), tmp_path / "tied")), "zb-h1")]) == ["equal"] * 3
+    cases = [(str(write(tied(), tmp_path / "tied")), "zb-h1")]
+    assert ranks.run(ranks.parity, 3, cases, "eager") == ["equal"] * 3
 
 
 @pytest.mark.parametrize("lowered", [False, True])

@@ -16,6 +16,7 @@ from pipegraph import Pipeline
 from pipegraph.errors import PipegraphError
 from tests.runtime import ranks, sharded
 from tests.runtime.packages import chain, loss, tied, write
+from tests.runtime.pipelines import pipeline
 
 # Four processes that trace, and compile, on a machine that may be busy with others.
 SECONDS = 280.0
@@ -112,7 +113,7 @@ def test_copies_of_a_tied_weight_that_are_sharded_differently_are_refused(tmp_pa
 
 
 def step(folder: Path, **options: Any) -> Pipeline:
-    pipe = Pipeline(folder, microbatches=2, loss_fn=loss, **options)
+    pipe = pipeline(folder, microbatches=2, loss_fn=loss, **options)
     inputs = torch.ones(4, 5, dtype=torch.int64) if "tied" in folder.name else torch.ones(4, 8)
     pipe.step(inputs, target=torch.zeros(4))
     return pipe
@@ -143,7 +144,7 @@ def test_what_it_returned_is_the_stage(tmp_path: Path) -> None:
     folder = write(chain(1), tmp_path / "chain")
     pipe = step(folder, kernels="eager", parallelize_fn=Doubled)
     assert isinstance(pipe.stages[0], Doubled)
-    layer = Pipeline(folder, microbatches=2, loss_fn=loss).stages[0].layer0
+    layer = pipeline(folder, microbatches=2, loss_fn=loss).stages[0].layer0
     torch.testing.assert_close(pipe.eval(torch.ones(4, 8)), 2 * layer(torch.ones(4, 8)).detach())
 
 
