@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -29,10 +28,10 @@ def measure_links(ranks: int, device: str, timeout: float = TIMEOUT) -> Measured
     """
     backend = "nccl" if device == "cuda" else "gloo"
     # Port 0: the system chooses one that is free.
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     deadline = time.monotonic() + timeout
     context = mp.start_processes(
-        _rank, (ranks, store.port, backend, timeout), nprocs=ranks, join=False, daemon=True, start_method="spawn"
+        _rank, (ranks, store.port, backend), nprocs=ranks, join=False, daemon=True, start_method="spawn"
     )
     try:
         while not context.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
@@ -52,13 +51,12 @@ def measure_links(ranks: int, device: str, timeout: float = TIMEOUT) -> Measured
     return MeasuredLinks(latency, bandwidth, backend)
 
 
-def _rank(rank: int, ranks: int, port: int, backend: str, timeout: float) -> None:
+def _rank(rank: int, ranks: int, port: int, backend: str) -> None:
     """One of the processes. The first one has the result of all pairs, and leaves it in the store."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    limit = timedelta(seconds=timeout)
-    store = dist.TCPStore("localhost", port, is_master=False, timeout=limit)
-    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks, timeout=limit)
+    store = dist.TCPStore("localhost", port, is_master=False)
+    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks)
     try:
         latency: list[list[float | None]] = [[None] * ranks for _ in range(ranks)]
         bandwidth: list[list[float | None]] = [[None] * ranks for _ in range(ranks)]

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from pipegraph.cost.roles import (
     GATHERS,
     Role,
-    arguments_of,
     given_to,
     name_of,
+    reduces_last,
     role_of,
     source_of,
     target_of,
@@ -79,15 +79,11 @@ def _distinct(tensor: Tensor) -> int:
 
 
 class _Fusion:
-    """Kernels as they grow, node by node.
-
-    `_before` has bit i of a kernel's number where kernel i has to run first, so that no two wait for each other.
-    """
+    """Kernels as they grow, node by node. None reads what a later one makes, so that no two wait for each other."""
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
         self._number: dict[Kernel, int] = {}
-        self._before: list[int] = []
         self._maker: dict[fx.Node, Kernel] = {}
         self._base: dict[fx.Node, fx.Node] = {}
         self._readers: dict[fx.Node, list[Kernel]] = {}
@@ -131,14 +127,13 @@ class _Fusion:
     def _loop(self, node: fx.Node, role: Role) -> None:
         elements, reduced = max(value.numel() for value in tensors(node)), None
         if role is Role.REDUCTION:
-            source, result = given_to(node), tensors(node)[0]
-            elements, reduced = source.numel(), (result.numel(), _reduces_last(node, source))
+            elements, reduced = given_to(node).numel(), (tensors(node)[0].numel(), reduces_last(node))
         fitting = [kernel for kernel in self._near(node) if _fits(kernel, elements, reduced)]
-        for kernel in sorted(fitting, key=lambda kernel: self._shared(node, kernel), reverse=True):
-            if self._join(node, kernel):
-                kernel.reduced = kernel.reduced or reduced
-                return
-        self._join(node, self._new(Role.ELEMENTWISE, elements, reduced))
+        kernel = max(fitting, key=lambda kernel: self._shared(node, kernel), default=None)
+        if kernel is None:
+            kernel = self._new(Role.ELEMENTWISE, elements)
+        kernel.reduced = kernel.reduced or reduced
+        self._join(node, kernel)
 
     def _scatter(self, node: fx.Node) -> None:
         """Make what is written into, a copy or zeros, and write into it: of each element the old and the new value."""
@@ -149,49 +144,40 @@ class _Fusion:
             self._read(made, target, size_of(target))
         kernel = self._new(Role.SCATTER)
         self._join(node, kernel, without=target)
-        self._before[self._number[kernel]] |= 1 << self._number[made] | self._before[self._number[made]]
         kernel.writes[node] = min(2 * size_of(source_of(node)), size_of(node))
 
     def _near(self, node: fx.Node) -> list[Kernel]:
-        """Loops that make what it reads, or read that too."""
+        """Loops that make what it reads, or read that too, and that may still run when all it reads has been made."""
         bases = [self._of(each) for each in node.all_input_nodes]
-        found = [self._maker[base] for base in bases if base in self._maker]
-        found += [kernel for base in bases for kernel in self._readers.get(base, ())]
-        return [kernel for kernel in dict.fromkeys(found) if kernel.role is Role.ELEMENTWISE]
+        makers = [self._maker[base] for base in bases if base in self._maker]
+        found = [*makers, *(kernel for base in bases for kernel in self._readers.get(base, ()))]
+        last = max(map(self._number.__getitem__, makers), default=0)
+        return [
+            kernel
+            for kernel in dict.fromkeys(found)
+            if kernel.role is Role.ELEMENTWISE and self._number[kernel] >= last
+        ]
 
     def _shared(self, node: fx.Node, kernel: Kernel) -> int:
         """Bytes that need not be read again."""
         bases = {self._of(each) for each in node.all_input_nodes}
         return sum(size_of(base) for base in bases if self._maker.get(base) is kernel or base in kernel.reads)
 
-    def _new(self, role: Role, elements: int = 0, reduced: Reduction | None = None) -> Kernel:
-        kernel = Kernel(role, elements=elements, reduced=reduced)
+    def _new(self, role: Role, elements: int = 0) -> Kernel:
+        kernel = Kernel(role, elements=elements)
         self._number[kernel] = len(self.kernels)
         self.kernels.append(kernel)
-        self._before.append(0)
         return kernel
 
-    def _join(self, node: fx.Node, kernel: Kernel, without: fx.Node | None = None) -> bool:
-        """Let the kernel run the node as well, unless what the node reads needs the kernel to have run before."""
-        number, needed = self._number[kernel], 0
-        inputs = [each for each in node.all_input_nodes if each is not without]
-        for each in inputs:
-            maker = self._maker.get(self._of(each))
-            if maker is not None and maker is not kernel:
-                needed |= self._before[self._number[maker]] | 1 << self._number[maker]
-        if needed >> number & 1:
-            return False
-        self._before[number] |= needed
-        for other, before in enumerate(self._before):
-            if before >> number & 1:
-                self._before[other] |= needed
+    def _join(self, node: fx.Node, kernel: Kernel, without: fx.Node | None = None) -> None:
+        """Let the kernel run the node as well."""
         kernel.nodes.append(node)
         self._maker[node] = kernel
         gathers = name_of(node) in GATHERS
-        for each in inputs:
-            size = size_of(each)
-            self._read(kernel, each, min(size, size_of(node)) if gathers and each is node.args[0] else size)
-        return True
+        for each in node.all_input_nodes:
+            if each is not without:
+                size = size_of(each)
+                self._read(kernel, each, min(size, size_of(node)) if gathers and each is node.args[0] else size)
 
     def _read(self, kernel: Kernel, node: fx.Node, size: int) -> None:
         base = self._of(node)
@@ -214,11 +200,3 @@ def _fits(kernel: Kernel, elements: int, reduced: Reduction | None) -> bool:
     if reduced is None:
         return elements == kernel.elements or (kernel.reduced is not None and elements == kernel.reduced[0])
     return elements == kernel.elements and kernel.reduced in (None, reduced)
-
-
-def _reduces_last(node: fx.Node, source: Tensor) -> bool:
-    """Whether a reduction goes along the last dimension, where memory lies in a row, or along all."""
-    dims = arguments_of(node).get("dim")
-    if not isinstance(dims, (int, list, tuple)) or not dims:
-        return not isinstance(dims, int) or source.dim() == 1
-    return source.dim() - 1 in {dim % source.dim() for dim in ([dims] if isinstance(dims, int) else dims)}

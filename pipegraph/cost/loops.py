@@ -22,6 +22,7 @@ _STREAMED = tuple(3 * size for size in (4 * _KIB, 32 * _KIB, 256 * _KIB, _MIB, 4
 # From 32 MiB on, glibc gives what is freed back to the system: its threshold adapts up to there (mallopt(3)).
 _NEW = (1 * _MIB, 16 * _MIB, 31 * _MIB, 32 * _MIB, 128 * _MIB)
 _SHAPE = 256, 256  # of what a function is measured on: small enough for the cache of a core
+_MANY = 1024, 1024  # rows and columns, as of a layer's results: steps from row to row are steps from page to page
 _CHAIN = 16
 
 Function = Callable[..., Tensor]
@@ -83,6 +84,7 @@ def _cases(device: torch.device) -> dict[str, _Case]:
     generator = torch.Generator(device).manual_seed(0)
     normal = torch.randn(_SHAPE, device=device, generator=generator)
     x = normal.abs() + 0.1
+    many = torch.ones(_MANY, device=device)
     rows = torch.randint(_SHAPE[0], _SHAPE[:1], device=device, generator=generator)
     functions: dict[str, Function] = {
         "exp": torch.exp,
@@ -100,6 +102,10 @@ def _cases(device: torch.device) -> dict[str, _Case]:
         OTHER: _Case(_chain_of_products_and_sums, (x,), count=_CHAIN),
         "write bool": _Case(lambda x: x <= 0, (normal,)),
         "read bool": _Case(lambda mask, x: torch.where(mask, x, 0), (normal > 0, x), without=lambda mask, x: x * 2),
+        # What a row is reduced to is needed before the rest of the row's loop, which reads it again.
+        "sum": _Case(lambda x: x * x.sum(-1, keepdim=True), (x,)),
+        "var_mean": _Case(lambda x: F.layer_norm(x, _SHAPE[1:]), (x,)),
+        "sum across": _Case(lambda x: x.sum(0), (many,), without=lambda x: x.sum(1)),
         "window": _Case(lambda x: F.max_pool2d(x[None, None], 2), (x,), without=lambda x: x[::2, ::2] * 2),
         "scatter": _Case(_scatter, (x, rows), without=lambda x, rows: x * 2),
     }

@@ -84,9 +84,15 @@ def role_of(node: fx.Node) -> Role:
     return Role.KERNEL
 
 
+_VARIANCES = {"var", "var_mean", "std"} | _NORMALISATIONS - {"_softmax", "_log_softmax", "prepare_softmax_online"}
+
+
 def function_of(node: fx.Node) -> str:
     """The name under which a profile may have the rate of its elements."""
     name = name_of(node)
+    if role_of(node) is Role.REDUCTION and name not in _FUNCTIONS:
+        along = "sum" if reduces_last(node) else "sum across"
+        return "var_mean" if name in _VARIANCES else along
     if name == "pow":
         exponent = node.args[1]
         # Powers of whole and half numbers are products and roots.
@@ -103,6 +109,14 @@ def elements_of(node: fx.Node) -> int:
             return tensors(source_of(node))[0].numel()
     passed = [node, *node.all_input_nodes] if name_of(node) in _WINDOWS else [node]
     return max(value.numel() for each in passed for value in tensors(each))
+
+
+def reduces_last(node: fx.Node) -> bool:
+    """Whether a reduction goes along the last dimension, where memory lies in a row, or along all."""
+    dims, rank = arguments_of(node).get("dim"), given_to(node).dim()
+    if isinstance(dims, int):
+        dims = [dims]
+    return not dims or rank - 1 in {dim % rank for dim in dims}
 
 
 def source_of(scatter: fx.Node) -> fx.Node:
