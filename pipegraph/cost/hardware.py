@@ -62,8 +62,10 @@ class Hardware:
     def flops_per_second(self, kind: str, dtype: str, **sizes: float) -> float:
         """What a kernel of this kind attains. A kind without figures is taken for a product of matrices.
 
-        A dtype that the device does not name runs at the lowest of its peaks.
+        A dtype that the profile does not have runs at the lowest of its peaks.
         """
+        if dtype == "tfloat32" and dtype not in self.peak_flops:
+            dtype = "float32"
         by_dtype = self.attained_flops.get(kind) or self.attained_flops["matmul"]
         table = by_dtype.get(dtype) or by_dtype.get(ANY) or next(iter(by_dtype.values()))
         return self.peak_flops.get(dtype, min(self.peak_flops.values())) * table.at(**sizes)

@@ -31,14 +31,7 @@ _CONSTANTS |= {"new_empty_strided", "inductor_seed", "inductor_seeds", "inductor
 
 # What torch does not tag as pointwise although it passes over its result element by element.
 _COPIES = {"cat", "stack", "copy", "_to_copy", "constant_pad_nd", "repeat", "flip", "roll", "tril", "triu"}
-_COPIES |= {
-    "slice_scatter",
-    "select_scatter",
-    "diagonal_scatter",
-    "as_strided_scatter",
-    "lift_fresh_copy",
-    "pixel_shuffle",
-}
+_COPIES |= {"slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "lift_fresh_copy"}
 _RANDOM = {"rand", "randn", "randint", "rand_like", "randn_like", "bernoulli", "native_dropout", "inductor_random"}
 _RANDOM |= {"inductor_randint"}
 GATHERS = {"index", "_unsafe_index", "_unsafe_masked_index", "embedding", "gather", "index_select"}
@@ -50,11 +43,19 @@ _WINDOWS |= {"max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backw
 _WINDOWS |= {"_adaptive_avg_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward"}
 _WINDOWS |= {"upsample_bilinear2d", "upsample_bilinear2d_backward"}
 
-# What torch does not tag as a reduction, where nothing has decomposed it.
-_NORMALISATIONS = {"_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "native_batch_norm"}
-_NORMALISATIONS |= {"_softmax_backward_data", "_log_softmax_backward_data", "_native_batch_norm_legit_functional"}
-_NORMALISATIONS |= {f"native_{norm}_norm_backward" for norm in ("layer", "group", "batch")} | {"_fused_rms_norm"}
-_NORMALISATIONS |= {"_fused_rms_norm_backward", "prepare_softmax_online"}
+# What torch does not tag as a reduction, where nothing has decomposed it: normalisations by a mean and a variance, and
+# softmax.
+_NORMALISATIONS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit_functional"}
+_NORMALISATIONS |= {"native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward"}
+_NORMALISATIONS |= {"_fused_rms_norm", "_fused_rms_norm_backward"}
+_SOFTMAX = {
+    "_softmax",
+    "_log_softmax",
+    "_softmax_backward_data",
+    "_log_softmax_backward_data",
+    "prepare_softmax_online",
+}
+_VARIANCES = _NORMALISATIONS | {"var", "var_mean", "std"}
 
 _SCATTERS = {"scatter", "scatter_add", "scatter_reduce", "index_put", "_unsafe_index_put", "index_add", "index_copy"}
 _SCATTERS |= {"_unsafe_masked_index_put_accumulate", "embedding_dense_backward"}
@@ -77,14 +78,11 @@ def role_of(node: fx.Node) -> Role:
     if name in _SCATTERS:
         return Role.SCATTER
     tags = target.tags if isinstance(target, torch._ops.OpOverload) else ()
-    if torch.Tag.reduction in tags or name in _NORMALISATIONS:
+    if torch.Tag.reduction in tags or name in _NORMALISATIONS | _SOFTMAX:
         return Role.REDUCTION
     if torch.Tag.pointwise in tags or name in _COPIES | _RANDOM | GATHERS | _WINDOWS:
         return Role.ELEMENTWISE
     return Role.KERNEL
-
-
-_VARIANCES = {"var", "var_mean", "std"} | _NORMALISATIONS - {"_softmax", "_log_softmax", "prepare_softmax_online"}
 
 
 def function_of(node: fx.Node) -> str:

@@ -99,8 +99,8 @@ def _check(values: Values, axes: Sequence[tuple[str, int]]) -> None:
         return
     (name, length), *rest = axes
     if not isinstance(values, tuple) or len(values) != length:
-        count = len(values) if isinstance(values, tuple) else "one figure"
-        raise PipegraphError(f"there are {length} sizes along {name}, and {count} values")
+        count = len(values) if isinstance(values, tuple) else 1
+        raise PipegraphError(f"sizes and values along {name} differ in number: {length} and {count}")
     for each in values:
         _check(each, rest)
 

@@ -48,8 +48,8 @@ def test_tables_are_stacked_along_an_axis() -> None:
     [
         ({"m": (1.0, 1.0)}, (1.0, 2.0), "the sizes along m have to be positive and ascend"),
         ({"m": (0.0, 1.0)}, (1.0, 2.0), "the sizes along m have to be positive and ascend"),
-        ({"m": (1.0, 2.0)}, (1.0, 2.0, 3.0), "there are 2 sizes along m, and 3 values"),
-        ({"m": (1.0,), "n": (1.0,)}, (1.0,), "there are 1 sizes along n, and one figure values"),
+        ({"m": (1.0, 2.0)}, (1.0, 2.0, 3.0), "sizes and values along m differ in number: 2 and 3"),
+        ({"m": (1.0,), "n": (1.0, 2.0)}, (1.0,), "sizes and values along n differ in number: 2 and 1"),
         ({"m": (1.0,)}, ((1.0,),), r"\(1.0,\) stands where one positive figure has to"),
         ({}, -1.0, "-1.0 stands where one positive figure has to"),
     ],
