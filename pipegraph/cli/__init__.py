@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import typer
 
+from pipegraph.cli.calibrate import calibrate
 from pipegraph.cli.run import run
 from pipegraph.cli.schedule import schedule
 from pipegraph.cli.show import show
@@ -25,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (split, verify, show, run, schedule):
+for verb in (split, verify, show, run, schedule, calibrate):
     app.command()(verb)
 
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipegraph.kernels.interface import Forward, Loss
 from pipegraph.kernels.loss import check_gradients, requires_grad, scalar_loss
+from pipegraph.kernels.sharded import check_outputs, waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class AutogradKernels:
                 *(value if leaf is None else leaf for value, leaf in zip(inputs, leaves, strict=True))
             )
             outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+            check_outputs(outputs)
             loss = scalar_loss(self._loss, outputs, target) if with_loss else None
             check_gradients(outputs, self._output_gradients)
         ends = outputs if loss is None else (*outputs, loss)
@@ -72,7 +74,7 @@ class AutogradKernels:
         if pairs:  # nothing here requires a gradient in a stage that is frozen, as are all before it
             edges, arrived = zip(*pairs, strict=True)
             torch.autograd.backward(edges, arrived)
-        return tuple(None if leaf is None else leaf.grad for leaf in saved.leaves)
+        return tuple(None if leaf is None else waited(leaf.grad) for leaf in saved.leaves)
 
     def input_backward(self, saved: _Saved, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         return self.backward(saved, gradients)
@@ -86,4 +88,4 @@ def _edge(output: Any) -> GradientEdge | None:
 
 
 def _detached(output: Any) -> Any:
-    return output.detach() if isinstance(output, Tensor) else output
+    return waited(output.detach()) if isinstance(output, Tensor) else output

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from pipegraph.kernels import opaque
 from pipegraph.kernels.derivative import Derivative
+from pipegraph.kernels.sharded import differentiable_local, is_sharded, local
 from pipegraph.kernels.signature import module_signature, tensor_signature, value_signature
 from pipegraph.kernels.state import State
 
@@ -124,7 +125,7 @@ class Blocks:
             returned = original(*args, **kwargs)
         finally:
             self._around = record.inside
-        _describe(record, returned, [*leaves, *state])
+        _describe(record, returned, [*leaves, *map(local, state)])
         record.refused |= versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
         return returned
 
@@ -134,7 +135,7 @@ class Blocks:
         if record is None or record.block is None or record.refused:
             return original(*args, **kwargs)
         self._calls += 1
-        state = self._states[module].tensors()
+        state = map(differentiable_local, self._states[module].tensors())
         tensors = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         found = list(opaque.call(record.block, self._calls, tensors))
         written = record.block.joint.written
@@ -161,6 +162,9 @@ def _may_be_block(module: nn.Module) -> bool:
 
 def _describe(record: Record, returned: Any, given: Sequence[Any]) -> None:
     leaves, record.results_spec = pytree.tree_flatten(returned)
+    if any(isinstance(each, Tensor) and is_sharded(each) for each in (*record.leaves, *leaves)):
+        record.refused = True  # only local tensors go in and out of the call of a block
+        return
     memory = {each.untyped_storage()._cdata for each in given if isinstance(each, Tensor)}
     for leaf in leaves:
         position = next((index for index, each in enumerate(record.leaves) if each is leaf), None)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from pipegraph.kernels import joint
 from pipegraph.kernels.blocks import DEVICES, Blocks, Record
 from pipegraph.kernels.derivative import Derivative
+from pipegraph.kernels.sharded import local
 from pipegraph.kernels.state import State
 
 _known: weakref.WeakValueDictionary[Any, Derivative] = weakref.WeakValueDictionary()
@@ -87,7 +88,8 @@ def _block(record: Record, options: Options) -> Derivative:
 
 
 def _anew(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    own = local(tensor)
+    made = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
     return made.requires_grad_(tensor.requires_grad)
 
 

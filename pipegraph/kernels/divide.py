@@ -59,15 +59,17 @@ class Backward:
 
 
 def saved_values(joint: Joint, recompute: str) -> set[fx.Node]:
-    """The values that F keeps for the backward, beside primals. What is random and what a block gave always is; a
-    view never, but what it is a view of: both keep the same memory, and making the view again is free.
+    """The values that F keeps for the backward, beside primals.
+
+    What is random, what a block gave and what other ranks had a part in always is: a backward does not wait for them to
+    compute it again. A view never is, but what it is a view of: both keep the same memory, and a view costs nothing.
 
     "block" is for a graph that calls no other block; one that does is no block to compute again.
     """
     forward = _forward_nodes(joint)
     if recompute == "none":
         return {node for node in forward if not is_view(node)}
-    kept = {node for node in forward if _is_random(node) or node.target is OPERATION}
+    kept = {node for node in forward if _is_random(node) or node.target is OPERATION or _is_waited(node)}
     kept |= {user for index in joint.written for user in joint.primals[index].users}  # what was there before
     if recompute == "block" and any(node.target is OPERATION for node in forward):
         recompute = "min-cut"
@@ -204,8 +206,15 @@ def _is_random(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
+def _is_waited(node: fx.Node) -> bool:
+    """Whether it is what a collective gave, which is behind the wait for it."""
+    return internals.is_collective(node) and node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
 def _is_heavy(node: fx.Node) -> bool:
     target = node.target
+    if internals.is_collective(node):  # I is not to wait for what only a weight's gradient needs
+        return True
     return isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in _HEAVY
 
 

@@ -82,11 +82,24 @@ def trace(
 
 
 def without_duplicates(graph: fx.Graph) -> fx.Graph:
-    """The graph with equal computations done once, random ones excepted: as AOTAutograd does before it partitions."""
+    """The graph with equal computations done once: as AOTAutograd does before it partitions.
+
+    Except random ones, and collectives: two that are equal here need not be on a rank with a smaller shard, and then
+    one rank would wait for the other. Until equal ones have been looked for, each has a number as one more argument.
+    """
     from torch._functorch.compile_utils import fx_graph_cse
 
+    for number, node in enumerate(filter(is_collective, graph.nodes)):
+        node.args = (*node.args, number)
     found: fx.Graph = fx_graph_cse(graph)
+    for node in filter(is_collective, found.nodes):
+        node.args = node.args[:-1]
     return found
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether other ranks take part in a node, or it waits for them. torch has no tag for that."""
+    return getattr(node.target, "namespace", None) == "_c10d_functional"
 
 
 def min_cut(module: fx.GraphModule, outputs: int) -> set[str]:
@@ -185,6 +198,18 @@ def _compile_graph(module: fx.GraphModule) -> Run:
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         compiled: Run = compile_fx_inner(module, examples, is_inference=True)
     return compiled
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """What this rank holds of a DTensor. `to_local` is for autograd, and makes a view of a parameter at each call."""
+    return waited(tensor._local_tensor)
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """The result of a functional collective, when it is there. No public name tells such a tensor from others."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def compiler_is_missing() -> str | None:

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipegraph.kernels.sharded import is_layout, is_style, layout, local
+
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 _STATE = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -33,15 +36,8 @@ class _Same:
 
 def tensor_signature(tensor: Tensor) -> tuple[Any, ...]:
     """Everything that a graph is made for."""
-    return (
-        type(tensor) if hasattr(tensor, "placements") else Tensor,
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-        getattr(tensor, "placements", None),
-    )
+    own = local(tensor)
+    return (layout(tensor), tuple(own.shape), own.stride(), own.dtype, own.device, tensor.requires_grad)
 
 
 def module_signature(module: nn.Module) -> tuple[Any, ...]:
@@ -58,7 +54,11 @@ def _module(module: nn.Module, seen: dict[int, int], active: dict[int, int]) -> 
     if id(module) in active:
         return ("again", active[id(module)])
     active[id(module)] = len(active)
-    attributes = tuple((name, _value(item, active)) for name, item in vars(module).items() if name not in _STATE)
+    attributes = tuple(
+        (name, _value(_hooks(module, name) if name in _HOOKS else item, active))
+        for name, item in vars(module).items()
+        if name not in _STATE
+    )
     tensors = tuple(
         (name, None if tensor is None else seen.setdefault(id(tensor), len(seen)))
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
@@ -69,9 +69,17 @@ def _module(module: nn.Module, seen: dict[int, int], active: dict[int, int]) -> 
     return (type(module), attributes, tensors, children)
 
 
+def _hooks(module: nn.Module, name: str) -> Any:
+    """A module's hooks, numbered among themselves: no two of the process are registered under one number."""
+    numbers = sorted({number for each in _HOOKS for number in getattr(module, each, None) or ()})
+    return tuple((numbers.index(number), hook) for number, hook in (getattr(module, name) or {}).items())
+
+
 def _value(value: Any, active: dict[int, int]) -> Any:
-    if isinstance(value, _ATOMS):
+    if isinstance(value, _ATOMS) or is_layout(value):
         return (type(value), value)
+    if is_style(value):
+        return (type(value), *((name, _value(item, active)) for name, item in vars(value).items()))
     if type(value) in (tuple, list):
         return (type(value), *(_value(item, active) for item in value))
     if type(value) in (set, frozenset):

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from pipegraph.kernels.sharded import rebuilt
+
 Place = tuple[nn.Module, bool, str]
 """(the module, whether a parameter, the attribute)."""
 
@@ -35,9 +37,10 @@ class State:
 
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let the module compute with `tensors`, in the order of `tensors()`."""
+        """Let the module compute with `tensors`, in the order of `tensors()`; in place of a DTensor stands its local
+        tensor among them."""
         before = self.tensors()
-        self._put(tensors)
+        self._put([rebuilt(tensor, like) for tensor, like in zip(tensors, before, strict=True)])
         try:
             yield
         finally:

@@ -19,6 +19,7 @@ from pipegraph.kernels.differentiate import Options
 from pipegraph.kernels.interface import Forward, Loss
 from pipegraph.kernels.joint import with_strides
 from pipegraph.kernels.program import Compiler
+from pipegraph.kernels.sharded import check_traceable, is_sharded, layout, local
 from pipegraph.kernels.state import State
 from pipegraph.kernels.variant import Call, Stage, Variant, leaves_of, trace
 
@@ -56,6 +57,7 @@ class TracedKernels:
         self._state: State | None = None  # looked for when first called: until then the stage may be changed
         self._modules: list[nn.Module] = []
         self._variants: dict[Any, Variant | None] = {}
+        self._reasons: set[str] = set()  # why the stage was left to autograd, each said once
 
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
         call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, differentiable)
@@ -75,7 +77,7 @@ class TracedKernels:
         if variant is None:
             return self._autograd.forward(inputs, target=target, with_loss=with_loss, differentiable=differentiable)
         with _plainly():
-            found, saved = variant.forward([*state, *call.tensors])
+            found, saved = variant.forward([*map(local, state), *call.tensors])
         found = [each.detach() if each.requires_grad else each for each in found]
         outputs = tuple(found[result] if isinstance(result, int) else result[0] for result in variant.results)
         return Forward(outputs, found[-1] if with_loss else None, _Saved(variant, saved) if differentiable else None)
@@ -143,6 +145,7 @@ class TracedKernels:
             call.signature,
             tuple([module.training for module in self._modules]),
             tuple([tensor.requires_grad for tensor in state]),
+            tuple([layout(tensor) for tensor in state if is_sharded(tensor)]),
             autocast_state(),
         )
         if key not in self._variants:
@@ -152,24 +155,27 @@ class TracedKernels:
     def _traced(self, call: Call, state: Sequence[Tensor]) -> Variant | None:
         assert self._state is not None
         try:
-            _check_traceable(state)
+            check_traceable(self._modules, state)
+            _check_plain(state)
             return trace(self._stage, self._state, call, self._compiler, self._options)
         except PipegraphError:
             raise
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0] or "no reason given"
-            warnings.warn(
-                f"{type(self._stage.module).__name__} cannot be traced and is left to autograd, where a zero-bubble "
-                f"schedule gains nothing: {type(error).__name__}: {reason}",
-                stacklevel=4,
-            )
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no reason given'}"
+            if reason not in self._reasons:
+                self._reasons.add(reason)
+                warnings.warn(
+                    f"{type(self._stage.module).__name__} cannot be traced and is left to autograd, where a "
+                    f"zero-bubble schedule gains nothing: {reason}",
+                    stacklevel=4,
+                )
             return None
 
 
-def _check_traceable(state: Sequence[Tensor]) -> None:
+def _check_plain(state: Sequence[Tensor]) -> None:
     """Hooks of parameters are called by autograd alone, and a graph holds tensors that have no class of their own."""
     for tensor in state:
-        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        if type(local(tensor)) not in (Tensor, nn.Parameter, nn.Buffer):
             raise RuntimeError(f"a parameter or buffer is a {type(tensor).__name__}")
         # There is no public way to ask for hooks.
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):

@@ -16,6 +16,7 @@ from pipegraph.kernels.differentiate import Options, differentiate
 from pipegraph.kernels.interface import Loss
 from pipegraph.kernels.loss import check_gradients, scalar_loss
 from pipegraph.kernels.program import Compiler, Program
+from pipegraph.kernels.sharded import check_outputs, local
 from pipegraph.kernels.signature import value_signature
 from pipegraph.kernels.state import State
 
@@ -144,6 +145,7 @@ def trace(stage: Stage, state: State, call: Call, compiler: Compiler, options: O
             if call.with_loss:
                 target = pytree.tree_unflatten(values[inputs:], call.target_spec) if call.target_spec else values[-1]
                 loss = scalar_loss(stage.loss, outputs, target)
+        check_outputs(outputs)
         check_gradients(outputs, stage.output_gradients)
         tensors = [output for output in outputs if isinstance(output, Tensor)]
         places = iter(range(len(tensors)))
@@ -164,7 +166,7 @@ def trace(stage: Stage, state: State, call: Call, compiler: Compiler, options: O
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).requires_grad_(
                 want and call.differentiable
             )
-            for tensor, want in zip([*state.tensors(), *call.tensors], wanted, strict=True)
+            for tensor, want in zip([*map(local, state.tensors()), *call.tensors], wanted, strict=True)
         ]
         is_input = [index >= len(state) for index in range(len(primals))]
         derivative = differentiate(function, primals, stage.module, is_input, comes, options)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipegraph.kernels.sharded import is_sharded, layout
 from pipegraph.runtime.group import Group
 
 
@@ -23,15 +25,33 @@ def clip_grad_norm(
     """Scale the gradients of `parameters` so that the norm of all ranks' together is at most `max_norm`.
 
     The norm, before scaling, is returned. It is taken over what each rank of `group` has `counted`, so that a weight
-    with copies on several ranks is counted once and scaled on all of them.
+    with copies on several ranks is counted once and scaled on all of them. Of a DTensor all shards are counted.
     """
-    gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-    total = torch.nn.utils.get_total_norm(gradients, norm_type).to(device, torch.float32)
+    norms = [_norm(same, norm_type, device) for same in _by_layout(counted)]
+    total = torch.nn.utils.get_total_norm(norms, norm_type).to(device, torch.float32)
     if group is not None and math.isinf(norm_type):
         group.all_reduce(total, dist.ReduceOp.MAX)
     elif group is not None:
         total = total**norm_type
         group.all_reduce(total)
         total = total ** (1 / norm_type)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    for same in _by_layout(parameters):
+        torch.nn.utils.clip_grads_with_norm_(same, max_norm, total)
     return total
+
+
+def _by_layout(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those with gradients. DTensors of different layouts, and plain tensors, do not go into one operation."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault((layout(parameter.grad) or ())[:2], []).append(parameter)
+    return list(found.values())
+
+
+def _norm(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:
+    """Of gradients of one layout; over all ranks that hold a shard."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
+    found: Tensor = norm.full_tensor() if is_sharded(norm) else norm
+    return found.to(device, torch.float32)

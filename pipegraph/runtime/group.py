@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,14 @@ class Group:
         options.rootRank = self._ranks.index(sender)
         with lost_connections(None):
             self._open().broadcast([tensor], options).wait()
+
+    def agrees(self, what: str, device: torch.device) -> bool:
+        """Whether all ranks of the group bring the same `what`. They call this together."""
+        number = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
+        least, most = torch.tensor(number, device=device), torch.tensor(number, device=device)
+        self.all_reduce(least, dist.ReduceOp.MIN)
+        self.all_reduce(most, dist.ReduceOp.MAX)
+        return bool(least == most)
 
     def close(self) -> None:
         """Let the connections go: gloo closes them when no unfinished transfer holds them, NCCL at once."""

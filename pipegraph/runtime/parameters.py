@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipegraph.errors import PackageError, nearest
+from pipegraph.errors import PackageError, PipegraphError, nearest
+from pipegraph.kernels.sharded import is_sharded, shards
 from pipegraph.package import Manifest, Package
 
 Stages = Mapping[int, nn.Module]
+
+Parallelize = Callable[[nn.Module], nn.Module | None]
+"""Changes a stage in place, or returns another module for it."""
 
 
 def load_stages(package: Package, indices: list[int], device: torch.device) -> dict[int, nn.Module]:
@@ -36,6 +40,27 @@ def load_stages(package: Package, indices: list[int], device: torch.device) -> d
     return stages
 
 
+def parallelized(package: Package, stages: Stages, parallelize_fn: Parallelize) -> dict[int, nn.Module]:
+    """What `parallelize_fn` makes of each stage. Raises PipegraphError where that is none, or has other names."""
+    found: dict[int, nn.Module] = {}
+    for index, stage in stages.items():
+        made: object = parallelize_fn(stage)
+        if not isinstance(made, nn.Module | None):
+            raise PipegraphError(
+                f"parallelize_fn returned a {type(made).__name__} for stage {index}; it returns a module, or None "
+                f"where it changed the stage in place."
+            )
+        found[index] = stage if made is None else made
+        missing, added = _other_names(package, index, found[index])
+        if missing or added:
+            raise PipegraphError(
+                f"parallelize_fn gave the parameters of stage {index} other names: missing {missing}, added {added}. "
+                f"State dicts and tied weights go by them. Try: change the stage in place, as parallelize_module and "
+                f"fully_shard do."
+            )
+    return found
+
+
 def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter once, under its first name."""
     seen: set[int] = set()
@@ -44,6 +69,15 @@ def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield name, parameter
+
+
+def lay_out_gradients(stages: Stages) -> None:
+    """Give the gradient of each DTensor its parameter's placements, which it has but where autograd has accumulated it:
+    that leaves sums over ranks to be made later. The ranks of its mesh call this together."""
+    for _, parameter in named_parameters(stages):
+        gradient: Any = parameter.grad
+        if gradient is not None and is_sharded(parameter) and gradient.placements != parameter.placements:  # type: ignore
+            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
 
 def state_dict(stages: Stages) -> dict[str, Any]:
@@ -64,12 +98,12 @@ def load_state_dict(manifest: Manifest, stages: Stages, state: Mapping[str, Tens
             raise PackageError(f"the state dict holds {name}, which the package does not have.{nearest(name, known)}")
     for index, stage in stages.items():
         own = {}
-        for name in stage.state_dict():
+        for name, like in stage.state_dict().items():
             names = [name, *(other for group in manifest.tied if name in group for other in group)]
             found = next((other for other in names if other in state), None)
             if found is None:
                 raise PackageError(f"the state dict lacks {name}, of stage {index}.{nearest(name, state)}")
-            own[name] = state[found]
+            own[name] = shards(state[found], like)
         try:
             stage.load_state_dict(own)
         except RuntimeError as error:
@@ -77,14 +111,19 @@ def load_state_dict(manifest: Manifest, stages: Stages, state: Mapping[str, Tens
 
 
 def _check_names(package: Package, index: int, stage: nn.Module) -> None:
-    expected = {*package.manifest.stages[index].parameters}
-    found = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-    if expected != found:
-        missing, added = sorted(expected - found), sorted(found - expected)
+    missing, added = _other_names(package, index, stage)
+    if missing or added:
         raise PackageError(
             f"stage {index} of {package.path} has other parameters than pipeline.json says: "
             f"missing {missing}, added {added}. Was it edited? Correct `parameters` there too."
         )
+
+
+def _other_names(package: Package, index: int, stage: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of parameters that pipeline.json has and the stage has not, and the other way round."""
+    expected = {*package.manifest.stages[index].parameters}
+    found = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+    return sorted(expected - found), sorted(found - expected)
 
 
 def _initialised(stage: nn.Module) -> nn.Module:

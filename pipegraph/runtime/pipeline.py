@@ -68,6 +68,11 @@ class Pipeline:
     `timeout` is how many seconds a rank waits for another one until it takes that one for hung: longer than a whole
     step may take, the first one with its compilation included.
 
+    `parallelize_fn(stage)` is called with each stage of this process when its weights are loaded, and before anything
+    looks at its parameters: it shards, freezes or replaces what it likes in place, or returns another module with
+    parameters of the same names. Kernels are traced from what it left, DTensors included; stages take and return plain
+    tensors.
+
         pipe = Pipeline("out/", schedule="1f1b", microbatches=8, loss_fn=loss)
         optimizer = torch.optim.AdamW(pipe.parameters())
         result = pipe.step(tokens, target=labels)
@@ -84,6 +89,7 @@ class Pipeline:
         kernels: str | KernelMaker = "inductor",
         group: ProcessGroup | None = None,
         recompute: str = "min-cut",
+        parallelize_fn: parameters.Parallelize | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
         self._loss_fn = loss_fn
@@ -101,6 +107,8 @@ class Pipeline:
             ranks = [world.rank] if world else range(self.schedule.ranks)
             own = [stage for stage, rank in enumerate(placement) if rank in ranks]
             self.stages: dict[int, nn.Module] = parameters.load_stages(self.package, own, self._device)
+            if parallelize_fn is not None:
+                self.stages = parameters.parallelized(self.package, self.stages, parallelize_fn)
             shared = share(ties(manifest), self.stages)
             elsewhere = (parameter for tie, parameter in shared.items() if tie.owner(placement) not in ranks)
             self._counted_elsewhere = set(map(id, elsewhere))
@@ -204,6 +212,8 @@ class Pipeline:
             self._transport.start()
             with self._ties.summed() if self._ties and summed else nullcontext():
                 drive(executors, feed, results)
+                if summed:
+                    parameters.lay_out_gradients(self.stages)
             self._transport.finish()
         return results
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from pipegraph.errors import PipegraphError
+from pipegraph.kernels.sharded import layout, layout_text, local, wrapper_of
 from pipegraph.package import Manifest
 from pipegraph.runtime.group import Group
 from pipegraph.runtime.world import World
@@ -50,7 +52,18 @@ def share(tied: Sequence[Tie], stages: Mapping[int, nn.Module]) -> dict[Tie, nn.
             if stage in stages:
                 module, _, attribute = name.rpartition(".")
                 owner = stages[stage].get_submodule(module)
-                parameter = shared.setdefault(tie, getattr(owner, attribute))
+                own = getattr(owner, attribute)
+                parameter = shared.setdefault(tie, own)
+                if layout(parameter) != layout(own):
+                    raise PipegraphError(
+                        f"{name} is tied to {tie.places[0][1]}, and parallelize_fn has sharded the two differently. "
+                        f"Give both the same mesh and placements."
+                    )
+                if parameter is not own and (wrapper := wrapper_of(stages[stage].modules())):
+                    raise PipegraphError(
+                        f"{name} is tied to {tie.places[0][1]} of another stage of this rank, and {wrapper} does not "
+                        f"share parameters. Try: a schedule that gives the stages to different ranks."
+                    )
                 setattr(owner, attribute, parameter)
     return shared
 
@@ -67,7 +80,13 @@ class RemoteTies:
                 continue
             if ranks not in groups:
                 groups[ranks] = world.connect(f"tie-{'-'.join(map(str, ranks))}", ranks)
-            groups[ranks].broadcast(parameter.data, tie.owner(placement))
+            if not groups[ranks].agrees(layout_text(parameter), world.device):
+                raise PipegraphError(
+                    f"parallelize_fn has sharded {tie.places[0][1]} differently on the ranks that share it; here it is "
+                    f"{layout_text(parameter)}. Give its copies the same placements on every stage: "
+                    f"{', '.join(f'{name} of stage {stage}' for stage, name in tie.places)}."
+                )
+            groups[ranks].broadcast(local(parameter.data), tie.owner(placement))
             self._copies.append((parameter, groups[ranks]))
 
     @contextmanager
@@ -81,7 +100,7 @@ class RemoteTies:
             for parameter, group in self._copies:
                 # Frozen copies take part with zeros, as other ranks may not have frozen theirs.
                 total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-                group.all_reduce(total.detach())
+                group.all_reduce(local(total.detach()))
                 parameter.grad = total.detach() if parameter.requires_grad else None
         finally:
             for (parameter, _), old in zip(self._copies, before, strict=True):
