@@ -10,7 +10,7 @@ Candidate cuts are the beginnings and ends of module calls at every depth. Of th
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 
@@ -84,16 +84,21 @@ class _Cut:
     rank: tuple[object, ...]
 
 
-def find_chain(captured: Captured, inside_layers: bool = True) -> Chain:
-    """The chain of a model, cut inside its layers too, or at the segments of ``Captured.segments`` only."""
+def find_chain(captured: Captured, inside_layers: bool = True, kept: Collection[int] = ()) -> Chain:
+    """The chain of a model, cut inside its layers too, or at the segments of ``Captured.segments`` only.
+
+    It is cut at the positions ``kept`` in ``Captured.nodes`` in any case, where that is a module's boundary.
+    """
     heavy = _heavy(captured)
     starts = {segment.start for segment in captured.segments}
     begins = {bisect_left(heavy, start) for start in starts}
-    cuts = _candidates(captured)
+    every = cuts = _candidates(captured)
     if inside_layers:
         cuts = _without_heavier(captured, _lightest(cuts, heavy))
     else:
         cuts = [cut for cut in cuts if cut.position in starts]
+    chosen = {cut.position for cut in cuts}.union(kept)
+    cuts = [cut for cut in every if cut.position in chosen]
     bounds = [0, *(cut.position for cut in cuts), len(captured.nodes)]
     segments = [
         FineSegment(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,6 +86,7 @@ def price(
     setting: Setting | None = None,
     cache: Cache | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    kept: Collection[int] = (),
 ) -> Priced:
     """Price every segment of a model for one microbatch, each distinct block once.
 
@@ -99,12 +100,13 @@ def price(
         recompute: what the backward computes again, as the kernels will.
         loss: a function of output and target, and a target; by default the mean square of the outputs.
         setting, cache, progress: of ``measured``: how, what was measured before, and who is told how long it takes.
+        kept: positions in ``Captured.nodes`` at which the chain is cut in any case.
 
     Raises:
         PlanError: there is no such method; ``type:`` matches nothing; what is to be measured does not fit the device.
     """
     name, pattern = _method(method)
-    chain = find_chain(captured, inside_layers=name not in ("uniform", "type"))
+    chain = find_chain(captured, inside_layers=name not in ("uniform", "type"), kept=kept)
     counts = layers_of_type(chain, pattern) if name == "type" else [1] * len(chain.segments)
     parts = find_parts(chain, loss, recompute)
     blocks = parts.blocks()
