@@ -103,8 +103,8 @@ def solve(
         names: of the segments, for messages.
 
     Raises:
-        PlanError: fewer segments than stages, arguments that are none or do not fit together, or no cuts that fit into
-            the memory.
+        PlanError: fewer segments than stages, or arguments that are none or do not fit together; a `MemoryShortage`
+            where no cuts fit into the memory.
         ScheduleError: a schedule that is not known, cannot have these numbers, or is wrong.
     """
     check_costs(costs, stages, names)

@@ -17,6 +17,14 @@ from pipegraph.planner.solver.sums import PARAMETERS, SAVED, Integers, Sums
 MemoryOf = Callable[[int], Memory]
 """Of the same schedule with so many stages. Raises ScheduleError or PlanError where that is none."""
 
+class MemoryShortage(PlanError):
+    """No cuts fit into the memory. ``needed``: the bytes of the fullest rank for those that need the least."""
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
 _LOOK = 0.1  # of the effort, for each other number of stages
 _DOUBLINGS = 3
 
@@ -26,7 +34,7 @@ def fitting(
 ) -> list[Integers]:
     """The starts and, if none of them fits, the cuts that need the least.
 
-    Raises PlanError, which says what would fit, where they do not either.
+    Raises MemoryShortage, which says what would fit, where they do not either.
     """
     if any(memory.fits(start[None])[0] for start in starts):
         return list(starts)
@@ -36,7 +44,7 @@ def fitting(
     lines = [_what_would_do(memory, needed, bound), _what_it_is(memory, cuts)]
     if memory_of is not None:
         lines += _with_more_stages(sums, memory, effort, memory_of)
-    raise PlanError("\n".join(lines))
+    raise MemoryShortage("\n".join(lines), math.ceil(needed))
 
 
 def _least(sums: Sums, memory: Memory, effort: float) -> tuple[Integers, float, float]:
