@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pipegraph.cli.parsing import parse_bytes
+
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="file.py, file.py:NAME, or hf:DIR_OR_CONFIG.json.", show_default=False)
 ]
@@ -23,6 +25,15 @@ ScheduleOption = Annotated[str, typer.Option(metavar="NAME", help="Order of the 
 MicrobatchesOption = Annotated[
     int | None,
     typer.Option(metavar="M", min=1, show_default=False, help="Microbatches of a step. [default: as many as stages]"),
+]
+MemoryOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="SIZE", parser=parse_bytes, show_default=False, help="What a rank has: 80GiB, 16GB, 500MB, bytes."
+    ),
+]
+HardwareOption = Annotated[
+    str, typer.Option(metavar="NAME|FILE", help="Profile that prices the model: h100, …, or what calibrate wrote.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 # Read by `main`, which also meets the errors of parsing.

@@ -21,6 +21,8 @@ class StageCost:
         parameters: elements of the stage's parameters, a tied weight counted once.
         parameter_bytes: their size.
         input_bytes, output_bytes: what the stage receives from other stages and sends to them.
+        saved_bytes: activations that F keeps for the backward; and
+        forward, input_grad, weight_grad: predicted seconds of F, I and W. None where nothing was priced.
     """
 
     flops: int
@@ -28,10 +30,14 @@ class StageCost:
     parameter_bytes: int
     input_bytes: int
     output_bytes: int
+    saved_bytes: int | None = None
+    forward: float | None = None
+    input_grad: float | None = None
+    weight_grad: float | None = None
 
-    def to_json(self) -> dict[str, int]:
-        """The fields by name."""
-        return asdict(self)
+    def to_json(self) -> dict[str, float]:
+        """The fields by name, without those that are None."""
+        return {name: figure for name, figure in asdict(self).items() if figure is not None}
 
 
 def stage_cost(

@@ -25,6 +25,11 @@ def choose_schedule(package: Package, schedule: str, microbatches: int | None, r
     return chosen
 
 
+def named_schedule(name: str) -> str | Schedule:
+    """The schedule in the CSV file of this name, or the name itself, which has to be one. Raises ScheduleError."""
+    return read_csv(name) if name.endswith(".csv") else find(name).name
+
+
 def make_schedule(
     name: str,
     ranks: int | None = None,

@@ -97,6 +97,11 @@ def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
     return Batch(_map(repeat, source.args), _map(repeat, source.kwargs), _map(repeat, source.example_target))
 
 
+def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
+    """The loss of a model's file and one microbatch's target; None where the file has no loss."""
+    return None if source.loss_fn is None else (loss_of(source), source.example_target)
+
+
 def loss_of(source: ModelSource) -> LossFunction:
     """The model file's loss, or the mean square of the outputs where it has none.
 

@@ -1,0 +1,89 @@
+"""``pipegraph plan MODEL``: which schedule, how many stages and microbatches, and where to cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipegraph.cli.options import (
+    BatchOption,
+    DebugOption,
+    HardwareOption,
+    JsonOption,
+    MemoryOption,
+    ModelArgument,
+    SequenceOption,
+)
+from pipegraph.cli.output import print_grid, print_json, write_whole
+from pipegraph.cli.parsing import parse_names, parse_numbers
+from pipegraph.cli.progress import held_back, progress
+
+
+def plan(
+    model: ModelArgument,
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, show_default=False, help="Ranks that hold the stages.")],
+    memory: MemoryOption = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,…", show_default=False, help="Schedules to compare. [default: all of them]"),
+    ] = None,
+    microbatches: Annotated[
+        str | None,
+        typer.Option(metavar="M,…", show_default=False, help="Microbatches of a step. [default: 2 and 4 a rank]"),
+    ] = None,
+    stages_per_rank: Annotated[
+        str | None,
+        typer.Option(metavar="V,…", show_default=False, help="Stages on a rank. [default: 1 or 2, 4 if these are few]"),
+    ] = None,
+    recompute: Annotated[str, typer.Option(metavar="R,…", help="What a backward computes again.")] = (
+        "none,min-cut,block"
+    ),
+    balance: Annotated[str, typer.Option(metavar="time|measured", help="Where times are from.")] = "time",
+    hardware: HardwareOption = "cpu",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", show_default=False, help="Write the best plan, for split --plan."),
+    ] = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare plans for so many ranks by predicted time and memory, and explain the best. Nothing but -o is written."""
+    if balance not in ("time", "measured"):
+        raise typer.BadParameter(
+            f"{balance!r} is neither time nor measured; split takes the others.", param_hint="--balance"
+        )
+    names = None if schedule is None else parse_names(schedule)
+    counts, chunks = (None if text is None else parse_numbers(text) for text in (microbatches, stages_per_rank))
+    with progress(f"loading {model}"):
+        from pipegraph.cost.hardware import Hardware
+        from pipegraph.graph.capture import capture
+        from pipegraph.graph.source import load
+        from pipegraph.planner.aim import Aim
+        from pipegraph.planner.compare import candidates, compare_model
+        from pipegraph.planner.plan import plan_of
+        from pipegraph.planner.plan_file import PlanFile
+        from pipegraph.report.plan import compared, comparison_dict, explained
+        from pipegraph.report.steps import loss_and_target
+
+        plans = candidates(ranks, names, counts, chunks, parse_names(recompute))
+        profile = Hardware.load(hardware)
+        source = load(model, weights=False, batch=batch, seq=seq)
+        aim = Aim(balance, ranks=ranks, memory_bytes=memory, hardware=profile, loss=loss_and_target(source))
+    with progress(f"capturing {source.name}"), held_back(unless=debug):
+        captured = capture(source.model, source.args, source.kwargs, both_modes=False)
+    with progress("comparing plans"):
+        comparison = compare_model(captured, aim, ranks, plans)
+        best = plan_of(comparison.best)
+    if out is not None:
+        write_whole([(out, PlanFile.of(best).to_json())])
+    if json:
+        print_json(comparison_dict(comparison, best))
+        return
+    print(f"{compared(comparison)}\n")
+    print_grid(lambda width, coloured: explained(best, coloured))
+    if out is not None:
+        print(f"wrote {out}")

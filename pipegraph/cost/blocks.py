@@ -1,0 +1,235 @@
+"""The distinct blocks of a chain: segments and layers of equal structure, traced once, without memory.
+
+A block's joint graph is divided into F, I and W as the kernels of a stage are, so that what is priced is what runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from pipegraph.cost.chain import Chain
+from pipegraph.cost.module import Piece, PieceModule, empty_like_value, piece_of
+from pipegraph.graph.captured import Captured, label_of
+from pipegraph.kernels import Loss, internals
+from pipegraph.kernels.compilers import compiler, options
+from pipegraph.kernels.derivative import Derivative
+from pipegraph.kernels.divide import is_view
+from pipegraph.kernels.state import State
+from pipegraph.kernels.variant import Call, Stage, leaves_of, trace
+
+LossOf = Callable[[Any, Any], Tensor]
+"""(what the model returns, in its own nesting; one microbatch's target) → the loss of no dimensions."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What F keeps for the backward of one microbatch, parameters and buffers aside.
+
+    ``inputs`` and ``outputs`` are positions among the piece's own, whose memory others may hold as well; ``bytes`` is
+    the size of everything else.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """What pieces of one structure share.
+
+    Attributes:
+        key: equal for equal structure, in every process; the loss is part of that.
+        piece: the first of them.
+        count: how many there are.
+        loss, target: of the model's last piece.
+        derivative: its graphs; None where it cannot be traced by itself, and then ``refusal`` says why.
+    """
+
+    key: str
+    piece: Piece
+    count: int
+    loss: Loss | None
+    target: Any
+    derivative: Derivative | None = field(repr=False, default=None)
+    refusal: str = ""
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None, fx.GraphModule | None]:
+        """F, I and W. Without I, where no input has a gradient, W does the whole backward."""
+        assert self.derivative is not None
+        backward = self.derivative.backward(self.derivative.all_present)
+        parts = self.derivative.forward, backward.input, backward.weight
+        forward, of_inputs, of_weights = (None if part is None else part.module for part in parts)
+        return forward, of_inputs, of_weights
+
+    @property
+    def has_input_grad(self) -> bool:
+        """Whether there is an I."""
+        return any(self.piece.input_gradients) if self.derivative is None else self.graphs[1] is not None
+
+    @cached_property
+    def saved(self) -> Saved:
+        """What F keeps; where that is not known, every value that has a gradient."""
+        return _saved_unknown(self.piece) if self.derivative is None else _saved(self.piece, self.derivative)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Segments of a chain in a row, taken as one piece, and their block."""
+
+    segments: range
+    piece: Piece
+    block: Block
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A chain in three grains. What stands in one piece is fused across the cuts in it.
+
+    Attributes:
+        chain: the chain.
+        segments: each segment of it.
+        layers: the layers that are more than one segment.
+        runs: neighbouring layers that the model has once each, and which a stage computes in one piece; a layer that is
+            repeated is computed by itself.
+    """
+
+    chain: Chain
+    segments: tuple[Part, ...]
+    layers: tuple[Part, ...]
+    runs: tuple[Part, ...]
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Each distinct block once, in the order in which the model has run it, the smaller ones first."""
+        every = (*self.segments, *self.layers, *self.runs)
+        in_order = sorted(every, key=lambda part: (part.segments.stop, len(part.segments)))
+        return tuple({part.block.key: part.block for part in in_order}.values())
+
+
+# Tracing and dividing a graph takes time that grows faster than the graph.
+_LONGEST_RUN = 1000  # operations
+
+
+def find_parts(chain: Chain, loss: tuple[LossOf, Any] | None, recompute: str) -> Parts:
+    """The parts of a chain with their blocks, each traced once.
+
+    ``loss`` is a function of output and target, and a target; the mean square of the outputs where there is none.
+    """
+    counts: Counter[str] = Counter()
+    blocks: dict[str, Block] = {}
+
+    def parts(runs: Iterable[range]) -> tuple[Part, ...]:
+        pieces = [(run, piece_of(chain.captured, chain.nodes(run.start, run.stop))) for run in runs]
+        counts.update(piece.key for _, piece in pieces)
+        for _, piece in pieces:
+            if piece.key not in blocks:
+                blocks[piece.key] = _block(piece, counts[piece.key], loss, recompute)
+        return tuple(Part(run, piece, blocks[piece.key]) for run, piece in pieces)
+
+    segments = parts(range(index, index + 1) for index in range(len(chain.segments)))
+    layers = parts(layer for layer in chain.layers if len(layer) > 1)
+    single = {part.segments: part.block.count == 1 for part in (*segments, *layers)}
+    grouped = groupby(chain.layers, key=lambda layer: single[layer])
+    joined = [list(group) for alone, group in grouped if alone]
+    runs = [range(group[0].start, group[-1].stop) for group in joined if len(group) > 1]
+    short = (run for run in runs if len(chain.nodes(run.start, run.stop)) <= _LONGEST_RUN)
+    return Parts(chain, segments, layers, parts(short))
+
+
+def _block(piece: Piece, count: int, loss: tuple[LossOf, Any] | None, recompute: str) -> Block:
+    function, target = (loss or (mean_square, None)) if piece.last else (None, None)
+    packed = None if function is None else _packed(piece.captured, function)
+    try:
+        derivative = _traced(piece, packed, target, recompute)
+    except Exception as error:  # whatever an operation raises on a tensor without memory
+        reason = str(error).strip().partition("\n")[0] or "no reason given"
+        return Block(piece.key, piece, count, packed, target, None, f"{type(error).__name__}: {reason}")
+    key = _with_loss(piece.key, derivative) if piece.last else piece.key
+    return Block(key, piece, count, packed, target, derivative)
+
+
+def _traced(piece: Piece, loss: Loss | None, target: Any, recompute: str) -> Derivative:
+    with internals.fake_tensors():
+        module = PieceModule(piece, [empty_like_value(node.meta["val"]) for node in piece.state])
+        inputs = [empty_like_value(node.meta["val"]) for node in piece.inputs]
+        target = pytree.tree_map_only(Tensor, empty_like_value, target)
+    with_loss = loss is not None
+    call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, True)
+    stage = Stage(module, piece.input_gradients, piece.output_gradients, loss)
+    return trace(stage, State(module), call, compiler("eager"), options("inductor", recompute)).derivative
+
+
+def _with_loss(key: str, derivative: Derivative) -> str:
+    """A function has no hash that holds in every process; the operations that it runs have."""
+    lines = [f"{node.target} {node.args} {node.kwargs}" for node in derivative.joint.module.graph.nodes]
+    return hashlib.sha256("\n".join([key, *lines]).encode()).hexdigest()
+
+
+def _packed(captured: Captured, function: LossOf) -> Loss:
+    """The loss of the last piece's outputs, which are put together as the model returns them."""
+    names = [label_of(node) for node in captured.returned]
+
+    def loss(outputs: tuple[Tensor, ...], target: Any) -> Tensor:
+        values = dict(zip(names, outputs, strict=True))
+        return function(_filled(captured.outputs, values), target)
+
+    return loss
+
+
+def _filled(structure: Any, values: dict[str, Tensor]) -> Any:
+    if isinstance(structure, dict):
+        return {key: _filled(item, values) for key, item in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return type(structure)(_filled(item, values) for item in structure)
+    return None if structure is None else values[structure]
+
+
+def mean_square(output: Any, target: Any = None) -> Tensor:
+    """The loss where none is given, as ``pipegraph run`` has it: the mean of the output tensors' mean squares."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([leaf.float().square().mean() for leaf in leaves]).mean()
+
+
+def _saved(piece: Piece, derivative: Derivative) -> Saved:
+    joint, forward = derivative.joint, derivative.forward
+    inputs = {node.name: index - len(piece.state) for index, node in enumerate(joint.primals)}
+    outputs = {_base(node).name: index for index, node in enumerate(joint.outputs[: len(piece.outputs)])}
+    sizes = dict(zip(forward.outputs, map(memory_of, forward.values), strict=True))
+    names = derivative.saved(derivative.all_present)
+    return Saved(
+        inputs=tuple(inputs[name] for name in names if 0 <= inputs.get(name, -1) < len(piece.inputs)),
+        outputs=tuple(outputs[name] for name in names if name in outputs and name not in inputs),
+        bytes=sum(sizes[name] for name in names if name not in inputs and name not in outputs),
+    )
+
+
+def _saved_unknown(piece: Piece) -> Saved:
+    made = [node for node in piece.nodes if node.meta["requires_grad"] and not is_view(node)]
+    values = (value for node in made for value in pytree.tree_leaves(node.meta["val"]))
+    wanted = [index for index, wanted in enumerate(piece.input_gradients) if wanted]
+    return Saved(tuple(wanted), (), sum(memory_of(value) for value in values if isinstance(value, Tensor)))
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def memory_of(value: Tensor) -> int:
+    """Bytes from the first element of a tensor to its last: elements that overlap count once."""
+    if value.numel() == 0:
+        return 0
+    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+    return span * value.element_size()

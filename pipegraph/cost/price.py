@@ -1,0 +1,190 @@
+"""Price a captured model: what F, I and W of each of its segments take, by one of several methods."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pipegraph.cost.blocks import Block, LossOf, Parts, find_parts
+from pipegraph.cost.cache import Cache
+from pipegraph.cost.chain import Chain, find_chain
+from pipegraph.cost.combine import Crossing, Times, saved_bytes, segment_times
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.measure import Setting, measure
+from pipegraph.cost.module import graph_of
+from pipegraph.cost.roofline import GraphPrice, price_graph
+from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost.weights import first_uses, layers_of_type
+from pipegraph.errors import PlanError, nearest
+from pipegraph.graph.captured import Captured, State, path_of
+
+UNITS = {
+    "time": "s",
+    "measured": "s",
+    "flops": "FLOP",
+    "parameters": "parameters",
+    "uniform": "layers",
+    "type": "layers",
+    "memory": "bytes",
+}
+"""The methods, and what F, I and W are counted in. Behind ``type`` comes a colon and a regular expression."""
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A chain with the cost of each segment.
+
+    Attributes:
+        costs: one for each segment. ``input_grad`` is 0 where no input has a gradient, as in the model's first segment:
+            ``weight_grad`` is the whole backward there.
+        method, unit: how it was priced, and what its times are counted in.
+        uncounted: operations that no formula counts.
+        crossing: the values between segments, and what it takes to hand each over.
+    """
+
+    chain: Chain
+    costs: tuple[SegmentCost, ...]
+    method: str
+    unit: str
+    uncounted: tuple[str, ...]
+    crossing: tuple[Crossing, ...] = field(repr=False)
+    parts: Parts = field(repr=False)
+
+    def stage(self, start: int, stop: int) -> SegmentCost:
+        """The cost of the segments ``start`` … ``stop`` − 1 as one stage.
+
+        The sum, and what it takes to get what other stages make. What two segments keep counts once, and a tied weight in
+        each stage that has it. Where no input has a gradient all of the backward is in ``weight_grad``.
+        """
+        held = range(start, stop)
+        times = [(cost.forward, cost.input_grad, cost.weight_grad) for cost in self.costs[start:stop]]
+        times += [each.at_ends(held) for each in self.crossing]
+        forward, of_inputs, of_weights = (sum(each) for each in zip(*times, strict=True))
+        if start == 0 or not self.chain.segments[start - 1].gradient_bytes:
+            of_inputs, of_weights = 0.0, of_inputs + of_weights
+        state = dict.fromkeys(node for part in self.parts.segments[start:stop] for node in part.piece.state)
+        (parameters,) = first_uses(self.chain, [list(state)])
+        return SegmentCost(
+            forward,
+            of_inputs,
+            of_weights,
+            self.costs[stop - 1].boundary_bytes,
+            sum(saved_bytes(self.parts, held)),
+            _bytes(parameters),
+            sum(cost.flops for cost in self.costs[start:stop]),
+        )
+
+
+def price(
+    captured: Captured,
+    method: str = "time",
+    hardware: Hardware | None = None,
+    recompute: str = "min-cut",
+    loss: tuple[LossOf, Any] | None = None,
+    setting: Setting | None = None,
+    cache: Cache | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    kept: Collection[int] = (),
+) -> Priced:
+    """Price every segment of a model for one microbatch, each distinct block once.
+
+    Args:
+        captured: the model, whose parameters need no memory.
+        method: ``time``, a roofline of ``hardware``; ``measured``, on this machine; ``flops``, ``parameters`` or
+            ``memory`` (parameters, and what is saved for the backward) alone; ``uniform``, each of the model's layers
+            alike; ``type:REGEX``, the layers whose class name matches. A weight that is no time stands for F, for I and
+            for W alike.
+        hardware: what the roofline is of; ``cpu`` by default.
+        recompute: what the backward computes again, as the kernels will.
+        loss: a function of output and target, and a target; by default the mean square of the outputs.
+        setting, cache, progress: of ``measured``: how, what was measured before, and who is told how long it takes.
+        kept: positions in ``Captured.nodes`` at which the chain is cut in any case.
+
+    Raises:
+        PlanError: there is no such method; ``type:`` matches nothing; what is to be measured does not fit the device.
+    """
+    name, pattern = _method(method)
+    chain = find_chain(captured, inside_layers=name not in ("uniform", "type"), kept=kept)
+    counts = layers_of_type(chain, pattern) if name == "type" else [1] * len(chain.segments)
+    parts = find_parts(chain, loss, recompute)
+    blocks = parts.blocks()
+    prices = {block.key: _price(block, hardware or Hardware.load("cpu")) for block in blocks}
+    uncounted = sorted({each for three in prices.values() for graph in three for each in graph.uncounted})
+    _warn(blocks, uncounted)
+    parameters = first_uses(chain, [part.piece.state for part in parts.segments])
+    held = [_bytes(each) for each in parameters]
+    saved = saved_bytes(parts, range(len(chain.segments)))
+    crossing: tuple[Crossing, ...] = ()
+    if name in ("uniform", "type"):
+        times = [_alike(count) for count in counts]
+    elif name == "parameters":
+        times = [_alike(sum(entry.numel for entry in each)) for each in parameters]
+    elif name == "memory":
+        times = [_alike(sum(each)) for each in zip(held, saved, strict=True)]
+    else:
+        of_blocks = {key: _counted(three, name) for key, three in prices.items()}
+        if name == "measured":
+            found = measure(blocks, replace(setting or Setting(), recompute=recompute), cache, progress)
+            of_blocks = {block.key: each.times for block, each in zip(blocks, found, strict=True)}
+        times, crossing = segment_times(parts, of_blocks)
+    costs = tuple(
+        SegmentCost(*times[index], segment.boundary_bytes, saved[index], held[index], prices[part.block.key][0].flops)
+        for index, (segment, part) in enumerate(zip(chain.segments, parts.segments, strict=True))
+    )
+    return Priced(chain, costs, method, UNITS[name], tuple(uncounted), crossing, parts)
+
+
+def _method(method: str) -> tuple[str, str]:
+    name, colon, pattern = method.partition(":")
+    if name not in UNITS or bool(colon) != (name == "type") or (name == "type" and not pattern):
+        known = [f"{each}:REGEX" if each == "type" else each for each in UNITS]
+        raise PlanError(
+            f'Stages cannot be balanced by "{method}".{nearest(method, known)}\n'
+            f"Try: --balance with one of {', '.join(known)}."
+        )
+    return name, pattern
+
+
+def _price(block: Block, hardware: Hardware) -> tuple[GraphPrice, GraphPrice, GraphPrice]:
+    """F, I and W. Of a block that cannot be traced: its operations one by one, and as much again for each of I and W,
+    as the backward of a product of matrices takes."""
+    if block.derivative is None:
+        alone = price_graph(graph_of(block.piece), hardware)
+        return alone, alone, alone
+    forward, of_inputs, of_weights = (
+        GraphPrice() if graph is None else price_graph(graph, hardware) for graph in block.graphs
+    )
+    return forward, of_inputs, of_weights
+
+
+def _counted(graphs: Sequence[GraphPrice], name: str) -> Times:
+    forward, of_inputs, of_weights = (float(each.flops) if name == "flops" else each.seconds for each in graphs)
+    return forward, of_inputs, of_weights
+
+
+def _alike(weight: float) -> Times:
+    return weight, weight, weight
+
+
+def _bytes(parameters: Iterable[State]) -> int:
+    return sum(entry.numel * entry.dtype.itemsize for entry in parameters)
+
+
+def _warn(blocks: Iterable[Block], uncounted: Sequence[str]) -> None:
+    if uncounted:
+        warnings.warn(
+            f"No formula counts the work of {', '.join(uncounted)}: only the bytes that they move are priced. "
+            "--balance measured times them.",
+            stacklevel=3,
+        )
+    for block in blocks:
+        if block.refusal:
+            paths = [path_of(node) for node in block.piece.nodes if path_of(node)]
+            where = paths[0][-1][1] if paths else "the model's own operations"
+            warnings.warn(
+                f"The backward of {where} cannot be traced by itself and is taken for twice the forward, operation by "
+                f"operation: {block.refusal}",
+                stacklevel=3,
+            )

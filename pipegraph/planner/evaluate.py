@@ -1,0 +1,42 @@
+"""What given stages take, without a search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipegraph.cost.segment import SegmentCost
+from pipegraph.planner.solver.climb import climb
+from pipegraph.planner.solver.links import Crossings, Link, LinkOf
+from pipegraph.planner.solver.makespan import Makespan
+from pipegraph.planner.solver.memory import Memory
+from pipegraph.planner.solver.pool import Pool
+from pipegraph.planner.solver.sums import Sums
+from pipegraph.schedule import Schedule, Times
+
+
+def times_of(stages: Sequence[SegmentCost], schedule: Schedule, link: Link | LinkOf | None = None) -> Times:
+    """Seconds of stages and boundaries, for `simulate`. Without a link crossing takes no time."""
+    cuts = np.arange(1, len(stages))
+    return Makespan(Sums(stages), schedule, Crossings.of(link, schedule.placement)).simulated(cuts)
+
+
+def memory_of(
+    stages: Sequence[SegmentCost], schedule: Schedule, state_factor: float = 4.0, receives_ahead: int = 4
+) -> tuple[int, ...]:
+    """Bytes that each rank needs, as `solve` counts them."""
+    cuts = np.arange(1, len(stages))
+    of_ranks = Memory(Sums(stages), schedule, state_factor, receives_ahead).of_ranks(cuts[None])[:, 0]
+    return tuple(int(one) for one in np.ceil(of_ranks))
+
+
+def improve(
+    segments: Sequence[SegmentCost], cuts: Sequence[int], schedule: Schedule, link: Link | LinkOf | None = None
+) -> tuple[int, ...]:
+    """Cuts near these from which no small move makes a step shorter; memory is not looked at."""
+    sums = Sums(segments)
+    makespan = Makespan(sums, schedule, Crossings.of(link, schedule.placement))
+    pool = Pool(makespan, lambda cuts: np.ones(len(cuts), bool), kept=1)
+    found, _ = climb(pool, np.array(cuts, np.int64), sums.segments)
+    return tuple(found.tolist())

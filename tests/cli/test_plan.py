@@ -1,0 +1,97 @@
+"""``pipegraph plan``, and the cuts that ``split`` chooses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import Command
+
+CHAIN = "tests/models/chain.py"
+QUICK = ("--schedule", "1f1b,zb-v", "--microbatches", "4", "--hardware", "h100")
+
+
+def test_plan_then_split(pipegraph: Command, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    done = pipegraph("plan", CHAIN, "--ranks", 2, *QUICK, "-o", file)
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0].split() == [
+        "schedule", "stages", "microbatches", "recompute", "step", "a", "microbatch", "memory", "time", "saves",
+    ]  # fmt: skip
+    assert lines[1].startswith("*")
+    assert lines[-1] == f"wrote {file}"
+    points = json.loads(file.read_text())["points"]
+    split = json.loads(pipegraph("split", CHAIN, "--plan", file, "-o", tmp_path / "out", "--json").out)
+    assert split["points"] == points
+    manifest = json.loads((tmp_path / "out/pipeline.json").read_text())
+    assert manifest["plan"]["value"] == json.loads(file.read_text())["value"]
+    other = pipegraph("split", "examples/unet.py", "--plan", file, "--dry-run")
+    assert (other.code, other.out) == (3, "")
+    assert "The plan is of a Chain, and this model is a UNet" in other.err
+
+
+def test_plan_json(pipegraph: Command) -> None:
+    result = json.loads(pipegraph("plan", CHAIN, "--ranks", 2, *QUICK, "--json").out)
+    assert result["schema_version"] == 1
+    best = result["alternatives"][0]
+    assert (best["best"], best["slower"], best["saves"], best["points"]) == (True, 0, 0, result["plan"]["points"])
+    assert all(cut["reason"] for cut in result["plan"]["cuts"])
+    assert result["considered"] == 6
+
+
+def test_split_tells_what_a_step_takes(pipegraph: Command) -> None:
+    done = pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "--microbatches", 6, "--dry-run")
+    assert (done.code, done.err) == (0, "")
+    first, second, predicted, memory = done.out.splitlines()
+    assert (first[:7], second[:7]) == ("stage 0", "stage 1")
+    assert predicted.startswith("predicted  ")
+    assert predicted.endswith(" a step of 1f1b with 6 microbatches on h100; no other cuts are better")
+    assert memory.endswith(" on the fullest rank with recompute min-cut")
+
+
+def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
+    done = pipegraph("split", CHAIN, "--stages", 2, "--balance", "parameters", "--dry-run")
+    assert done.out.splitlines()[-1] == "largest    162 parameters by parameters; no other cuts are better"
+    done = pipegraph("split", CHAIN, "--stages", 2, "--balance", "uniform", "--dry-run")
+    assert len(done.out.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("split", CHAIN, "--stages", 2, "--memory", "80XB"), 2, "'80XB' is no size of memory: write 80GiB"),
+        (("split", CHAIN, "--stages", 2, "--memory", "0"), 2, "give 1MiB to 1PiB"),
+        (("split", CHAIN, "--stages", 2, "--memory", "9000000TiB"), 2, "give 1MiB to 1PiB"),
+        (("split", CHAIN, "--stages", 2, "--memory", "-1"), 2, "no size of memory"),
+        (("split", CHAIN, "--stages", 2, "--plan", "plan.json"), 2, "--points layers.4"),
+        (("split", CHAIN, "--plan", "no_plan.json"), 2, "The plan no_plan.json cannot be read"),
+        (("split", CHAIN, "--stages", 2, "--balance", "layers"), 3, "Stages cannot be balanced by"),
+        (("split", CHAIN, "--stages", 2, "--balance", "type:Conv"), 3, "Linear"),
+        (("split", CHAIN, "--stages", 2, "--hardware", "h1000"), 2, 'Did you mean "h100"'),
+        (("split", CHAIN, "--stages", 2, "--schedule", "zb-q"), 2, "zb-"),
+        (("plan", CHAIN, "--ranks", 0), 2, "--ranks"),
+        (("plan", CHAIN), 2, "--ranks"),
+        (("plan", CHAIN, "--ranks", 2, "--microbatches", "4,x"), 2, "no whole numbers from 1 on"),
+        (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1b,"), 2, "empty name"),
+        (("plan", CHAIN, "--ranks", 2, "--balance", "flops"), 2, "neither time nor measured"),
+        (("plan", CHAIN, "--ranks", 2, "--recompute", "all"), 3, 'recompute cannot be "all"'),
+        (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "the model can be cut into 5 segments"),
+    ],
+)
+def test_bad_input(pipegraph: Command, arguments: tuple[object, ...], code: int, said: str) -> None:
+    done = pipegraph(*arguments)
+    assert (done.code, done.out) == (code, "")
+    assert said in " ".join(done.err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 * 2**30), ("16GB", 16 * 10**9), ("500MB", 5 * 10**8), ("1.5 gib", 3 * 2**29), ("2000000", 2_000_000)],
+)
+def test_sizes(text: str, size: int) -> None:
+    from pipegraph.cli.parsing import parse_bytes
+
+    assert parse_bytes(text) == size
