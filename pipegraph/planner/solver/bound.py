@@ -38,8 +38,8 @@ class Relaxation:
 
     @property
     def middle(self) -> Integers:
-        """The cuts nearest to the mean of the mixture. A stage that has a segment in all of them has one here too."""
-        middle: Integers = np.floor(self.mixture @ self.cuts + 0.5).astype(np.int64)
+        """The cuts nearest to the mean of the mixture."""
+        middle: Integers = np.rint(self.mixture @ self.cuts).astype(np.int64)
         return middle
 
 

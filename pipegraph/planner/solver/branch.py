@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipegraph.planner.solver.bound import Relaxation, relax
-from pipegraph.planner.solver.climb import climb
+from pipegraph.planner.solver.climb import climb, spaced
 from pipegraph.planner.solver.pool import Pool
 from pipegraph.planner.solver.space import Space
 from pipegraph.planner.solver.sums import Integers, Piece
@@ -50,9 +50,9 @@ class Tree:
             part = heapq.heappop(self._parts)
             relaxed = relax(pool, part.space, part.pieces, part.cuts, pool.goal)
             if not self._made:
-                climb(pool, relaxed.middle, segments)
+                climb(pool, spaced(relaxed.middle, segments), segments)
             best = pool.best
-            pool.add(np.vstack([relaxed.tried, relaxed.middle]))
+            pool.add(relaxed.tried)
             if pool.best < best:
                 climb(pool, pool.first, segments)
             if relaxed.bound < pool.goal:

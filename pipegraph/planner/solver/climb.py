@@ -73,6 +73,13 @@ def _kicked(random: Random, cuts: Integers, segments: int) -> Integers:
     return cuts
 
 
+def spaced(cuts: Integers, segments: int) -> Integers:
+    """The cuts (cuts), moved as little as it takes for every stage to have a segment."""
+    number = np.arange(1, len(cuts) + 1)
+    low = np.maximum.accumulate(cuts.clip(min=1) - number) + number
+    return np.minimum(low, segments - len(cuts) - 1 + number)
+
+
 def apart(cuts: Integers, segments: int) -> Allowed:
     """Of each of the cuts (candidates, cuts), whether every stage has a segment."""
     edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, segments)))

@@ -9,7 +9,7 @@ from math import comb
 import numpy as np
 
 from pipegraph.planner.solver.branch import Tree
-from pipegraph.planner.solver.climb import climb, neighbours, wander
+from pipegraph.planner.solver.climb import climb, neighbours, spaced, wander
 from pipegraph.planner.solver.objective import Objective
 from pipegraph.planner.solver.pool import EQUAL, Pool
 from pipegraph.planner.solver.space import Space
@@ -97,8 +97,5 @@ def _even(objective: Objective, space: Space, cuts: Integers) -> Integers:
 def even_cuts(sums: Sums, stages: int, quantities: Sequence[int]) -> Integers:
     """Cuts that lie as near as they can to where each stage has an equal part of what these quantities add up to."""
     before = sums.before[list(quantities)].sum(axis=0)
-    cuts = np.abs(before - before[-1] * np.arange(1, stages)[:, None] / stages).argmin(axis=1)
-    number = np.arange(1, stages)
-    cuts = np.maximum.accumulate(np.maximum(cuts, 1) - number) + number
-    spread: Integers = np.minimum(cuts, sums.segments - stages + number)
-    return spread
+    aims = before[-1] * np.arange(1, stages) / stages
+    return spaced(np.abs(before - aims[:, None]).argmin(axis=1), sums.segments)
