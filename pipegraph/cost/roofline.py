@@ -50,7 +50,7 @@ def price_graph(module: fx.GraphModule, hardware: Hardware, footprint: int | Non
             The call of a block costs what the block's part does.
         hardware: what it runs on.
         footprint: bytes that go through the caches until the graph runs again, which decide what it finds there: those
-            of everything that the rank runs for one microbatch, a sum of `GraphPrice.bytes`. By default the graph's own.
+            of all that the rank runs for one microbatch, a sum of `GraphPrice.bytes`. By default the graph's own.
     """
     pricing = _Pricing(hardware, 1)
     if footprint is None:
