@@ -39,6 +39,7 @@ class Kernel:
         reduced: where they reduce.
         reads: each tensor that it reads → the views of it → bytes.
         writes: bytes of each result that another kernel reads, or that the graph returns.
+        kept: those that the graph returns.
     """
 
     role: Role
@@ -47,6 +48,7 @@ class Kernel:
     reduced: Reduction | None = None
     reads: dict[fx.Node, dict[fx.Node, int]] = field(default_factory=dict)
     writes: dict[fx.Node, int] = field(default_factory=dict)
+    kept: set[fx.Node] = field(default_factory=set)
 
     @property
     def bytes(self) -> int:
@@ -108,9 +110,12 @@ class _Fusion:
         """Find out which results are written to memory."""
         self._materialise(returned)
         read = [base for kernel in self.kernels for base in kernel.reads]
-        for base in [*read, *map(self._of, returned)]:
+        kept = [base for base in map(self._of, returned) if base in self._maker]
+        for base in [*read, *kept]:
             if base in self._maker:
                 self._maker[base].writes.setdefault(base, size_of(base))
+        for base in kept:
+            self._maker[base].kept.add(base)
 
     def _of(self, node: fx.Node) -> fx.Node:
         return self._base.get(node, node)

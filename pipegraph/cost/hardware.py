@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -59,19 +60,20 @@ class Hardware:
     first_touch: Table | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
-    def flops_per_second(self, kind: str, dtype: str, **sizes: float) -> float:
+    def flops_per_second(self, kind: str, dtype: str, footprint: float = math.inf, **sizes: float) -> float:
         """What a kernel of this kind attains. A kind without figures is taken for a product of matrices.
 
+        ``footprint`` says how many bytes have gone through the caches since what it reads and writes did.
         A dtype that the profile does not have runs at the lowest of its peaks.
         """
         if dtype == "tfloat32" and dtype not in self.peak_flops:
             dtype = "float32"
         by_dtype = self.attained_flops.get(kind) or self.attained_flops["matmul"]
         table = by_dtype.get(dtype) or by_dtype.get(ANY) or next(iter(by_dtype.values()))
-        return self.peak_flops.get(dtype, min(self.peak_flops.values())) * table.at(**sizes)
+        return self.peak_flops.get(dtype, min(self.peak_flops.values())) * table.at(footprint=footprint, **sizes)
 
-    def bytes_per_second(self, size: float, footprint: float) -> float:
-        """What a kernel that reads and writes so many bytes attains, where so many go through the caches around it."""
+    def bytes_per_second(self, size: float, footprint: float = math.inf) -> float:
+        """What a kernel that reads and writes so many bytes attains."""
         return self.memory_bandwidth * self.attained_bandwidth.at(bytes=max(size, 1), footprint=footprint)
 
     def new_memory_seconds(self, size: int) -> float:

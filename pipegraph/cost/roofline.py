@@ -45,9 +45,12 @@ class GraphPrice:
 def price_graph(module: fx.GraphModule, hardware: Hardware, footprint: int | None = None) -> GraphPrice:
     """Price a graph as Inductor runs it, one kernel after the other.
 
-    Its nodes have their values, without memory, in ``meta["val"]``, as those of a `kernels.divide.Part`. The call of a
-    block costs what the block's part does. ``footprint`` says how many bytes go through the caches before a kernel runs
-    again: those of all that the rank runs in between. By default the graph is all.
+    Args:
+        module: its nodes have their values, without memory, in ``meta["val"]``, as those of a `kernels.divide.Part`.
+            The call of a block costs what the block's part does.
+        hardware: what it runs on.
+        footprint: bytes that go through the caches until the graph runs again, which decide what it finds there: those
+            of all that the rank runs for one microbatch, a sum of `GraphPrice.bytes`. By default the graph's own.
     """
     pricing = _Pricing(hardware, 1)
     if footprint is None:
@@ -93,21 +96,24 @@ class _Pricing:
         return self._blocks[graph]
 
     def _distance(self, kernel: Kernel, touched: Mapping[fx.Node, int], now: int) -> float:
-        """How many bytes went through the caches since what the kernel reads did: a mean in logarithms over bytes."""
-        weighted = whole = 0.0
-        for base, views in kernel.reads.items():
-            size = sum(views.values())
-            since = now - touched[base] if base in touched else self.footprint
-            weighted += size * math.log(max(since, 1))
-            whole += size
-        return math.exp(weighted / whole) if whole else 1.0
+        """How many bytes went through the caches since the kernel's memory did: a mean in logarithms over bytes.
+
+        What the graph returns is held, so that its memory was last used by what was let go since; that of other results
+        has just been let go.
+        """
+        since = {base: now - touched[base] if base in touched else self.footprint for base in kernel.reads}
+        sizes = {base: sum(views.values()) for base, views in kernel.reads.items()}
+        for base in kernel.kept:
+            since[base], sizes[base] = self.footprint, kernel.writes[base]
+        whole = sum(sizes.values())
+        return math.exp(sum(sizes[base] * math.log(max(since[base], 1)) for base in sizes) / whole) if whole else 1.0
 
     def _kernel(self, kernel: Kernel, distance: float) -> GraphPrice:
         hardware, size = self._hardware, kernel.bytes
         work = work_of(kernel.nodes[0]) if kernel.role is Role.KERNEL else None
         seconds = size / hardware.bytes_per_second(size, distance)
         if work is not None:
-            rate = hardware.flops_per_second(work.kind, work.dtype, **work.sizes, footprint=distance)
+            rate = hardware.flops_per_second(work.kind, work.dtype, distance, **work.sizes)
             seconds = max(seconds, work.flops * work.done / rate)
         seconds += sum(elements / hardware.element_rates[name] for name, elements in self._elements(kernel))
         if kernel.role is not Role.SCATTER:
