@@ -74,7 +74,7 @@ def plan(
         source = load(model, weights=False, batch=batch, seq=seq)
         aim = Aim(balance, ranks=ranks, memory_bytes=memory, hardware=profile, loss=loss_and_target(source))
     with progress(f"capturing {source.name}"), held_back(unless=debug):
-        captured = capture(source.model, source.args, source.kwargs, both_modes=False)
+        captured = capture(source.model, source.args, source.kwargs)
     with progress("comparing plans"):
         comparison = compare_model(captured, aim, ranks, plans)
         best = plan_of(comparison.best)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from pipegraph.cost.attention import fused_attention
 from pipegraph.cost.chain import Chain
 from pipegraph.cost.module import Piece, PieceModule, empty_like_value, piece_of
 from pipegraph.graph.captured import Captured, label_of
@@ -121,11 +122,23 @@ class Parts:
 _LONGEST_RUN = 1000  # operations
 
 
-def find_parts(chain: Chain, loss: tuple[LossOf, Any] | None, recompute: str) -> Parts:
-    """The parts of a chain with their blocks, each traced once.
+@dataclass(frozen=True)
+class Tracing:
+    """How blocks are traced.
 
-    ``loss`` is a function of output and target, and a target; the mean square of the outputs where there is none.
+    Attributes:
+        loss: a function of output and target, and a target; the mean square of the outputs where there is none.
+        recompute: what the backward computes again, as ``pipegraph.kernels.make`` takes it.
+        gpu: whether for a GPU, wherever it is traced.
     """
+
+    loss: tuple[LossOf, Any] | None = None
+    recompute: str = "min-cut"
+    gpu: bool = False
+
+
+def find_parts(chain: Chain, tracing: Tracing) -> Parts:
+    """The parts of a chain with their blocks, each traced once."""
     counts: Counter[str] = Counter()
     blocks: dict[str, Block] = {}
 
@@ -134,7 +147,7 @@ def find_parts(chain: Chain, loss: tuple[LossOf, Any] | None, recompute: str) ->
         counts.update(piece.key for _, piece in pieces)
         for _, piece in pieces:
             if piece.key not in blocks:
-                blocks[piece.key] = _block(piece, counts[piece.key], loss, recompute)
+                blocks[piece.key] = _block(piece, counts[piece.key], tracing)
         return tuple(Part(run, piece, blocks[piece.key]) for run, piece in pieces)
 
     segments = parts(range(index, index + 1) for index in range(len(chain.segments)))
@@ -147,11 +160,11 @@ def find_parts(chain: Chain, loss: tuple[LossOf, Any] | None, recompute: str) ->
     return Parts(chain, segments, layers, parts(short))
 
 
-def _block(piece: Piece, count: int, loss: tuple[LossOf, Any] | None, recompute: str) -> Block:
-    function, target = (loss or (mean_square, None)) if piece.last else (None, None)
+def _block(piece: Piece, count: int, tracing: Tracing) -> Block:
+    function, target = (tracing.loss or (mean_square, None)) if piece.last else (None, None)
     packed = None if function is None else _packed(piece.captured, function)
     try:
-        derivative = _traced(piece, packed, target, recompute)
+        derivative = _traced(piece, packed, target, tracing)
     except Exception as error:  # whatever an operation raises on a tensor without memory
         reason = str(error).strip().partition("\n")[0] or "no reason given"
         return Block(piece.key, piece, count, packed, target, None, f"{type(error).__name__}: {reason}")
@@ -159,15 +172,17 @@ def _block(piece: Piece, count: int, loss: tuple[LossOf, Any] | None, recompute:
     return Block(key, piece, count, packed, target, derivative)
 
 
-def _traced(piece: Piece, loss: Loss | None, target: Any, recompute: str) -> Derivative:
+def _traced(piece: Piece, loss: Loss | None, target: Any, tracing: Tracing) -> Derivative:
+    instead = {torch.ops.aten.scaled_dot_product_attention.default: fused_attention} if tracing.gpu else None
     with internals.fake_tensors():
-        module = PieceModule(piece, [empty_like_value(node.meta["val"]) for node in piece.state])
+        state = [empty_like_value(node.meta["val"]) for node in piece.state]
+        module = PieceModule(piece, state, instead=instead)
         inputs = [empty_like_value(node.meta["val"]) for node in piece.inputs]
         target = pytree.tree_map_only(Tensor, empty_like_value, target)
     with_loss = loss is not None
     call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, True)
     stage = Stage(module, piece.input_gradients, piece.output_gradients, loss)
-    return trace(stage, State(module), call, compiler("eager"), options("inductor", recompute)).derivative
+    return trace(stage, State(module), call, compiler("eager"), options("inductor", tracing.recompute)).derivative
 
 
 def _with_loss(key: str, derivative: Derivative) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipegraph.cost.blocks import Block, memory_of
 from pipegraph.cost.cache import Cache
@@ -190,7 +191,7 @@ class _Run:
 
     module: nn.Module
     kernels: Any
-    weights: list[dict[str, nn.Parameter]]
+    weights: list[dict[str, nn.Parameter | None]]
     inputs: list[Tensor]
     gradients: list[Tensor | None]
     target: Any
@@ -237,8 +238,6 @@ class _Run:
 
 
 def _on(target: Any, device: torch.device) -> Any:
-    from torch.utils import _pytree as pytree
-
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), target)
 
 
@@ -258,15 +257,15 @@ class _Clock:
     @contextmanager
     def timed(self, block: int, kind: str) -> Iterator[None]:
         if self._device.type == "cuda":
-            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            events[0].record()
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
             yield
-            events[1].record()
-            self._events.append(((block, kind), *events))
+            stop.record()
+            self._events.append(((block, kind), start, stop))
         else:
-            start = time.perf_counter()
+            begun = time.perf_counter()
             yield
-            self._add((block, kind), time.perf_counter() - start)
+            self._add((block, kind), time.perf_counter() - begun)
 
     def _add(self, key: tuple[int, str], seconds: float) -> None:
         """A second reading of one kind in a round belongs to the first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,9 +15,6 @@ from torch import Tensor, fx, nn
 
 from pipegraph.graph.bounds import index_bound
 from pipegraph.graph.captured import Captured
-
-Fill = Callable[[fx.Node, Captured], Tensor]
-"""(a value or state of the graph, the model) → a tensor for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +113,16 @@ class PieceModule(nn.Module):
     """Runs a piece on tensors of its own: ``state``, in the order of ``Piece.state``; inputs and outputs are its own.
 
     ``no_grad`` and ``autocast`` blocks of the model are entered as the model does; tensors that the model makes on the
-    device it was captured on are made on ``device``.
+    device it was captured on are made on ``device``. ``instead`` are functions to run in the place of operations.
     """
 
-    def __init__(self, piece: Piece, state: Sequence[Tensor], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        piece: Piece,
+        state: Sequence[Tensor],
+        device: torch.device | None = None,
+        instead: Mapping[Any, Callable[..., Any]] | None = None,
+    ) -> None:
         super().__init__()
         for index, (node, tensor) in enumerate(zip(piece.state, state, strict=True)):
             entry = piece.captured.state[str(node.target)]
@@ -128,31 +131,23 @@ class PieceModule(nn.Module):
             else:
                 self.register_buffer(f"state_{index}", tensor)
         self._piece = piece
-        runs = groupby(piece.nodes, key=lambda node: node.meta["regions"])
-        self._runs = [(regions, [_Step.of(node, device) for node in nodes]) for regions, nodes in runs]
+        self._device = device
+        self._instead = instead or {}
+        self._runs = [(key, list(nodes)) for key, nodes in groupby(piece.nodes, key=lambda node: node.meta["regions"])]
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         values: dict[fx.Node, Any] = dict(zip(self._piece.inputs, inputs, strict=True))
         for index, node in enumerate(self._piece.state):
             values[node] = getattr(self, f"state_{index}")
-        for regions, steps in self._runs:
+        for regions, nodes in self._runs:
             with _entered(regions):
-                for step in steps:
-                    args, kwargs = fx.map_arg((step.node.args, step.kwargs), values.__getitem__)
-                    values[step.node] = step.node.target(*args, **kwargs)  # type: ignore[operator]
+                for node in nodes:
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                    if self._device is not None and isinstance(kwargs.get("device"), torch.device):
+                        kwargs = {**kwargs, "device": self._device}
+                    function: Any = self._instead.get(node.target, node.target)
+                    values[node] = function(*args, **kwargs)
         return tuple(values[node] for node in self._piece.outputs)
-
-
-@dataclass(frozen=True)
-class _Step:
-    node: fx.Node
-    kwargs: dict[str, Any]
-
-    @classmethod
-    def of(cls, node: fx.Node, device: torch.device | None) -> _Step:
-        """The operation, with what it makes on a device made on this one."""
-        elsewhere = device is not None and isinstance(node.kwargs.get("device"), torch.device)
-        return cls(node, {**node.kwargs, "device": device} if elsewhere else dict(node.kwargs))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipegraph.cost.blocks import Block, LossOf, Parts, find_parts
+from pipegraph.cost.blocks import Block, LossOf, Parts, Tracing, find_parts
 from pipegraph.cost.cache import Cache
 from pipegraph.cost.chain import Chain, find_chain
 from pipegraph.cost.combine import Crossing, Times, saved_bytes, segment_times
@@ -55,8 +55,8 @@ class Priced:
     def stage(self, start: int, stop: int) -> SegmentCost:
         """The cost of the segments ``start`` … ``stop`` − 1 as one stage.
 
-        The sum, and what it takes to get what other stages make. What two segments keep counts once, and a tied weight in
-        each stage that has it. Where no input has a gradient all of the backward is in ``weight_grad``.
+        The sum, and what it takes to exchange values with other stages. What two segments keep counts once, and a tied
+        weight in each stage that has it. Where no input has a gradient all of the backward is in ``weight_grad``.
         """
         held = range(start, stop)
         times = [(cost.forward, cost.input_grad, cost.weight_grad) for cost in self.costs[start:stop]]
@@ -108,9 +108,11 @@ def price(
     name, pattern = _method(method)
     chain = find_chain(captured, inside_layers=name not in ("uniform", "type"), kept=kept)
     counts = layers_of_type(chain, pattern) if name == "type" else [1] * len(chain.segments)
-    parts = find_parts(chain, loss, recompute)
+    hardware, setting = hardware or Hardware.load("cpu"), replace(setting or Setting(), recompute=recompute)
+    gpu = not setting.device.startswith("cpu") if name == "measured" else hardware.first_touch is None
+    parts = find_parts(chain, Tracing(loss, recompute, gpu))
     blocks = parts.blocks()
-    prices = {block.key: _price(block, hardware or Hardware.load("cpu")) for block in blocks}
+    prices = {block.key: _price(block, hardware) for block in blocks}
     uncounted = sorted({each for three in prices.values() for graph in three for each in graph.uncounted})
     _warn(blocks, uncounted)
     parameters = first_uses(chain, [part.piece.state for part in parts.segments])
@@ -126,7 +128,7 @@ def price(
     else:
         of_blocks = {key: _counted(three, name) for key, three in prices.items()}
         if name == "measured":
-            found = measure(blocks, replace(setting or Setting(), recompute=recompute), cache, progress)
+            found = measure(blocks, setting, cache, progress)
             of_blocks = {block.key: each.times for block, each in zip(blocks, found, strict=True)}
         times, crossing = segment_times(parts, of_blocks)
     costs = tuple(

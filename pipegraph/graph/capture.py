@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, Module, State, label_of
+from pipegraph.graph.compare_modes import runs_alike
 from pipegraph.graph.export import export, export_in
 from pipegraph.graph.flatten import flatten
 from pipegraph.graph.modes import differs_by_mode, follow_modes
@@ -23,13 +24,7 @@ from pipegraph.graph.simplify import simplify
 _TORCH = Path(torch.__file__).parent
 
 
-def capture(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    *,
-    both_modes: bool = True,
-) -> Captured:
+def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Captured:
     """Capture ``model`` on the inputs of one microbatch.
 
     The model is left as it was: its parameters stand in as fake tensors while it is traced, so that neither memory nor
@@ -39,8 +34,6 @@ def capture(
     Args:
         model: any module that ``torch.export`` takes; parameters may be on the meta device.
         args, kwargs: its inputs, one microbatch; tensors may be real or on the meta device.
-        both_modes: look at evaluation mode too, so that stages can follow ``.eval()``. Where none are written, leaving
-            that out takes half the time.
 
     Raises:
         CaptureError: ``torch.export`` cannot trace it; names the line of the model's own source.
@@ -58,8 +51,9 @@ def capture(
     exported, training = export(model, args, kwargs)
     graph = flatten(exported, state, tensors)
     simplify(graph)
-    if both_modes and training and differs_by_mode(graph, modules):
-        other = _in_evaluation(model, args, kwargs, state, tensors)
+    if training and differs_by_mode(graph, modules):
+        alike = runs_alike(model, args, kwargs)
+        other = graph if alike else _in_evaluation(model, args, kwargs, state, tensors)
         if other is not None:
             follow_modes(graph, other, modules)
     inputs, constants = _inputs(exported, args, kwargs)
@@ -120,12 +114,13 @@ def _state(model: nn.Module) -> tuple[dict[str, State], dict[str, torch.Tensor]]
 
 
 def _modules(model: nn.Module) -> dict[str, Module]:
+    sources = {cls: _where_written(cls) for cls in {type(module) for module in model.modules()}}  # it reads whole files
     return {
         fqn: Module(
             fqn=fqn,
             class_name=type(module).__name__,
             training=module.training,
-            source=_where_written(type(module)),
+            source=sources[type(module)],
             module=module,
         )
         for fqn, module in model.named_modules(remove_duplicate=False)
