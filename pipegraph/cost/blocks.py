@@ -182,7 +182,9 @@ def _traced(piece: Piece, loss: Loss | None, target: Any, tracing: Tracing) -> D
     with_loss = loss is not None
     call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, True)
     stage = Stage(module, piece.input_gradients, piece.output_gradients, loss)
-    return trace(stage, State(module), call, compiler("eager"), options("inductor", tracing.recompute)).derivative
+    held = list(module.modules())
+    made = trace(stage, held, State(held), call, compiler("eager"), options("inductor", tracing.recompute))
+    return made.derivative
 
 
 def _with_loss(key: str, derivative: Derivative) -> str:

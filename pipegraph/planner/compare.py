@@ -20,7 +20,7 @@ from pipegraph.schedule import names
 from pipegraph.schedule.build import find
 
 # By how much a plan's figures may change from the first look on: by as much as one segment is of a stage, but at least
-# by _LEAST; where that is more than _MOST, by anything. And from the second look on: by a third, and not more than that.
+# by _LEAST; where that is more than _MOST, by anything. From the second look on: by a third of that, at most.
 _LEAST, _MOST = 0.05, 0.25
 _WORTH = 0.01  # a plan that saves less than this part of another's memory is no choice beside it,
 _SAME = 0.002  # and one that takes less longer than this part is as fast
