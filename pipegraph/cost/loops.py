@@ -50,7 +50,9 @@ def first_touch(stopwatch: Stopwatch) -> Table | None:
         old = stopwatch.seconds(lambda: result.fill_(1))
         return size / max(new - old, 0.01 * old)  # within the noise
 
-    return Table({"bytes": tuple(map(float, _NEW))}, tuple(map(rate, _NEW)))
+    # The largest first: what smaller ones leave in the heap would hold the smallest of those that go back.
+    rates = {size: rate(size) for size in reversed(_NEW)}
+    return Table({"bytes": tuple(map(float, _NEW))}, tuple(rates[size] for size in _NEW))
 
 
 def _double(x: Tensor) -> Tensor:
