@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipegraph.cost.link import Link, Links
-from pipegraph.cost.ratio import Ratio
+from pipegraph.cost.ratio import UNCORRECTED, Ratio
 from pipegraph.cost.table import Table
 from pipegraph.errors import PipegraphError, nearest
 
@@ -60,7 +60,7 @@ class Hardware:
     kernel_overhead: float = 0.0
     element_rates: Mapping[str, float] = field(default_factory=dict)
     first_touch: Table | None = None
-    measured_ratio: Ratio = Ratio()
+    measured_ratio: Ratio = UNCORRECTED
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def flops_per_second(self, kind: str, dtype: str, footprint: float = math.inf, **sizes: float) -> float:

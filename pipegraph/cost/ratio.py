@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Final
 
 SMALLEST, LARGEST = 0.01, 100.0
 """A profile whose predictions are further off is none of that device. ``hardware.schema.json`` has the same."""
@@ -24,9 +25,12 @@ class Ratio:
 
     def to_json(self) -> dict[str, float] | None:
         """The fields by name; None where nothing is corrected."""
-        return None if self == Ratio() else asdict(self)
+        return None if self == UNCORRECTED else asdict(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, float] | None) -> Ratio:
         """Read what `to_json` gives."""
-        return cls() if found is None else cls(**found)
+        return UNCORRECTED if found is None else cls(**found)
+
+
+UNCORRECTED: Final = Ratio()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipegraph.cost.ratio import Ratio
+from pipegraph.cost.ratio import UNCORRECTED, Ratio
 from pipegraph.planner.solver.shortage import size
 
 _DIGITS = 6
@@ -77,7 +77,7 @@ class Prediction:
     memory: tuple[int, ...]
     stages: tuple[StagePrediction, ...]
     cuts: tuple[Cut, ...]
-    measured_ratio: Ratio = Ratio()
+    measured_ratio: Ratio = UNCORRECTED
 
     @property
     def in_seconds(self) -> bool:

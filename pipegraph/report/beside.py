@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.segment import SegmentCost
 from pipegraph.package import Manifest
-from pipegraph.planner.evaluate import RankMemory, memory_parts_of, times_of
+from pipegraph.planner.evaluate import memory_parts_of, times_of
 from pipegraph.report.tables import size, table
 from pipegraph.report.training import COMPUTING, Measured
 from pipegraph.report.units import TimeUnit, percent, unit_of
@@ -45,6 +45,7 @@ class Beside:
         buffers: predicted bytes of each rank to receive into.
         measured: the run.
         basis: what priced it: ``time on h100``; empty where nothing did.
+        hints: what to know, or do, where figures are missing or not to be compared.
     """
 
     schedule: Schedule
@@ -56,6 +57,7 @@ class Beside:
     buffers: tuple[int | None, ...]
     measured: Measured
     basis: str
+    hints: tuple[str, ...]
 
 
 def beside(manifest: Manifest, schedule: Schedule, measured: Measured, hardware: Hardware | None = None) -> Beside:
@@ -72,9 +74,8 @@ def beside(manifest: Manifest, schedule: Schedule, measured: Measured, hardware:
     times = times_of(costs, schedule, None if hardware is None else hardware.link) if costs and timed else None
     in_turn = measured.processes < schedule.ranks
     step, bubble = _step(manifest, schedule, times, in_turn)
-    memory: Sequence[RankMemory | None] = [None] * schedule.ranks
-    if costs is not None:
-        memory = memory_parts_of(costs, schedule)
+    memory = None if costs is None else memory_parts_of(costs, schedule)
+    known = in_turn or hardware is not None or _is_planned(manifest, schedule)
     kinds = [kind for kind in COMPUTING if any(action.kind is kind for row in schedule.actions for action in row)]
     return Beside(
         schedule=schedule,
@@ -84,11 +85,12 @@ def beside(manifest: Manifest, schedule: Schedule, measured: Measured, hardware:
         ),
         step=Pair(step, measured.step),
         bubble=None if in_turn else Pair(bubble, _bubble(schedule, measured)),
-        state=tuple(Pair(each and each.state, held) for each, held in zip(memory, measured.state, strict=True)),
-        saved=tuple(Pair(each and each.saved, held) for each, held in zip(memory, measured.saved, strict=True)),
-        buffers=tuple(each and each.buffers for each in memory),
+        state=tuple(Pair(memory[n].state if memory else None, held) for n, held in enumerate(measured.state)),
+        saved=tuple(Pair(memory[n].saved if memory else None, held) for n, held in enumerate(measured.saved)),
+        buffers=tuple(memory[n].buffers if memory else None for n in range(schedule.ranks)),
         measured=measured,
         basis=f"{plan['balance']} on {name}" if timed else "",
+        hints=tuple(_hints(measured, timed, "" if known else name)),
     )
 
 
@@ -99,7 +101,9 @@ def _costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
         return None
     return tuple(
         SegmentCost(
-            *(float(stage.cost.get(name, 0.0)) for name in ("forward", "input_grad", "weight_grad")),
+            forward=float(stage.cost.get("forward", 0.0)),
+            input_grad=float(stage.cost.get("input_grad", 0.0)),
+            weight_grad=float(stage.cost.get("weight_grad", 0.0)),
             boundary_bytes=crossing,
             saved_bytes=int(stage.cost["saved_bytes"]),
             parameter_bytes=int(stage.cost["parameter_bytes"]),
@@ -116,12 +120,18 @@ def _step(
         return None, None
     if in_turn:
         return sum(times.of(action) for row in schedule.actions for action in row), None
-    timeline, plan = simulate(schedule, times), manifest.plan
-    planned = (plan.get("schedule"), plan.get("placement"), plan.get("microbatches"))
-    if planned == (schedule.name, list(schedule.placement), schedule.microbatches):
-        value = float(plan["value"])
+    timeline = simulate(schedule, times)
+    if _is_planned(manifest, schedule):  # also where the links are not known here
+        value = float(manifest.plan["value"])
         return value, 1 - max(timeline.busy) / value if value else 0.0
     return timeline.makespan, timeline.bubble
+
+
+def _is_planned(manifest: Manifest, schedule: Schedule) -> bool:
+    """Whether the plan's own step is one of this schedule."""
+    plan = manifest.plan
+    planned = plan.get("schedule"), plan.get("placement"), plan.get("microbatches")
+    return planned == (schedule.name, list(schedule.placement), schedule.microbatches)
 
 
 def _predicted(times: Times | None, stage: int, kind: Kind) -> float | None:
@@ -139,13 +149,25 @@ def _bubble(schedule: Schedule, measured: Measured) -> float | None:
     return max(0.0, 1 - max(busy) / measured.step)
 
 
+def _hints(measured: Measured, timed: bool, unknown: str) -> Iterator[str]:
+    """``unknown`` names a profile whose links are not known."""
+    if not measured.steps:
+        yield "Times are taken from the second step on, as the first one compiles. Try: --steps 5"
+    if not timed:
+        yield "The package has no predicted times. Try: pipegraph split … --balance time"
+    elif measured.steps and measured.kernels != "inductor":
+        yield f"Predicted times are of compiled kernels, and those of {measured.kernels} ran."
+    if timed and unknown:
+        yield f"The links of {unknown} are not known here and were left out. Try: --hardware with the profile's file"
+
+
 def told(compared: Beside) -> str:
     """Tables of stages, step and memory, and what to do where something is missing."""
     parts = [_heading(compared)]
     if compared.measured.step is not None:
         parts += [_stages(compared), _steps(compared)]
-    parts += [_memory(compared), *_hints(compared)]
-    return "\n\n".join(parts)
+    parts += [_memory(compared), "\n".join(compared.hints)]
+    return "\n\n".join(filter(None, parts))
 
 
 def _heading(compared: Beside) -> str:
@@ -153,13 +175,12 @@ def _heading(compared: Beside) -> str:
     count = compared.measured.steps
     if not count:
         return f"{priced}; memory as measured"
-    return f"{priced}; measured: medians of {count} step{'s' if count > 1 else ''}, without the first"
+    steps = f"{count} step{'s' if count > 1 else ''}"
+    return f"{priced}; measured: medians of {steps}, without the first; times of stages in {_unit(compared).name}"
 
 
 def _stages(compared: Beside) -> str:
-    pairs = [pair for stage in compared.stages for pair in stage.values()]
-    unit = unit_of(max((figure for pair in pairs for figure in (pair.predicted, pair.measured) if figure), default=1.0))
-    headers, rows = ["stage", "rank"], []
+    unit, headers, rows = _unit(compared), ["stage", "rank"], []
     for kind in compared.stages[0]:
         headers += [f"{kind} predicted", "measured", "error"]
     for number, stage in enumerate(compared.stages):
@@ -167,7 +188,13 @@ def _stages(compared: Beside) -> str:
         for pair in stage.values():
             row += [_number(pair.predicted, unit), _number(pair.measured, unit), _error(pair)]
         rows.append(row)
-    return table([*headers, ""], [[*row, unit.name] for row in rows])
+    return table(headers, rows)
+
+
+def _unit(compared: Beside) -> TimeUnit:
+    """Of the times of stages."""
+    pairs = [pair for stage in compared.stages for pair in stage.values()]
+    return unit_of(max((figure for pair in pairs for figure in (pair.predicted, pair.measured) if figure), default=1.0))
 
 
 def _steps(compared: Beside) -> str:
@@ -200,15 +227,6 @@ def _memory(compared: Beside) -> str:
     if allocated and len(allocated) < len(rows):
         lines.append(f"allocated on the GPU by all ranks together, at the most: {_bytes(sum(allocated))}")
     return "\n".join(lines)
-
-
-def _hints(compared: Beside) -> list[str]:
-    hints = []
-    if not compared.measured.steps:
-        hints.append("Times are taken from the second step on, as the first one compiles. Try: --steps 5")
-    if not compared.basis:
-        hints.append("The package has no predicted times. Try: pipegraph split … --balance time")
-    return ["\n".join(hints)] if hints else []
 
 
 def beside_dict(compared: Beside) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.ratio import Ratio
+from pipegraph.cost.ratio import UNCORRECTED
 from pipegraph.cost.table import Table
 from pipegraph.report.tables import count, one_line, size, table
 from pipegraph.report.units import unit_of
@@ -33,7 +33,7 @@ def described(hardware: Hardware) -> str:
             figures = f"{unit_of(link.latency).text(link.latency)}, {count(link.bandwidth, 'B/s')}"
             rows.append((f"link {where}", f"{figures} ({link.name})"))
     ratio = hardware.measured_ratio
-    if ratio != Ratio():
+    if ratio != UNCORRECTED:
         factors = zip("FIW", (ratio.forward, ratio.input_grad, ratio.weight_grad), strict=True)
         rows.append(("measured ÷ predicted", ", ".join(f"{kind} {factor:.3g}" for kind, factor in factors)))
     sources = [(place, one_line(source)) for place, source in hardware.sources.items()]

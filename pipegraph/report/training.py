@@ -47,6 +47,7 @@ class Measured:
         saved: bytes of each rank that were kept for backwards, at the most; None where autograd keeps them.
         allocated: of each process with a GPU, the most bytes that torch had allocated on it; else empty.
         processes: that ran it: one for each rank, or one for all.
+        kernels: that were run.
     """
 
     steps: int
@@ -56,6 +57,7 @@ class Measured:
     saved: tuple[int | None, ...]
     allocated: tuple[int, ...]
     processes: int
+    kernels: str
 
 
 class Training:
@@ -96,6 +98,7 @@ class Training:
         batch = tensors([self._batch.args, self._batch.kwargs, self._batch.target]).values()
         self._weights = SavedBytes([*state, *batch])
         self._times = ActionTimes(self._device)
+        self._kernels = kernels
         self._seconds: list[float] = []
 
     @property
@@ -149,6 +152,7 @@ class Training:
             saved=tuple(None if each == _NONE else int(each) for each in kept),
             allocated=tuple(int(each[-1]) for each in rows) if gpu else (),
             processes=len(rows),
+            kernels=self._kernels,
         )
 
     def _holds(self, rank: int) -> bool:
