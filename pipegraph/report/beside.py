@@ -71,7 +71,8 @@ def beside(manifest: Manifest, schedule: Schedule, measured: Measured, hardware:
     name = str(plan.get("hardware", ""))
     if hardware is None and name in Hardware.names():
         hardware = Hardware.load(name)
-    times = times_of(costs, schedule, None if hardware is None else hardware.link) if costs and timed else None
+    priced = costs if timed else None
+    times = times_of(priced, schedule, None if hardware is None else hardware.link) if priced else None
     in_turn = measured.processes < schedule.ranks
     step, bubble = _step(manifest, schedule, times, in_turn)
     memory = None if costs is None else memory_parts_of(costs, schedule)
@@ -80,7 +81,10 @@ def beside(manifest: Manifest, schedule: Schedule, measured: Measured, hardware:
     return Beside(
         schedule=schedule,
         stages=tuple(
-            {kind: Pair(_predicted(times, stage, kind), measured.times.get((stage, kind))) for kind in kinds}
+            {
+                kind: Pair(_predicted(priced[stage], kind) if priced else None, measured.times.get((stage, kind)))
+                for kind in kinds
+            }
             for stage in range(schedule.stages)
         ),
         step=Pair(step, measured.step),
@@ -134,11 +138,14 @@ def _is_planned(manifest: Manifest, schedule: Schedule) -> bool:
     return planned == (schedule.name, list(schedule.placement), schedule.microbatches)
 
 
-def _predicted(times: Times | None, stage: int, kind: Kind) -> float | None:
-    if times is None:
-        return None
-    forward, of_inputs, of_weights = times.forward[stage], times.input_grad[stage], times.weight_grad[stage]
-    return {Kind.F: forward, Kind.I: of_inputs, Kind.W: of_weights, Kind.B: of_inputs + of_weights}[kind]
+def _predicted(cost: SegmentCost, kind: Kind) -> float:
+    """Seconds of one action."""
+    return {
+        Kind.F: cost.forward,
+        Kind.I: cost.input_grad,
+        Kind.W: cost.weight_grad,
+        Kind.B: cost.input_grad + cost.weight_grad,
+    }[kind]
 
 
 def _bubble(schedule: Schedule, measured: Measured) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,17 +48,17 @@ def profile_for(manifest: Manifest, file: Path, given: Hardware | None = None) -
 def recalibrated(hardware: Hardware, manifest: Manifest, compared: Beside) -> Hardware:
     """The profile with the ratios of F, I and W that make it predict what was measured.
 
-    Each is what all stages took together, over what was predicted of them. Where backwards were measured whole I and W
-    share one ratio. It replaces what an earlier run left: the last one counts.
+    Each is what stages took together, over what was predicted of them. Where a backward is measured whole, in a B or in
+    the W of a stage whose inputs have no gradient, it counts for I and W alike, if no stage tells them apart. It
+    replaces what an earlier run left: the last one counts.
     """
     priced = Ratio.from_json(manifest.plan.get("measured_ratio"))
-    of_kind = {kind: _ratio(stage[kind] for stage in compared.stages) for kind in compared.stages[0]}
-    whole = of_kind.get(Kind.B)
-    of_inputs, of_weights = of_kind.get(Kind.I) or whole or of_kind.get(Kind.W), of_kind.get(Kind.W) or whole
+    apart = [stage for stage in compared.stages if Kind.I in stage and stage[Kind.I].predicted]
+    whole = _ratio(compared.stages, Kind.B) or _ratio(compared.stages, Kind.W) or 1.0
     figures = {
-        "forward": priced.forward * (of_kind[Kind.F] or 1.0),
-        "input_grad": priced.input_grad * (of_inputs or 1.0),
-        "weight_grad": priced.weight_grad * (of_weights or 1.0),
+        "forward": priced.forward * (_ratio(compared.stages, Kind.F) or 1.0),
+        "input_grad": priced.input_grad * (_ratio(apart, Kind.I) or whole),
+        "weight_grad": priced.weight_grad * (_ratio(apart, Kind.W) or whole),
     }
     for name, figure in figures.items():
         if not SMALLEST <= figure <= LARGEST:
@@ -76,8 +76,9 @@ def recalibrated(hardware: Hardware, manifest: Manifest, compared: Beside) -> Ha
     return replace(hardware, measured_ratio=Ratio(**rounded), sources={**hardware.sources, "measured_ratio": source})
 
 
-def _ratio(pairs: Iterable[Pair]) -> float | None:
+def _ratio(stages: Sequence[Mapping[Kind, Pair]], kind: Kind) -> float | None:
     """Measured over predicted, of all stages that have both."""
+    pairs = [stage[kind] for stage in stages if kind in stage]
     known = [(pair.measured, pair.predicted) for pair in pairs if pair.measured and pair.predicted]
     if not known:
         return None
