@@ -93,7 +93,7 @@ def beside(manifest: Manifest, schedule: Schedule, measured: Measured, hardware:
         saved=tuple(Pair(memory[n].saved if memory else None, held) for n, held in enumerate(measured.saved)),
         buffers=tuple(memory[n].buffers if memory else None for n in range(schedule.ranks)),
         measured=measured,
-        basis=f"{plan['balance']} on {name}" if timed else "",
+        basis=f"{plan.get('balance')} on {name}" if timed else "",
         hints=tuple(_hints(measured, timed, "" if known else name)),
     )
 
@@ -178,7 +178,7 @@ def told(compared: Beside) -> str:
 
 
 def _heading(compared: Beside) -> str:
-    priced = f"predicted by {compared.basis}" if compared.basis else "nothing was predicted"
+    priced = f"predicted ({compared.basis})" if compared.basis else "nothing was predicted"
     count = compared.measured.steps
     if not count:
         return f"{priced}; memory as measured"

@@ -86,7 +86,7 @@ def test_predicted_beside_measured(pipegraph: Command, priced: Path, nproc: int,
     options = ("--kernels", "eager", "--steps", 3, "--microbatches", 4, "--schedule", schedule)
     done = pipegraph("run", priced, "--nproc", nproc, *options)
     assert (done.code, done.err, len(losses(done.out))) == (0, "", 3)
-    assert "predicted by time on cpu; measured: medians of 2 steps, without the first" in done.out
+    assert "predicted (time on cpu); measured: medians of 2 steps, without the first" in done.out
     lines = cells(done.out.partition("\n\n")[2])
     stages = json.loads((priced / "pipeline.json").read_text())["stages"]
     kinds = ["F", "B"] if schedule == "1f1b" else ["F", "I", "W"]

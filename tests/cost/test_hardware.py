@@ -156,7 +156,7 @@ def matmul(attained: Any) -> dict[str, Any]:
         ({"attained_flops": matmul({"axes": {"q": [1]}, "values": []})}, 'here has "q" in attained_flops.matmul.any'),
         ({"attained_flops": matmul({"axes": {"m": [1, 2]}, "values": [1]})}, "here: attained_flops.matmul.any: sizes "),
         ({"measured_ratio": {"forward": 1.1}}, "here lacks input_grad, weight_grad in measured_ratio."),
-        ({"measured_ratio": {"forward": 0, "input_grad": 1, "weight_grad": 1}}, "here: measured_ratio.forward is 0: it "),
+        ({"measured_ratio": {"forward": 0, "input_grad": 1, "weight_grad": 1}}, "here: measured_ratio.forward is 0: "),
         ({"schema_version": 2}, "here: schema_version is 2: it must be same as const definition: 1."),
     ],
 )  # fmt: skip

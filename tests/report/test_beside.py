@@ -67,7 +67,7 @@ MEASURED = Measured(
 
 def test_tables() -> None:
     assert told(beside(PRICED, build("1f1b", 2, 2), MEASURED)).splitlines() == [
-        "predicted by time on here; measured: medians of 3 steps, without the first; times of stages in ms",
+        "predicted (time on here); measured: medians of 3 steps, without the first; times of stages in ms",
         "",
         "stage  rank  F predicted  measured    error  B predicted  measured    error",
         "    0     0            4         5  −20.0 %            8         8   +0.0 %",
@@ -144,7 +144,7 @@ def test_bytes_are_compared_where_only_they_were_priced() -> None:
 def test_a_single_step_has_no_times() -> None:
     measured = replace(MEASURED, steps=0, times={}, step=None)
     text = told(beside(PRICED, build("1f1b", 2, 2), measured))
-    assert text.splitlines()[0] == "predicted by time on here; memory as measured"
+    assert text.splitlines()[0] == "predicted (time on here); memory as measured"
     assert "step " not in text.splitlines()[2]
     assert text.endswith("Times are taken from the second step on, as the first one compiles. Try: --steps 5")
 

@@ -93,6 +93,30 @@ def test_times_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.medians() == {(0, Kind.F): 2.0, (1, Kind.W): 7.0}
 
 
+def test_times_of_a_gpu_are_read_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.milliseconds = 5.0 * len(recorded)
+            recorded.append(self)
+
+        def elapsed_time(self, end: Any) -> float:
+            assert recorded[-1] == "synchronized"
+            return float(end.milliseconds - self.milliseconds)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: recorded.append("synchronized"))
+    times = ActionTimes(torch.device("cuda"))
+    times.begin(0, Action(0, Kind.B, 0))
+    times.end(0, Action(0, Kind.B, 0), None)
+    assert len(recorded) == 2
+    assert times.seconds() == {(0, Kind.B): [0.005]}
+
+
 def saved_bytes(package: Package, schedule: str, microbatches: int, kernels: str = "eager") -> list[int | None]:
     pipe = pipeline(package, schedule, kernels, microbatches=microbatches, loss_fn=loss)
     (x,) = batch(package.manifest, microbatches).values()
