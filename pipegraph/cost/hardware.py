@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipegraph.cost.link import Link, Links
+from pipegraph.cost.ratio import UNCORRECTED, Ratio
 from pipegraph.cost.table import Table
 from pipegraph.errors import PipegraphError, nearest
 
@@ -43,6 +44,7 @@ class Hardware:
         element_rates: of operations that take time inside a fused kernel, beyond its bytes; by ATen name.
         first_touch: how fast new memory comes from the operating system, over its bytes; None where it stays with the
             process.
+        measured_ratio: what stages took when they ran, as multiples of what the other figures come to.
         sources: where the figures are from, by their place.
     """
 
@@ -58,6 +60,7 @@ class Hardware:
     kernel_overhead: float = 0.0
     element_rates: Mapping[str, float] = field(default_factory=dict)
     first_touch: Table | None = None
+    measured_ratio: Ratio = UNCORRECTED
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def flops_per_second(self, kind: str, dtype: str, footprint: float = math.inf, **sizes: float) -> float:
@@ -136,6 +139,7 @@ class Hardware:
                 kernel_overhead=found.get("kernel_overhead", 0.0),
                 element_rates=found.get("element_rates", {}),
                 first_touch=_table(found["first_touch"], "first_touch") if "first_touch" in found else None,
+                measured_ratio=Ratio.from_json(found.get("measured_ratio")),
                 sources=found["sources"],
             )
         except PipegraphError as error:
@@ -161,6 +165,7 @@ class Hardware:
             "element_rates": dict(self.element_rates),
             "first_touch": None if self.first_touch is None else self.first_touch.to_json(),
             "links": self.links.to_json(),
+            "measured_ratio": self.measured_ratio.to_json(),
             "sources": dict(self.sources),
         }
         return {name: value for name, value in found.items() if value is not None}

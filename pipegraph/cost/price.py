@@ -96,7 +96,7 @@ def price(
             ``memory`` (parameters, and what is saved for the backward) alone; ``uniform``, each of the model's layers
             alike; ``type:REGEX``, the layers whose class name matches. A weight that is no time stands for F, for I and
             for W alike.
-        hardware: what the roofline is of; ``cpu`` by default.
+        hardware: what the roofline is of, with its ``measured_ratio``; ``cpu`` by default.
         recompute: what the backward computes again, as the kernels will.
         loss: a function of output and target, and a target; by default the mean square of the outputs.
         setting, cache, progress: of ``measured``: how, what was measured before, and who is told how long it takes.
@@ -126,7 +126,7 @@ def price(
     elif name == "memory":
         times = [_alike(sum(each)) for each in zip(held, saved, strict=True)]
     else:
-        of_blocks = {key: _counted(three, name) for key, three in prices.items()}
+        of_blocks = {key: _counted(three, name, hardware) for key, three in prices.items()}
         if name == "measured":
             found = measure(blocks, setting, cache, progress)
             of_blocks = {block.key: each.times for block, each in zip(blocks, found, strict=True)}
@@ -161,9 +161,10 @@ def _price(block: Block, hardware: Hardware) -> tuple[GraphPrice, GraphPrice, Gr
     return forward, of_inputs, of_weights
 
 
-def _counted(graphs: Sequence[GraphPrice], name: str) -> Times:
+def _counted(graphs: Sequence[GraphPrice], name: str, hardware: Hardware) -> Times:
     forward, of_inputs, of_weights = (float(each.flops) if name == "flops" else each.seconds for each in graphs)
-    return forward, of_inputs, of_weights
+    times = forward, of_inputs, of_weights
+    return hardware.measured_ratio.of(times) if name == "time" else times
 
 
 def _alike(weight: float) -> Times:

@@ -93,6 +93,7 @@ class Choice:
                 )
                 for number, cut in enumerate(self.cuts)
             ),
+            measured_ratio=aim.hardware.measured_ratio,
         )
 
     def moved(self, number: int, step: int) -> Choice | None:

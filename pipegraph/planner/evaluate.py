@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,13 +23,37 @@ def times_of(stages: Sequence[SegmentCost], schedule: Schedule, link: Link | Lin
     return Makespan(Sums(stages), schedule, Crossings.of(link, schedule.placement)).simulated(cuts)
 
 
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that a rank needs.
+
+    Attributes:
+        state: parameters, their gradients, and what the optimizer holds of them.
+        saved: activations kept for backwards, when they are the most.
+        buffers: to receive into.
+    """
+
+    state: int
+    saved: int
+    buffers: int
+
+
 def memory_of(
     stages: Sequence[SegmentCost], schedule: Schedule, state_factor: float = 4.0, receives_ahead: int = 4
 ) -> tuple[int, ...]:
     """Bytes that each rank needs, as `solve` counts them."""
+    parts = memory_parts_of(stages, schedule, state_factor, receives_ahead)
+    return tuple(rank.state + rank.saved + rank.buffers for rank in parts)
+
+
+def memory_parts_of(
+    stages: Sequence[SegmentCost], schedule: Schedule, state_factor: float = 4.0, receives_ahead: int = 4
+) -> tuple[RankMemory, ...]:
+    """The same in its parts."""
     cuts = np.arange(1, len(stages))
-    of_ranks = Memory(Sums(stages), schedule, state_factor, receives_ahead).of_ranks(cuts[None])[:, 0]
-    return tuple(int(one) for one in np.ceil(of_ranks))
+    parts = Memory(Sums(stages), schedule, state_factor, receives_ahead).parts(cuts[None])
+    ranks = zip(*(np.ceil(part[:, 0]).astype(int).tolist() for part in parts), strict=True)
+    return tuple(RankMemory(*rank) for rank in ranks)
 
 
 def improve(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipegraph.cost.ratio import UNCORRECTED, Ratio
 from pipegraph.planner.solver.shortage import size
 
 _DIGITS = 6
@@ -61,6 +62,7 @@ class Prediction:
         lower_bound: no other cuts have less, as far as segments add up to stages; None where the cuts were given.
         memory: bytes that each rank needs.
         stages, cuts: the parts.
+        measured_ratio: of the hardware, as it was when this was priced.
     """
 
     balance: str
@@ -75,6 +77,7 @@ class Prediction:
     memory: tuple[int, ...]
     stages: tuple[StagePrediction, ...]
     cuts: tuple[Cut, ...]
+    measured_ratio: Ratio = UNCORRECTED
 
     @property
     def in_seconds(self) -> bool:
@@ -134,11 +137,13 @@ class Prediction:
         return f"{value / 1000**power:.4g} {prefix}{self.unit}"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values. An infinite value is None."""
+        """As plain values. An infinite value is None; a ratio that corrects nothing is left out."""
+        ratio = self.measured_ratio.to_json()
         return {
             "balance": self.balance,
             "recompute": self.recompute,
             "hardware": self.hardware,
+            **({} if ratio is None else {"measured_ratio": ratio}),
             "unit": self.unit,
             "schedule": self.schedule,
             "placement": list(self.placement),
@@ -177,6 +182,7 @@ class Prediction:
                 Cut(str(cut["point"]), int(cut["boundary_bytes"]), _read(cut["earlier"]), _read(cut["later"]))
                 for cut in found["cuts"]
             ),
+            measured_ratio=Ratio.from_json(found.get("measured_ratio")),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.ratio import UNCORRECTED
 from pipegraph.cost.table import Table
 from pipegraph.report.tables import count, one_line, size, table
 from pipegraph.report.units import unit_of
@@ -31,6 +32,10 @@ def described(hardware: Hardware) -> str:
         if link is not None:
             figures = f"{unit_of(link.latency).text(link.latency)}, {count(link.bandwidth, 'B/s')}"
             rows.append((f"link {where}", f"{figures} ({link.name})"))
+    ratio = hardware.measured_ratio
+    if ratio != UNCORRECTED:
+        factors = zip("FIW", (ratio.forward, ratio.input_grad, ratio.weight_grad), strict=True)
+        rows.append(("measured ÷ predicted", ", ".join(f"{kind} {factor:.3g}" for kind, factor in factors)))
     sources = [(place, one_line(source)) for place, source in hardware.sources.items()]
     return "\n\n".join(
         [

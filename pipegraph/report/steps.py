@@ -1,24 +1,19 @@
-"""Training steps on a package, and what each of them took: the work of ``pipegraph run``."""
+"""What a package is run with where nobody gives more: a batch and a loss."""
 
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipegraph.errors import SourceError
 from pipegraph.graph.model_source import ModelSource
-from pipegraph.package import Manifest, Package, Value
-from pipegraph.runtime.group import TIMEOUT
-from pipegraph.runtime.pipeline import LossFunction, Pipeline
-from pipegraph.schedule import Schedule
-
-LEARNING_RATE: Final = 1e-3
+from pipegraph.package import Manifest, Value
+from pipegraph.runtime.pipeline import LossFunction
 
 
 @dataclass(frozen=True)
@@ -28,51 +23,6 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step as the rank of the last stage saw it."""
-
-    index: int
-    loss: float
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"step {self.index}   loss {self.loss:.6f}   {self.seconds:.3f} s"
-
-
-def run_steps(
-    package: Package,
-    schedule: Schedule,
-    steps: int,
-    source: ModelSource | None = None,
-    device: str = "cpu",
-    learning_rate: float = LEARNING_RATE,
-    kernels: str = "inductor",
-    timeout: float | None = None,
-) -> Iterator[Step]:
-    """Train on one batch with AdamW. A step's time is that of the pipeline; the optimizer's is left out.
-
-    The batch and the loss are those of ``source``, or else seeded inputs and the mean square of the outputs. Only the
-    process that holds the last stage knows the loss: elsewhere nothing is yielded.
-    """
-    if source is None:
-        batch = batch_from_manifest(package.manifest, schedule.microbatches)
-    else:
-        batch = batch_from_source(source, schedule.microbatches)
-    loss_fn = mean_square if source is None else loss_of(source)
-    patience = TIMEOUT if timeout is None else timeout
-    pipeline = Pipeline(package, schedule, loss_fn=loss_fn, device=device, kernels=kernels, timeout=patience)
-    optimizer = torch.optim.AdamW([{"params": list(pipeline.parameters())}], lr=learning_rate)
-    for index in range(steps):
-        optimizer.zero_grad()
-        start = time.perf_counter()
-        result = pipeline.step(*batch.args, target=batch.target, **batch.kwargs)
-        if result.loss is not None:
-            loss = float(result.loss)  # waits for the device
-            yield Step(index, loss, time.perf_counter() - start)
-        optimizer.step()
 
 
 def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.link import Link
+from pipegraph.cost.ratio import Ratio
 from pipegraph.errors import PipegraphError
+from pipegraph.report.hardware import described
 
 NAMES = ("a100", "b200", "cpu", "h100", "h200", "mi300x")
 PLAIN = {"schema_version", "name", "device", "sources"}
@@ -119,6 +122,16 @@ def test_a_file(tmp_path: Path) -> None:
         Hardware.load(str(file))
 
 
+def test_a_ratio_is_kept_and_told() -> None:
+    h100 = Hardware.load("h100")
+    assert "measured_ratio" not in h100.as_dict()
+    corrected = replace(h100, measured_ratio=Ratio(1.25, 0.9, 1.0))
+    assert Hardware.from_json(corrected.to_json()) == corrected
+    lines = {" ".join(line.split()) for line in described(corrected).splitlines()}
+    assert "measured ÷ predicted F 1.25, I 0.9, W 1" in lines
+    assert "measured ÷ predicted" not in described(h100)
+
+
 LINKS = Hardware.load("h100").links.to_json()
 
 
@@ -142,6 +155,8 @@ def matmul(attained: Any) -> dict[str, Any]:
         ({"attained_flops": matmul(1.5)}, "here: attained_flops.matmul.any is 1.5: it must be smaller than or "),
         ({"attained_flops": matmul({"axes": {"q": [1]}, "values": []})}, 'here has "q" in attained_flops.matmul.any'),
         ({"attained_flops": matmul({"axes": {"m": [1, 2]}, "values": [1]})}, "here: attained_flops.matmul.any: sizes "),
+        ({"measured_ratio": {"forward": 1.1}}, "here lacks input_grad, weight_grad in measured_ratio."),
+        ({"measured_ratio": {"forward": 0, "input_grad": 1, "weight_grad": 1}}, "here: measured_ratio.forward is 0: "),
         ({"schema_version": 2}, "here: schema_version is 2: it must be same as const definition: 1."),
     ],
 )  # fmt: skip

@@ -58,7 +58,8 @@ def test_commands(folder: Path) -> None:
             command, output = command.removesuffix("3") + "1", output.splitlines(keepends=True)[0]
         done = run(shlex.split(command), folder)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
-        assert VARIES.sub("…", done.stdout) == VARIES.sub("…", output), command
+        printed = done.stdout.splitlines(keepends=True)[0] if command.endswith(" --steps 1") else done.stdout
+        assert VARIES.sub("…", printed) == VARIES.sub("…", output), command
     stage = (folder / "build/transformer/stage_1.py").read_text()
     assert blocks("python")[0] in stage
 
