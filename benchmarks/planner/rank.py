@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 import pipegraph
 from benchmarks.planner.models import SUBJECTS
+from pipegraph.runtime.observer import ActionTimes
 
 RANKS = 2
 
@@ -68,39 +68,23 @@ def main(rank: int, options: Options, port: int, results: Any) -> None:
 class _Contender:
     def __init__(self, package: Path, options: Options, loss: Any) -> None:
         self._pipe = pipegraph.Pipeline(package, options.schedule, options.microbatches, loss)
-        self._times: dict[tuple[int, str], list[float]] = {}
+        self._times = ActionTimes(torch.device("cpu"))
         self._steps: list[float] = []
-        self._kept = False
-        (executor,) = self._pipe._training
-        for stage, kernels in executor._kernels.items():
-            for kind, name in (("F", "forward"), ("I", "input_backward"), ("W", "weight_backward"), ("B", "backward")):
-                setattr(kernels, name, self._timed((stage, kind), getattr(kernels, name)))
-
-    def _timed(self, key: tuple[int, str], function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            if self._kept:
-                self._times.setdefault(key, []).append(time.perf_counter() - start)
-            return result
-
-        return call
 
     def step(self, inputs: list[Any], target: Any, kept: bool = False) -> None:
-        self._kept = kept
+        self._pipe.observe(self._times if kept else None)
         for parameter in self._pipe.parameters():
             parameter.grad = None
         dist.barrier()
         start = time.perf_counter()
         self._pipe.step(*inputs, target=target)
-        taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        (slowest, *_) = sorted(self._pipe.gather([time.perf_counter() - start]), reverse=True)
         if kept:
-            self._steps.append(taken.item())
+            self._steps += slowest
 
     def measured(self) -> Measured:
         every: list[Any] = [None] * RANKS
-        dist.all_gather_object(every, {key: median(taken) for key, taken in self._times.items()})
+        dist.all_gather_object(every, {(stage, kind.value): s for (stage, kind), s in self._times.medians().items()})
         return Measured(self._steps, {key: value for one in every for key, value in one.items()})
 
 
