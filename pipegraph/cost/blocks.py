@@ -213,9 +213,10 @@ def _filled(structure: Any, values: dict[str, Tensor]) -> Any:
 
 
 def mean_square(output: Any, target: Any = None) -> Tensor:
-    """The loss where none is given, as ``pipegraph run`` has it: the mean of the output tensors' mean squares."""
+    """The loss where none is given, as ``pipegraph run`` has it: the mean of the output tensors' mean squares;
+    0 without a floating-point output."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return torch.stack([leaf.float().square().mean() for leaf in leaves]).mean()
+    return torch.stack([leaf.float().square().mean() for leaf in leaves]).mean() if leaves else torch.zeros(())
 
 
 def _saved(piece: Piece, derivative: Derivative) -> Saved:
