@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipegraph.cost.blocks import Block, LossOf, Parts, Tracing, find_parts
@@ -114,7 +114,7 @@ def price(
     name, pattern = _method(method)
     begins = begins_of_type(captured, pattern) if name == "type" else ()
     chain = find_chain(captured, inside_layers=name not in ("uniform", "type"), kept={*kept, *begins})
-    hardware, setting = hardware or Hardware.load("cpu"), replace(setting or Setting(), recompute=recompute)
+    hardware, setting = hardware or Hardware.load("cpu"), setting or Setting()
     gpu = not setting.device.startswith("cpu") if name == "measured" else hardware.first_touch is None
     parts = find_parts(chain, Tracing(loss, recompute, gpu))
     blocks = parts.blocks()
