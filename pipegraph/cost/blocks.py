@@ -143,9 +143,9 @@ class Tracing:
 
 def find_parts(chain: Chain, tracing: Tracing) -> Parts:
     """The parts of a chain with their blocks, each traced once."""
-    layers = set(chain.layers)
-    keys = Counter(piece_of(chain.captured, chain.nodes(layer.start, layer.stop)).key for layer in layers)
-    repeats = len(keys) < len(layers)
+    whole = set(chain.layers)
+    keys = Counter(piece_of(chain.captured, chain.nodes(layer.start, layer.stop)).key for layer in whole)
+    repeats = len(keys) < len(whole)
     counts: Counter[str] = Counter()
     blocks: dict[str, Block] = {}
 
@@ -154,7 +154,7 @@ def find_parts(chain: Chain, tracing: Tracing) -> Parts:
         counts.update(piece.key for _, piece in pieces)
         for run, piece in pieces:
             if piece.key not in blocks:
-                between = repeats and not (run in layers and counts[piece.key] > 1)
+                between = repeats and not (run in whole and counts[piece.key] > 1)
                 recompute = "min-cut" if tracing.recompute == "block" and between else tracing.recompute
                 blocks[piece.key] = _block(piece, counts[piece.key], replace(tracing, recompute=recompute))
         return tuple(Part(run, piece, blocks[piece.key]) for run, piece in pieces)

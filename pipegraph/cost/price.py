@@ -100,8 +100,8 @@ def price(
         captured: the model, whose parameters need no memory.
         method: ``time``, a roofline of ``hardware``; ``measured``, on this machine; ``flops``, ``parameters`` or
             ``memory`` (parameters, and what is saved for the backward) alone; ``uniform``, each of the model's layers
-            alike; ``type:REGEX``, the modules whose class name matches. A weight that is no time stands for F, for I and
-            for W alike.
+            alike; ``type:REGEX``, the modules whose class name matches. A weight that is no time stands for F, for I
+            and for W alike.
         hardware: what the roofline is of; ``cpu`` by default.
         recompute: what the backward computes again, as the kernels will.
         loss: a function of output and target, and a target; by default the mean square of the outputs.
@@ -158,8 +158,8 @@ def _method(method: str) -> tuple[str, str]:
 
 
 def _price(block: Block, hardware: Hardware) -> tuple[GraphPrice, GraphPrice, GraphPrice]:
-    """F, I and W. Of a block whose backward cannot be traced: its forward, and as much again for each of I and W, as the
-    backward of a product of matrices takes."""
+    """F, I and W. Of a block whose backward cannot be traced: its forward, and as much again for each of I and W, as
+    the backward of a product of matrices takes."""
     if block.derivative is None:
         inputs = [node.meta["val"] for node in (*block.piece.inputs, *block.piece.state)]
         alone = price_graph(traced(graph_of(block.piece), inputs), hardware)
@@ -195,6 +195,7 @@ def _warn(blocks: Iterable[Block], uncounted: Sequence[str]) -> None:
             paths = [path_of(node) for node in block.piece.nodes if path_of(node)]
             where = paths[0][-1][1] if paths else "the model's own operations"
             warnings.warn(
-                f"The backward of {where} cannot be traced by itself and is taken for twice the forward: {block.refusal}",
+                f"The backward of {where} cannot be traced by itself and is taken for twice the forward: "
+                f"{block.refusal}",
                 stacklevel=3,
             )

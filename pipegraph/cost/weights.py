@@ -13,7 +13,7 @@ from pipegraph.graph.captured import Captured, State, path_of
 
 
 def begins_of_type(captured: Captured, pattern: str) -> list[int]:
-    """Where, in ``Captured.nodes``, each call of a module whose class name matches begins; of nested ones the outermost.
+    """Where, in ``Captured.nodes``, each call of a module begins whose class name matches; of nested ones the outer.
 
     As DeepSpeed's ``type:regex``: anywhere in the name, upper and lower case alike.
 

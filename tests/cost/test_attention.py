@@ -12,6 +12,7 @@ import pipegraph
 from pipegraph.cost.attention import fused_attention
 from pipegraph.cost.blocks import Tracing, find_parts
 from pipegraph.cost.chain import find_chain
+from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.loops import traced
 from pipegraph.cost.price import price
 from pipegraph.cost.roles import name_of
@@ -82,11 +83,6 @@ def test_no_scores_are_kept_on_a_gpu() -> None:
 
 
 def test_the_same_work_on_every_device() -> None:
-    on_gpu, on_cpu = (price(model("decoder"), "flops", hardware=profile) for profile in _profiles())
+    on_gpu, on_cpu = (price(model("decoder"), "flops", hardware=Hardware.load(name)) for name in ("h100", "cpu"))
     assert [cost.flops for cost in on_gpu.costs] == [cost.flops for cost in on_cpu.costs]
-
-
-def _profiles() -> Any:
-    from pipegraph.cost.hardware import Hardware
-
-    return Hardware.load("h100"), Hardware.load("cpu")
+    assert not [part.block.refusal for part in on_gpu.parts.segments if part.block.refusal]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import pipegraph
-from pipegraph.cost import blocks, price as pricing
+from pipegraph.cost import blocks
+from pipegraph.cost import price as pricing
 from pipegraph.cost.price import Priced, price
 from pipegraph.graph.captured import Captured
 from pipegraph.kernels.compilers import compiler, options
@@ -26,7 +28,7 @@ ROWS = 16
 
 
 def linear(*widths: int, bias: bool = False) -> Captured:
-    made = nn.Sequential(*(nn.Linear(one, other, bias) for one, other in zip(widths, widths[1:], strict=False)))
+    made = nn.Sequential(*(nn.Linear(one, other, bias) for one, other in pairwise(widths)))
     return pipegraph.capture(made, (torch.randn(ROWS, widths[0]),))
 
 
@@ -105,7 +107,7 @@ def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path) -> list[
 
 def saved_by(priced: Priced, cuts: list[int]) -> list[int]:
     bounds = [0, *cuts, len(priced.costs)]
-    return [priced.stage(*bound).saved_bytes for bound in zip(bounds, bounds[1:], strict=False)]
+    return [priced.stage(*bound).saved_bytes for bound in pairwise(bounds)]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ class Opaque(nn.Module):
 
 def test_a_block_that_cannot_be_traced_is_priced_by_its_forward() -> None:
     captured = pipegraph.capture(Opaque(), (torch.randn(4, 8),))
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="cannot be traced by itself") as caught:
         priced = price(captured, "flops")
     messages = [str(each.message) for each in caught]
     assert any("The backward of middle cannot be traced by itself" in each and "halved" in each for each in messages)

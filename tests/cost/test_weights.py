@@ -16,7 +16,6 @@ from pipegraph.errors import PlanError
 from tests.cost.models import TOKENS, Block, model
 from tests.planner.machine import MACHINE
 
-
 EAGER = Setting(kernels="eager", seconds=0.05)
 
 
