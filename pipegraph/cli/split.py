@@ -89,8 +89,8 @@ def split(
         raise typer.BadParameter(f"the plan says that already: leave out --{given[0]}, or --plan.", param_hint="--plan")
     if points is not None and balance not in (None, "time", "measured"):
         raise typer.BadParameter(
-            f"{balance} chooses points, and they were given: give --stages instead, or --balance time, which tells what "
-            "a step takes with these points.",
+            f"{balance} chooses points, and they were given: give --stages instead, or --balance time, which tells "
+            "what a step takes with these points.",
             param_hint="--balance",
         )
     with progress(f"loading {model}"):
