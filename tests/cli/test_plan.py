@@ -99,6 +99,31 @@ def test_bad_input(pipegraph: Command, arguments: tuple[object, ...], code: int,
     assert said in " ".join(done.err.replace("│", " ").split())
 
 
+def test_show_tells_what_was_predicted_and_why(pipegraph: Command, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    split = pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "-o", out)
+    shown = pipegraph("show", out).out.splitlines()
+    assert shown[2].split() == ["stage", "holds", "parameters", "forward", "F", "I", "W", "µs", "keeps", "weights"]
+    at = shown.index(next(line for line in split.out.splitlines() if line.startswith("predicted")))
+    assert shown[at + 1] in split.out
+    manifest = json.loads((out / "pipeline.json").read_text())
+    (cut,) = manifest["plan"]["cuts"]
+    assert shown[at + 2] == f"stage 1 begins at {cut['point']}: {cut['reason']}"
+    assert json.loads(pipegraph("show", out, "--json").out)["plan"]["cuts"] == [cut]
+    del manifest["plan"]["placement"]
+    (out / "pipeline.json").write_text(json.dumps(manifest))
+    damaged = pipegraph("show", out)
+    assert (damaged.code, damaged.out) == (2, "")
+    assert "The plan in pipeline.json is damaged: KeyError: 'placement'" in damaged.err
+
+
+def test_show_of_a_plan_by_weight(pipegraph: Command, tmp_path: Path) -> None:
+    pipegraph("split", CHAIN, "--stages", 2, "--balance", "parameters", "-o", tmp_path / "out")
+    shown = pipegraph("show", tmp_path / "out").out
+    assert "largest    162 parameters by parameters; no other cuts are better" in shown
+    assert "stage 1 begins at layers.2: stages 0 and 1 take 144 parameters and 162 parameters" in shown
+
+
 PLAN = {
     "schema_version": 1, "model": {"class": "Chain", "parameters": 306}, "points": ["layers.2"], "balance": "time",
     "recompute": "none", "hardware": "cpu", "unit": "s", "schedule": "1f1b", "placement": [0, 1], "microbatches": 4,
