@@ -19,8 +19,11 @@ from pipegraph.cli.options import (
 from pipegraph.cli.output import print_json
 from pipegraph.cli.progress import held_back, progress
 
+_OF_A_SEARCH = ("balance", "schedule", "microbatches", "memory", "hardware", "recompute")
+
 
 def split(
+    context: typer.Context,
     model: ModelArgument,
     points: Annotated[
         str | None,
@@ -79,6 +82,16 @@ def split(
             "say where to cut: --points layers.4 (modules that start a stage), or --stages 2, and not both; or --plan "
             "plan.json, which `pipegraph plan` wrote.",
             param_hint="--points / --stages / --plan",
+        )
+    sources = {name: context.get_parameter_source(name) for name in _OF_A_SEARCH}
+    given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+    if plan_file is not None and given:
+        raise typer.BadParameter(f"the plan says that already: leave out --{given[0]}, or --plan.", param_hint="--plan")
+    if points is not None and balance not in (None, "time", "measured"):
+        raise typer.BadParameter(
+            f"{balance} chooses points, and they were given: give --stages instead, or --balance time, which tells "
+            "what a step takes with these points.",
+            param_hint="--balance",
         )
     with progress(f"loading {model}"):
         from pipegraph.codegen.generate import generate

@@ -6,9 +6,10 @@ A block's joint graph is divided into F, I and W as the kernels of a stage are, 
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -53,6 +54,7 @@ class Block:
         key: equal for equal structure, in every process; the loss is part of that.
         piece: the first of them.
         count: how many there are.
+        recompute: what its backward computes again.
         loss, target: of the model's last piece.
         derivative: its graphs; None where it cannot be traced by itself, and then ``refusal`` says why.
     """
@@ -60,6 +62,7 @@ class Block:
     key: str
     piece: Piece
     count: int
+    recompute: str
     loss: Loss | None
     target: Any
     derivative: Derivative | None = field(repr=False, default=None)
@@ -128,7 +131,8 @@ class Tracing:
 
     Attributes:
         loss: a function of output and target, and a target; the mean square of the outputs where there is none.
-        recompute: what the backward computes again, as ``pipegraph.kernels.make`` takes it.
+        recompute: what the backward computes again, as ``pipegraph.kernels.make`` takes it. Of a model with
+            repeated layers "block" is for these, and what stands between them keeps what "min-cut" does.
         gpu: whether for a GPU, wherever it is traced.
     """
 
@@ -139,15 +143,20 @@ class Tracing:
 
 def find_parts(chain: Chain, tracing: Tracing) -> Parts:
     """The parts of a chain with their blocks, each traced once."""
+    whole = set(chain.layers)
+    keys = Counter(piece_of(chain.captured, chain.nodes(layer.start, layer.stop)).key for layer in whole)
+    repeats = len(keys) < len(whole)
     counts: Counter[str] = Counter()
     blocks: dict[str, Block] = {}
 
     def parts(runs: Iterable[range]) -> tuple[Part, ...]:
         pieces = [(run, piece_of(chain.captured, chain.nodes(run.start, run.stop))) for run in runs]
         counts.update(piece.key for _, piece in pieces)
-        for _, piece in pieces:
+        for run, piece in pieces:
             if piece.key not in blocks:
-                blocks[piece.key] = _block(piece, counts[piece.key], tracing)
+                between = repeats and not (run in whole and counts[piece.key] > 1)
+                recompute = "min-cut" if tracing.recompute == "block" and between else tracing.recompute
+                blocks[piece.key] = _block(piece, counts[piece.key], replace(tracing, recompute=recompute))
         return tuple(Part(run, piece, blocks[piece.key]) for run, piece in pieces)
 
     segments = parts(range(index, index + 1) for index in range(len(chain.segments)))
@@ -167,9 +176,11 @@ def _block(piece: Piece, count: int, tracing: Tracing) -> Block:
         derivative = _traced(piece, packed, target, tracing)
     except Exception as error:  # whatever an operation raises on a tensor without memory
         reason = str(error).strip().partition("\n")[0] or "no reason given"
-        return Block(piece.key, piece, count, packed, target, None, f"{type(error).__name__}: {reason}")
+        return Block(
+            piece.key, piece, count, tracing.recompute, packed, target, None, f"{type(error).__name__}: {reason}"
+        )
     key = _with_loss(piece.key, derivative) if piece.last else piece.key
-    return Block(key, piece, count, packed, target, derivative)
+    return Block(key, piece, count, tracing.recompute, packed, target, derivative)
 
 
 def _traced(piece: Piece, loss: Loss | None, target: Any, tracing: Tracing) -> Derivative:
@@ -213,21 +224,23 @@ def _filled(structure: Any, values: dict[str, Tensor]) -> Any:
 
 
 def mean_square(output: Any, target: Any = None) -> Tensor:
-    """The loss where none is given, as ``pipegraph run`` has it: the mean of the output tensors' mean squares."""
+    """The loss where none is given, as ``pipegraph run`` has it: the mean of the output tensors' mean squares;
+    0 without a floating-point output."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return torch.stack([leaf.float().square().mean() for leaf in leaves]).mean()
+    return torch.stack([leaf.float().square().mean() for leaf in leaves]).mean() if leaves else torch.zeros(())
 
 
 def _saved(piece: Piece, derivative: Derivative) -> Saved:
-    joint, forward = derivative.joint, derivative.forward
-    inputs = {node.name: index - len(piece.state) for index, node in enumerate(joint.primals)}
-    outputs = {_base(node).name: index for index, node in enumerate(joint.outputs[: len(piece.outputs)])}
-    sizes = dict(zip(forward.outputs, map(memory_of, forward.values), strict=True))
-    names = derivative.saved(derivative.all_present)
+    """A view is counted as what it is a view of, once: that is the memory that is kept."""
+    joint = derivative.joint
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    bases = dict.fromkeys(_base(nodes[name]) for name in derivative.saved(derivative.all_present))
+    inputs = {node: index - len(piece.state) for index, node in enumerate(joint.primals)}
+    outputs = {_base(node): index for index, node in enumerate(joint.outputs[: len(piece.outputs)])}
     return Saved(
-        inputs=tuple(inputs[name] for name in names if 0 <= inputs.get(name, -1) < len(piece.inputs)),
-        outputs=tuple(outputs[name] for name in names if name in outputs and name not in inputs),
-        bytes=sum(sizes[name] for name in names if name not in inputs and name not in outputs),
+        inputs=tuple(inputs[base] for base in bases if 0 <= inputs.get(base, -1) < len(piece.inputs)),
+        outputs=tuple(outputs[base] for base in bases if base in outputs and base not in inputs),
+        bytes=sum(memory_of(base.meta["val"]) for base in bases if base not in inputs and base not in outputs),
     )
 
 
@@ -239,7 +252,7 @@ def _saved_unknown(piece: Piece) -> Saved:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    while is_view(node):
+    while is_view(node) or (node.target is operator.getitem and is_view(node.all_input_nodes[0])):
         node = node.all_input_nodes[0]
     return node
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,10 +153,15 @@ def _call(run: Run, inputs: Sequence[Tensor]) -> object:
     return run(list(inputs))
 
 
-def traced(function: Function, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """The graph of ATen operations that Inductor is given for a function of tensors like these."""
+def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph of ATen operations that Inductor is given for a function of tensors like these: to one or a tuple."""
+
+    def outputs(*given: Tensor) -> list[Tensor]:
+        made = function(*given)
+        return list(made) if isinstance(made, tuple) else [made]
+
     with internals.fake_tensors(), internals.python_decompositions(), torch.no_grad():
         arguments = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in inputs]
-        module = internals.trace(lambda *given: [function(*given)], arguments, internals.inductor_decompositions())
+        module = internals.trace(outputs, arguments, internals.inductor_decompositions())
     module.graph.eliminate_dead_code()
     return module

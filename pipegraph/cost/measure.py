@@ -48,25 +48,24 @@ class Setting:
 
     Attributes:
         device: ``cpu``, ``cuda``, ``cuda:1``.
-        kernels, recompute: as ``pipegraph.kernels.make`` takes them.
+        kernels: as ``pipegraph.kernels.make`` takes them.
         threads: of one rank, on a CPU; torch's current number where it is None.
         seconds: the time for all rounds together; compilation and the first rounds come on top.
     """
 
     device: str = "cpu"
     kernels: str = "inductor"
-    recompute: str = "min-cut"
     threads: int | None = None
     seconds: float = 30.0
 
-    def key(self, block: str) -> dict[str, Any]:
+    def key(self, block: Block) -> dict[str, Any]:
         """What a measurement of a block depends on."""
         return {
-            "block": block,
+            "block": block.key,
             "device": device_name(torch.device(self.device)),
             "torch": torch.__version__,
             "kernels": self.kernels,
-            "recompute": self.recompute,
+            "recompute": block.recompute,
             "threads": self.threads or torch.get_num_threads(),
         }
 
@@ -101,7 +100,7 @@ def measure(
     cache = cache or Cache()
     found: dict[str, Measured] = {}
     for block in blocks:
-        held = cache.get(setting.key(block.key))
+        held = cache.get(setting.key(block))
         times = None if held is None else _read(held)
         if times is not None:
             found[block.key] = times
@@ -110,7 +109,7 @@ def measure(
         with _threads(setting.threads):
             for block, times in zip(missing, _run(missing, setting, progress), strict=True):
                 found[block.key] = times
-                cache.put(setting.key(block.key), asdict(times))
+                cache.put(setting.key(block), asdict(times))
     return tuple(found[block.key] for block in blocks)
 
 
@@ -222,7 +221,7 @@ class _Run:
                 piece.input_gradients,
                 piece.output_gradients,
                 block.loss,
-                setting.recompute,
+                block.recompute,
             ),
             weights=sets,
             inputs=[random_input(node, device, generator) for node in piece.inputs],

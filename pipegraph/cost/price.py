@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipegraph.cost.blocks import Block, LossOf, Parts, Tracing, find_parts
@@ -12,11 +12,12 @@ from pipegraph.cost.cache import Cache
 from pipegraph.cost.chain import Chain, find_chain
 from pipegraph.cost.combine import Crossing, Times, saved_bytes, segment_times
 from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.loops import traced
 from pipegraph.cost.measure import Setting, measure
 from pipegraph.cost.module import graph_of
 from pipegraph.cost.roofline import GraphPrice, price_graph
 from pipegraph.cost.segment import SegmentCost
-from pipegraph.cost.weights import first_uses, layers_of_type
+from pipegraph.cost.weights import begins_of_type, first_uses
 from pipegraph.errors import PlanError, nearest
 from pipegraph.graph.captured import Captured, State, path_of
 
@@ -66,13 +67,18 @@ class Priced:
             of_inputs, of_weights = 0.0, of_inputs + of_weights
         state = dict.fromkeys(node for part in self.parts.segments[start:stop] for node in part.piece.state)
         (parameters,) = first_uses(self.chain, [list(state)])
+        held_bytes, saved = _bytes(parameters), sum(saved_bytes(self.parts, held))
+        if self.method == "parameters":
+            forward, of_inputs, of_weights = _alike(sum(entry.numel for entry in parameters))
+        elif self.method == "memory":
+            forward, of_inputs, of_weights = _alike(held_bytes + saved)
         return SegmentCost(
             forward,
             of_inputs,
             of_weights,
             self.costs[stop - 1].boundary_bytes,
-            sum(saved_bytes(self.parts, held)),
-            _bytes(parameters),
+            saved,
+            held_bytes,
             sum(cost.flops for cost in self.costs[start:stop]),
         )
 
@@ -94,8 +100,8 @@ def price(
         captured: the model, whose parameters need no memory.
         method: ``time``, a roofline of ``hardware``; ``measured``, on this machine; ``flops``, ``parameters`` or
             ``memory`` (parameters, and what is saved for the backward) alone; ``uniform``, each of the model's layers
-            alike; ``type:REGEX``, the layers whose class name matches. A weight that is no time stands for F, for I and
-            for W alike.
+            alike; ``type:REGEX``, the modules whose class name matches. A weight that is no time stands for F, for I
+            and for W alike.
         hardware: what the roofline is of, with its ``measured_ratio``; ``cpu`` by default.
         recompute: what the backward computes again, as the kernels will.
         loss: a function of output and target, and a target; by default the mean square of the outputs.
@@ -106,9 +112,9 @@ def price(
         PlanError: there is no such method; ``type:`` matches nothing; what is to be measured does not fit the device.
     """
     name, pattern = _method(method)
-    chain = find_chain(captured, inside_layers=name not in ("uniform", "type"), kept=kept)
-    counts = layers_of_type(chain, pattern) if name == "type" else [1] * len(chain.segments)
-    hardware, setting = hardware or Hardware.load("cpu"), replace(setting or Setting(), recompute=recompute)
+    begins = begins_of_type(captured, pattern) if name == "type" else ()
+    chain = find_chain(captured, inside_layers=name not in ("uniform", "type"), kept={*kept, *begins})
+    hardware, setting = hardware or Hardware.load("cpu"), setting or Setting()
     gpu = not setting.device.startswith("cpu") if name == "measured" else hardware.first_touch is None
     parts = find_parts(chain, Tracing(loss, recompute, gpu))
     blocks = parts.blocks()
@@ -119,8 +125,10 @@ def price(
     held = [_bytes(each) for each in parameters]
     saved = saved_bytes(parts, range(len(chain.segments)))
     crossing: tuple[Crossing, ...] = ()
-    if name in ("uniform", "type"):
-        times = [_alike(count) for count in counts]
+    if name == "uniform":
+        times = [_alike(1) for _ in chain.segments]
+    elif name == "type":
+        times = [_alike(sum(each.start <= begin < each.stop for begin in begins)) for each in chain.segments]
     elif name == "parameters":
         times = [_alike(sum(entry.numel for entry in each)) for each in parameters]
     elif name == "memory":
@@ -150,11 +158,12 @@ def _method(method: str) -> tuple[str, str]:
 
 
 def _price(block: Block, hardware: Hardware) -> tuple[GraphPrice, GraphPrice, GraphPrice]:
-    """F, I and W. Of a block that cannot be traced: its operations one by one, and as much again for each of I and W,
-    as the backward of a product of matrices takes."""
+    """F, I and W. Of a block whose backward cannot be traced: its forward, and as much again for each of I and W, as
+    the backward of a product of matrices takes."""
     if block.derivative is None:
-        alone = price_graph(graph_of(block.piece), hardware)
-        return alone, alone, alone
+        inputs = [node.meta["val"] for node in (*block.piece.inputs, *block.piece.state)]
+        alone = price_graph(traced(graph_of(block.piece), inputs), hardware)
+        return (alone, alone, alone) if block.has_input_grad else (alone, GraphPrice(), alone + alone)
     forward, of_inputs, of_weights = (
         GraphPrice() if graph is None else price_graph(graph, hardware) for graph in block.graphs
     )
@@ -187,7 +196,7 @@ def _warn(blocks: Iterable[Block], uncounted: Sequence[str]) -> None:
             paths = [path_of(node) for node in block.piece.nodes if path_of(node)]
             where = paths[0][-1][1] if paths else "the model's own operations"
             warnings.warn(
-                f"The backward of {where} cannot be traced by itself and is taken for twice the forward, operation by "
-                f"operation: {block.refusal}",
+                f"The backward of {where} cannot be traced by itself and is taken for twice the forward: "
+                f"{block.refusal}",
                 stacklevel=3,
             )

@@ -12,8 +12,8 @@ from pipegraph.errors import PlanError, nearest
 from pipegraph.graph.captured import Captured, State, path_of
 
 
-def layers_of_type(chain: Chain, pattern: str) -> list[int]:
-    """How many calls of a module whose class name matches begin in each segment; of nested ones the outermost counts.
+def begins_of_type(captured: Captured, pattern: str) -> list[int]:
+    """Where, in ``Captured.nodes``, each call of a module begins whose class name matches; of nested ones the outer.
 
     As DeepSpeed's ``type:regex``: anywhere in the name, upper and lower case alike.
 
@@ -24,27 +24,24 @@ def layers_of_type(chain: Chain, pattern: str) -> list[int]:
         wanted = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise PlanError(f"type:{pattern} is no regular expression: {error}.\nTry: type:layer.") from error
-    modules = chain.captured.modules
-    seen: set[str] = set()
-    counts = []
-    for index in range(len(chain.segments)):
-        calls = (_outermost(node, chain.captured, wanted) for node in chain.nodes(index, index + 1))
-        begun = {call for call in calls if call is not None} - seen
-        seen |= begun
-        counts.append(len(begun))
-    if not seen and pattern:
-        called = {fqn for node in chain.captured.nodes for _, fqn in path_of(node)}
-        types = sorted({modules[fqn].class_name for fqn in called})
-        raise PlanError(
-            f"type:{pattern} matches no module that {chain.captured.model_name} calls.{nearest(pattern, types)}\n"
-            f"Try: a pattern that matches one of {', '.join(types)}."
-        )
-    return counts
+    begins: dict[str, int] = {}
+    for position, node in enumerate(captured.nodes):
+        matching = (call for call, fqn in path_of(node) if wanted.search(captured.modules[fqn].class_name))
+        call = next(matching, None)
+        if call is not None:
+            begins.setdefault(call, position)
+    if not begins:
+        raise _no_match(captured, pattern)
+    return list(begins.values())
 
 
-def _outermost(node: fx.Node, captured: Captured, wanted: re.Pattern[str]) -> str | None:
-    matching = (call for call, fqn in path_of(node) if wanted.search(captured.modules[fqn].class_name))
-    return next(matching, None)
+def _no_match(captured: Captured, pattern: str) -> PlanError:
+    called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
+    types = sorted({captured.modules[fqn].class_name for fqn in called})
+    what = f"type:{pattern} matches no module that {captured.model_name} calls"
+    if not types:
+        return PlanError(f"{what}: it calls none.\nTry: --balance time.")
+    return PlanError(f"{what}.{nearest(pattern, types)}\nTry: a pattern that matches one of {', '.join(types)}.")
 
 
 def first_uses(chain: Chain, segments: Sequence[Sequence[fx.Node]]) -> list[list[State]]:

@@ -38,6 +38,7 @@ _MEMORY_BOUND = {
 }
 _MEMORY_BOUND |= {"masked_select", "multinomial", "searchsorted", "bucketize", "randperm", "nll_loss_forward"}
 _MEMORY_BOUND |= {"nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward", "_assert_async", "sym_size"}
+_MEMORY_BOUND |= {"_embedding_bag", "_embedding_bag_backward", "_embedding_bag_dense_backward"}
 
 
 @dataclass(frozen=True)

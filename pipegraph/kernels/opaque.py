@@ -49,11 +49,20 @@ def block_of(node: fx.Node) -> Derivative:
     return _known[node.args[1]]  # type: ignore[index]
 
 
+# Tagged as random, but given the seed and the offset that the forward drew with.
+_REPLAYED = {
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
+}
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers, itself or in the block whose forward it calls."""
     if node.target is OPERATION:
         return node.args[2] == "F" and block_of(node).is_random
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target in _REPLAYED:
+        return False
+    return torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def call(block: Derivative, number: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

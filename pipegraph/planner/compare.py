@@ -109,7 +109,8 @@ def compare(prices: Mapping[str, Costs], aim: Aim, ranks: int, plans: Sequence[C
     """
     looks, refused = _looks(prices, aim, ranks, plans)
     if not looks:
-        raise PlanError("\n".join(["No plan can be compared.", *refused]))
+        hint = "Try: fewer --ranks, or another --schedule or number of --microbatches."
+        raise PlanError("\n".join(["No plan can be compared.", *refused, hint]))
     limit = _limit(aim)
     loose = max(_looseness(look.costs.segments, look.schedule.stages) for look in looks)
     near = _worth([look for look in looks if look.peak <= limit * (1 + loose)], limit, loose)

@@ -189,7 +189,11 @@ def _with_recompute(captured: Captured, aim: Aim, stages: int) -> str:
     try:
         needed = choose(aim.price(captured), aim, stages).peak
     except MemoryShortage as shortage:
-        return f'With recompute="block", which keeps the least, {size(shortage.needed)} would do.'
+        most = size(shortage.needed * 1.01).replace(" ", "")
+        return (
+            f'With recompute="block", which keeps the least, {size(shortage.needed)} would do.\n'
+            f"Try: --recompute block --memory {most}, or more stages."
+        )
     return f'With recompute="block" there are cuts that fit, and need {size(needed)}.\nTry: --recompute block.'
 
 

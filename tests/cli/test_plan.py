@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cli.command import Command
+from tests.cli.command import ROOT, Command
 
 CHAIN = "tests/models/chain.py"
 QUICK = ("--schedule", "1f1b,zb-v", "--microbatches", "4", "--hardware", "h100")
@@ -79,12 +80,107 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         (("plan", CHAIN, "--ranks", 2, "--balance", "flops"), 2, "neither time nor measured"),
         (("plan", CHAIN, "--ranks", 2, "--recompute", "all"), 3, 'recompute cannot be "all"'),
         (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "the model can be cut into 5 segments"),
+        (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "Try: fewer --ranks, or another --schedule"),
+        (("plan", CHAIN, "--ranks", 2, "--schedule", "zb-v", "--microbatches", "1"), 3, "full pipeline"),
+        (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1c"), 2, 'Did you mean "1f1b"'),
+        (("plan", CHAIN, "--ranks", 2, "--stages-per-rank", "7", "--schedule", "1f1b"), 3, "stages on a rank"),
+        (("plan", CHAIN, "--ranks", 2, "--hardware", "h10"), 2, 'Did you mean "h100"'),
+        (("plan", CHAIN, "--ranks", 2, "--memory", "much"), 2, "'much' is no size of memory"),
+        (("split", CHAIN, "--stages", 6), 3, "can be cut into 5 segments, which is too few for 6 stages"),
+        (("split", CHAIN, "--stages", 2, "--schedule", "zb-v", "--microbatches", 8, "--points", "head"), 2, "not both"),
+        (("split", CHAIN, "--points", "head", "--balance", "flops"), 2, "flops chooses points, and they were given"),
+        (("split", CHAIN, "--plan", "plan.json", "--memory", "1GiB"), 2, "leave out --memory, or --plan"),
+        (("split", CHAIN, "--plan", "plan.json", "--microbatches", 8), 2, "leave out --microbatches, or --plan"),
     ],
 )
 def test_bad_input(pipegraph: Command, arguments: tuple[object, ...], code: int, said: str) -> None:
     done = pipegraph(*arguments)
     assert (done.code, done.out) == (code, "")
     assert said in " ".join(done.err.replace("│", " ").split())
+
+
+def test_show_tells_what_was_predicted_and_why(pipegraph: Command, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    split = pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "-o", out)
+    shown = pipegraph("show", out).out.splitlines()
+    assert shown[2].split() == ["stage", "holds", "parameters", "forward", "F", "I", "W", "µs", "keeps", "weights"]
+    at = shown.index(next(line for line in split.out.splitlines() if line.startswith("predicted")))
+    assert shown[at + 1] in split.out
+    manifest = json.loads((out / "pipeline.json").read_text())
+    (cut,) = manifest["plan"]["cuts"]
+    assert shown[at + 2] == f"stage 1 begins at {cut['point']}: {cut['reason']}"
+    assert json.loads(pipegraph("show", out, "--json").out)["plan"]["cuts"] == [cut]
+    del manifest["plan"]["placement"]
+    (out / "pipeline.json").write_text(json.dumps(manifest))
+    damaged = pipegraph("show", out)
+    assert (damaged.code, damaged.out) == (2, "")
+    assert "The plan in pipeline.json is damaged: KeyError: 'placement'" in damaged.err
+
+
+def test_show_of_a_plan_by_weight(pipegraph: Command, tmp_path: Path) -> None:
+    pipegraph("split", CHAIN, "--stages", 2, "--balance", "parameters", "-o", tmp_path / "out")
+    shown = pipegraph("show", tmp_path / "out").out
+    assert "largest    162 parameters by parameters; no other cuts are better" in shown
+    assert "stage 1 begins at layers.2: stages 0 and 1 take 144 parameters and 162 parameters" in shown
+
+
+PLAN = {
+    "schema_version": 1, "model": {"class": "Chain", "parameters": 306}, "points": ["layers.2"], "balance": "time",
+    "recompute": "none", "hardware": "cpu", "unit": "s", "schedule": "1f1b", "placement": [0, 1], "microbatches": 4,
+    "value": 1.0, "lower_bound": None, "memory": [1, 1],
+    "costs": [
+        {"forward": 1.0, "input_grad": 0.0, "weight_grad": 1.0, "saved_bytes": 1, "parameter_bytes": 1}
+    ] * 2,
+    "cuts": [{"point": "layers.2", "boundary_bytes": 1, "earlier": None, "later": None}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({}, 0, ""),
+        (b"", 2, "is no plan: it is no JSON"),
+        (b"\xff\xfe\x00", 2, "is no plan"),
+        (b"[1, 2]", 2, "is no plan: it has no schema_version"),
+        ({"schema_version": 99}, 2, "has schema_version 99; this pipegraph reads up to 1"),
+        ({"points": []}, 2, "2 stages have one point less"),
+        ({"costs": "dear"}, 2, "has not the form of a plan"),
+        ({"microbatches": "many"}, 2, "has not the form of a plan"),
+        ({"points": ["layers.9"]}, 3, "layers.9"),
+        ({"model": {"class": "Chain", "parameters": 307}}, 3, "with 307 parameters, and this one has 306"),
+        ({"model": {"class": "Train", "parameters": 306}}, 3, "is of a Train, and this model is a Chain"),
+    ],
+)
+def test_plan_files(pipegraph: Command, tmp_path: Path, change: Any, code: int, said: str) -> None:
+    file = tmp_path / "plan.json"
+    file.write_bytes(change if isinstance(change, bytes) else json.dumps(PLAN | change).encode())
+    done = pipegraph("split", CHAIN, "--plan", file, "--dry-run")
+    assert (done.code, bool(done.out)) == (code, code == 0)
+    assert said in " ".join(done.err.split())
+    assert code == 0 or "Try: " in done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"memory_bandwidth": -1.0}, "memory_bandwidth"),
+        ({"memory_bandwidth": None}, "memory_bandwidth"),
+        ({"peak_flops": {}}, "peak_flops"),
+        ({"kernel_floor": "short"}, "kernel_floor"),
+        ({"links": None}, "links"),
+    ],
+)
+def test_a_profile_with_missing_or_absurd_figures(
+    pipegraph: Command, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    profile = json.loads((ROOT / "pipegraph/cost/profiles/cpu.json").read_text())
+    figures = {name: value for name, value in (profile | change).items() if value is not None}
+    file = tmp_path / "hardware.json"
+    file.write_text(json.dumps(figures))
+    for verb in (("split", CHAIN, "--stages", 2, "--dry-run"), ("plan", CHAIN, "--ranks", 2, *QUICK[:4])):
+        done = pipegraph(*verb, "--hardware", file)
+        assert (done.code, done.out) == (2, "")
+        assert said in done.err and str(file) in done.err
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ class Block(nn.Module):
 def derivative_of(stage: nn.Module, input_gradient: bool = True) -> Derivative:
     kernels = make("eager", stage, (input_gradient,), (True,))
     kernels.forward((torch.zeros(16, 32),))
-    (variant,) = kernels._variants.values()  # type: ignore[attr-defined]
+    (variant,) = kernels.variants  # type: ignore[attr-defined]
     return variant.derivative
 
 
