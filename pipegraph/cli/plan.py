@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from pipegraph.cli.options import (
     BatchOption,
     DebugOption,
+    DeviceOption,
     HardwareOption,
     JsonOption,
     MemoryOption,
@@ -41,6 +43,7 @@ def plan(
         "none,min-cut,block"
     ),
     balance: Annotated[str, typer.Option(metavar="time|measured", help="Where times are from.")] = "time",
+    device: DeviceOption = "cpu",
     hardware: HardwareOption = "cpu",
     out: Annotated[
         Path | None,
@@ -60,6 +63,7 @@ def plan(
     counts, chunks = (None if text is None else parse_numbers(text) for text in (microbatches, stages_per_rank))
     with progress(f"loading {model}"):
         from pipegraph.cost.hardware import Hardware
+        from pipegraph.cost.measure import Setting
         from pipegraph.graph.capture import capture
         from pipegraph.graph.source import load
         from pipegraph.planner.aim import Aim
@@ -72,11 +76,18 @@ def plan(
         plans = candidates(ranks, names, counts, chunks, parse_names(recompute))
         profile = Hardware.load(hardware)
         source = load(model, weights=False, batch=batch, seq=seq)
-        aim = Aim(balance, ranks=ranks, memory_bytes=memory, hardware=profile, loss=loss_and_target(source))
+        aim = Aim(
+            balance,
+            ranks=ranks,
+            memory_bytes=memory,
+            hardware=profile,
+            loss=loss_and_target(source),
+            setting=Setting(device),
+        )
     with progress(f"capturing {source.name}"), held_back(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)
-    with progress("comparing plans"):
-        comparison = compare_model(captured, aim, ranks, plans)
+    with progress("comparing plans") as say:
+        comparison = compare_model(captured, replace(aim, progress=say), ranks, plans)
         best = plan_of(comparison.best)
     if out is not None:
         write_whole([(out, PlanFile.of(best).to_json())])

@@ -10,6 +10,7 @@ import typer
 from pipegraph.cli.options import (
     BatchOption,
     DebugOption,
+    DeviceOption,
     JsonOption,
     MemoryOption,
     ModelArgument,
@@ -61,6 +62,7 @@ def split(
             help="Profile that prices the model: h100, …, or what calibrate wrote. [default: cpu]",
         ),
     ] = None,
+    device: DeviceOption = "cpu",
     recompute: Annotated[str, typer.Option(metavar="R", help="none, min-cut or block, as it will run.")] = "min-cut",
     out: Annotated[
         Path | None,
@@ -96,6 +98,7 @@ def split(
     with progress(f"loading {model}"):
         from pipegraph.codegen.generate import generate
         from pipegraph.codegen.package_writer import write_package
+        from pipegraph.cost.measure import Setting
         from pipegraph.graph.capture import capture
         from pipegraph.graph.source import load
         from pipegraph.planner.plan import plan
@@ -110,7 +113,7 @@ def split(
         source = load(model, weights=weights and not dry_run, batch=batch, seq=seq)
     with progress(f"capturing {source.name}"), held_back(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)
-    with progress("looking for the best cuts"):
+    with progress("looking for the best cuts") as say:
         if file is not None:
             planned = file.apply(captured)
         else:
@@ -125,6 +128,8 @@ def split(
                 hardware=hardware,
                 recompute=recompute,
                 loss=loss_and_target(source),
+                setting=Setting(device),
+                progress=say,
             )
     folder = None if dry_run else out or Path("build", _stem(model))
     if folder is None:

@@ -18,6 +18,7 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.link import Link, Links, MeasuredLinks
 from pipegraph.cost.stopwatch import Stopwatch
 from pipegraph.cost.table import Table
+from pipegraph.threads import threads_per_rank
 
 _MIB = 2**20
 # Bytes that go through the caches around a kernel: none but its own, some that the last cache holds, and more.
@@ -32,7 +33,7 @@ def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, n
     ``threads`` is by default what `pipegraph run` gives a rank. Each figure is a median of several runs; ``sources``
     says how far the others are from it.
     """
-    chosen = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, (os.cpu_count() or 1) // ranks)
+    chosen = threads or threads_per_rank(ranks)
     links = measure_links(ranks, device)
     where = torch.device(device)
     with _threads(chosen):

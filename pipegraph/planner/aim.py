@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipegraph.cost.blocks import LossOf
@@ -22,6 +22,7 @@ from pipegraph.planner.solver.arguments import byte_limits
 from pipegraph.planner.solver.arrange import arrange
 from pipegraph.planner.solver.shortage import size
 from pipegraph.schedule import Schedule
+from pipegraph.threads import threads_per_rank
 
 TIMED = "time", "measured"
 """The balances in seconds, for which a step is predicted. By any other the largest stage is made as small as it can."""
@@ -54,6 +55,11 @@ class Aim:
                 f'recompute cannot be "{self.recompute}".{nearest(self.recompute, RECOMPUTE)} There are: '
                 f"{', '.join(RECOMPUTE)}."
             )
+
+    def on_ranks(self, ranks: int) -> Aim:
+        """The same for so many ranks, each of which is measured with the threads that `pipegraph run` gives it."""
+        setting = self.setting or Setting()
+        return replace(self, setting=replace(setting, threads=setting.threads or threads_per_rank(ranks)))
 
     @property
     def timed(self) -> bool:

@@ -93,6 +93,7 @@ def compare_model(captured: Captured, aim: Aim, ranks: int, plans: Sequence[Cand
     if not plans:
         raise PlanError("No plan can be compared: no schedule has so many stages on a rank.\nTry: other --schedule.")
     aim.check_memory(captured)
+    aim = aim.on_ranks(ranks)
     prices = {name: replace(aim, recompute=name).price(captured) for name in {plan.recompute: None for plan in plans}}
     return compare(prices, aim, ranks, plans)
 

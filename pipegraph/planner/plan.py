@@ -141,7 +141,8 @@ def best(captured: Captured, aim: Aim, stages: int) -> Plan:
     """Cut a model into so many stages, where that is best. Raises as `plan` does."""
     if stages < 1:
         raise PlanError(f"A model cannot be cut into {stages} stages.\nTry: --stages 2.")
-    aim.arrange(stages)  # what is no schedule, or none of so many stages, is told before anything is priced
+    # What is no schedule, or none of so many stages, is told before anything is priced.
+    aim = aim.on_ranks(aim.arrange(stages).ranks)
     aim.check_memory(captured)
     costs = aim.price(captured)
     try:
@@ -176,7 +177,7 @@ def _predicted(made: Plan, captured: Captured, aim: Aim, starts: Sequence[int]) 
             f"--balance {aim.balance} chooses points, and they were given.\nTry: --stages {len(starts) + 1} instead, "
             "or --balance time, which tells what a step takes with these points."
         )
-    aim.arrange(len(starts) + 1)
+    aim = aim.on_ranks(aim.arrange(len(starts) + 1).ranks)
     costs = aim.price(captured, starts)
     begins = [segment.start for segment in costs.priced.chain.segments]
     choice = given(costs, aim, [begins.index(start) for start in starts])
