@@ -93,8 +93,12 @@ def compare_model(captured: Captured, aim: Aim, ranks: int, plans: Sequence[Cand
     if not plans:
         raise PlanError("No plan can be compared: no schedule has so many stages on a rank.\nTry: other --schedule.")
     aim.check_memory(captured)
-    prices = {name: replace(aim, recompute=name).price(captured) for name in {plan.recompute: None for plan in plans}}
-    return compare(prices, aim, ranks, plans)
+    return compare(price_each(captured, aim, plans), aim, ranks, plans)
+
+
+def price_each(captured: Captured, aim: Aim, plans: Sequence[Candidate]) -> dict[str, Costs]:
+    """The prices of a model for each recompute that is among the plans."""
+    return {name: replace(aim, recompute=name).price(captured) for name in {plan.recompute: None for plan in plans}}
 
 
 def compare(prices: Mapping[str, Costs], aim: Aim, ranks: int, plans: Sequence[Candidate]) -> Comparison:

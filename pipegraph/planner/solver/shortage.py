@@ -17,6 +17,7 @@ from pipegraph.planner.solver.sums import PARAMETERS, SAVED, Integers, Sums
 MemoryOf = Callable[[int], Memory]
 """Of the same schedule with so many stages. Raises ScheduleError or PlanError where that is none."""
 
+
 class MemoryShortage(PlanError):
     """No cuts fit into the memory. ``needed``: the bytes of the fullest rank for those that need the least."""
 
