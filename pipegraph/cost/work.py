@@ -91,7 +91,19 @@ def dtype_of(tensor: Tensor) -> str:
 
 def _formula(target: Any) -> Any:
     packet = getattr(target, "overloadpacket", target)
-    return flop_registry.get(_LIKE.get(packet, packet))
+    return _grouped_product if packet is aten._grouped_mm else flop_registry.get(_LIKE.get(packet, packet))
+
+
+def _grouped_product(one: Tensor, other: Tensor, *args: object, **kwargs: object) -> int:
+    """Those of ``_grouped_mm``, a product of matrices for each group of rows or columns, as a mixture of experts has
+    it; torch has no formula.
+
+    The groups share out the rows of ``one`` [rows, k] (times ``other`` [groups, k, n]), the columns of ``other``
+    [k, columns] (for ``one`` [groups, m, k]), or k, where both have two dimensions.
+    """
+    if one.dim() == 3 and other.dim() == 2:
+        return 2 * one.shape[1] * other.numel()
+    return 2 * one.numel() * other.shape[-1]
 
 
 def _sizes(name: str, named: Mapping[str, Any], result: Any) -> tuple[str, dict[str, float]] | None:

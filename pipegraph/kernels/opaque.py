@@ -49,20 +49,15 @@ def block_of(node: fx.Node) -> Derivative:
     return _known[node.args[1]]  # type: ignore[index]
 
 
-# Tagged as random, but given the seed and the offset that the forward drew with.
-_REPLAYED = {
-    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
-}
-
-
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers, itself or in the block whose forward it calls."""
-    if node.target is OPERATION:
+    operation = node.target
+    if operation is OPERATION:
         return node.args[2] == "F" and block_of(node).is_random
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target in _REPLAYED:
+    if not isinstance(operation, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    return torch.Tag.nondeterministic_seeded in node.target.tags
+    # The backward of attention has the tag too, but makes the numbers of the forward again, whose seed it is given.
+    return not any(argument.name == "philox_seed" for argument in operation._schema.arguments)
 
 
 def call(block: Derivative, number: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

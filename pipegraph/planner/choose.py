@@ -10,11 +10,11 @@ from functools import cached_property
 from pipegraph.graph.split_points import Point
 from pipegraph.planner.aim import Aim
 from pipegraph.planner.costs import Costs
-from pipegraph.planner.evaluate import memory_of, times_of
+from pipegraph.planner.evaluate import memory_of, seconds_of, times_of
 from pipegraph.planner.prediction import Cut, Neighbour, Prediction, StagePrediction, rounded
 from pipegraph.planner.solve import Solution
 from pipegraph.planner.solver.shortage import MemoryShortage, size
-from pipegraph.schedule import Schedule, simulate
+from pipegraph.schedule import Schedule
 
 _TRIES = 4
 _BETTER = 1e-4  # part of a value: what is better by less is as good
@@ -180,5 +180,5 @@ def evaluate(
 def _value(costs: Costs, aim: Aim, cuts: Sequence[int], schedule: Schedule) -> float:
     stages = costs.stages(cuts)
     if aim.timed:
-        return simulate(schedule, times_of(stages, schedule, aim.link)).makespan
+        return seconds_of(stages, schedule, aim.link)
     return max(each.forward + each.input_grad + each.weight_grad for each in stages)

@@ -20,8 +20,9 @@ from pipegraph.schedule import names
 from pipegraph.schedule.build import find
 
 # By how much a plan's figures may change from the first look on: by as much as one segment is of a stage, but at least
-# by _LEAST; where that is more than _MOST, by anything. From the second look on: by a third of that, at most.
+# by _LEAST; where that is more than _MOST, by anything. From the second look on: by this part of that, at most.
 _LEAST, _MOST = 0.05, 0.25
+_SECOND = 1 / 6
 _WORTH = 0.01  # a plan that saves less than this part of another's memory is no choice beside it,
 _SAME = 0.002  # and one that takes less longer than this part is as fast
 _LOW = 0.05  # the effort of a first look
@@ -94,8 +95,12 @@ def compare_model(captured: Captured, aim: Aim, ranks: int, plans: Sequence[Cand
         raise PlanError("No plan can be compared: no schedule has so many stages on a rank.\nTry: other --schedule.")
     aim.check_memory(captured)
     aim = aim.on_ranks(ranks)
-    prices = {name: replace(aim, recompute=name).price(captured) for name in {plan.recompute: None for plan in plans}}
-    return compare(prices, aim, ranks, plans)
+    return compare(price_each(captured, aim, plans), aim, ranks, plans)
+
+
+def price_each(captured: Captured, aim: Aim, plans: Sequence[Candidate]) -> dict[str, Costs]:
+    """The prices of a model for each recompute that is among the plans."""
+    return {name: replace(aim, recompute=name).price(captured) for name in {plan.recompute: None for plan in plans}}
 
 
 def compare(prices: Mapping[str, Costs], aim: Aim, ranks: int, plans: Sequence[Candidate]) -> Comparison:
@@ -115,7 +120,7 @@ def compare(prices: Mapping[str, Costs], aim: Aim, ranks: int, plans: Sequence[C
     limit = _limit(aim)
     loose = max(_looseness(look.costs.segments, look.schedule.stages) for look in looks)
     near = _worth([look for look in looks if look.peak <= limit * (1 + loose)], limit, loose)
-    worth = _worth([_improved(look) for look in near], limit, min(loose, _MOST) / 3)
+    worth = _worth([_improved(look) for look in near], limit, min(loose, _MOST) * _SECOND)
     found, short = _searched(worth, aim.effort)
     if not found:
         closest = sorted(looks, key=lambda look: look.peak)[:_CLOSEST]
@@ -169,12 +174,15 @@ def _looseness(costs: Sequence[SegmentCost], stages: int) -> float:
 
 
 def _worth(looks: Sequence[Choice], limit: float, margin: float) -> list[Choice]:
-    """Those that no other one is better than, by so much in time or memory, where that one fits."""
+    """Those that no other one is better than, by so much in time or memory, where that one fits.
+
+    A faster one may need a little more memory, as `_front` has it in the end.
+    """
 
     def beats(one: Choice, other: Choice) -> bool:
-        faster = one.per_microbatch * (1 + margin) <= other.per_microbatch
-        leaner = one.peak * (1 + margin) <= other.peak
-        return one.per_microbatch <= other.per_microbatch and one.peak <= other.peak and (faster or leaner)
+        faster = one.per_microbatch * (1 + margin) <= other.per_microbatch and one.peak * (1 - _WORTH) <= other.peak
+        leaner = one.per_microbatch <= other.per_microbatch and one.peak * (1 + margin) <= other.peak
+        return faster or leaner
 
     fitting = [look for look in looks if look.peak <= limit]
     return [look for look in looks if not any(beats(other, look) for other in fitting)]

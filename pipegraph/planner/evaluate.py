@@ -23,6 +23,12 @@ def times_of(stages: Sequence[SegmentCost], schedule: Schedule, link: Link | Lin
     return Makespan(Sums(stages), schedule, Crossings.of(link, schedule.placement)).simulated(cuts)
 
 
+def seconds_of(stages: Sequence[SegmentCost], schedule: Schedule, link: Link | LinkOf | None = None) -> float:
+    """Of a step, as `simulate` has it."""
+    cuts = np.arange(1, len(stages))
+    return float(Makespan(Sums(stages), schedule, Crossings.of(link, schedule.placement)).values(cuts[None])[0])
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes that a rank needs.

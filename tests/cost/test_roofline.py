@@ -201,6 +201,16 @@ def test_a_transposed_convolution() -> None:
     assert found.seconds == pytest.approx(found.flops / 0.5e12)
 
 
+def test_a_product_for_each_expert_and_its_backward() -> None:
+    """Of 32 rows each goes to one of 4 experts; the result is [32, 64]."""
+    rows, experts = torch.empty(32, 16, dtype=torch.bfloat16), torch.empty(4, 16, 64, dtype=torch.bfloat16)
+    ends, gradient = torch.tensor([8, 8, 24, 32], dtype=torch.int32), torch.empty(32, 64, dtype=torch.bfloat16)
+    product = torch.nn.functional.grouped_mm
+    for one, other in ((rows, experts), (gradient, experts.mT), (rows.mT, gradient), (experts.mT, rows.mT)):
+        found = price(lambda one, other, ends: product(one, other, offs=ends), one, other, ends)
+        assert found.flops == 2 * 32 * 16 * 64 and found.uncounted == ()
+
+
 def test_what_may_compute_a_lot_is_named() -> None:
     found = price(lambda x: torch.linalg.svd(x)[1] + torch.sort(x[0])[0][:64], X)
     assert found.uncounted == ("_linalg_svd",)

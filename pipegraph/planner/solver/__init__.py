@@ -4,5 +4,5 @@ Sums ──▶ Space of cuts ──▶ search ──▶ Pool of the best
                              │          ▲ values, and linear figures that are nowhere above them
                              │        Objective: Makespan (Network of a schedule), SlowestStage, Memory
                              ├─ climb, wander: from cuts to better ones nearby
-                             └─ Tree: relax (a Game of cuts and linear figures), branch and bound
+                             └─ Tree: branch and bound, by relaxations (a Game of cuts and linear figures)
 """

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
 from pipegraph.errors import PlanError, nearest
 from pipegraph.schedule import PLACEMENTS, Schedule, build, check
 from pipegraph.schedule.build import find
 from pipegraph.schedule.recipe import counted
+
+_Settings = ParamSpec("_Settings")
+_Made = TypeVar("_Made")
+
+
+def once_for_each(
+    make: Callable[Concatenate[Schedule, _Settings], _Made],
+) -> Callable[Concatenate[Schedule, _Settings], _Made]:
+    """``make(schedule, …)``, whose result is kept for as long as the schedule is: plans are compared by the hundred, of
+    few schedules."""
+    known: WeakKeyDictionary[Schedule, dict[object, _Made]] = WeakKeyDictionary()
+
+    def of(schedule: Schedule, /, *args: _Settings.args, **kwargs: _Settings.kwargs) -> _Made:
+        made = known.setdefault(schedule, {})
+        settings = args, tuple(kwargs.items())
+        if settings not in made:
+            made[settings] = make(schedule, *args, **kwargs)
+        return made[settings]
+
+    return of
 
 
 def arrange(

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from pipegraph.planner.solver.arrange import once_for_each
 from pipegraph.planner.solver.links import Crossings
 from pipegraph.planner.solver.network import Network
 from pipegraph.planner.solver.sums import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Floats, Integers, Piece, Sums
@@ -13,6 +14,7 @@ from pipegraph.planner.solver.walks import PARTS, Walk, walks
 from pipegraph.schedule import Kind, Schedule, Times
 
 _TIMES = 3  # F, I and W
+_network_of, _walks_of = once_for_each(Network), once_for_each(walks)
 
 
 class Makespan:
@@ -28,11 +30,11 @@ class Makespan:
 
     @cached_property
     def _walks(self) -> list[list[Walk]]:
-        return walks(self._schedule)
+        return _walks_of(self._schedule)
 
     @cached_property
     def _network(self) -> Network:
-        return Network(self._schedule, self._queued)
+        return _network_of(self._schedule, self._queued)
 
     def values(self, cuts: Integers) -> Floats:
         return self._network.makespans(self.times(cuts), self._crossings.latency, self.transfers(cuts))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipegraph.planner.solver.arrange import once_for_each
 from pipegraph.planner.solver.sums import PARAMETERS, QUANTITIES, SAVED, Allowed, Floats, Integers, Piece, Sums
 from pipegraph.schedule import Schedule, lower, receive_buffers
 from pipegraph.schedule.arrays import B, F, W
@@ -52,9 +53,7 @@ class Memory:
         self._held = np.concatenate(moments)  # (moments of all ranks, stages)
         counts = [len(rows) for rows in moments]
         self._rank, self._first = np.repeat(np.arange(self.ranks), counts), np.cumsum([0, *counts[:-1]])
-        self._buffers = np.zeros((self.ranks, self.stages - 1))
-        for (sender, receiver), count in receive_buffers(lower(schedule), receives_ahead, saved=False).items():
-            self._buffers[self._placement[receiver], min(sender, receiver)] += count
+        self._buffers = _buffers(schedule, receives_ahead)
 
     @property
     def size(self) -> int:
@@ -117,6 +116,16 @@ class Memory:
         return self._sums.piece(weights, self._buffers[rank], float(self._spare[rank]))
 
 
+@once_for_each
+def _buffers(schedule: Schedule, receives_ahead: int) -> Floats:
+    """Of each rank, the buffers that it has for each boundary: (ranks, boundaries)."""
+    counts = np.zeros((schedule.ranks, schedule.stages - 1))
+    for (sender, receiver), count in receive_buffers(lower(schedule), receives_ahead, saved=False).items():
+        counts[schedule.placement[receiver], min(sender, receiver)] += count
+    return counts
+
+
+@once_for_each
 def _moments(schedule: Schedule) -> list[Floats]:
     """Of each rank, how many microbatches each stage has saved, (moments, stages), at the moments when no other has as
     many of each."""
