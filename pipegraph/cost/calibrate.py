@@ -16,6 +16,7 @@ from pipegraph.cost.attained import attained
 from pipegraph.cost.between_ranks import measure_links
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.link import Link, Links, MeasuredLinks
+from pipegraph.cost.neighbours import at_work
 from pipegraph.cost.stopwatch import Stopwatch
 from pipegraph.cost.table import Table
 from pipegraph.threads import threads_per_rank
@@ -28,7 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, name: str = "here") -> Hardware:
-    """Measure this machine as one of ``ranks`` has it, and the links between them.
+    """Measure this machine as one of ``ranks`` has it, on a CPU while the others compute, and the links between them.
 
     ``threads`` is by default what `pipegraph run` gives a rank. Each figure is a median of several runs; ``sources``
     says how far the others are from it.
@@ -36,7 +37,7 @@ def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, n
     chosen = threads or threads_per_rank(ranks)
     links = measure_links(ranks, device)
     where = torch.device(device)
-    with _threads(chosen):
+    with _threads(chosen), at_work(ranks - 1 if device == "cpu" else 0, chosen):
         watches = [Stopwatch(where, footprint=size) for size in _FOOTPRINTS.get(where.type, (0,))]
         noise: dict[str, float] = {}
         flops = {}

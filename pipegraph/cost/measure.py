@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from pipegraph.cost.blocks import Block, memory_of
 from pipegraph.cost.cache import Cache
 from pipegraph.cost.module import PieceModule, random_input, random_state
+from pipegraph.cost.neighbours import at_work
 from pipegraph.errors import PlanError
 from pipegraph.kernels import make
 
@@ -50,13 +51,20 @@ class Setting:
         device: ``cpu``, ``cuda``, ``cuda:1``.
         kernels: as ``pipegraph.kernels.make`` takes them.
         threads: of one rank, on a CPU; torch's current number where it is None.
+        ranks: that share a CPU: the others compute meanwhile.
         seconds: the time for all rounds together; compilation and the first rounds come on top.
     """
 
     device: str = "cpu"
     kernels: str = "inductor"
     threads: int | None = None
+    ranks: int = 1
     seconds: float = 30.0
+
+    @property
+    def has_own_device(self) -> bool:
+        """Whether no rank takes anything from another one."""
+        return not self.device.startswith("cpu")
 
     def key(self, block: Block) -> dict[str, Any]:
         """What a measurement of a block depends on."""
@@ -67,6 +75,7 @@ class Setting:
             "kernels": self.kernels,
             "recompute": block.recompute,
             "threads": self.threads or torch.get_num_threads(),
+            "ranks": 1 if self.has_own_device else self.ranks,
         }
 
 
@@ -138,16 +147,18 @@ def _run(blocks: Sequence[Block], setting: Setting, progress: Callable[[str], No
     progress(f"measuring {len(blocks)} distinct blocks on {device_name(device)}: compiling their kernels …")
     generator = torch.Generator(device).manual_seed(0)
     rounds = _Rounds([_Run.of(block, setting, device, generator) for block in blocks], device)
-    for _ in range(_WARM_UP):
+    others = 0 if setting.has_own_device else setting.ranks - 1
+    with at_work(others, torch.get_num_threads()):
+        for _ in range(_WARM_UP):
+            rounds.next()
+        start = time.perf_counter()
         rounds.next()
-    start = time.perf_counter()
-    rounds.next()
-    once = time.perf_counter() - start
-    count = min(max(int(setting.seconds / max(once, 1e-9)), _LEAST_ROUNDS), _MOST_ROUNDS)
-    progress(f"measuring {len(blocks)} distinct blocks: {count} rounds, {count * once:.0f} s")
-    rounds.clock.readings.clear()
-    for _ in range(count):
-        rounds.next()
+        once = time.perf_counter() - start
+        count = min(max(int(setting.seconds / max(once, 1e-9)), _LEAST_ROUNDS), _MOST_ROUNDS)
+        progress(f"measuring {len(blocks)} distinct blocks: {count} rounds, {count * once:.0f} s")
+        rounds.clock.readings.clear()
+        for _ in range(count):
+            rounds.next()
     return [Measured(*(rounds.clock.median(index, kind) for kind in "FIW")) for index in range(len(blocks))]
 
 

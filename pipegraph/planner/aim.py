@@ -57,9 +57,10 @@ class Aim:
             )
 
     def on_ranks(self, ranks: int) -> Aim:
-        """The same for so many ranks, each of which is measured with the threads that `pipegraph run` gives it."""
+        """The same for so many ranks, of which one is measured with the threads that `pipegraph run` gives it."""
         setting = self.setting or Setting()
-        return replace(self, setting=replace(setting, threads=setting.threads or threads_per_rank(ranks)))
+        threads = setting.threads or threads_per_rank(ranks)
+        return replace(self, setting=replace(setting, threads=threads, ranks=ranks))
 
     @property
     def timed(self) -> bool:
