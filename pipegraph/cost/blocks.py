@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from pipegraph.cost.attention import fused_attention
 from pipegraph.cost.chain import Chain
 from pipegraph.cost.module import Piece, PieceModule, empty_like_value, piece_of
+from pipegraph.cost.outputs import mean_square
 from pipegraph.graph.captured import Captured, label_of
 from pipegraph.kernels import Loss, internals
 from pipegraph.kernels.compilers import compiler, options
@@ -221,13 +222,6 @@ def _filled(structure: Any, values: dict[str, Tensor]) -> Any:
     if isinstance(structure, (list, tuple)):
         return type(structure)(_filled(item, values) for item in structure)
     return None if structure is None else values[structure]
-
-
-def mean_square(output: Any, target: Any = None) -> Tensor:
-    """The loss where none is given, as ``pipegraph run`` has it: the mean of the output tensors' mean squares;
-    0 without a floating-point output."""
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return torch.stack([leaf.float().square().mean() for leaf in leaves]).mean() if leaves else torch.zeros(())
 
 
 def _saved(piece: Piece, derivative: Derivative) -> Saved:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipegraph.cost.outputs import mean_square
 from pipegraph.errors import SourceError
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Manifest, Value
@@ -72,30 +73,6 @@ def loss_of(source: ModelSource) -> LossFunction:
     except ValueError:  # no signature, as for a builtin
         return loss_fn
     return lambda output, target: loss_fn(output)
-
-
-def mean_square(output: Any, target: Any = None) -> Tensor:
-    """The loss of outputs without a target: the mean over their floating-point tensors' mean squares."""
-    squares = [tensor.float().square().mean() for tensor in tensors(output).values() if tensor.is_floating_point()]
-    return torch.stack(squares).mean()
-
-
-def tensors(structure: Any, path: str = "") -> dict[str, Tensor]:
-    """The tensors in nested dicts, sequences and dataclasses, under their paths: ``{"hidden.0": …}``."""
-    if isinstance(structure, Tensor):
-        return {path: structure}
-    if isinstance(structure, dict):
-        items = [(str(key), item) for key, item in structure.items()]
-    elif isinstance(structure, (list, tuple)):
-        items = [(str(index), item) for index, item in enumerate(structure)]
-    elif is_dataclass(structure):
-        items = [(field.name, getattr(structure, field.name)) for field in fields(structure)]
-    else:
-        return {}
-    found: dict[str, Tensor] = {}
-    for key, item in items:
-        found |= tensors(item, f"{path}.{key}" if path else key)
-    return found
 
 
 def _random(value: Value, microbatches: int, generator: torch.Generator) -> Tensor:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipegraph.cost.outputs import mean_square, tensors
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Package
-from pipegraph.report.steps import batch_from_manifest, batch_from_source, loss_of, mean_square, tensors
+from pipegraph.report.steps import batch_from_manifest, batch_from_source, loss_of
 from pipegraph.runtime.group import TIMEOUT
 from pipegraph.runtime.observer import ActionTimes, SavedBytes
 from pipegraph.runtime.pipeline import Pipeline
