@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import pipegraph
 from pipegraph.cost.blocks import Block, memory_of
 from pipegraph.cost.cache import Cache
 from pipegraph.cost.module import PieceModule, random_input, random_state
@@ -72,6 +73,8 @@ class Setting:
             "block": block.key,
             "device": device_name(torch.device(self.device)),
             "torch": torch.__version__,
+            "pipegraph": pipegraph.__version__,
+            "matmul_precision": torch.get_float32_matmul_precision(),
             "kernels": self.kernels,
             "recompute": block.recompute,
             "threads": self.threads or torch.get_num_threads(),

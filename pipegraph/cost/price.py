@@ -188,7 +188,7 @@ def _warn(blocks: Iterable[Block], uncounted: Sequence[str]) -> None:
     if uncounted:
         warnings.warn(
             f"No formula counts the work of {', '.join(uncounted)}: only the bytes that they move are priced. "
-            "--balance measured times them.",
+            "--balance measured times them, torch.utils.flop_counter.register_flop_formula adds a formula.",
             stacklevel=3,
         )
     for block in blocks:

@@ -114,7 +114,7 @@ def reduces_last(node: fx.Node) -> bool:
     dims, rank = arguments_of(node).get("dim"), given_to(node).dim()
     if isinstance(dims, int):
         dims = [dims]
-    return not dims or rank - 1 in {dim % rank for dim in dims}
+    return not dims or rank == 0 or rank - 1 in {dim % rank for dim in dims}
 
 
 def source_of(scatter: fx.Node) -> fx.Node:

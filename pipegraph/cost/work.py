@@ -91,12 +91,13 @@ def dtype_of(tensor: Tensor) -> str:
 
 def _formula(target: Any) -> Any:
     packet = getattr(target, "overloadpacket", target)
-    return _grouped_product if packet is aten._grouped_mm else flop_registry.get(_LIKE.get(packet, packet))
+    grouped = _GROUPED.get(getattr(target, "_name", ""))
+    return grouped or flop_registry.get(_LIKE.get(packet, packet))
 
 
 def _grouped_product(one: Tensor, other: Tensor, *args: object, **kwargs: object) -> int:
-    """Those of ``_grouped_mm``, a product of matrices for each group of rows or columns, as a mixture of experts has
-    it; torch has no formula.
+    """Those of a product of matrices for each group of rows or columns, as a mixture of experts has it; torch has no
+    formula.
 
     The groups share out the rows of ``one`` [rows, k] (times ``other`` [groups, k, n]), the columns of ``other``
     [k, columns] (for ``one`` [groups, m, k]), or k, where both have two dimensions.
@@ -104,6 +105,19 @@ def _grouped_product(one: Tensor, other: Tensor, *args: object, **kwargs: object
     if one.dim() == 3 and other.dim() == 2:
         return 2 * one.shape[1] * other.numel()
     return 2 * one.numel() * other.shape[-1]
+
+
+def _grouped_gradients(one: Tensor, other: Tensor, *args: object, **kwargs: object) -> int:
+    """Those of both gradients of such a product."""
+    return 2 * _grouped_product(one, other)
+
+
+# By the operators' names: those of transformers, for dtypes that torch's does not take, are there once it is imported.
+_GROUPED = {
+    "aten::_grouped_mm": _grouped_product,
+    "transformers::grouped_mm_fallback": _grouped_product,
+    "transformers::grouped_mm_fallback_backward": _grouped_gradients,
+}
 
 
 def _sizes(name: str, named: Mapping[str, Any], result: Any) -> tuple[str, dict[str, float]] | None:

@@ -211,6 +211,21 @@ def test_a_product_for_each_expert_and_its_backward() -> None:
         assert found.flops == 2 * 32 * 16 * 64 and found.uncounted == ()
 
 
+def test_the_experts_of_transformers_in_float32() -> None:
+    import transformers.integrations.moe  # noqa: F401  (which has the operator)
+
+    product = torch.ops.transformers.grouped_mm_fallback
+    rows, experts, ends = torch.empty(32, 16), torch.empty(4, 16, 64), torch.tensor([8, 8, 24, 32], dtype=torch.int32)
+    found = price(product, rows, experts, ends)
+    assert (found.flops, found.uncounted) == (2 * 32 * 16 * 64, ())
+
+
+def test_a_reduction_of_a_single_number() -> None:
+    number = torch.empty(())
+    for reduced in (lambda x: x.sum(0), lambda x: x.softmax(0), lambda x: torch.amax(x, 0)):
+        assert price(reduced, number).flops == 0
+
+
 def test_what_may_compute_a_lot_is_named() -> None:
     found = price(lambda x: torch.linalg.svd(x)[1] + torch.sort(x[0])[0][:64], X)
     assert found.uncounted == ("_linalg_svd",)
