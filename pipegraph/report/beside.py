@@ -178,8 +178,8 @@ def _off(balance: str, stages: Sequence[Mapping[Kind, Pair]]) -> str:
     if balance != "time":
         return f"{said} They were priced by a measurement: was it of this device, and was that doing nothing else?"
     return (
-        f"{said} Try: pipegraph calibrate -o hardware.json and pipegraph split … --hardware hardware.json, or "
-        "pipegraph run … --recalibrate corrected.json"
+        f"{said} Try, where nothing else runs: pipegraph calibrate -o hardware.json and pipegraph split … "
+        "--hardware hardware.json, or pipegraph run … --recalibrate corrected.json"
     )
 
 

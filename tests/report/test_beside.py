@@ -143,8 +143,8 @@ def test_a_prediction_far_off_says_what_to_do(factor: float, said: str) -> None:
     took = replace(MEASURED, times={key: factor * each for key, each in times.items()})
     hints = beside(PRICED, build("1f1b", 2, 2), took).hints
     assert hints == (() if not said else (
-        f"Stages took {said} times what was predicted. Try: pipegraph calibrate -o hardware.json and pipegraph split … "
-        "--hardware hardware.json, or pipegraph run … --recalibrate corrected.json",
+        f"Stages took {said} times what was predicted. Try, where nothing else runs: pipegraph calibrate -o "
+        "hardware.json and pipegraph split … --hardware hardware.json, or pipegraph run … --recalibrate corrected.json",
     ))  # fmt: skip
     eager = beside(PRICED, build("1f1b", 2, 2), replace(took, kernels="eager")).hints
     assert eager == ("Times and bytes were predicted of compiled kernels, and those of eager ran.",)
