@@ -22,9 +22,22 @@ SequenceOption = Annotated[
     int | None, typer.Option("--seq", metavar="T", min=1, help="Tokens per row, for hf: models.", show_default=False)
 ]
 ScheduleOption = Annotated[str, typer.Option(metavar="NAME", help="Order of the work: 1f1b, gpipe, …")]
+PlannedScheduleOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        show_default=False,
+        help="Order of the work: 1f1b, gpipe, …, or a CSV file. [default: the package's plan, else 1f1b]",
+    ),
+]
 MicrobatchesOption = Annotated[
     int | None,
-    typer.Option(metavar="M", min=1, show_default=False, help="Microbatches of a step. [default: as many as stages]"),
+    typer.Option(
+        metavar="M",
+        min=1,
+        show_default=False,
+        help="Microbatches of a step. [default: the package's plan, else as many as stages]",
+    ),
 ]
 MemoryOption = Annotated[
     int | None,

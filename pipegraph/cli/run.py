@@ -15,7 +15,7 @@ from pipegraph.cli.options import (
     JsonOption,
     MicrobatchesOption,
     PackageArgument,
-    ScheduleOption,
+    PlannedScheduleOption,
     SequenceOption,
 )
 from pipegraph.cli.output import print_json, write_whole
@@ -36,10 +36,10 @@ def run(
             metavar="N",
             min=1,
             show_default=False,
-            help="Processes to start; 1 runs every stage in this one. [default: the number of stages]",
+            help="Processes to start; 1 runs every stage in this one. [default: the ranks of the schedule]",
         ),
     ] = None,
-    schedule: ScheduleOption = "1f1b",
+    schedule: PlannedScheduleOption = None,
     microbatches: MicrobatchesOption = None,
     steps: Annotated[
         int, typer.Option(metavar="K", min=1, help="Steps to run; times are measured from the second one on.")
@@ -75,13 +75,17 @@ def run(
         typer.Option(
             metavar="NAME|FILE",
             show_default=False,
-            help="Profile whose links a step is predicted with. [default: the one that priced the package]",
+            help="Profile whose links a step is predicted with; stages keep the package's times. [default: the one "
+            "that priced the package]",
         ),
     ] = None,
     recalibrate: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", show_default=False, help="Write the profile here, corrected by what was measured."
+            metavar="FILE",
+            show_default=False,
+            help="Write here the profile that priced the package, corrected by what was measured: a new file, or that "
+            "profile's own.",
         ),
     ] = None,
     json: JsonOption = False,
@@ -89,6 +93,7 @@ def run(
 ) -> None:
     """Train on one batch with AdamW; print each step's loss and time, and what was predicted beside what it took.
 
+    A package that was planned runs its plan: its schedule, microbatches and ranks, where options say nothing else.
     Starts its own processes, unless torchrun has: torchrun --nproc-per-node N -m pipegraph run OUT
     """
     if model is None and (batch is not None or seq is not None):
@@ -114,7 +119,7 @@ def run(
         _check_device(device, processes)
         profile = None if hardware is None else Hardware.load(hardware)
         if recalibrate is not None:
-            profile = profile_for(package.manifest, recalibrate, profile)
+            profile = profile_for(package, recalibrate, profile)
         if processes == 1 or launched:
             source = _source(model, batch, seq)
             from pipegraph.report.training import Training
@@ -188,7 +193,7 @@ def _run_here(
 ) -> None:
     """Run this process's stages; the process that holds the last one prints."""
     from pipegraph.report.beside import beside, beside_dict, told
-    from pipegraph.report.recalibrate import recalibrated
+    from pipegraph.report.recalibrate import ratios, recalibrated, uneven
 
     taken = []
     for step in training.steps(steps):
@@ -214,8 +219,9 @@ def _run_here(
         result["recalibrated"] = {
             "file": str(recalibrate),
             "measured_ratio": dataclasses.asdict(corrected.measured_ratio),
+            "uneven": list(uneven(compared)),
         }
         if not json:
-            print(f"wrote {recalibrate}", flush=True)
+            print("\n".join([f"wrote {recalibrate}: {ratios(corrected)}", *uneven(compared)]), flush=True)
     if json:
         print_json(result)

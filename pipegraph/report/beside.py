@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,12 +10,15 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.segment import SegmentCost
 from pipegraph.package import Manifest
 from pipegraph.planner.evaluate import memory_parts_of, times_of
+from pipegraph.report.planned import Planned, difference
 from pipegraph.report.tables import size, table
 from pipegraph.report.training import COMPUTING, Measured
-from pipegraph.report.units import TimeUnit, percent, unit_of
+from pipegraph.report.units import TimeUnit, percent, rough, unit_of
 from pipegraph.schedule import Kind, Schedule, Times, simulate
 
 _UNKNOWN = "—"
+_FAR = 0.3
+"""Of what was predicted: by so much stages may take more or less before it is said what to do."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Beside:
     Attributes:
         stages: of each stage, seconds of each kind of action that the schedule has; B is compared with I + W.
         step: seconds; with all ranks in one process, which then take turns, what they take together.
-        bubble: the part of a step in which even the busiest rank computes nothing; None where ranks take turns.
+        bubble: the part of a step in which even the busiest rank computes nothing, measured step by step; None where
+            ranks take turns.
         state, saved: bytes of each rank.
         buffers: predicted bytes of each rank to receive into.
         measured: the run.
@@ -63,38 +67,42 @@ class Beside:
 def beside(manifest: Manifest, schedule: Schedule, measured: Measured, hardware: Hardware | None = None) -> Beside:
     """Compare a run with what its package's prices come to under the run's schedule.
 
-    ``hardware`` has the links: by default the profile that priced the package, where it is one that pipegraph has.
-    Without links a step of another schedule than the planned one is predicted as if crossing took no time.
+    ``hardware`` has the links. By default a planned step is what the plan says; one of another schedule has the links
+    of the profile that priced the package, where it is one that pipegraph has, or else crossing takes no time.
     """
     costs, plan = _costs(manifest), manifest.plan
     timed = costs is not None and all("forward" in stage.cost for stage in manifest.stages)
-    name = str(plan.get("hardware", ""))
-    if hardware is None and name in Hardware.names():
+    name, planned = str(plan.get("hardware", "")), Planned.of(manifest)
+    value = None
+    if hardware is None and planned is not None and planned.is_run_by(schedule):
+        value = float(plan["value"])
+    elif hardware is None and name in Hardware.names():
         hardware = Hardware.load(name)
     priced = costs if timed else None
     times = times_of(priced, schedule, None if hardware is None else hardware.link) if priced else None
     in_turn = measured.processes < schedule.ranks
-    step, bubble = _step(manifest, schedule, times, in_turn)
+    step, bubble = _step(schedule, times, value, in_turn)
     memory = None if costs is None else memory_parts_of(costs, schedule)
-    known = in_turn or hardware is not None or _is_planned(manifest, schedule)
+    known = in_turn or hardware is not None or value is not None
     kinds = [kind for kind in COMPUTING if any(action.kind is kind for row in schedule.actions for action in row)]
+    stages = tuple(
+        {
+            kind: Pair(_predicted(priced[stage], kind) if priced else None, measured.times.get((stage, kind)))
+            for kind in kinds
+        }
+        for stage in range(schedule.stages)
+    )
     return Beside(
         schedule=schedule,
-        stages=tuple(
-            {
-                kind: Pair(_predicted(priced[stage], kind) if priced else None, measured.times.get((stage, kind)))
-                for kind in kinds
-            }
-            for stage in range(schedule.stages)
-        ),
+        stages=stages,
         step=Pair(step, measured.step),
-        bubble=None if in_turn else Pair(bubble, _bubble(schedule, measured)),
+        bubble=None if in_turn else Pair(bubble, measured.bubble),
         state=tuple(Pair(memory[n].state if memory else None, held) for n, held in enumerate(measured.state)),
         saved=tuple(Pair(memory[n].saved if memory else None, held) for n, held in enumerate(measured.saved)),
         buffers=tuple(memory[n].buffers if memory else None for n in range(schedule.ranks)),
         measured=measured,
         basis=f"{plan.get('balance')} on {name}" if timed else "",
-        hints=tuple(_hints(measured, timed, "" if known else name)),
+        hints=tuple(filter(None, [difference(manifest, schedule), *_hints(manifest, stages, measured, known)])),
     )
 
 
@@ -117,25 +125,17 @@ def _costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
 
 
 def _step(
-    manifest: Manifest, schedule: Schedule, times: Times | None, in_turn: bool
+    schedule: Schedule, times: Times | None, value: float | None, in_turn: bool
 ) -> tuple[float | None, float | None]:
-    """A step's predicted seconds and bubble."""
+    """A step's predicted seconds and bubble; ``value`` is what the plan says of it."""
     if times is None:
         return None, None
     if in_turn:
         return sum(times.of(action) for row in schedule.actions for action in row), None
     timeline = simulate(schedule, times)
-    if _is_planned(manifest, schedule):  # also where the links are not known here
-        value = float(manifest.plan["value"])
-        return value, 1 - max(timeline.busy) / value if value else 0.0
-    return timeline.makespan, timeline.bubble
-
-
-def _is_planned(manifest: Manifest, schedule: Schedule) -> bool:
-    """Whether the plan's own step is one of this schedule."""
-    plan = manifest.plan
-    planned = plan.get("schedule"), plan.get("placement"), plan.get("microbatches")
-    return planned == (schedule.name, list(schedule.placement), schedule.microbatches)
+    if value is None:
+        value = timeline.makespan
+    return value, 1 - max(timeline.busy) / value if value else 0.0
 
 
 def _predicted(cost: SegmentCost, kind: Kind) -> float:
@@ -148,24 +148,39 @@ def _predicted(cost: SegmentCost, kind: Kind) -> float:
     }[kind]
 
 
-def _bubble(schedule: Schedule, measured: Measured) -> float | None:
-    """By the medians of actions."""
-    if not measured.step:
-        return None
-    busy = [sum(measured.times.get((each.stage, each.kind), 0.0) for each in row) for row in schedule.actions]
-    return max(0.0, 1 - max(busy) / measured.step)
-
-
-def _hints(measured: Measured, timed: bool, unknown: str) -> Iterator[str]:
-    """``unknown`` names a profile whose links are not known."""
+def _hints(manifest: Manifest, stages: Sequence[Mapping[Kind, Pair]], measured: Measured, known: bool) -> Iterator[str]:
+    """``known`` says whether the links are, of a package with predicted times."""
+    timed = all(pair.predicted is not None for stage in stages for pair in stage.values())
+    priced = timed or all("saved_bytes" in stage.cost for stage in manifest.stages)
     if not measured.steps:
         yield "Times are taken from the second step on, as the first one compiles. Try: --steps 5"
     if not timed:
         yield "The package has no predicted times. Try: pipegraph split … --balance time"
-    elif measured.steps and measured.kernels != "inductor":
-        yield f"Predicted times are of compiled kernels, and those of {measured.kernels} ran."
-    if timed and unknown:
-        yield f"The links of {unknown} are not known here and were left out. Try: --hardware with the profile's file"
+    if priced and measured.kernels != "inductor":
+        what = "Times and bytes were predicted" if timed else "Bytes were predicted"
+        yield f"{what} of compiled kernels, and those of {measured.kernels} ran."
+    elif timed:
+        yield _off(str(manifest.plan.get("balance")), stages)
+    if timed and not known:
+        name = manifest.plan.get("hardware")
+        yield f"The links of {name} are not known here and were left out. Try: --hardware with the profile's file"
+
+
+def _off(balance: str, stages: Sequence[Mapping[Kind, Pair]]) -> str:
+    """What to do where stages together took much more or less than predicted; empty where they did not."""
+    known = [pair for stage in stages for pair in stage.values() if pair.predicted and pair.measured]
+    factor = (
+        sum(pair.measured or 0.0 for pair in known) / sum(pair.predicted or 0.0 for pair in known) if known else 1.0
+    )
+    if abs(factor - 1) <= _FAR:
+        return ""
+    said = f"Stages took {rough(factor)} times what was predicted."
+    if balance != "time":
+        return f"{said} They were priced by a measurement: was it of this device, and was that doing nothing else?"
+    return (
+        f"{said} Try, where nothing else runs: pipegraph calibrate -o hardware.json and pipegraph split … "
+        "--hardware hardware.json, or pipegraph run … --recalibrate corrected.json"
+    )
 
 
 def told(compared: Beside) -> str:
@@ -259,6 +274,7 @@ def beside_dict(compared: Beside) -> dict[str, Any]:
             )
         ],
         "allocated": list(compared.measured.allocated) or None,
+        "hints": list(compared.hints),
     }
 
 

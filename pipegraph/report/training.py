@@ -44,6 +44,8 @@ class Measured:
         steps: how many of them the times are of: all but the first, which compiles.
         times: medians, in seconds, by stage and kind; empty after a single step.
         step: of a whole step, the median; None after a single one.
+        bubble: the part of a step in which even its busiest rank computed nothing, the median over steps; None after a
+            single one.
         state: bytes of each rank: parameters, gradients, and what the optimizer holds of them.
         saved: bytes of each rank that were kept for backwards, at the most; None where autograd keeps them.
         allocated: of each process with a GPU, the most bytes that torch had allocated on it; else empty.
@@ -59,6 +61,7 @@ class Measured:
     allocated: tuple[int, ...]
     processes: int
     kernels: str
+    bubble: float | None = None
 
 
 class Training:
@@ -101,6 +104,7 @@ class Training:
         self._times = ActionTimes(self._device)
         self._kernels = kernels
         self._seconds: list[float] = []
+        self._bubbles: list[float] = []
 
     @property
     def tells(self) -> bool:
@@ -121,9 +125,12 @@ class Training:
                 torch.cuda.synchronize(self._device)
             seconds = time.perf_counter() - start
             self._optimizer.step()
+            busiest = max(self._times.end_step().values(), default=0.0)
             # Behind this the ranks are level: the next step begins for all of them at one time.
-            seconds = max(row[0] for row in self._pipeline.gather([seconds]))
+            seconds, busiest = map(max, zip(*self._pipeline.gather([seconds, busiest]), strict=True))
             self._seconds.append(seconds)
+            if index:
+                self._bubbles.append(1 - busiest / seconds)
             if index == 0 and self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
             if result.loss is not None:
@@ -154,6 +161,7 @@ class Training:
             allocated=tuple(int(each[-1]) for each in rows) if gpu else (),
             processes=len(rows),
             kernels=self._kernels,
+            bubble=statistics.median(self._bubbles) if self._bubbles else None,
         )
 
     def _holds(self, rank: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +63,10 @@ MEASURED = Measured(
     allocated=(),
     processes=2,
     kernels="inductor",
+    bubble=0.15,
 )
+GPIPE = "The plan was 1f1b with 2 microbatches on 2 ranks, and this was gpipe with 2 microbatches on 2 ranks. Try: "
+PLANNED = "without --schedule, --microbatches and --nproc"
 
 
 def test_tables() -> None:
@@ -88,13 +92,66 @@ def test_another_schedule_is_simulated_with_the_links() -> None:
     schedule = build("gpipe", 2, 2)
     without = beside(PRICED, schedule, MEASURED)
     assert without.hints == (
+        GPIPE + PLANNED,
         "The links of here are not known here and were left out. Try: --hardware with the profile's file",
     )
     found = beside(PRICED, schedule, MEASURED, HERE)
-    assert found.hints == ()
+    assert found.hints == (GPIPE + PLANNED,)
     # The first forward, 2 of 15 ms on the other rank, and the last backward; between them 1 MiB crosses and returns.
     assert without.step.predicted == pytest.approx(0.004 + 0.030 + 0.008)
     assert found.step.predicted == pytest.approx(0.042 + 2 * (0.001 + MIB / 1e9))
+
+
+def test_named_links_hold_for_the_planned_step_too() -> None:
+    """In all of them the busiest rank computes for 30 ms."""
+    schedule = build("1f1b", 2, 2)
+    planned, found = beside(PRICED, schedule, MEASURED), beside(PRICED, schedule, MEASURED, HERE)
+    slow = replace(HERE, links=Links(8, Link(1.0, 1e9)))
+    slower = beside(PRICED, schedule, MEASURED, slow)
+    assert planned.step.predicted == 0.05
+    assert found.step.predicted == pytest.approx(0.042 + 2 * (0.001 + MIB / 1e9))
+    assert slower.step.predicted == pytest.approx(0.042 + 2 * (1.0 + MIB / 1e9))
+    for each in (planned, found, slower):
+        assert each.bubble is not None
+        assert each.step.predicted is not None
+        assert each.bubble.predicted == pytest.approx(1 - 0.030 / each.step.predicted)
+        assert each.hints == ()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "plan", "said"),
+    [
+        ("1f1b", 4, {}, f"The plan was 1f1b with 2 microbatches on 2 ranks, and this was 1f1b with 4 .* {PLANNED}"),
+        ("1f1b", 2, {"schedule": "mine"}, "The plan was mine with 2 .* Try: --schedule with the plan's CSV file"),
+        (
+            "1f1b",
+            1,
+            {"placement": [0, 0]},
+            "The plan was 1f1b with 2 microbatches on 1 rank, .* 1 microbatch on 2 ranks",
+        ),
+    ],
+)
+def test_what_runs_differs_from_the_plan(schedule: str, microbatches: int, plan: dict[str, Any], said: str) -> None:
+    costs = (cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005))
+    found = beside(manifest(*costs, **plan), build(schedule, 2, microbatches), MEASURED, HERE)
+    assert re.match(said, found.hints[0])
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.2, ""), (2.6, "2.6"), (0.5, "0.5"), (1300.0, "1300")])
+def test_a_prediction_far_off_says_what_to_do(factor: float, said: str) -> None:
+    times = {(0, Kind.F): 0.004, (0, Kind.B): 0.008, (1, Kind.F): 0.005, (1, Kind.B): 0.01}
+    took = replace(MEASURED, times={key: factor * each for key, each in times.items()})
+    hints = beside(PRICED, build("1f1b", 2, 2), took).hints
+    assert hints == (() if not said else (
+        f"Stages took {said} times what was predicted. Try, where nothing else runs: pipegraph calibrate -o "
+        "hardware.json and pipegraph split … --hardware hardware.json, or pipegraph run … --recalibrate corrected.json",
+    ))  # fmt: skip
+    eager = beside(PRICED, build("1f1b", 2, 2), replace(took, kernels="eager")).hints
+    assert eager == ("Times and bytes were predicted of compiled kernels, and those of eager ran.",)
+    by_runs = manifest(cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005), balance="measured")
+    assert ["by a measurement" in each for each in beside(by_runs, build("1f1b", 2, 2), took).hints] == [True] * bool(
+        said
+    )
 
 
 def test_kinds_are_those_of_the_schedule() -> None:
@@ -108,7 +165,11 @@ def test_kinds_are_those_of_the_schedule() -> None:
 def test_ranks_in_one_process_take_turns() -> None:
     found = beside(PRICED, build("1f1b", 2, 4), replace(MEASURED, processes=1))
     assert found.step.predicted == pytest.approx(4 * (0.012 + 0.015))
-    assert (found.bubble, found.hints) == (None, ())
+    assert found.bubble is None
+    assert found.hints == (
+        "The plan was 1f1b with 2 microbatches on 2 ranks, and this was 1f1b with 4 microbatches on 2 ranks. Try: "
+        + PLANNED,
+    )
     assert "step, 2 ranks in turn     108 ms     40 ms  +170.0 %" in told(found)
     assert "bubble" not in told(found)
 
@@ -149,9 +210,13 @@ def test_a_single_step_has_no_times() -> None:
     assert text.endswith("Times are taken from the second step on, as the first one compiles. Try: --steps 5")
 
 
-def test_other_kernels_than_those_predicted() -> None:
-    hint = "Predicted times are of compiled kernels, and those of eager ran."
-    assert beside(PRICED, build("1f1b", 2, 2), replace(MEASURED, kernels="eager")).hints == (hint,)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_other_kernels_than_those_predicted(steps: int) -> None:
+    took = replace(MEASURED, steps=steps, kernels="eager")
+    hint = "Times and bytes were predicted of compiled kernels, and those of eager ran."
+    assert beside(PRICED, build("1f1b", 2, 2), took).hints[-1] == hint
+    weighed = manifest(cost(), cost(), balance="parameters")
+    assert beside(weighed, build("1f1b", 2, 2), took).hints[-1] == hint.replace("Times and bytes", "Bytes")
 
 
 def test_gpus_tell_what_torch_allocated() -> None:
@@ -172,4 +237,5 @@ def test_data() -> None:
     }
     assert (found["priced_by"], found["measured_steps"], found["processes"]) == ("time on here", 3, 2)
     assert (found["step"], found["allocated"]) == ({"predicted": 0.05, "measured": 0.04}, None)
+    assert (found["bubble"]["measured"], found["hints"]) == (0.15, [])
     assert found["memory"][0]["saved"] == {"predicted": 6 * MIB, "measured": 6 * MIB}

@@ -14,10 +14,10 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.ratio import Ratio
 from pipegraph.errors import PipegraphError
 from pipegraph.graph.capture import capture
-from pipegraph.package import Manifest
+from pipegraph.package import Manifest, Package
 from pipegraph.planner.plan import plan
 from pipegraph.report.beside import beside
-from pipegraph.report.recalibrate import profile_for, recalibrated
+from pipegraph.report.recalibrate import profile_for, ratios, recalibrated, uneven
 from pipegraph.report.training import Measured
 from pipegraph.schedule import Kind, build
 from tests.models.chain import Chain
@@ -107,40 +107,114 @@ def test_another_device_is_no_correction(cpu: tuple[Hardware, Manifest]) -> None
         correct(hardware, manifest, "1f1b", Ratio(1000.0, 1.0, 1.0))
 
 
-def changed(manifest: Manifest, **changes: Any) -> Manifest:
-    return replace(manifest, plan={**manifest.plan, **changes})
+def package(manifest: Manifest, **changes: Any) -> Package:
+    return Package(Path("out"), replace(manifest, plan={**manifest.plan, **changes}))
+
+
+def write(hardware: Hardware, file: Path) -> Path:
+    file.write_text(hardware.to_json())
+    return file
 
 
 def test_the_profile_to_correct(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
+    """A new file gives the profile its name; so both are found again by what priced a package."""
     hardware, manifest = cpu
-    file = tmp_path / "mine.json"
-    assert profile_for(manifest, file) == hardware
-    corrected = correct(hardware, manifest, "1f1b", SLOWER)
-    file.write_text(corrected.to_json())
-    assert profile_for(manifest, file) == corrected
-    assert profile_for(manifest, file, given=hardware) == hardware
+    file, mine = tmp_path / "mine.json", replace(hardware, name="mine")
+    assert profile_for(package(manifest), file) == mine
+    corrected = correct(mine, manifest, "1f1b", SLOWER)
+    write(corrected, file)
+    assert profile_for(package(manifest), file) == mine
+    assert profile_for(package(manifest), file, given=hardware) == mine
+    assert profile_for(package(priced(corrected)), file) == corrected
+    other = tmp_path / "other.json"
+    assert profile_for(package(priced(corrected)), other, given=corrected) == replace(corrected, name="other")
+    assert profile_for(package(priced(corrected)), other) == replace(corrected, name="other")  # mine.json is beside it
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"balance": "measured"}, "No profile predicted this package's times"),
-        ({"balance": "parameters"}, "No profile predicted this package's times"),
-        ({"hardware": "mine"}, 'priced with the profile "mine", and neither is .* Try: --hardware FILE'),
-    ],
-)
-def test_no_profile(cpu: tuple[Hardware, Manifest], tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(PipegraphError, match=said.replace(" Try", r"\sTry")):
-        profile_for(changed(cpu[1], **changes), tmp_path / "mine.json")
+def test_a_profile_of_this_folder(
+    cpu: tuple[Hardware, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware, manifest = cpu
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path)
+    write(replace(hardware, name="hw"), Path("hw.json"))
+    assert profile_for(package(manifest, hardware="hw"), Path("sub/hw2.json")).name == "hw2"
+    write(replace(hardware, name="else"), Path("hw.json"))
+    with pytest.raises(PipegraphError, match=r"no hw\.json or sub/hw\.json that holds it"):
+        profile_for(package(manifest, hardware="hw"), Path("sub/hw2.json"))
+
+
+def test_corrections_under_two_names_do_not_stack(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
+    hw = replace(cpu[0], name="hw")
+    write(hw, tmp_path / "hw.json")
+    file, truth = tmp_path / "hw2.json", Ratio(2.0, 2.0, 2.0)
+    for _ in range(2):  # the second run of the same package comes to the same
+        write(correct(profile_for(package(priced(hw)), file), priced(hw), "zb-h1", truth), file)
+        assert (Hardware.load(file).name, asdict(Hardware.load(file).measured_ratio)) == (
+            "hw2", pytest.approx(asdict(truth), rel=1e-3)
+        )  # fmt: skip
+    again = priced(Hardware.load(file))
+    assert again.plan["hardware"] == "hw2"
+    third = tmp_path / "hw3.json"
+    for target in (file, third):
+        twice = correct(profile_for(package(again), target), again, "zb-h1", Ratio(3.0, 3.0, 3.0))
+        assert twice.name == target.stem
+        assert asdict(twice.measured_ratio) == pytest.approx(asdict(Ratio(3.0, 3.0, 3.0)), rel=1e-3)
+
+
+@pytest.mark.parametrize("balance", ["measured", "parameters"])
+def test_nothing_to_correct(cpu: tuple[Hardware, Manifest], tmp_path: Path, balance: str) -> None:
+    with pytest.raises(PipegraphError, match="No profile predicted this package's times"):
+        profile_for(package(cpu[1], balance=balance), tmp_path / "mine.json")
+
+
+def test_a_profile_that_is_not_found(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
+    file = tmp_path / "hw2.json"
+    with pytest.raises(PipegraphError) as raised:
+        profile_for(package(cpu[1], hardware="hw"), file)
+    assert str(raised.value).splitlines() == [
+        'The package was priced with the profile "hw", and its file is not found: there is no hw.json or '
+        f"{tmp_path}/hw.json that holds it, and pipegraph has none of that name.",
+        f"Try: pipegraph run out --steps 5 --hardware PATH/TO/hw.json --recalibrate {file}",
+    ]
 
 
 def test_another_profile(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
-    file = tmp_path / "mine.json"
-    file.write_text(Hardware.load("h100").to_json())
-    with pytest.raises(PipegraphError, match='priced with the profile "cpu", and this one is "h100"'):
-        profile_for(cpu[1], file)
-    file.write_text("precious")
-    with pytest.raises(PipegraphError, match="is no hardware profile"):
-        profile_for(cpu[1], file)
+    h100 = Hardware.load("h100")
+    file = write(h100, tmp_path / "mine.json")
+    for given in (None, cpu[0]):
+        with pytest.raises(
+            PipegraphError, match=r'mine.json holds the profile "h100" .*\s.*cpu-corrected\.json, a new'
+        ):
+            profile_for(package(cpu[1]), file, given)
+    with pytest.raises(PipegraphError, match='priced with the profile "cpu", and --hardware is "h100"'):
+        profile_for(package(cpu[1]), tmp_path / "new.json", h100)
     with pytest.raises(PipegraphError, match="there is no folder"):
-        profile_for(cpu[1], tmp_path / "none" / "mine.json")
+        profile_for(package(cpu[1]), tmp_path / "none" / "mine.json")
+
+
+@pytest.mark.parametrize("name", ["victim.py", "cpu", "data.json"])
+@pytest.mark.parametrize("named", [False, True])
+def test_nothing_but_a_profile_is_overwritten(
+    cpu: tuple[Hardware, Manifest], tmp_path: Path, name: str, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text('{"precious": 1}')
+    with pytest.raises(PipegraphError, match=f"{name} is there, is no hardware profile, and is not overwritten"):
+        profile_for(package(cpu[1]), Path(name), cpu[0] if named else None)
+    with pytest.raises(PipegraphError, match="no regular file"):
+        profile_for(package(cpu[1]), tmp_path)
+
+
+def test_ratios_and_where_stages_disagree(cpu: tuple[Hardware, Manifest]) -> None:
+    hardware, manifest = cpu
+    assert ratios(replace(hardware, measured_ratio=Ratio(2.44, 15.13, 0.5))) == "F × 2.4, I × 15, W × 0.5"
+    measured = took(manifest, "1f1b")
+    schedule = build("1f1b", 2, 4)
+    for factor, expected in (
+        (1.9, []),
+        (3.0, ["F took 1 times what was predicted in stage 0, and 3 times in stage 1"]),
+    ):
+        times = {**measured.times, (1, Kind.F): factor * measured.times[1, Kind.F]}
+        lines = list(uneven(beside(manifest, schedule, replace(measured, times=times))))
+        assert [line.partition(":")[0] for line in lines] == expected

@@ -93,27 +93,72 @@ def test_times_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.medians() == {(0, Kind.F): 2.0, (1, Kind.W): 7.0}
 
 
+def test_a_step_tells_how_long_each_rank_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 1.0, 9.0, 9.0, 12.0, 20.0, 27.0, 30.0, 32.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    times = ActionTimes(torch.device("cpu"))
+    for rank, action in ((0, "0F0"), (0, "0RECV_B0"), (0, "0B0"), (1, "1F0")):
+        times.begin(rank, Action.parse(action))
+        times.end(rank, Action.parse(action), None)
+    assert times.end_step() == {0: 4.0, 1: 7.0}
+    times.begin(0, Action(0, Kind.F, 0))
+    times.end(0, Action(0, Kind.F, 0), None)
+    assert times.end_step() == {0: 2.0}
+    assert times.end_step() == {}
+    assert times.medians()[0, Kind.F] == 1.5
+
+
+class Gpu:
+    """Its events, which take 5 ms each, and how many of them it has passed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.recorded = self.passed = self.alive = 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                gpu.alive += 1
+
+            def __del__(self) -> None:
+                gpu.alive -= 1
+
+            def record(self) -> None:
+                self.number = gpu.recorded
+                gpu.recorded += 1
+
+            def query(self) -> bool:
+                return self.number < gpu.passed
+
+            def elapsed_time(self, end: Event) -> float:
+                assert self.query()
+                assert end.query()
+                return 5.0 * (end.number - self.number)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+
+    def synchronize(self, device: torch.device) -> None:
+        self.passed = self.recorded
+
+
+def test_events_are_dropped_once_the_gpu_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, times = Gpu(monkeypatch), ActionTimes(torch.device("cuda"))
+    for microbatch in range(100):
+        times.begin(0, Action(0, Kind.F, microbatch))
+        times.end(0, Action(0, Kind.F, microbatch), None)
+        gpu.passed = max(0, gpu.recorded - 6)
+    assert gpu.alive <= 8
+    assert times.end_step() == {0: pytest.approx(0.5)}
+    assert gpu.alive == 0
+    assert times.seconds() == {(0, Kind.F): [0.005] * 100}
+
+
 def test_times_of_a_gpu_are_read_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[Any] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.milliseconds = 5.0 * len(recorded)
-            recorded.append(self)
-
-        def elapsed_time(self, end: Any) -> float:
-            assert recorded[-1] == "synchronized"
-            return float(end.milliseconds - self.milliseconds)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: recorded.append("synchronized"))
-    times = ActionTimes(torch.device("cuda"))
+    gpu, times = Gpu(monkeypatch), ActionTimes(torch.device("cuda"))
     times.begin(0, Action(0, Kind.B, 0))
     times.end(0, Action(0, Kind.B, 0), None)
-    assert len(recorded) == 2
+    assert (gpu.recorded, gpu.passed) == (2, 0)
     assert times.seconds() == {(0, Kind.B): [0.005]}
 
 
