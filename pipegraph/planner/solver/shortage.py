@@ -12,7 +12,7 @@ from pipegraph.planner.solver.memory import Memory
 from pipegraph.planner.solver.pool import EQUAL, Pool
 from pipegraph.planner.solver.search import even_cuts, search
 from pipegraph.planner.solver.space import Space
-from pipegraph.planner.solver.sums import PARAMETERS, SAVED, Integers, Sums
+from pipegraph.planner.solver.sums import HELD, SAVED, Integers, Sums
 
 MemoryOf = Callable[[int], Memory]
 """Of the same schedule with so many stages. Raises ScheduleError or PlanError where that is none."""
@@ -51,7 +51,7 @@ def fitting(
 def _least(sums: Sums, memory: Memory, effort: float) -> tuple[Integers, float, float]:
     """The cuts that need the least memory, how much, and what no cuts need less than."""
     pool = Pool(memory, lambda cuts: np.ones(len(cuts), bool), kept=1)
-    starts = [even_cuts(sums, memory.stages, [quantity]) for quantity in (PARAMETERS, SAVED)]
+    starts = [even_cuts(sums, memory.stages, [quantity]) for quantity in (HELD, SAVED)]
     bound = search(pool, Space.every(sums.segments, memory.stages), starts, effort)
     return pool.first, pool.best, bound
 
@@ -73,7 +73,7 @@ def _what_it_is(memory: Memory, cuts: Integers) -> str:
     state, saved, buffers = (part[:, 0] for part in memory.parts(cuts[None]))
     rank = memory.fullest(cuts)
     return (
-        f"Of that, rank {rank} needs {size(state[rank])} for parameters, gradients and optimizer state, "
+        f"Of that, rank {rank} needs {size(state[rank])} for parameters, buffers, gradients and optimizer state, "
         f"{size(saved[rank])} for saved activations, which recompute or smaller microbatches make less, and "
         f"{size(buffers[rank])} for receive buffers."
     )
