@@ -13,7 +13,7 @@ from pipegraph.planner.costs import Costs
 from pipegraph.planner.evaluate import memory_of, seconds_of, times_of
 from pipegraph.planner.prediction import Cut, Neighbour, Prediction, StagePrediction, rounded
 from pipegraph.planner.solve import Solution
-from pipegraph.planner.solver.shortage import MemoryShortage, size
+from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
 from pipegraph.schedule import Schedule
 
 _TRIES = 4
@@ -81,7 +81,9 @@ class Choice:
             lower_bound=bound,
             memory=self.memory,
             stages=tuple(
-                StagePrediction(rounded(f), rounded(i), rounded(w), each.saved_bytes, each.parameter_bytes)
+                StagePrediction(
+                    rounded(f), rounded(i), rounded(w), each.saved_bytes, each.parameter_bytes, each.weight_saved_bytes
+                )
                 for (f, i, w), each in zip(figures, stages, strict=True)
             ),
             cuts=tuple(
@@ -124,7 +126,19 @@ def choose(costs: Costs, aim: Aim, stages: int) -> Choice:
     """
     room = aim.memory_bytes
     for _ in range(_TRIES):
-        solution = aim.solve(costs, stages, room)
+        try:
+            solution = aim.solve(costs, stages, room)
+        except MemoryShortage as shortage:
+            least = evaluate(costs, aim, shortage.cuts, aim.arrange(stages))
+            if least.fits:
+                return least
+            if least.peak <= shortage.needed:
+                raise
+            raise MemoryShortage(
+                f"{shortage}\nWith what several stages hold it is {size(least.peak)} ({least.peak} bytes).",
+                least.peak,
+                least.cuts,
+            ) from None
         found = [
             evaluate(costs, aim, each.cuts, solution.schedule, solution) for each in (solution, *solution.alternatives)
         ]
@@ -165,7 +179,7 @@ def _too_full(choice: Choice, what: str, instead: str) -> MemoryShortage:
     rank = max(range(len(limits)), key=lambda rank: choice.memory[rank] - limits[rank])
     return MemoryShortage(
         f"{what}: rank {rank} needs {size(choice.memory[rank])}, and has {size(limits[rank])}.\n"
-        f"Try: --memory {size(choice.peak * 1.05).replace(' ', '')}, --recompute block, or {instead}.",
+        f"Try: --memory {limit_for(choice.peak)}, --recompute block, or {instead}.",
         choice.peak,
     )
 

@@ -22,7 +22,7 @@ from pipegraph.planner.choose import Choice, choose, given, settle
 from pipegraph.planner.listing import stage_modules
 from pipegraph.planner.prediction import Prediction, StagePrediction
 from pipegraph.planner.solve import Solution
-from pipegraph.planner.solver.shortage import MemoryShortage, size
+from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
 from pipegraph.schedule import Schedule
 
 
@@ -190,10 +190,9 @@ def _with_recompute(captured: Captured, aim: Aim, stages: int) -> str:
     try:
         needed = choose(aim.price(captured), aim, stages).peak
     except MemoryShortage as shortage:
-        most = size(shortage.needed * 1.01).replace(" ", "")
         return (
             f'With recompute="block", which keeps the least, {size(shortage.needed)} would do.\n'
-            f"Try: --recompute block --memory {most}, or more stages."
+            f"Try: --recompute block --memory {limit_for(shortage.needed)}, or more stages."
         )
     return f'With recompute="block" there are cuts that fit, and need {size(needed)}.\nTry: --recompute block.'
 
@@ -239,7 +238,7 @@ def _cost(captured: Captured, stage: StageGraph, crossing: Sequence[Boundary]) -
 
 
 def _with(cost: StageCost, stage: StagePrediction, in_seconds: bool) -> StageCost:
-    cost = replace(cost, saved_bytes=stage.saved_bytes)
+    cost = replace(cost, saved_bytes=stage.saved_bytes, weight_saved_bytes=stage.weight_saved_bytes)
     if not in_seconds:
         return cost
     return replace(cost, forward=stage.forward, input_grad=stage.input_grad, weight_grad=stage.weight_grad)

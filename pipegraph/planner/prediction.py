@@ -15,13 +15,17 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """One stage and one microbatch: F, I and W in the prediction's unit, and bytes."""
+    """One stage and one microbatch: F, I and W in the prediction's unit, and bytes.
+
+    ``weight_saved_bytes`` is None in plans that were written before it was known.
+    """
 
     forward: float
     input_grad: float
     weight_grad: float
     saved_bytes: int
     parameter_bytes: int
+    weight_saved_bytes: int | None = None
 
     @property
     def total(self) -> float:

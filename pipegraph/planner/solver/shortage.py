@@ -19,11 +19,11 @@ MemoryOf = Callable[[int], Memory]
 
 
 class MemoryShortage(PlanError):
-    """No cuts fit into the memory. ``needed``: the bytes of the fullest rank for those that need the least."""
+    """No cuts fit into the memory. ``needed``: the bytes of the fullest rank for ``cuts``, which need the least."""
 
-    def __init__(self, message: str, needed: int) -> None:
+    def __init__(self, message: str, needed: int, cuts: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.needed = needed
+        self.needed, self.cuts = needed, tuple(cuts)
 
 
 _LOOK = 0.1  # of the effort, for each other number of stages
@@ -45,7 +45,7 @@ def fitting(
     lines = [_what_would_do(memory, needed, bound), _what_it_is(memory, cuts)]
     if memory_of is not None:
         lines += _with_more_stages(sums, memory, effort, memory_of)
-    raise MemoryShortage("\n".join(lines), math.ceil(needed))
+    raise MemoryShortage("\n".join(lines), math.ceil(needed), cuts.tolist())
 
 
 def _least(sums: Sums, memory: Memory, effort: float) -> tuple[Integers, float, float]:
@@ -104,3 +104,12 @@ def size(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} GiB"
+
+
+def limit_for(needed: int) -> str:
+    """The least that an option takes, in four digits, and does for so many bytes: ``79.21GiB``."""
+    unit, name, count = 2**20, "MiB", max(needed, 2**20)
+    if count >= 2**30:
+        unit, name = 2**30, "GiB"
+    step = 10 ** max(0, 4 - len(str(count // unit)))
+    return f"{-(-count * step // unit) / step:.10g}{name}"
