@@ -16,6 +16,7 @@ from pipegraph.planner.solve import Solution
 from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
 from pipegraph.schedule import Schedule
 
+_NONE_FITS = "No cuts that were found fit into the memory, with what several stages hold"
 _TRIES = 4
 _BETTER = 1e-4  # part of a value: what is better by less is as good
 
@@ -132,13 +133,9 @@ def choose(costs: Costs, aim: Aim, stages: int) -> Choice:
             least = evaluate(costs, aim, shortage.cuts, aim.arrange(stages))
             if least.fits:
                 return least
-            if least.peak <= shortage.needed:
+            if room is aim.memory_bytes and least.peak <= shortage.needed:
                 raise
-            raise MemoryShortage(
-                f"{shortage}\nWith what several stages hold it is {size(least.peak)} ({least.peak} bytes).",
-                least.peak,
-                least.cuts,
-            ) from None
+            raise _too_full(least, _NONE_FITS, "more stages") from None
         found = [
             evaluate(costs, aim, each.cuts, solution.schedule, solution) for each in (solution, *solution.alternatives)
         ]
@@ -147,9 +144,7 @@ def choose(costs: Costs, aim: Aim, stages: int) -> Choice:
             return min(fitting, key=lambda choice: choice.value)
         figures = zip(aim.limits(solution.schedule.ranks), found[0].memory, solution.memory, strict=True)
         room = [max(0.0, limit - max(0, exact - added)) for limit, exact, added in figures]
-    raise _too_full(
-        found[0], "No cuts that were found fit into the memory, with what several stages hold", "more stages"
-    )
+    raise _too_full(found[0], _NONE_FITS, "more stages")
 
 
 def settle(choice: Choice) -> Choice:
