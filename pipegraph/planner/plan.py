@@ -95,11 +95,13 @@ def plan(
         schedule: a name, or a schedule of so many stages.
         microbatches: of a step.
         ranks: for schedules that can have any number of stages on a rank.
-        memory_bytes: what each rank has: one figure, or one for each.
+        memory_bytes: what each rank has: one figure, or one for each. What is kept between actions has to fit:
+            activations, parameters, buffers, gradients, optimizer state, and receive buffers; not what a kernel needs
+            while it runs.
         hardware: a profile, its name or its file; ``cpu`` by default.
         recompute: "none", "min-cut" or "block", as the pipeline will run with.
         loss: (function of output and target, target); the mean square of the outputs by default.
-        state_factor: how many times a rank holds its parameters: 4 with gradients and AdamW's two moments.
+        state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
         effort: how long the search goes on; 1 is a few seconds.
         setting, cache, progress: for ``measured``; see `pipegraph.cost.price.price`.
 

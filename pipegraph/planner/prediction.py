@@ -64,7 +64,7 @@ class Prediction:
         schedule, placement, microbatches: of a step; ``placement`` gives the rank of each stage.
         value: of a step or, for a unit other than seconds, of the largest stage.
         lower_bound: no other cuts have less, as far as segments add up to stages; None where the cuts were given.
-        memory: bytes that each rank needs.
+        memory: bytes that each rank needs between actions; what a kernel needs while it runs comes on top.
         stages, cuts: the parts.
         measured_ratio: of the hardware, as it was when this was priced.
     """

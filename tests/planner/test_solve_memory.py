@@ -129,7 +129,8 @@ def test_too_little_memory_says_what_to_do() -> None:
     assert str(caught.value).splitlines() == [
         "No cuts fit into 600 bytes on each rank: 960 bytes (960 bytes) would do, and no less.",
         "Of that, rank 0 needs 160 bytes for parameters, buffers, gradients and optimizer state, 800 bytes for saved "
-        "activations, which recompute or smaller microbatches make less, and 0 bytes for receive buffers.",
+        "activations, which recompute or smaller microbatches make less, and 0 bytes for receive buffers. "
+        "What a kernel needs while it runs comes on top.",
         "The least on a rank depends on their number: with 4 stages on 4 ranks it is 880 bytes, "
         "with 8 stages on 8 ranks it is 440 bytes.",
     ]

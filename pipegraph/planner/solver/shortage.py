@@ -75,7 +75,7 @@ def _what_it_is(memory: Memory, cuts: Integers) -> str:
     return (
         f"Of that, rank {rank} needs {size(state[rank])} for parameters, buffers, gradients and optimizer state, "
         f"{size(saved[rank])} for saved activations, which recompute or smaller microbatches make less, and "
-        f"{size(buffers[rank])} for receive buffers."
+        f"{size(buffers[rank])} for receive buffers. What a kernel needs while it runs comes on top."
     )
 
 
