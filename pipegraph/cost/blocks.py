@@ -27,6 +27,7 @@ from pipegraph.kernels import Loss, internals
 from pipegraph.kernels.compilers import compiler, options
 from pipegraph.kernels.derivative import Derivative
 from pipegraph.kernels.divide import is_view
+from pipegraph.kernels.joint import Joint
 from pipegraph.kernels.state import State
 from pipegraph.kernels.variant import Call, Stage, leaves_of, trace
 
@@ -36,15 +37,17 @@ LossOf = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Saved:
-    """What F keeps for the backward of one microbatch, parameters and buffers aside.
+    """What is kept for the backward of one microbatch, parameters and buffers aside.
 
-    ``inputs`` and ``outputs`` are positions among the piece's own, whose memory others may hold as well; ``bytes`` is
-    the size of everything else.
+    ``inputs`` and ``outputs`` are positions among the piece's own, and ``input_gradients`` and ``output_gradients``
+    likewise: their memory others may hold as well. ``bytes`` is the size of everything else.
     """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     bytes: int
+    input_gradients: tuple[int, ...] = ()
+    output_gradients: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +89,22 @@ class Block:
     @cached_property
     def saved(self) -> Saved:
         """What F keeps; where that is not known, every value that has a gradient."""
-        return _saved_unknown(self.piece) if self.derivative is None else _saved(self.piece, self.derivative)
+        if self.derivative is None:
+            return _saved_unknown(self.piece)
+        return _kept(self.piece, self.derivative.joint, self.derivative.saved(self.derivative.all_present))
+
+    @cached_property
+    def weight_saved(self) -> Saved:
+        """What is kept from the end of I to that of W: what W reads; without I everything, and the gradients that came.
+        Where that is not known, as much as F keeps."""
+        if self.derivative is None:
+            return self.saved
+        joint, present = self.derivative.joint, self.derivative.all_present
+        backward = self.derivative.backward(present)
+        if backward.input is not None:
+            return _kept(self.piece, joint, () if backward.weight is None else backward.weight.inputs)
+        came = (node.name for node in joint.tangents if node is not None)
+        return _kept(self.piece, joint, (*self.derivative.saved(present), *came))
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,18 +242,33 @@ def _filled(structure: Any, values: dict[str, Tensor]) -> Any:
     return None if structure is None else values[structure]
 
 
-def _saved(piece: Piece, derivative: Derivative) -> Saved:
+def _kept(piece: Piece, joint: Joint, names: Iterable[str]) -> Saved:
     """A view is counted as what it is a view of, once: that is the memory that is kept."""
-    joint = derivative.joint
     nodes = {node.name: node for node in joint.module.graph.nodes}
-    bases = dict.fromkeys(_base(nodes[name]) for name in derivative.saved(derivative.all_present))
-    inputs = {node: index - len(piece.state) for index, node in enumerate(joint.primals)}
-    outputs = {_base(node): index for index, node in enumerate(joint.outputs[: len(piece.outputs)])}
-    return Saved(
-        inputs=tuple(inputs[base] for base in bases if 0 <= inputs.get(base, -1) < len(piece.inputs)),
-        outputs=tuple(outputs[base] for base in bases if base in outputs and base not in inputs),
-        bytes=sum(memory_of(base.meta["val"]) for base in bases if base not in inputs and base not in outputs),
+    states, received, made = len(piece.state), len(piece.inputs), len(piece.outputs)
+    places: dict[fx.Node, tuple[str, int]] = {}
+    # Of memory that is several of these at once, the first in this order counts.
+    for index, node in enumerate(joint.primals):
+        places[node] = ("inputs", index - states) if 0 <= index - states < received else ("apart", index)
+    for what, found in (("outputs", joint.outputs[:made]), ("output_gradients", joint.tangents[:made])):
+        for index, each in enumerate(found):
+            if each is not None:
+                places.setdefault(_base(each), (what, index))
+    for index, each in enumerate(joint.gradients[states : states + received]):
+        if each is not None:
+            places.setdefault(_base(each), ("input_gradients", index))
+    at: dict[str, list[int]] = {}
+    other = 0
+    for base in dict.fromkeys(_base(nodes[name]) for name in names):
+        if base in places:
+            at.setdefault(places[base][0], []).append(places[base][1])
+        else:
+            other += memory_of(base.meta["val"])
+    at.pop("apart", None)
+    inputs, outputs, of_inputs, of_outputs = (
+        tuple(at.get(what, ())) for what in ("inputs", "outputs", "input_gradients", "output_gradients")
     )
+    return Saved(inputs, outputs, other, of_inputs, of_outputs)
 
 
 def _saved_unknown(piece: Piece) -> Saved:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import fx
 
-from pipegraph.cost.blocks import Part, Parts, memory_of
+from pipegraph.cost.blocks import Block, Part, Parts, Saved, memory_of
 
 Times = tuple[float, float, float]
 """F, I and W."""
@@ -108,15 +108,25 @@ def _times(each: Iterable[float]) -> Times:
 
 
 def saved_bytes(parts: Parts, held: range) -> list[int]:
-    """What each segment in ``held`` keeps from F to the end of the backward, where these are a stage.
+    """What each segment in ``held`` keeps from F to the backward, where these are a stage.
 
     A value that two of them keep counts where it is kept first. The caller holds the model's inputs in any case.
     """
-    seen: set[fx.Node] = set()
+    return _shares(parts, held, lambda block: block.saved)
+
+
+def weight_saved_bytes(parts: Parts, held: range) -> list[int]:
+    """What each segment in ``held`` keeps from the end of I to that of W, likewise."""
+    return _shares(parts, held, lambda block: block.weight_saved)
+
+
+def _shares(parts: Parts, held: range, kept_by: Callable[[Block], Saved]) -> list[int]:
+    seen: set[tuple[bool, fx.Node]] = set()
     found: list[int] = []
     for part in _largest(parts, held):
-        total = _kept(part, seen)
-        alone = [_kept(parts.segments[index], set()) for index in part.segments]
+        total = _kept(part, kept_by(part.block), seen)
+        segments = (parts.segments[index] for index in part.segments)
+        alone = [_kept(each, kept_by(each.block), set()) for each in segments]
         # A piece keeps less than its segments would by themselves; each gets its share.
         ends = [total * done // max(sum(alone), 1) for done in accumulate(alone, initial=0)]
         ends[-1] = total
@@ -138,11 +148,13 @@ def _largest(parts: Parts, held: range) -> list[Part]:
     return found
 
 
-def _kept(part: Part, seen: set[fx.Node]) -> int:
-    """Bytes that a part keeps, without those of values already ``seen``, to which its own are added."""
-    saved, piece = part.block.saved, part.piece
-    kept = {*(piece.inputs[index] for index in saved.inputs), *(piece.outputs[index] for index in saved.outputs)}
-    new = {node for node in kept if node.op == "call_function"} - seen
+def _kept(part: Part, saved: Saved, seen: set[tuple[bool, fx.Node]]) -> int:
+    """Bytes that a part keeps, without those of values and gradients already ``seen``, to which its own are added."""
+    inputs, outputs = part.piece.inputs, part.piece.outputs
+    kept = {(False, inputs[index]) for index in saved.inputs} | {(False, outputs[index]) for index in saved.outputs}
+    kept |= {(True, inputs[index]) for index in saved.input_gradients}
+    kept |= {(True, outputs[index]) for index in saved.output_gradients}
+    new = {each for each in kept if each[1].op == "call_function"} - seen
     seen |= new
-    values = [node.meta["val"] for node in new]
+    values = [node.meta["val"] for _, node in new]
     return saved.bytes + sum(memory_of(value) for value in values if isinstance(value, torch.Tensor))

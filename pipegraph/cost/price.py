@@ -10,13 +10,14 @@ from typing import Any
 from pipegraph.cost.blocks import Block, LossOf, Parts, Tracing, find_parts
 from pipegraph.cost.cache import Cache
 from pipegraph.cost.chain import Chain, find_chain
-from pipegraph.cost.combine import Crossing, Times, saved_bytes, segment_times
+from pipegraph.cost.combine import Crossing, Times, saved_bytes, segment_times, weight_saved_bytes
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.loops import traced
 from pipegraph.cost.measure import Setting, measure
 from pipegraph.cost.module import graph_of
 from pipegraph.cost.roofline import GraphPrice, price_graph
 from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost.state import buffer_bytes, parameter_bytes
 from pipegraph.cost.weights import begins_of_type, first_uses
 from pipegraph.errors import PlanError, nearest
 from pipegraph.graph.captured import Captured, State, path_of
@@ -63,24 +64,24 @@ class Priced:
         times = [(cost.forward, cost.input_grad, cost.weight_grad) for cost in self.costs[start:stop]]
         times += [each.at_ends(held) for each in self.crossing]
         forward, of_inputs, of_weights = (sum(each) for each in zip(*times, strict=True))
-        if start == 0 or not self.chain.segments[start - 1].gradient_bytes:
+        comes = start > 0 and self.chain.segments[start - 1].gradient_bytes > 0
+        if not comes:
             of_inputs, of_weights = 0.0, of_inputs + of_weights
         state = dict.fromkeys(node for part in self.parts.segments[start:stop] for node in part.piece.state)
-        (parameters,) = first_uses(self.chain, [list(state)])
-        held_bytes, saved = _bytes(parameters), sum(saved_bytes(self.parts, held))
+        (entries,) = first_uses(self.chain, [list(state)])
+        saved = sum(saved_bytes(self.parts, held))
+        kept = sum(weight_saved_bytes(self.parts, held))
+        if not comes:
+            kept = saved + self.chain.segments[stop - 1].gradient_bytes
         if self.method == "parameters":
-            forward, of_inputs, of_weights = _alike(sum(entry.numel for entry in parameters))
+            forward, of_inputs, of_weights = _alike(_numel(entries))
         elif self.method == "memory":
-            forward, of_inputs, of_weights = _alike(held_bytes + saved)
+            forward, of_inputs, of_weights = _alike(parameter_bytes(entries) + saved)
+        flops, crossing = sum(cost.flops for cost in self.costs[start:stop]), self.costs[stop - 1].boundary_bytes
         return SegmentCost(
-            forward,
-            of_inputs,
-            of_weights,
-            self.costs[stop - 1].boundary_bytes,
-            saved,
-            held_bytes,
-            sum(cost.flops for cost in self.costs[start:stop]),
-        )
+            forward, of_inputs, of_weights, crossing, saved, parameter_bytes(entries), flops, kept,
+            parameter_bytes(entries, trained=True), buffer_bytes(entries),
+        )  # fmt: skip
 
 
 def price(
@@ -121,18 +122,18 @@ def price(
     prices = {block.key: _price(block, hardware) for block in blocks}
     uncounted = sorted({each for three in prices.values() for graph in three for each in graph.uncounted})
     _warn(blocks, uncounted)
-    parameters = first_uses(chain, [part.piece.state for part in parts.segments])
-    held = [_bytes(each) for each in parameters]
-    saved = saved_bytes(parts, range(len(chain.segments)))
+    state = first_uses(chain, [part.piece.state for part in parts.segments])
+    every = range(len(chain.segments))
+    saved, kept = saved_bytes(parts, every), weight_saved_bytes(parts, every)
     crossing: tuple[Crossing, ...] = ()
     if name == "uniform":
         times = [_alike(1) for _ in chain.segments]
     elif name == "type":
         times = [_alike(sum(each.start <= begin < each.stop for begin in begins)) for each in chain.segments]
     elif name == "parameters":
-        times = [_alike(sum(entry.numel for entry in each)) for each in parameters]
+        times = [_alike(_numel(each)) for each in state]
     elif name == "memory":
-        times = [_alike(sum(each)) for each in zip(held, saved, strict=True)]
+        times = [_alike(parameter_bytes(each) + bytes) for each, bytes in zip(state, saved, strict=True)]
     else:
         of_blocks = {key: _counted(three, name, hardware) for key, three in prices.items()}
         if name == "measured":
@@ -140,7 +141,16 @@ def price(
             of_blocks = {block.key: each.times for block, each in zip(blocks, found, strict=True)}
         times, crossing = segment_times(parts, of_blocks)
     costs = tuple(
-        SegmentCost(*times[index], segment.boundary_bytes, saved[index], held[index], prices[part.block.key][0].flops)
+        SegmentCost(
+            *times[index],
+            boundary_bytes=segment.boundary_bytes,
+            saved_bytes=saved[index],
+            parameter_bytes=parameter_bytes(state[index]),
+            flops=prices[part.block.key][0].flops,
+            weight_saved_bytes=kept[index],
+            trained_bytes=parameter_bytes(state[index], trained=True),
+            buffer_bytes=buffer_bytes(state[index]),
+        )
         for index, (segment, part) in enumerate(zip(chain.segments, parts.segments, strict=True))
     )
     return Priced(chain, costs, method, UNITS[name], tuple(uncounted), crossing, parts)
@@ -180,8 +190,8 @@ def _alike(weight: float) -> Times:
     return weight, weight, weight
 
 
-def _bytes(parameters: Iterable[State]) -> int:
-    return sum(entry.numel * entry.dtype.itemsize for entry in parameters)
+def _numel(state: Iterable[State]) -> int:
+    return sum(entry.numel for entry in state if entry.kind == "parameter")
 
 
 def _warn(blocks: Iterable[Block], uncounted: Sequence[str]) -> None:

@@ -45,12 +45,13 @@ def _no_match(captured: Captured, pattern: str) -> PlanError:
 
 
 def first_uses(chain: Chain, segments: Sequence[Sequence[fx.Node]]) -> list[list[State]]:
-    """The parameters of each segment, given the state that it reads: a tied one where it is used first."""
+    """The parameters, buffers and constants of each segment, given the state that it reads: what several read where it
+    is used first."""
     seen: set[str] = set()
     found = []
     for state in segments:
         entries = [chain.captured.state[str(node.target)] for node in state]
-        new = [entry for entry in entries if entry.kind == "parameter" and entry.fqn not in seen]
+        new = [entry for entry in entries if entry.fqn not in seen]
         seen |= {entry.fqn for entry in new}
         found.append(new)
     return found

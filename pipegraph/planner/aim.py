@@ -14,7 +14,7 @@ from pipegraph.cost.link import Link
 from pipegraph.cost.measure import Setting
 from pipegraph.cost.price import price
 from pipegraph.errors import PlanError, nearest
-from pipegraph.graph.captured import Captured
+from pipegraph.graph.captured import Captured, State
 from pipegraph.kernels.make import RECOMPUTE
 from pipegraph.planner.costs import Costs
 from pipegraph.planner.solve import Solution, solve
@@ -123,11 +123,16 @@ class Aim:
         if self.memory_bytes is None or not parameters:
             return
         most = max(self.memory_bytes) if isinstance(self.memory_bytes, Sequence) else self.memory_bytes
-        largest = max(parameters, key=lambda entry: entry.numel * entry.dtype.itemsize)
-        held = self.state_factor * largest.numel * largest.dtype.itemsize
+
+        def held_for(entry: State) -> float:
+            return entry.numel * entry.dtype.itemsize * (self.state_factor if entry.requires_grad else 1.0)
+
+        largest = max(parameters, key=held_for)
+        held = held_for(largest)
         if held > most:
+            state = " with its gradient and the optimizer's state" if largest.requires_grad else ""
             raise PlanError(
-                f"The largest parameter, {largest.fqn}, takes {size(held)} with its gradient and the optimizer's "
-                f"state, and a rank has {size(most)}. No cut parts a parameter.\n"
+                f"The largest parameter, {largest.fqn}, takes {size(held)}{state}, "
+                f"and a rank has {size(most)}. No cut parts a parameter.\n"
                 f"Try: --memory {size(held * 1.25).replace(' ', '')}, or shard the stage (parallelize_fn)."
             )

@@ -13,9 +13,10 @@ from pipegraph.planner.costs import Costs
 from pipegraph.planner.evaluate import memory_of, seconds_of, times_of
 from pipegraph.planner.prediction import Cut, Neighbour, Prediction, StagePrediction, rounded
 from pipegraph.planner.solve import Solution
-from pipegraph.planner.solver.shortage import MemoryShortage, size
+from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
 from pipegraph.schedule import Schedule
 
+_NONE_FITS = "No cuts that were found fit into the memory, with what several stages hold"
 _TRIES = 4
 _BETTER = 1e-4  # part of a value: what is better by less is as good
 
@@ -81,7 +82,9 @@ class Choice:
             lower_bound=bound,
             memory=self.memory,
             stages=tuple(
-                StagePrediction(rounded(f), rounded(i), rounded(w), each.saved_bytes, each.parameter_bytes)
+                StagePrediction(
+                    rounded(f), rounded(i), rounded(w), each.saved_bytes, each.parameter_bytes, each.weight_saved_bytes
+                )
                 for (f, i, w), each in zip(figures, stages, strict=True)
             ),
             cuts=tuple(
@@ -124,7 +127,15 @@ def choose(costs: Costs, aim: Aim, stages: int) -> Choice:
     """
     room = aim.memory_bytes
     for _ in range(_TRIES):
-        solution = aim.solve(costs, stages, room)
+        try:
+            solution = aim.solve(costs, stages, room)
+        except MemoryShortage as shortage:
+            least = evaluate(costs, aim, shortage.cuts, aim.arrange(stages))
+            if least.fits:
+                return least
+            if room is aim.memory_bytes and least.peak <= shortage.needed:
+                raise
+            raise _too_full(least, _NONE_FITS, "more stages") from None
         found = [
             evaluate(costs, aim, each.cuts, solution.schedule, solution) for each in (solution, *solution.alternatives)
         ]
@@ -133,9 +144,7 @@ def choose(costs: Costs, aim: Aim, stages: int) -> Choice:
             return min(fitting, key=lambda choice: choice.value)
         figures = zip(aim.limits(solution.schedule.ranks), found[0].memory, solution.memory, strict=True)
         room = [max(0.0, limit - max(0, exact - added)) for limit, exact, added in figures]
-    raise _too_full(
-        found[0], "No cuts that were found fit into the memory, with what several stages hold", "more stages"
-    )
+    raise _too_full(found[0], _NONE_FITS, "more stages")
 
 
 def settle(choice: Choice) -> Choice:
@@ -165,7 +174,7 @@ def _too_full(choice: Choice, what: str, instead: str) -> MemoryShortage:
     rank = max(range(len(limits)), key=lambda rank: choice.memory[rank] - limits[rank])
     return MemoryShortage(
         f"{what}: rank {rank} needs {size(choice.memory[rank])}, and has {size(limits[rank])}.\n"
-        f"Try: --memory {size(choice.peak * 1.05).replace(' ', '')}, --recompute block, or {instead}.",
+        f"Try: --memory {limit_for(choice.peak)}, --recompute block, or {instead}.",
         choice.peak,
     )
 

@@ -15,7 +15,7 @@ from pipegraph.planner.choose import Choice, choose, evaluate, settle
 from pipegraph.planner.costs import Costs
 from pipegraph.planner.evaluate import improve
 from pipegraph.planner.solve import solve
-from pipegraph.planner.solver.shortage import MemoryShortage, size
+from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
 from pipegraph.schedule import names
 from pipegraph.schedule.build import find
 
@@ -205,7 +205,7 @@ def _shortage(short: Sequence[tuple[Choice, MemoryShortage]], limit: float) -> M
     return MemoryShortage(
         f"No plan that was compared fits into {size(limit)} on each rank. The closest is {schedule.name} with "
         f"{schedule.stages} stages, {schedule.microbatches} microbatches and recompute {look.aim.recompute}:\n{least}\n"
-        f"Try: --memory {size(least.needed * 1.01).replace(' ', '')}, or more --ranks.",
+        f"Try: --memory {limit_for(least.needed)}, or more --ranks.",
         least.needed,
     )
 

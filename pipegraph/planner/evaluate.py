@@ -34,8 +34,8 @@ class RankMemory:
     """Bytes that a rank needs.
 
     Attributes:
-        state: parameters, their gradients, and what the optimizer holds of them.
-        saved: activations kept for backwards, when they are the most.
+        state: parameters, their gradients, and what the optimizer holds of them; buffers and constants.
+        saved: what is kept for backwards between two actions, when it is the most.
         buffers: to receive into.
     """
 

@@ -22,7 +22,7 @@ from pipegraph.planner.choose import Choice, choose, given, settle
 from pipegraph.planner.listing import stage_modules
 from pipegraph.planner.prediction import Prediction, StagePrediction
 from pipegraph.planner.solve import Solution
-from pipegraph.planner.solver.shortage import MemoryShortage, size
+from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
 from pipegraph.schedule import Schedule
 
 
@@ -95,11 +95,13 @@ def plan(
         schedule: a name, or a schedule of so many stages.
         microbatches: of a step.
         ranks: for schedules that can have any number of stages on a rank.
-        memory_bytes: what each rank has: one figure, or one for each.
+        memory_bytes: what each rank has: one figure, or one for each. What is kept between actions has to fit:
+            activations, parameters, buffers, gradients, optimizer state, and receive buffers; not what a kernel needs
+            while it runs.
         hardware: a profile, its name or its file; ``cpu`` by default.
         recompute: "none", "min-cut" or "block", as the pipeline will run with.
         loss: (function of output and target, target); the mean square of the outputs by default.
-        state_factor: how many times a rank holds its parameters: 4 with gradients and AdamW's two moments.
+        state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
         effort: how long the search goes on; 1 is a few seconds.
         setting, cache, progress: for ``measured``; see `pipegraph.cost.price.price`.
 
@@ -190,10 +192,9 @@ def _with_recompute(captured: Captured, aim: Aim, stages: int) -> str:
     try:
         needed = choose(aim.price(captured), aim, stages).peak
     except MemoryShortage as shortage:
-        most = size(shortage.needed * 1.01).replace(" ", "")
         return (
             f'With recompute="block", which keeps the least, {size(shortage.needed)} would do.\n'
-            f"Try: --recompute block --memory {most}, or more stages."
+            f"Try: --recompute block --memory {limit_for(shortage.needed)}, or more stages."
         )
     return f'With recompute="block" there are cuts that fit, and need {size(needed)}.\nTry: --recompute block.'
 
@@ -239,7 +240,7 @@ def _cost(captured: Captured, stage: StageGraph, crossing: Sequence[Boundary]) -
 
 
 def _with(cost: StageCost, stage: StagePrediction, in_seconds: bool) -> StageCost:
-    cost = replace(cost, saved_bytes=stage.saved_bytes)
+    cost = replace(cost, saved_bytes=stage.saved_bytes, weight_saved_bytes=stage.weight_saved_bytes)
     if not in_seconds:
         return cost
     return replace(cost, forward=stage.forward, input_grad=stage.input_grad, weight_grad=stage.weight_grad)

@@ -15,13 +15,17 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """One stage and one microbatch: F, I and W in the prediction's unit, and bytes."""
+    """One stage and one microbatch: F, I and W in the prediction's unit, and bytes.
+
+    ``weight_saved_bytes`` is None in plans that were written before it was known.
+    """
 
     forward: float
     input_grad: float
     weight_grad: float
     saved_bytes: int
     parameter_bytes: int
+    weight_saved_bytes: int | None = None
 
     @property
     def total(self) -> float:
@@ -60,7 +64,7 @@ class Prediction:
         schedule, placement, microbatches: of a step; ``placement`` gives the rank of each stage.
         value: of a step or, for a unit other than seconds, of the largest stage.
         lower_bound: no other cuts have less, as far as segments add up to stages; None where the cuts were given.
-        memory: bytes that each rank needs.
+        memory: bytes that each rank needs between actions; what a kernel needs while it runs comes on top.
         stages, cuts: the parts.
         measured_ratio: of the hardware, as it was when this was priced.
     """

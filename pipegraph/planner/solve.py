@@ -92,11 +92,13 @@ def solve(
         ranks: likewise, but for schedules that can have any number of stages on a rank.
         objective: "makespan", seconds of a step as `simulate` has them, or "bottleneck", seconds that the slowest stage
             computes for one microbatch.
-        memory_bytes: what each rank has: one figure, or one for each rank.
+        memory_bytes: what each rank has: one figure, or one for each rank. What is kept between actions has to fit:
+            activations, parameters, buffers, gradients, optimizer state, and receive buffers; not what a kernel needs
+            while it runs.
         link: (latency in seconds, bandwidth in bytes per second) between ranks, or what gives it for (rank, other
             rank). Without one, crossing a boundary takes no time.
-        state_factor: how many times a rank holds its parameters: 4 for parameters, gradients and the two moments of
-            AdamW. Without a backward it holds them once.
+        state_factor: how many times a rank holds parameters that have a gradient: 4 for parameters, gradients and the
+            two moments of AdamW. Frozen ones, and without a backward all, it holds once.
         receives_ahead: how many receives a rank posts before the schedule reaches them.
         alternatives: how many others to return, at most.
         effort: scales how long the search goes on. 1 is a few seconds.

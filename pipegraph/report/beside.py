@@ -119,9 +119,16 @@ def _costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
             boundary_bytes=crossing,
             saved_bytes=int(stage.cost["saved_bytes"]),
             parameter_bytes=int(stage.cost["parameter_bytes"]),
+            weight_saved_bytes=_whole(stage.cost.get("weight_saved_bytes")),
+            trained_bytes=_whole(stage.cost.get("trained_bytes")),
+            buffer_bytes=int(stage.cost.get("buffer_bytes", 0)),
         )
         for stage, crossing in zip(manifest.stages, [*cuts, 0], strict=True)
     )
+
+
+def _whole(figure: float | None) -> int | None:
+    return None if figure is None else int(figure)
 
 
 def _step(
@@ -244,7 +251,7 @@ def _memory(compared: Beside) -> str:
         rows = [[*row, _bytes(each)] for row, each in zip(rows, allocated, strict=True)]
     lines = [
         table(headers, rows),
-        "state: parameters, gradients and AdamW's moments; saved: activations kept for backwards, at the most",
+        "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most",
     ]
     if allocated and len(allocated) < len(rows):
         lines.append(f"allocated on the GPU by all ranks together, at the most: {_bytes(sum(allocated))}")

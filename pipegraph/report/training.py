@@ -46,7 +46,7 @@ class Measured:
         step: of a whole step, the median; None after a single one.
         bubble: the part of a step in which even its busiest rank computed nothing, the median over steps; None after a
             single one.
-        state: bytes of each rank: parameters, gradients, and what the optimizer holds of them.
+        state: bytes of each rank: parameters, buffers, gradients, and what the optimizer holds.
         saved: bytes of each rank that were kept for backwards, at the most; None where autograd keeps them.
         allocated: of each process with a GPU, the most bytes that torch had allocated on it; else empty.
         processes: that ran it: one for each rank, or one for all.
@@ -168,11 +168,11 @@ class Training:
         return any(self._pipeline.schedule.placement[stage] == rank for stage in self._pipeline.stages)
 
     def _state(self, rank: int) -> int:
-        """Bytes of a rank's parameters, gradients and what the optimizer has for them."""
+        """Bytes of a rank's parameters, buffers, gradients and what the optimizer has for them."""
         pipeline = self._pipeline
         modules = [each for stage, each in pipeline.stages.items() if pipeline.schedule.placement[stage] == rank]
         parameters = {parameter: None for module in modules for parameter in module.parameters()}
-        held: list[Tensor] = list(parameters)
+        held: list[Tensor] = [*parameters, *dict.fromkeys(buffer for module in modules for buffer in module.buffers())]
         held += [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
             held += tensors(self._optimizer.state.get(parameter, {})).values()

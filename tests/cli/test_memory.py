@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipegraph.cli.parsing import parse_bytes
 from tests.cli.command import Command
 
 MODEL = """
@@ -67,6 +68,7 @@ def test_plan_names_the_closest(pipegraph: Command, model: Path) -> None:
     least = re.search(LEAST, short.err)
     assert least is not None
     assert pipegraph(*options, "--memory", int(least[1]) - 1).code == 3
+    assert int(least[1]) <= parse_bytes(tried[1]) <= 1.001 * int(least[1])
 
 
 def test_points_that_do_not_fit(pipegraph: Command, model: Path) -> None:

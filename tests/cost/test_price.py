@@ -76,15 +76,16 @@ def test_each_distinct_block_is_traced_and_priced_once(monkeypatch: pytest.Monke
     assert found.costs[1:4] == found.costs[4:7] == found.costs[7:10]
 
 
-def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path) -> list[int]:
-    """Bytes that the graphs of each stage of a package keep, the caller's inputs and the stage's state aside."""
+def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path, after: str = "F") -> list[int]:
+    """Bytes that the graphs of each stage of a package keep after F, or after I, the caller's inputs and the stage's
+    state aside."""
     package = pipegraph.write_package(made, folder)
     manifest = package.manifest
     batch = batch_from_manifest(manifest, 1)
     names = pytree.tree_leaves((manifest.args, manifest.kwargs))
     values: dict[str, Any] = dict(zip(names, pytree.tree_leaves((batch.args, batch.kwargs)), strict=True))
     callers = [value for value in values.values() if isinstance(value, Tensor)]
-    found = []
+    ran = []
     for stage in manifest.stages:
         module = package.load_stage(stage.index).train()
         described = [[manifest.values[name] for name in each] for each in (stage.inputs, stage.outputs)]
@@ -99,17 +100,29 @@ def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path) -> list[
         )
         forward = kernels.forward([values[name] for name in stage.inputs], target=None, with_loss=last)
         values.update(zip(stage.outputs, forward.outputs, strict=True))
+        ran.append((stage, module, kernels, forward))
+    gradients: dict[str, Tensor] = {}
+    for stage, _, kernels, forward in reversed(ran) if after == "I" else ():
+        wanted = [None if forward.loss is not None else gradients.get(name) for name in stage.outputs]
+        came = kernels.input_backward(forward.saved, [*wanted, *([] if forward.loss is None else [torch.tensor(1.0)])])
+        for name, gradient in zip(stage.inputs, came, strict=True):
+            if gradient is not None:
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    found = []
+    for _, module, _, forward in ran:
         own = {each.untyped_storage()._cdata for each in [*module.parameters(), *module.buffers(), *callers]}
         saved = {each.untyped_storage()._cdata: each for each in forward.saved.values.values()}
         found.append(sum(each.untyped_storage().nbytes() for memory, each in saved.items() if memory not in own))
     return found
 
 
-def saved_by(priced: Priced, cuts: list[int]) -> list[int]:
+def saved_by(priced: Priced, cuts: list[int], after: str = "F") -> list[int | None]:
     bounds = [0, *cuts, len(priced.costs)]
-    return [priced.stage(*bound).saved_bytes for bound in pairwise(bounds)]
+    stages = [priced.stage(*bound) for bound in pairwise(bounds)]
+    return [stage.saved_bytes if after == "F" else stage.weight_saved_bytes for stage in stages]
 
 
+@pytest.mark.parametrize("after", ["F", "I"])
 @pytest.mark.parametrize(
     ("name", "recompute", "cuts"),
     [
@@ -125,12 +138,12 @@ def saved_by(priced: Priced, cuts: list[int]) -> list[int]:
     ],
 )
 def test_saved_bytes_are_those_that_the_kernels_keep(
-    name: str, recompute: str, cuts: list[int], tmp_path: Path
+    name: str, recompute: str, cuts: list[int], after: str, tmp_path: Path
 ) -> None:
     captured = model(name)
     priced = price(captured, recompute=recompute)
     made = pipegraph.plan(captured, points=priced.chain.points(cuts))
-    assert saved_by(priced, cuts) == kept_by_kernels(made, recompute, tmp_path / "package")
+    assert saved_by(priced, cuts, after) == kept_by_kernels(made, recompute, tmp_path / "package", after)
 
 
 def test_or_nearly(tmp_path: Path) -> None:

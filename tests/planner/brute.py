@@ -54,17 +54,22 @@ def memory(
 ) -> list[float]:
     """Bytes of each rank."""
     stages = staged(costs, cuts)
-    saved, parameters = total(stages, "saved_bytes"), total(stages, "parameter_bytes")
+    saved, parameters, buffered = (total(stages, name) for name in ("saved_bytes", "parameter_bytes", "buffer_bytes"))
+    trained = [sum(_or(cost.trained_bytes, cost.parameter_bytes) for cost in stage) for stage in stages]
+    weights = [sum(_or(cost.weight_saved_bytes, cost.saved_bytes) for cost in stage) for stage in stages]
+    weights[0] = saved[0] + (costs[cuts[0] - 1].boundary_bytes if cuts else 0)
     buffers = receive_buffers(lower(schedule), ahead, saved=False)
     found = []
     for rank, order in enumerate(schedule.actions):
         held = peak = 0.0
         for action in order:
-            held += saved[action.stage] if action.kind is Kind.F and schedule.has_backward else 0
+            one, other = saved[action.stage], weights[action.stage]
+            changes = {Kind.F: one if schedule.has_backward else 0, Kind.B: -one, Kind.I: other - one, Kind.W: -other}
+            held += changes[action.kind]
             peak = max(peak, held)
-            held -= saved[action.stage] if action.kind in (Kind.B, Kind.W) else 0
         own = [stage for stage in range(schedule.stages) if schedule.placement[stage] == rank]
-        states = (state_factor if schedule.has_backward else 1) * sum(parameters[stage] for stage in own)
+        states = sum(parameters[stage] + buffered[stage] for stage in own)
+        states += (state_factor - 1 if schedule.has_backward else 0) * sum(trained[stage] for stage in own)
         received = [
             count * costs[cuts[min(edge)] - 1].boundary_bytes for edge, count in buffers.items() if edge[1] in own
         ]
@@ -72,11 +77,23 @@ def memory(
     return found
 
 
+def _or(figure: float | None, other: float) -> float:
+    return other if figure is None else figure
+
+
+@st.composite
+def _segments(draw: st.DrawFn, figures: st.SearchStrategy[float]) -> SegmentCost:
+    """A segment; its latter three figures are given, or left to follow from the others."""
+    sizes = st.integers(0, 50)
+    parameters = draw(sizes)
+    trained, kept = draw(st.none() | st.integers(0, parameters)), draw(st.none() | sizes)
+    seconds = [draw(figures) for _ in range(3)]
+    return SegmentCost(*seconds, draw(sizes), draw(sizes), parameters, 0, kept, trained, draw(st.just(0) | sizes))
+
+
 def costs(segments: int, figures: st.SearchStrategy[float] = WHOLE) -> st.SearchStrategy[list[SegmentCost]]:
     """Chains of so many segments."""
-    sizes = st.integers(0, 50)
-    cost = st.builds(SegmentCost, figures, figures, figures, st.integers(1, 50), sizes, sizes)
-    return st.lists(cost, min_size=segments, max_size=segments)
+    return st.lists(_segments(figures), min_size=segments, max_size=segments)
 
 
 @st.composite

@@ -109,7 +109,23 @@ def test_a_tied_weight_counts_in_both_stages() -> None:
     assert all(stage.parameter_bytes >= 1000 * 16 * 4 for stage in made.stages)
     with pytest.raises(MemoryShortage) as caught:  # which a weight that counts once would hide
         pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=1.05 * 4 * 1000 * 16 * 4)
-    assert caught.value.needed > 1.05 * 4 * 1000 * 16 * 4
+    needed = caught.value.needed
+    assert needed > 1.05 * 4 * 1000 * 16 * 4
+    told = pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=needed).prediction
+    assert told is not None and told.peak == needed
+    with pytest.raises(MemoryShortage, match="with what several stages hold: rank") as caught:
+        pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=needed - 1)
+    assert caught.value.needed == needed
+
+
+def test_a_frozen_parameter_needs_no_more_than_itself() -> None:
+    made = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8), nn.Linear(8, 8))
+    captured = pipegraph.capture(made.requires_grad_(False), (torch.randn(2, 256),))
+    layer = 4 * (256 * 256 + 256)
+    found = pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=1.2 * layer).prediction
+    assert found is not None and layer <= found.memory[0] < 1.2 * layer
+    with pytest.raises(PlanError, match=r"parameter, 0.weight, takes 256 KiB, and a rank has 100 KiB"):
+        pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=100 * 2**10)
 
 
 def test_memory_moves_the_cut() -> None:

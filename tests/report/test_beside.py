@@ -84,7 +84,7 @@ def test_tables() -> None:
         "rank  state predicted  measured  saved predicted  measured  buffers predicted",
         "   0          4.0 MiB   4.0 MiB          6.0 MiB   6.0 MiB            2.0 MiB",
         "   1          4.0 MiB   4.0 MiB          3.0 MiB   2.0 MiB            2.0 MiB",
-        "state: parameters, gradients and AdamW's moments; saved: activations kept for backwards, at the most",
+        "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most",
     ]
 
 
@@ -190,7 +190,7 @@ def test_a_package_without_prices() -> None:
         "rank  state predicted  measured  saved predicted  measured  buffers predicted",
         "   0                —   4.0 MiB                —   6.0 MiB                  —",
         "   1                —   4.0 MiB                —   2.0 MiB                  —",
-        "state: parameters, gradients and AdamW's moments; saved: activations kept for backwards, at the most",
+        "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most",
         "",
         "The package has no predicted times. Try: pipegraph split … --balance time",
     ]

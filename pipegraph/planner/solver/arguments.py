@@ -26,8 +26,14 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
         if not isinstance(cost, SegmentCost):
             raise PlanError(f"{where} has no SegmentCost, but {cost!r}.")
         for field in fields(cost):
-            if not is_figure(figure := getattr(cost, field.name)):
+            figure = getattr(cost, field.name)
+            if not (is_figure(figure) or (figure is None and field.default is None)):
                 raise PlanError(f"{where} has {field.name}={figure!r}, and a cost is a number from 0 on.")
+        if cost.trained_bytes is not None and cost.trained_bytes > cost.parameter_bytes:
+            raise PlanError(
+                f"{where} has trained_bytes={cost.trained_bytes!r}, and they are a part of parameter_bytes, "
+                f"{cost.parameter_bytes!r}."
+            )
     if stages > len(costs):
         raise PlanError(
             f"{len(costs)} segments are too few for {stages} stages, which have one or more each.\n"

@@ -9,18 +9,29 @@ from typing import NamedTuple
 import numpy as np
 
 from pipegraph.planner.solver.arrange import once_for_each
-from pipegraph.planner.solver.sums import PARAMETERS, QUANTITIES, SAVED, Allowed, Floats, Integers, Piece, Sums
+from pipegraph.planner.solver.sums import (
+    HELD,
+    QUANTITIES,
+    SAVED,
+    TRAINED,
+    WEIGHT_SAVED,
+    Allowed,
+    Floats,
+    Integers,
+    Piece,
+    Sums,
+)
 from pipegraph.schedule import Schedule, lower, receive_buffers
-from pipegraph.schedule.arrays import B, F, W
+from pipegraph.schedule.arrays import B, F, I, W
 
 
 class Parts(NamedTuple):
     """Bytes, by (ranks, candidates)."""
 
     state: Floats
-    """parameters, their gradients, and what the optimizer holds of them"""
+    """parameters, their gradients, and what the optimizer holds of them; buffers and constants"""
     saved: Floats
-    """activations, at the moment when they are the most"""
+    """what is kept for backwards, at the moment when it is the most"""
     buffers: Floats
     """to receive into"""
 
@@ -29,10 +40,14 @@ class Memory:
     """Bytes of the rank that needs the most; where the ranks have different ``limits``, as if each had the largest one
     and needed so much more.
 
-    A rank holds its parameters ``state_factor`` times (without a backward, once); what its stages have saved, as the
-    schedule goes: each stage's own, from F to the end of its W or B; and the buffers that it receives into. A received
-    value that a stage saves counts as saved: its buffer counts from when its receive is posted, ``receives_ahead``
-    receives before the schedule reaches it, to the action that reads it.
+    A rank holds its parameters that have a gradient ``state_factor`` times, and everything else once, as without a
+    backward it does all; what its stages keep, as the schedule goes; and the buffers that it receives into. Between two
+    actions, a stage keeps what F saved, until its I or B has run, and what W reads, from the end of I to that of W. The
+    first stage's I has nothing to do: all that F saved stays until W, with the gradient that came. What an action needs
+    for itself while it runs is not counted.
+
+    A received value that a stage saves counts as saved: its buffer counts from when its receive is posted,
+    ``receives_ahead`` receives before the schedule reaches it, to the action that reads it.
     """
 
     def __init__(
@@ -50,22 +65,23 @@ class Memory:
         self._factor = state_factor if schedule.has_backward else 1.0
         self._holds = np.arange(self.ranks)[:, None] == self._placement  # (ranks, stages)
         moments = _moments(schedule)
-        self._held = np.concatenate(moments)  # (moments of all ranks, stages)
+        held = np.concatenate(moments)  # (moments of all ranks, …)
+        self._saved, self._weights, self._gradients = np.split(held, [self.stages, 2 * self.stages], axis=1)
         counts = [len(rows) for rows in moments]
         self._rank, self._first = np.repeat(np.arange(self.ranks), counts), np.cumsum([0, *counts[:-1]])
         self._buffers = _buffers(schedule, receives_ahead)
 
     @property
     def size(self) -> int:
-        return len(self._held)
+        return len(self._saved)
 
     def parts(self, cuts: Integers) -> Parts:
         """What cuts (candidates, cuts) need."""
-        stages = self._sums.stages(cuts)
+        stages, crossing = self._sums.stages(cuts), self._sums.crossing[cuts.T]
         return Parts(
-            self._factor * (self._holds @ stages[PARAMETERS]),
-            np.maximum.reduceat(self._held @ stages[SAVED], self._first),
-            self._buffers @ self._sums.crossing[cuts.T],
+            self._state(stages),
+            np.maximum.reduceat(self._kept(stages, crossing), self._first),
+            self._buffers @ crossing,
         )
 
     def of_ranks(self, cuts: Integers) -> Floats:
@@ -89,31 +105,50 @@ class Memory:
         return [self._piece(moment) for moment in self._first.tolist()]
 
     def largest(self, cuts: Integers, mixture: Floats) -> Piece:
-        stages = self._sums.stages(cuts) @ mixture
-        of_rank = self._factor * (self._holds @ stages[PARAMETERS]) + self._spare
-        of_rank += self._buffers @ (self._sums.crossing[cuts.T] @ mixture)
-        return self._piece(int((self._held @ stages[SAVED] + of_rank[self._rank]).argmax()))
+        stages, crossing = self._sums.stages(cuts) @ mixture, self._sums.crossing[cuts.T] @ mixture
+        of_rank = self._state(stages) + self._buffers @ crossing + self._spare
+        return self._piece(int((self._kept(stages, crossing) + of_rank[self._rank]).argmax()))
 
     def of_stage(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        rank, before = self._placement[stage], self._sums.before
-        figures = self._factor * before[PARAMETERS] + self._held[:, stage].max() * before[SAVED]
-        needed: Floats = figures[ends][:, None] - figures[begins] + self._spare[rank]
+        rank, before, crossing = self._placement[stage], self._sums.before, self._sums.crossing
+        state = before[HELD] + (self._factor - 1) * before[TRAINED]
+        rest: Floats = state[ends][:, None] - state[begins] + self._spare[rank]
         if stage > 0:
-            needed += self._buffers[rank, stage - 1] * self._sums.crossing[begins]
+            rest += self._buffers[rank, stage - 1] * crossing[begins]
         if stage < self.stages - 1:
-            needed += (self._buffers[rank, stage] * self._sums.crossing[ends])[:, None]
-        return needed
+            rest += (self._buffers[rank, stage] * crossing[ends])[:, None]
+        kept = np.zeros_like(rest)
+        for saved, weights, gradients in self._moments_of(stage):
+            figures = saved * before[SAVED] + weights * before[WEIGHT_SAVED]
+            np.maximum(kept, (figures + gradients * crossing)[ends][:, None] - figures[begins], out=kept)
+        return rest + kept
 
     def allows(self, stage: int, begins: Integers, ends: Integers) -> Allowed:
         """Whether the stage by itself has room, if it is the segments begin … end − 1, by (ends, begins)."""
         return self.of_stage(stage, begins, ends) <= self.limit
 
+    def _state(self, stages: Floats) -> Floats:
+        """(ranks, …), of quantities (quantities, stages, …)"""
+        figures: Floats = self._holds @ (stages[HELD] + (self._factor - 1) * stages[TRAINED])
+        return figures
+
+    def _kept(self, stages: Floats, crossing: Floats) -> Floats:
+        """(moments, …)"""
+        kept = self._saved @ stages[SAVED] + self._weights @ stages[WEIGHT_SAVED]
+        figures: Floats = kept + self._gradients @ crossing
+        return figures
+
+    def _moments_of(self, stage: int) -> Floats:
+        """What one stage keeps, (moments, 3): how often saved_bytes, what W reads, and what crosses behind it."""
+        gradients = self._gradients[:, stage] if stage < self.stages - 1 else np.zeros(self.size)
+        return _largest(np.unique(np.stack([self._saved[:, stage], self._weights[:, stage], gradients], 1), axis=0))
+
     def _piece(self, moment: int) -> Piece:
         rank = self._rank[moment]
         weights = np.zeros((len(QUANTITIES), self.stages))
-        weights[SAVED] = self._held[moment]
-        weights[PARAMETERS] = self._factor * self._holds[rank]
-        return self._sums.piece(weights, self._buffers[rank], float(self._spare[rank]))
+        weights[SAVED], weights[WEIGHT_SAVED] = self._saved[moment], self._weights[moment]
+        weights[HELD], weights[TRAINED] = self._holds[rank], (self._factor - 1) * self._holds[rank]
+        return self._sums.piece(weights, self._buffers[rank] + self._gradients[moment], float(self._spare[rank]))
 
 
 @once_for_each
@@ -127,15 +162,22 @@ def _buffers(schedule: Schedule, receives_ahead: int) -> Floats:
 
 @once_for_each
 def _moments(schedule: Schedule) -> list[Floats]:
-    """Of each rank, how many microbatches each stage has saved, (moments, stages), at the moments when no other has as
-    many of each."""
+    """Of each rank, of how many microbatches its stages keep something between two actions, at the moments when no
+    other has as many of each: (moments, stages with what F saved, stages with what W reads, boundaries behind which a
+    gradient is kept)."""
     arrays = schedule.arrays
     rows = []
     for first, last in pairwise(arrays.bounds):
         kind, stage = arrays.kind[first:last, None], arrays.stage[first:last, None] == np.arange(schedule.stages)
-        saved = np.cumsum((kind == F) & stage & schedule.has_backward, axis=0)
-        freed = ((kind == W) | (kind == B)) & stage
-        rows.append(_largest(np.unique(saved - np.cumsum(freed, axis=0) + freed, axis=0)))
+        forwards, parted, done = (np.cumsum(np.isin(kind, kinds) & stage, axis=0) for kinds in ((F,), (I, B), (B, W)))
+        if not schedule.has_backward:
+            forwards = np.zeros_like(forwards)
+        saved, weights = forwards - parted, parted - done
+        gradients = np.zeros((len(kind), schedule.stages - 1), np.int64)
+        gradients[:, :1] = weights[:, :1]
+        saved[:, 0] += weights[:, 0]
+        weights[:, 0] = 0
+        rows.append(_largest(np.unique(np.concatenate([saved, weights, gradients], axis=1), axis=0)))
     return rows
 
 

@@ -12,18 +12,18 @@ from pipegraph.planner.solver.memory import Memory
 from pipegraph.planner.solver.pool import EQUAL, Pool
 from pipegraph.planner.solver.search import even_cuts, search
 from pipegraph.planner.solver.space import Space
-from pipegraph.planner.solver.sums import PARAMETERS, SAVED, Integers, Sums
+from pipegraph.planner.solver.sums import HELD, SAVED, Integers, Sums
 
 MemoryOf = Callable[[int], Memory]
 """Of the same schedule with so many stages. Raises ScheduleError or PlanError where that is none."""
 
 
 class MemoryShortage(PlanError):
-    """No cuts fit into the memory. ``needed``: the bytes of the fullest rank for those that need the least."""
+    """No cuts fit into the memory. ``needed``: the bytes of the fullest rank for ``cuts``, which need the least."""
 
-    def __init__(self, message: str, needed: int) -> None:
+    def __init__(self, message: str, needed: int, cuts: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.needed = needed
+        self.needed, self.cuts = needed, tuple(cuts)
 
 
 _LOOK = 0.1  # of the effort, for each other number of stages
@@ -45,13 +45,13 @@ def fitting(
     lines = [_what_would_do(memory, needed, bound), _what_it_is(memory, cuts)]
     if memory_of is not None:
         lines += _with_more_stages(sums, memory, effort, memory_of)
-    raise MemoryShortage("\n".join(lines), math.ceil(needed))
+    raise MemoryShortage("\n".join(lines), math.ceil(needed), cuts.tolist())
 
 
 def _least(sums: Sums, memory: Memory, effort: float) -> tuple[Integers, float, float]:
     """The cuts that need the least memory, how much, and what no cuts need less than."""
     pool = Pool(memory, lambda cuts: np.ones(len(cuts), bool), kept=1)
-    starts = [even_cuts(sums, memory.stages, [quantity]) for quantity in (PARAMETERS, SAVED)]
+    starts = [even_cuts(sums, memory.stages, [quantity]) for quantity in (HELD, SAVED)]
     bound = search(pool, Space.every(sums.segments, memory.stages), starts, effort)
     return pool.first, pool.best, bound
 
@@ -73,9 +73,9 @@ def _what_it_is(memory: Memory, cuts: Integers) -> str:
     state, saved, buffers = (part[:, 0] for part in memory.parts(cuts[None]))
     rank = memory.fullest(cuts)
     return (
-        f"Of that, rank {rank} needs {size(state[rank])} for parameters, gradients and optimizer state, "
+        f"Of that, rank {rank} needs {size(state[rank])} for parameters, buffers, gradients and optimizer state, "
         f"{size(saved[rank])} for saved activations, which recompute or smaller microbatches make less, and "
-        f"{size(buffers[rank])} for receive buffers."
+        f"{size(buffers[rank])} for receive buffers. What a kernel needs while it runs comes on top."
     )
 
 
@@ -104,3 +104,12 @@ def size(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} GiB"
+
+
+def limit_for(needed: int) -> str:
+    """The least that an option takes, in four digits, and does for so many bytes: ``79.21GiB``."""
+    unit, name, count = 2**20, "MiB", max(needed, 2**20)
+    if count >= 2**30:
+        unit, name = 2**30, "GiB"
+    step = 10 ** max(0, 4 - len(str(count // unit)))
+    return f"{-(-count * step // unit) / step:.10g}{name}"

@@ -14,10 +14,9 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Allowed = NDArray[np.bool_]
 
-FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, PARAMETERS = range(5)
+FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, HELD, TRAINED = QUANTITIES = range(7)
+"""What adds up over the segments of a stage; ``HELD`` are the bytes of parameters, buffers and constants."""
 TIMES = FORWARD, INPUT_GRAD, WEIGHT_GRAD
-QUANTITIES = "forward", "input_grad", "weight_grad", "saved_bytes", "parameter_bytes"
-"""Fields of a segment that add up over the segments of a stage."""
 
 
 class Piece(NamedTuple):
@@ -40,12 +39,10 @@ class Sums:
     """
 
     def __init__(self, costs: Sequence[SegmentCost]) -> None:
-        figures = np.array([[getattr(cost, name) for cost in costs] for name in QUANTITIES], np.float64)
+        figures = np.array([_quantities(cost) for cost in costs], np.float64).T
         self.segments = len(costs)
         self.before: Floats = np.pad(np.cumsum(figures, axis=1), ((0, 0), (1, 0)))
-        crossing = np.array([0, *(cost.boundary_bytes for cost in costs[:-1]), 0], np.float64)
-        # A message of no bytes among others would take no turn on its link in `simulate`, and takes one when it is run.
-        self.crossing: Floats = crossing.clip(min=1.0) if crossing.any() else crossing
+        self.crossing: Floats = np.array([0, *(cost.boundary_bytes for cost in costs[:-1]), 0], np.float64)
 
     def edges(self, cuts: Integers) -> Integers:
         """The cuts with the two ends of the chain: (candidates, stages + 1)."""
@@ -62,3 +59,16 @@ class Sums:
         behind = weights.T @ self.before[: len(weights)]  # what a stage would have that reached up to each position
         table = behind[:-1] - behind[1:] + crossing[:, None] * self.crossing
         return Piece(table, constant + float(behind[-1, -1]))
+
+
+def _quantities(cost: SegmentCost) -> tuple[float, ...]:
+    """In the order of `QUANTITIES`."""
+    return (
+        cost.forward,
+        cost.input_grad,
+        cost.weight_grad,
+        cost.saved_bytes,
+        cost.saved_bytes if cost.weight_saved_bytes is None else cost.weight_saved_bytes,
+        cost.parameter_bytes + cost.buffer_bytes,
+        cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes,
+    )
