@@ -18,7 +18,7 @@ from pipegraph.cli.options import (
     ModelArgument,
     SequenceOption,
 )
-from pipegraph.cli.output import print_grid, print_json, write_whole
+from pipegraph.cli.output import check_target, print_grid, print_json, write_target
 from pipegraph.cli.parsing import parse_names, parse_numbers
 from pipegraph.cli.progress import held_back, progress
 
@@ -51,6 +51,7 @@ def plan(
     ] = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE even if it is no plan.")] = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -69,10 +70,11 @@ def plan(
         from pipegraph.planner.aim import Aim
         from pipegraph.planner.compare import candidates, compare_model
         from pipegraph.planner.plan import plan_of
-        from pipegraph.planner.plan_file import PlanFile
+        from pipegraph.planner.plan_file import PlanFile, is_plan
         from pipegraph.report.plan import compared, comparison_dict, explained
         from pipegraph.report.steps import loss_and_target
 
+        check_target(out, overwrite, ours=is_plan)
         plans = candidates(ranks, names, counts, chunks, parse_names(recompute))
         profile = Hardware.load(hardware)
         source = load(model, weights=False, batch=batch, seq=seq)
@@ -89,12 +91,11 @@ def plan(
     with progress("comparing plans") as say:
         comparison = compare_model(captured, replace(aim, progress=say), ranks, plans)
         best = plan_of(comparison.best)
-    if out is not None:
-        write_whole([(out, PlanFile.of(best).to_json())])
     if json:
         print_json(comparison_dict(comparison, best))
-        return
-    print(f"{compared(comparison)}\n")
-    print_grid(lambda width, coloured: explained(best, coloured))
-    if out is not None:
+    else:
+        print(f"{compared(comparison)}\n")
+        print_grid(lambda width, coloured: explained(best, coloured))
+    write_target(out, PlanFile.of(best).to_json())
+    if out is not None and not json:
         print(f"wrote {out}")

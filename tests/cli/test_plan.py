@@ -34,6 +34,43 @@ def test_plan_then_split(pipegraph: Command, tmp_path: Path) -> None:
     assert "The plan is of a Chain, and this model is a UNet" in other.err
 
 
+def test_only_a_plan_is_replaced(pipegraph: Command, tmp_path: Path) -> None:
+    file, plan = tmp_path / "model.py", ("plan", CHAIN, "--ranks", 2, *QUICK)
+    file.write_text("precious")
+    done = pipegraph(*plan, "-o", file)
+    assert (done.code, done.out, file.read_text()) == (2, "", "precious")
+    assert done.err == f"error: {file} exists already.\nTry: --overwrite, or another name for -o.\n"
+    assert pipegraph(*plan, "-o", file, "--overwrite").code == 0
+    assert pipegraph(*plan, "-o", file).code == 0  # which is a plan now
+    assert pipegraph(*plan, "-o", tmp_path / "new/folder/plan.json").code == 0
+    assert (tmp_path / "new/folder/plan.json").read_text() == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("out", "said"), [("/proc/plan.json", "it is no regular file"), ("README.md/plan.json", "is a file, not a folder")]
+)
+def test_where_no_plan_can_be_written_nothing_is_searched(
+    pipegraph: Command, monkeypatch: pytest.MonkeyPatch, out: str, said: str
+) -> None:
+    monkeypatch.setattr("pipegraph.graph.capture.capture", None)
+    done = pipegraph("plan", CHAIN, "--ranks", 2, "-o", out)
+    assert (done.code, done.out) == (2, "")
+    assert f"{out} cannot be written: " in done.err and said in done.err
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("/proc/foo", "/proc/foo cannot be written: /proc takes no new folder"),
+        ("README.md/x", "README.md is a file, not a folder"),
+    ],
+)
+def test_where_no_package_can_be_written(pipegraph: Command, out: str, said: str) -> None:
+    done = pipegraph("split", CHAIN, "--points", "layers.2", "-o", out)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err and "Errno" not in done.err and "/.foo-" not in done.err
+
+
 def test_plan_json(pipegraph: Command) -> None:
     result = json.loads(pipegraph("plan", CHAIN, "--ranks", 2, *QUICK, "--json").out)
     assert result["schema_version"] == 1
@@ -124,8 +161,9 @@ def test_show_of_a_plan_by_weight(pipegraph: Command, tmp_path: Path) -> None:
     assert "stage 1 begins at layers.2: stages 0 and 1 take 144 parameters and 162 parameters" in shown
 
 
-PLAN = {
-    "schema_version": 1, "model": {"class": "Chain", "parameters": 306}, "points": ["layers.2"], "balance": "time",
+PLAN: dict[str, Any] = {
+    "schema_version": 1, "model": {"class": "Chain", "parameters": 306},
+    "inputs": [{"name": "x", "shape": [4, 8], "dtype": "float32"}], "points": ["layers.2"], "balance": "time",
     "recompute": "none", "hardware": "cpu", "unit": "s", "schedule": "1f1b", "placement": [0, 1], "microbatches": 4,
     "value": 1.0, "lower_bound": None, "memory": [1, 1],
     "costs": [
@@ -143,10 +181,22 @@ PLAN = {
         (b"\xff\xfe\x00", 2, "is no plan"),
         (b"[1, 2]", 2, "is no plan: it has no schema_version"),
         ({"schema_version": 99}, 2, "has schema_version 99; this pipegraph reads up to 1"),
-        ({"points": []}, 2, "2 stages have one point less"),
-        ({"costs": "dear"}, 2, "has not the form of a plan"),
-        ({"microbatches": "many"}, 2, "has not the form of a plan"),
-        ({"points": ["layers.9"]}, 3, "layers.9"),
+        ({"points": []}, 2, "2 stages in costs have one point less"),
+        ({"costs": "dear"}, 2, 'is damaged: costs is "dear": it must be a list'),
+        ({"microbatches": "many"}, 2, 'microbatches is "many": it must be a whole number'),
+        ({"microbatches": 0}, 2, "microbatches is 0: it must be 1 or more"),
+        ({"value": "1.0"}, 2, 'value is "1.0": it must be a number'),
+        ({"value": float("nan")}, 2, "NaN is no figure"),
+        ({"value": -1}, 2, "value is -1: it must be 0 or more"),
+        ({"lower_bound": 2.0}, 2, "lower_bound is more than value"),
+        ({"recompute": "all"}, 2, 'must be "none" or "min-cut" or "block"'),
+        ({"schedule": "1f1c"}, 2, 'There is no schedule "1f1c". Did you mean "1f1b"?'),
+        ({"placement": [0, 7]}, 2, "the placement of 1f1b on 2 ranks is [0, 1], not [0, 7]"),
+        ({"memory": [1, 1, 1]}, 2, "is damaged: 1f1b has 2 stages on 2 ranks, not on 3"),
+        ({"unit": "miles"}, 2, 'the unit of the balance time is s, not "miles"'),
+        ({"cuts": []}, 2, "cuts are at other points"),
+        ({"inputs": [{"name": "x", "shape": [2, 8], "dtype": "float32"}]}, 3, "is for the inputs x float32[2, 8], and"),
+        ({"points": ["layers.9"], "cuts": [{**PLAN["cuts"][0], "point": "layers.9"}]}, 3, "layers.9"),
         ({"model": {"class": "Chain", "parameters": 307}}, 3, "with 307 parameters, and this one has 306"),
         ({"model": {"class": "Train", "parameters": 306}}, 3, "is of a Train, and this model is a Chain"),
     ],

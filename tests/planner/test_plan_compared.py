@@ -100,7 +100,7 @@ def test_the_file_of_a_plan(tmp_path: Path) -> None:
         ("[]", "has no schema_version"),
         ('{"schema_version": 1}', "no points"),
         ('{"schema_version": 2, "points": []}', "reads up to 1"),
-        ('{"schema_version": 1, "points": []}', "has not the form of a plan: KeyError"),
+        ('{"schema_version": 1, "points": []}', "is damaged: it lacks model, inputs"),
     ],
 )
 def test_what_is_no_plan(tmp_path: Path, text: str, message: str) -> None:
@@ -116,5 +116,5 @@ def test_a_plan_with_a_point_too_few(tmp_path: Path) -> None:
     made = PlanFile.of(pipegraph.plan(MODEL, stages=2, hardware=MACHINE))
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(made.to_dict() | {"points": []}))
-    with pytest.raises(SourceError, match="2 stages have one point less"):
+    with pytest.raises(SourceError, match="2 stages in costs have one point less"):
         PlanFile.read(file)
