@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipegraph.cli.devices import check_device
 from pipegraph.cli.options import DebugOption, JsonOption
 from pipegraph.cli.output import check_target, print_json, write_target
 from pipegraph.cli.progress import progress
@@ -38,16 +39,8 @@ def calibrate(
 
     The profile is what `--hardware` takes elsewhere. A machine that does other work at the time is measured slower.
     """
-    if device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda.", param_hint="--device")
+    check_device(device, ranks)
     check_target(out, overwrite)
-    import torch
-
-    if device == "cuda" and torch.cuda.device_count() < ranks:
-        raise typer.BadParameter(
-            f"{ranks} ranks need a GPU each, and there are {torch.cuda.device_count()} here. Try --device cpu.",
-            param_hint="--device",
-        )
     with progress("measuring this machine"):
         from pipegraph.cost.calibrate import calibrate as measure
         from pipegraph.report.hardware import described

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pipegraph.cli.devices import check_device
 from pipegraph.cli.options import (
     BatchOption,
     DebugOption,
@@ -60,8 +61,10 @@ def plan(
         raise typer.BadParameter(
             f"{balance!r} is neither time nor measured; split takes the others.", param_hint="--balance"
         )
-    names = None if schedule is None else parse_names(schedule)
-    counts, chunks = (None if text is None else parse_numbers(text) for text in (microbatches, stages_per_rank))
+    names = None if schedule is None else parse_names(schedule, "--schedule")
+    counts = None if microbatches is None else parse_numbers(microbatches, "--microbatches")
+    chunks = None if stages_per_rank is None else parse_numbers(stages_per_rank, "--stages-per-rank")
+    check_device(device)
     with progress(f"loading {model}"):
         from pipegraph.cost.hardware import Hardware
         from pipegraph.cost.measure import Setting
@@ -75,7 +78,7 @@ def plan(
         from pipegraph.report.steps import loss_and_target
 
         check_target(out, overwrite, ours=is_plan)
-        plans = candidates(ranks, names, counts, chunks, parse_names(recompute))
+        plans = candidates(ranks, names, counts, chunks, parse_names(recompute, "--recompute"))
         profile = Hardware.load(hardware)
         source = load(model, weights=False, batch=batch, seq=seq)
         aim = Aim(

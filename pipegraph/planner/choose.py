@@ -152,11 +152,11 @@ def _neighbours(choice: Choice) -> list[Choice]:
     return [other for other in moved if other is not None and other.fits]
 
 
-def given(costs: Costs, aim: Aim, cuts: Sequence[int]) -> Choice:
-    """Given cuts. Raises MemoryShortage where they do not fit."""
+def given(costs: Costs, aim: Aim, cuts: Sequence[int], instead: str) -> Choice:
+    """Given cuts. Raises MemoryShortage where they do not fit, which says what to do ``instead``."""
     choice = evaluate(costs, aim, tuple(cuts), aim.arrange(len(cuts) + 1))
     if not choice.fits:
-        raise _too_full(choice, "These cuts do not fit into the memory", f"--stages {len(cuts) + 1} in place of points")
+        raise _too_full(choice, "These cuts do not fit into the memory", instead)
     return choice
 
 

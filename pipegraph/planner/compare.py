@@ -11,6 +11,7 @@ from pipegraph.errors import PlanError, ScheduleError
 from pipegraph.graph.captured import Captured
 from pipegraph.kernels.make import RECOMPUTE
 from pipegraph.planner.aim import Aim
+from pipegraph.planner.arguments import check_recompute
 from pipegraph.planner.choose import Choice, choose, evaluate, settle
 from pipegraph.planner.costs import Costs
 from pipegraph.planner.evaluate import improve
@@ -71,8 +72,10 @@ def candidates(
     By default: every schedule with a backward; 2 and 4 microbatches for each rank; schedules that can have any number
     of stages on a rank with their own (1 or 2), and with 4 while that makes no more than 32 stages.
 
-    Raises ScheduleError for a name that is none.
+    Raises ScheduleError for a schedule, and ArgumentError for a recompute that there is not.
     """
+    for each in recompute:
+        check_recompute(each)
     chosen = [find(name) for name in schedules or names() if schedules or name not in ("forward",)]
     found = []
     for recipe in chosen:

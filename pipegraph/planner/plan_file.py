@@ -12,9 +12,11 @@ from pipegraph.cost.price import UNITS
 from pipegraph.cost.schema import SchemaError, check_schema, parse
 from pipegraph.errors import PipegraphError, PlanError, SourceError
 from pipegraph.graph.captured import Captured
+from pipegraph.planner.arguments import UNIFORM, check_balance
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.prediction import Prediction
 from pipegraph.planner.solver.arrange import arrange
+from pipegraph.planner.solver.shortage import MemoryShortage, size
 
 SCHEMA_VERSION = 1
 
@@ -88,10 +90,11 @@ class PlanFile:
             said = str(error).replace("\n", " ").rstrip(".")
             raise SourceError(f"The plan {file} is damaged: {said}.\n{again}") from None
 
-    def apply(self, captured: Captured) -> Plan:
+    def apply(self, captured: Captured, memory_bytes: int | None = None) -> Plan:
         """Cut a model where the file says.
 
-        Raises PlanError where the plan is of another model.
+        Raises PlanError where the plan is of another model or other inputs, and MemoryShortage where a rank needs more
+        than ``memory_bytes``.
         """
         problem, instead = "", "pipegraph plan with this model, or --stages"
         if captured.model_name != self.model_class:
@@ -103,6 +106,13 @@ class PlanFile:
             instead = "the same inputs (--batch and --seq for hf: models), or pipegraph plan with these"
         if problem:
             raise PlanError(f"The plan {problem}.\nTry: {instead}.")
+        peak = self.prediction.peak
+        if memory_bytes is not None and peak > memory_bytes:
+            raise MemoryShortage(
+                f"The plan needs {size(peak)} on its fullest rank, and {size(memory_bytes)} are there.\n"
+                "Try: pipegraph plan with this --memory.",
+                peak,
+            )
         made = plan(captured, points=self.points) if self.points else plan(captured, stages=1, balance="uniform")
         return made.predicted(self.prediction)
 
@@ -123,7 +133,8 @@ def _read(found: Mapping[str, Any]) -> PlanFile:
     """A plan that the schema has passed. Raises PipegraphError where its parts do not belong together."""
     prediction, points = Prediction.from_json(found), tuple(found["points"])
     stages, ranks = len(prediction.stages), len(prediction.memory)
-    unit = UNITS.get(prediction.balance.partition(":")[0])
+    check_balance(prediction.balance)
+    unit = "s" if prediction.balance == UNIFORM else UNITS[prediction.balance.partition(":")[0]]
     if len(points) + 1 != stages:
         raise SchemaError(f"{stages} stages in costs have one point less, and there are {len(points)} points")
     if tuple(cut.point for cut in prediction.cuts) != points:

@@ -71,6 +71,26 @@ def test_where_no_package_can_be_written(pipegraph: Command, out: str, said: str
     assert said in done.err and "Errno" not in done.err and "/.foo-" not in done.err
 
 
+def test_a_plan_with_a_limit_is_checked(pipegraph: Command, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(PLAN | {"memory": [2**30, 2**21]}))
+    done = pipegraph("split", CHAIN, "--plan", file, "--memory", "1GB", "--dry-run")
+    assert (done.code, done.out) == (3, "")
+    assert "The plan needs 1 GiB on its fullest rank, and 953.7 MiB are there" in done.err
+    assert pipegraph("split", CHAIN, "--plan", file, "--memory", "1GiB", "--dry-run").code == 0
+
+
+def test_points_are_predicted_for_what_is_named(pipegraph: Command) -> None:
+    split = "split", CHAIN, "--points", "layers.2", "--dry-run"
+    assert "predicted" not in pipegraph(*split).out
+    for option in (("--schedule", "zb-h1"), ("--microbatches", 4), ("--recompute", "none"), ("--memory", "1GiB")):
+        assert "predicted" in pipegraph(*split, *option).out
+    four = pipegraph(
+        "split", CHAIN, "--stages", 4, "--ranks", 1, "--schedule", "interleaved-1f1b", "--json", "--dry-run"
+    )
+    assert json.loads(four.out)["plan"]["placement"] == [0, 0, 0, 0]
+
+
 def test_plan_json(pipegraph: Command) -> None:
     result = json.loads(pipegraph("plan", CHAIN, "--ranks", 2, *QUICK, "--json").out)
     assert result["schema_version"] == 1
@@ -106,16 +126,22 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         (("split", CHAIN, "--stages", 2, "--memory", "-1"), 2, "no size of memory"),
         (("split", CHAIN, "--stages", 2, "--plan", "plan.json"), 2, "--points layers.4"),
         (("split", CHAIN, "--plan", "no_plan.json"), 2, "The plan no_plan.json cannot be read"),
-        (("split", CHAIN, "--stages", 2, "--balance", "layers"), 3, "Stages cannot be balanced by"),
+        (("split", CHAIN, "--stages", 2, "--balance", "layers"), 2, "Stages cannot be balanced by"),
         (("split", CHAIN, "--stages", 2, "--balance", "type:Conv"), 3, "Linear"),
         (("split", CHAIN, "--stages", 2, "--hardware", "h1000"), 2, 'Did you mean "h100"'),
         (("split", CHAIN, "--stages", 2, "--schedule", "zb-q"), 2, "zb-"),
+        (("split", "none.py", "--stages", 2, "--balance", "tyme"), 2, 'Did you mean "time"?'),
+        (("split", "none.py", "--stages", 2, "--recompute", "blocks"), 2, 'Did you mean "block"?'),
+        (("split", "none.py", "--stages", 2, "--hardware", "h10"), 2, 'Did you mean "h100"?'),
+        (("split", CHAIN, "--stages", 2, "--device", "gpu"), 2, 'neither cpu nor cuda. Did you mean "cuda"?'),
+        (("plan", CHAIN, "--ranks", 2, "--device", "gpu"), 2, 'neither cpu nor cuda. Did you mean "cuda"?'),
+        (("split", CHAIN, "--points", "layers.2,head", "--schedule", "zb-v"), 3, "2 stages"),
         (("plan", CHAIN, "--ranks", 0), 2, "--ranks"),
         (("plan", CHAIN), 2, "--ranks"),
         (("plan", CHAIN, "--ranks", 2, "--microbatches", "4,x"), 2, "no whole numbers from 1 on"),
         (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1b,"), 2, "empty name"),
         (("plan", CHAIN, "--ranks", 2, "--balance", "flops"), 2, "neither time nor measured"),
-        (("plan", CHAIN, "--ranks", 2, "--recompute", "all"), 3, 'recompute cannot be "all"'),
+        (("plan", CHAIN, "--ranks", 2, "--recompute", "all"), 2, 'recompute cannot be "all"'),
         (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "the model can be cut into 5 segments"),
         (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "Try: fewer --ranks, or another --schedule"),
         (("plan", CHAIN, "--ranks", 2, "--schedule", "zb-v", "--microbatches", "1"), 3, "full pipeline"),
@@ -126,8 +152,12 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         (("split", CHAIN, "--stages", 6), 3, "can be cut into 5 segments, which is too few for 6 stages"),
         (("split", CHAIN, "--stages", 2, "--schedule", "zb-v", "--microbatches", 8, "--points", "head"), 2, "not both"),
         (("split", CHAIN, "--points", "head", "--balance", "flops"), 2, "flops chooses points, and they were given"),
-        (("split", CHAIN, "--plan", "plan.json", "--memory", "1GiB"), 2, "leave out --memory, or --plan"),
-        (("split", CHAIN, "--plan", "plan.json", "--microbatches", 8), 2, "leave out --microbatches, or --plan"),
+        (("split", CHAIN, "--plan", "x.json", "--device", "cpu", "--ranks", 2), 2, "leave out --ranks, --device; or"),
+        (
+            ("split", CHAIN, "--plan", "plan.json", "--microbatches", 8),
+            2,
+            "leave out --microbatches; or leave out --plan",
+        ),
     ],
 )
 def test_bad_input(pipegraph: Command, arguments: tuple[object, ...], code: int, said: str) -> None:
@@ -238,6 +268,6 @@ def test_a_profile_with_missing_or_absurd_figures(
     [("80GiB", 80 * 2**30), ("16GB", 16 * 10**9), ("500MB", 5 * 10**8), ("1.5 gib", 3 * 2**29), ("2000000", 2_000_000)],
 )
 def test_sizes(text: str, size: int) -> None:
-    from pipegraph.cli.parsing import parse_bytes
+    from pipegraph.planner.arguments import parse_bytes
 
     assert parse_bytes(text) == size
