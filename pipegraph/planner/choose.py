@@ -13,6 +13,7 @@ from pipegraph.planner.costs import Costs
 from pipegraph.planner.evaluate import memory_of, seconds_of, times_of
 from pipegraph.planner.prediction import Cut, Neighbour, Prediction, StagePrediction, rounded
 from pipegraph.planner.solve import Solution
+from pipegraph.planner.solver.even import evenest
 from pipegraph.planner.solver.shortage import MemoryShortage, size
 from pipegraph.schedule import Schedule
 
@@ -78,6 +79,7 @@ class Choice:
             placement=self.schedule.placement,
             microbatches=self.schedule.microbatches,
             value=rounded(self.value),
+            places=len(chain.segments) - 1,
             lower_bound=bound,
             memory=self.memory,
             stages=tuple(
@@ -130,12 +132,21 @@ def choose(costs: Costs, aim: Aim, stages: int) -> Choice:
         ]
         fitting = [choice for choice in found if choice.fits]
         if fitting:
-            return min(fitting, key=lambda choice: choice.value)
+            return _even(min(fitting, key=lambda choice: choice.value), solution)
         figures = zip(aim.limits(solution.schedule.ranks), found[0].memory, solution.memory, strict=True)
         room = [max(0.0, limit - max(0, exact - added)) for limit, exact, added in figures]
     raise _too_full(
         found[0], "No cuts that were found fit into the memory, with what several stages hold", "more stages"
     )
+
+
+def _even(best: Choice, solution: Solution) -> Choice:
+    """Where a weight is balanced, the most even of the cuts that are as good."""
+    if best.aim.timed:
+        return best
+    cuts = evenest(best.costs.segments, best.schedule.stages, solution.value)
+    even = evaluate(best.costs, best.aim, cuts, best.schedule, solution)
+    return even if even.fits and even.value <= best.value else best
 
 
 def settle(choice: Choice) -> Choice:

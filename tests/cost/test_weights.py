@@ -115,7 +115,8 @@ def test_type_cuts_where_a_matching_module_begins_however_deep() -> None:
     [
         ("type:Conv", r"type:Conv matches no module that Decoder calls.*matches one of Block, Embedding, .*Linear"),
         ("type:blok", 'Did you mean "Block"'),
-        ("type:(", r"is no regular expression: .*\nTry: type:layer."),
+        ("type:(", r"is no regular expression: .*\nTry: type:[A-Z]"),
+        ("type:Lin[", "Try: type:Linear"),
         ("type:", "cannot be balanced by"),
         ("type", "type:REGEX"),
         ("flop", 'Did you mean "flops"'),

@@ -89,6 +89,19 @@ def test_any_option_of_a_step_asks_for_a_prediction(option: dict[str, Any]) -> N
     assert made is not None and (made.balance, made.unit, made.cuts[0].point) == ("uniform", "s", "4")
 
 
+def test_of_equal_weights_the_most_even_are_taken() -> None:
+    class Wide(nn.Linear):
+        pass
+
+    def layers(*wide: int) -> nn.Module:
+        return nn.Sequential(*(Wide(16, 16) if each else nn.Linear(16, 16) for each in wide))
+
+    captured = pipegraph.capture(layers(0, 0, 1, 1, 0, 1, 1, 0), (torch.ones(4, 16),))
+    made = pipegraph.plan(captured, stages=3, balance="type:Wide", hardware=MACHINE)
+    assert [stage.forward for stage in made.prediction.stages] == [1, 1, 2]  # type: ignore[union-attr]
+    assert [str(point) for point in made.points] == ["3", "5"]  # 3, 2 and 3 layers
+
+
 def test_what_equal_segments_lack() -> None:
     assert plan(stages=2, memory_bytes="80GiB").prediction == plan(stages=2, memory_bytes=80 * 2**30).prediction
     with pytest.raises(MemoryShortage, match="or --balance time"):
