@@ -37,7 +37,7 @@ def plan(**options: Any) -> Any:
         ({"balance": "parameters"}, ["6"]),
         ({"balance": "memory"}, ["6"]),
         ({"balance": "uniform"}, ["4"]),
-        ({"balance": "type:^linear$"}, ["3"]),
+        ({"balance": "type:^linear$"}, ["4"]),
     ],
 )
 def test_two_stages(options: dict[str, Any], points: list[str]) -> None:
