@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from pipegraph.cli.devices import check_device
 from pipegraph.cli.options import DebugOption, JsonOption
-from pipegraph.cli.output import print_json, write_whole
+from pipegraph.cli.output import check_target, print_json, write_target
 from pipegraph.cli.progress import progress
-from pipegraph.errors import PipegraphError
 
 
 def calibrate(
@@ -39,37 +39,17 @@ def calibrate(
 
     The profile is what `--hardware` takes elsewhere. A machine that does other work at the time is measured slower.
     """
-    if device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda.", param_hint="--device")
-    _check_out(out, overwrite)
-    import torch
-
-    if device == "cuda" and torch.cuda.device_count() < ranks:
-        raise typer.BadParameter(
-            f"{ranks} ranks need a GPU each, and there are {torch.cuda.device_count()} here. Try --device cpu.",
-            param_hint="--device",
-        )
+    check_device(device, ranks)
+    check_target(out, overwrite)
     with progress("measuring this machine"):
         from pipegraph.cost.calibrate import calibrate as measure
         from pipegraph.report.hardware import described
 
         hardware = measure(device, threads, ranks, name=out.stem if out is not None else "here")
-        text = hardware.to_json()
-    if out is not None:
-        write_whole([(out, text)])
     if json:
         print_json({key: value for key, value in hardware.as_dict().items() if key != "schema_version"})
-        return
-    print(described(hardware))
-    if out is not None:
+    else:
+        print(described(hardware), flush=True)
+    write_target(out, hardware.to_json())  # behind the table, which no full disk may cost
+    if out is not None and not json:
         print(f"\nwrote {out}")
-
-
-def _check_out(out: Path | None, overwrite: bool) -> None:
-    """Refuse before a minute of measuring, not behind it."""
-    if out is None:
-        return
-    if not out.absolute().parent.is_dir():
-        raise PipegraphError(f"{out} cannot be written: there is no folder {out.parent}.")
-    if out.exists() and not overwrite:
-        raise PipegraphError(f"{out} exists already.\nTry: --overwrite, or another name for -o.")

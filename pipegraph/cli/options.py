@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipegraph.cli.parsing import parse_bytes
+from pipegraph.cli.parsing import parse_memory
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="file.py, file.py:NAME, or hf:DIR_OR_CONFIG.json.", show_default=False)
@@ -42,7 +42,7 @@ MicrobatchesOption = Annotated[
 MemoryOption = Annotated[
     int | None,
     typer.Option(
-        metavar="SIZE", parser=parse_bytes, show_default=False, help="What a rank has: 80GiB, 16GB, 500MB, bytes."
+        metavar="SIZE", parser=parse_memory, show_default=False, help="What a rank has: 80GiB, 16GB, 500MB, bytes."
     ),
 ]
 HardwareOption = Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pipegraph.cli.devices import check_device
 from pipegraph.cli.options import (
     BatchOption,
     DebugOption,
@@ -18,7 +19,7 @@ from pipegraph.cli.options import (
     ModelArgument,
     SequenceOption,
 )
-from pipegraph.cli.output import print_grid, print_json, write_whole
+from pipegraph.cli.output import check_target, print_grid, print_json, write_target
 from pipegraph.cli.parsing import parse_names, parse_numbers
 from pipegraph.cli.progress import held_back, progress
 
@@ -51,6 +52,7 @@ def plan(
     ] = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE even if it is no plan.")] = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -59,8 +61,10 @@ def plan(
         raise typer.BadParameter(
             f"{balance!r} is neither time nor measured; split takes the others.", param_hint="--balance"
         )
-    names = None if schedule is None else parse_names(schedule)
-    counts, chunks = (None if text is None else parse_numbers(text) for text in (microbatches, stages_per_rank))
+    names = None if schedule is None else parse_names(schedule, "--schedule")
+    counts = None if microbatches is None else parse_numbers(microbatches, "--microbatches")
+    chunks = None if stages_per_rank is None else parse_numbers(stages_per_rank, "--stages-per-rank")
+    check_device(device)
     with progress(f"loading {model}"):
         from pipegraph.cost.hardware import Hardware
         from pipegraph.cost.measure import Setting
@@ -69,11 +73,12 @@ def plan(
         from pipegraph.planner.aim import Aim
         from pipegraph.planner.compare import candidates, compare_model
         from pipegraph.planner.plan import plan_of
-        from pipegraph.planner.plan_file import PlanFile
+        from pipegraph.planner.plan_file import PlanFile, is_plan
         from pipegraph.report.plan import compared, comparison_dict, explained
         from pipegraph.report.steps import loss_and_target
 
-        plans = candidates(ranks, names, counts, chunks, parse_names(recompute))
+        check_target(out, overwrite, ours=is_plan)
+        plans = candidates(ranks, names, counts, chunks, parse_names(recompute, "--recompute"))
         profile = Hardware.load(hardware)
         source = load(model, weights=False, batch=batch, seq=seq)
         aim = Aim(
@@ -89,12 +94,11 @@ def plan(
     with progress("comparing plans") as say:
         comparison = compare_model(captured, replace(aim, progress=say), ranks, plans)
         best = plan_of(comparison.best)
-    if out is not None:
-        write_whole([(out, PlanFile.of(best).to_json())])
     if json:
         print_json(comparison_dict(comparison, best))
-        return
-    print(f"{compared(comparison)}\n")
-    print_grid(lambda width, coloured: explained(best, coloured))
-    if out is not None:
+    else:
+        print(f"{compared(comparison)}\n")
+        print_grid(lambda width, coloured: explained(best, coloured))
+    write_target(out, PlanFile.of(best).to_json())
+    if out is not None and not json:
         print(f"wrote {out}")

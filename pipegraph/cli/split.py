@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipegraph.cli.devices import check_device
 from pipegraph.cli.options import (
     BatchOption,
     DebugOption,
@@ -20,7 +21,7 @@ from pipegraph.cli.options import (
 from pipegraph.cli.output import print_json
 from pipegraph.cli.progress import held_back, progress
 
-_OF_A_SEARCH = ("balance", "schedule", "microbatches", "memory", "hardware", "recompute")
+_OF_A_SEARCH = ("balance", "schedule", "microbatches", "ranks", "hardware", "recompute", "device")
 
 
 def split(
@@ -53,6 +54,15 @@ def split(
     ] = None,
     schedule: ScheduleOption = "1f1b",
     microbatches: Annotated[int, typer.Option(metavar="M", min=1, help="Microbatches of a step.")] = 8,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Ranks, for schedules with any number of stages on a rank. [default: as the schedule has it]",
+        ),
+    ] = None,
     memory: MemoryOption = None,
     hardware: Annotated[
         str | None,
@@ -78,7 +88,11 @@ def split(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Split a model at the given points, or into so many stages, and write the stages as Python source."""
+    """Split a model at the given points, or into so many stages, and write the stages as Python source.
+
+    What a step takes is predicted with --stages; with --points, if --balance, --schedule, --microbatches, --memory,
+    --hardware or --recompute is given. With --plan, --memory checks that the plan fits.
+    """
     if sum(each is not None for each in (points, stages, plan_file)) != 1 or points == "":
         raise typer.BadParameter(
             "say where to cut: --points layers.4 (modules that start a stage), or --stages 2, and not both; or --plan "
@@ -88,7 +102,11 @@ def split(
     sources = {name: context.get_parameter_source(name) for name in _OF_A_SEARCH}
     given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
     if plan_file is not None and given:
-        raise typer.BadParameter(f"the plan says that already: leave out --{given[0]}, or --plan.", param_hint="--plan")
+        options = ", ".join(f"--{name}" for name in given)
+        raise typer.BadParameter(
+            f"a plan stays as it was made: leave out {options}; or leave out --plan.", param_hint="--plan"
+        )
+    check_device(device)
     if points is not None and balance not in (None, "time", "measured"):
         raise typer.BadParameter(
             f"{balance} chooses points, and they were given: give --stages instead, or --balance time, which tells "
@@ -98,9 +116,11 @@ def split(
     with progress(f"loading {model}"):
         from pipegraph.codegen.generate import generate
         from pipegraph.codegen.package_writer import write_package
+        from pipegraph.cost.hardware import Hardware
         from pipegraph.cost.measure import Setting
         from pipegraph.graph.capture import capture
         from pipegraph.graph.source import load
+        from pipegraph.planner.arguments import check_balance, check_recompute
         from pipegraph.planner.plan import plan
         from pipegraph.planner.plan_file import PlanFile
         from pipegraph.report.overview import manifest_dict
@@ -109,24 +129,28 @@ def split(
         from pipegraph.report.steps import loss_and_target
         from pipegraph.report.tables import one_line
 
+        check_balance(balance or "time")
+        check_recompute(recompute)
+        profile = None if hardware is None else Hardware.load(hardware)
         order, file = named_schedule(schedule), None if plan_file is None else PlanFile.read(plan_file)
         source = load(model, weights=weights and not dry_run, batch=batch, seq=seq)
     with progress(f"capturing {source.name}"), held_back(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)
     with progress("looking for the best cuts") as say:
         if file is not None:
-            planned = file.apply(captured)
+            planned = file.apply(captured, memory)
         else:
             planned = plan(
                 captured,
                 points=None if points is None else points.split(","),
                 stages=stages,
                 balance=balance,
-                schedule=order,
-                microbatches=microbatches,
+                schedule=order if "schedule" in given else None,
+                microbatches=microbatches if "microbatches" in given else None,
+                ranks=ranks,
                 memory_bytes=memory,
-                hardware=hardware,
-                recompute=recompute,
+                hardware=profile,
+                recompute=recompute if "recompute" in given else None,
                 loss=loss_and_target(source),
                 setting=Setting(device),
                 progress=say,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from pipegraph.cost.link import Link, Links
 from pipegraph.cost.ratio import UNCORRECTED, Ratio
+from pipegraph.cost.schema import SchemaError, check_schema, parse
 from pipegraph.cost.table import Table
 from pipegraph.errors import PipegraphError, nearest
 
@@ -24,7 +24,6 @@ OTHER = "other"
 """The element rate of operations that have none of their own."""
 
 _PROFILES = files("pipegraph.cost") / "profiles"
-_SCHEMA = files("pipegraph.cost") / "hardware.schema.json"
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,8 @@ class Hardware:
         if str(name) in cls.names():
             return cls.from_json((_PROFILES / f"{name}.json").read_text(encoding="utf-8"), where=f"{name}")
         file = Path(name)
-        if file.suffix != ".json" and not file.is_file():
-            raise PipegraphError(
-                f'No hardware profile is called "{name}".{nearest(str(name), cls.names())} There are: '
-                f"{', '.join(cls.names())}; or give a JSON file.\n"
-                f"Try: pipegraph calibrate -o hardware.json, which measures this machine."
-            )
+        if not file.is_file():
+            raise PipegraphError(_no_profile(file, cls.names()))
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -118,7 +113,7 @@ class Hardware:
     def from_json(cls, text: str, where: str = "this profile") -> Hardware:
         """Read a profile, and check it against ``hardware.schema.json``. ``where`` names it in errors."""
         try:
-            found = json.loads(text, parse_constant=_no_number)
+            found = parse(text)
         except ValueError as error:
             raise PipegraphError(f"{where} is no hardware profile: it is no JSON: {error}.") from None
         check(found, where)
@@ -176,38 +171,28 @@ class Hardware:
         return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text) + "\n"
 
 
+_MEASURE = "Try: pipegraph calibrate -o hardware.json, which measures this machine."
 _TRY = "Try: pipegraph calibrate -o hardware.json, which writes a whole profile."
 
 
 def check(found: Any, where: str) -> None:
     """PipegraphError that names the figure of a profile which is missing, misplaced or absurd, and the nearest name."""
-    from fastjsonschema import JsonSchemaValueException
-
     try:
-        _validator()(found)
-    except JsonSchemaValueException as error:
-        place = ".".join(map(str, error.path[1:]))
-        inside = f" in {place}" if place else ""
-        rule, limit, value = error.rule, error.rule_definition, error.value
-        if rule == "required":
-            missing = ", ".join(name for name in limit if name not in value)
-            raise PipegraphError(f"{where} lacks {missing}{inside}.\n{_TRY}") from None
-        if rule == "additionalProperties":
-            known = error.definition["properties"]
-            unknown = next(name for name in value if name not in known)
-            raise PipegraphError(
-                f'{where} has "{unknown}"{inside}, which is no part of a profile.{nearest(unknown, known)} There are: '
-                f"{', '.join(known)}."
-            ) from None
-        said = error.message.removeprefix(error.name or "").strip()
-        raise PipegraphError(f"{where}: {place or 'the whole'} is {_short(value)}: it {said}.\n{_TRY}") from None
+        check_schema(found, "pipegraph.cost", "hardware.schema.json", "a profile")
+    except SchemaError as error:
+        raise PipegraphError(f"{where}: {error}.\n{_TRY}") from None
 
 
-@cache
-def _validator() -> Any:
-    import fastjsonschema
-
-    return fastjsonschema.compile(json.loads(_SCHEMA.read_text(encoding="utf-8")))
+def _no_profile(file: Path, names: Sequence[str]) -> str:
+    """What to say of a profile that is none, and no file."""
+    if file.is_dir():
+        what = f"The hardware profile {file} is a folder, not a file."
+    elif file.suffix == ".json":
+        beside = [str(each) for each in file.parent.glob("*.json")] if file.parent.is_dir() else []
+        what = f"There is no hardware profile {file}.{nearest(str(file), [*beside, *names])}"
+    else:
+        what = f'No hardware profile is called "{file}".{nearest(str(file), names)}'
+    return f"{what} There are: {', '.join(names)}; or give a JSON file.\n{_MEASURE}"
 
 
 def _table(found: Any, place: str) -> Table:
@@ -215,12 +200,3 @@ def _table(found: Any, place: str) -> Table:
         return Table.from_json(found)
     except PipegraphError as error:
         raise PipegraphError(f"{place}: {error}") from None
-
-
-def _no_number(constant: str) -> Any:
-    raise ValueError(f"{constant} is no figure")
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:39]}…"

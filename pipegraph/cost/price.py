@@ -27,7 +27,6 @@ UNITS = {
     "measured": "s",
     "flops": "FLOP",
     "parameters": "parameters",
-    "uniform": "layers",
     "type": "layers",
     "memory": "bytes",
 }
@@ -100,8 +99,8 @@ def price(
     Args:
         captured: the model, whose parameters need no memory.
         method: ``time``, a roofline of ``hardware``; ``measured``, on this machine; ``flops``, ``parameters`` or
-            ``memory`` (parameters, and what is saved for the backward) alone; ``uniform``, each of the model's layers
-            alike; ``type:REGEX``, the modules whose class name matches. A weight that is no time stands for F, for I
+            ``memory`` (parameters, and what is saved for the backward) alone; ``type:REGEX``, the modules whose class
+            name matches. A weight that is no time stands for F, for I
             and for W alike.
         hardware: what the roofline is of, with its ``measured_ratio``; ``cpu`` by default.
         recompute: what the backward computes again, as the kernels will.
@@ -114,7 +113,7 @@ def price(
     """
     name, pattern = _method(method)
     begins = begins_of_type(captured, pattern) if name == "type" else ()
-    chain = find_chain(captured, inside_layers=name not in ("uniform", "type"), kept={*kept, *begins})
+    chain = find_chain(captured, inside_layers=name != "type", kept={*kept, *begins})
     hardware, setting = hardware or Hardware.load("cpu"), setting or Setting()
     gpu = not setting.device.startswith("cpu") if name == "measured" else hardware.first_touch is None
     parts = find_parts(chain, Tracing(loss, recompute, gpu))
@@ -126,9 +125,7 @@ def price(
     every = range(len(chain.segments))
     saved, kept = saved_bytes(parts, every), weight_saved_bytes(parts, every)
     crossing: tuple[Crossing, ...] = ()
-    if name == "uniform":
-        times = [_alike(1) for _ in chain.segments]
-    elif name == "type":
+    if name == "type":
         times = [_alike(sum(each.start <= begin < each.stop for begin in begins)) for each in chain.segments]
     elif name == "parameters":
         times = [_alike(_numel(each)) for each in state]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from torch import fx
 
@@ -23,7 +24,9 @@ def begins_of_type(captured: Captured, pattern: str) -> list[int]:
     try:
         wanted = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise PlanError(f"type:{pattern} is no regular expression: {error}.\nTry: type:layer.") from error
+        types = _types(captured) or ["layer"]
+        near = next(iter(get_close_matches(pattern, types, n=1, cutoff=0.0)), types[0])
+        raise PlanError(f"type:{pattern} is no regular expression: {error}.\nTry: type:{near}.") from None
     begins: dict[str, int] = {}
     for position, node in enumerate(captured.nodes):
         matching = (call for call, fqn in path_of(node) if wanted.search(captured.modules[fqn].class_name))
@@ -35,9 +38,14 @@ def begins_of_type(captured: Captured, pattern: str) -> list[int]:
     return list(begins.values())
 
 
-def _no_match(captured: Captured, pattern: str) -> PlanError:
+def _types(captured: Captured) -> list[str]:
+    """The classes of the modules that the model calls."""
     called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
-    types = sorted({captured.modules[fqn].class_name for fqn in called})
+    return sorted({captured.modules[fqn].class_name for fqn in called})
+
+
+def _no_match(captured: Captured, pattern: str) -> PlanError:
+    types = _types(captured)
     what = f"type:{pattern} matches no module that {captured.model_name} calls"
     if not types:
         return PlanError(f"{what}: it calls none.\nTry: --balance time.")

@@ -13,15 +13,17 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.link import Link
 from pipegraph.cost.measure import Setting
 from pipegraph.cost.price import price
-from pipegraph.errors import PlanError, nearest
+from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured, State
-from pipegraph.kernels.make import RECOMPUTE
+from pipegraph.planner.arguments import check_balance, check_number, check_recompute
 from pipegraph.planner.costs import Costs
 from pipegraph.planner.solve import Solution, solve
 from pipegraph.planner.solver.arguments import byte_limits
 from pipegraph.planner.solver.arrange import arrange
 from pipegraph.planner.solver.shortage import size
 from pipegraph.schedule import Schedule
+from pipegraph.schedule.build import find
+from pipegraph.schedule.recipe import counted
 from pipegraph.threads import threads_per_rank
 
 TIMED = "time", "measured"
@@ -32,7 +34,7 @@ TIMED = "time", "measured"
 class Aim:
     """What a plan is made for: the arguments of `pipegraph.plan` beside the model and its cuts.
 
-    Raises PlanError for a ``recompute`` that there is not.
+    Raises ArgumentError for a balance, recompute or number that is none, and ScheduleError for such a schedule.
     """
 
     balance: str = "time"
@@ -50,11 +52,13 @@ class Aim:
     progress: Callable[[str], None] = field(default=lambda line: None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.recompute not in RECOMPUTE:
-            raise PlanError(
-                f'recompute cannot be "{self.recompute}".{nearest(self.recompute, RECOMPUTE)} There are: '
-                f"{', '.join(RECOMPUTE)}."
-            )
+        check_balance(self.balance)
+        check_recompute(self.recompute)
+        check_number("microbatches", self.microbatches, 8)
+        if self.ranks is not None:
+            check_number("ranks", self.ranks, 4)
+        if not isinstance(self.schedule, Schedule):
+            find(self.schedule)
 
     def on_ranks(self, ranks: int) -> Aim:
         """The same for so many ranks, of which one is measured with the threads that `pipegraph run` gives it."""
@@ -91,8 +95,8 @@ class Aim:
         chain = costs.priced.chain
         if stages > len(chain.segments):
             raise PlanError(
-                f"{chain.captured.model_name} can be cut into {len(chain.segments)} segments, which is too few for "
-                f"{stages} stages.\nTry: --stages {len(chain.segments)} or fewer."
+                f"{chain.captured.model_name} can be cut into {counted([len(chain.segments)], 'segment')}, which is "
+                f"too few for {stages} stages.\nTry: --stages {len(chain.segments)} or fewer."
             )
         return solve(
             costs.segments,

@@ -13,6 +13,7 @@ from pipegraph.planner.costs import Costs
 from pipegraph.planner.evaluate import memory_of, seconds_of, times_of
 from pipegraph.planner.prediction import Cut, Neighbour, Prediction, StagePrediction, rounded
 from pipegraph.planner.solve import Solution
+from pipegraph.planner.solver.even import evenest
 from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
 from pipegraph.schedule import Schedule
 
@@ -79,6 +80,7 @@ class Choice:
             placement=self.schedule.placement,
             microbatches=self.schedule.microbatches,
             value=rounded(self.value),
+            places=len(chain.segments) - 1,
             lower_bound=bound,
             memory=self.memory,
             stages=tuple(
@@ -141,10 +143,19 @@ def choose(costs: Costs, aim: Aim, stages: int) -> Choice:
         ]
         fitting = [choice for choice in found if choice.fits]
         if fitting:
-            return min(fitting, key=lambda choice: choice.value)
+            return _even(min(fitting, key=lambda choice: choice.value), solution)
         figures = zip(aim.limits(solution.schedule.ranks), found[0].memory, solution.memory, strict=True)
         room = [max(0.0, limit - max(0, exact - added)) for limit, exact, added in figures]
     raise _too_full(found[0], _NONE_FITS, "more stages")
+
+
+def _even(best: Choice, solution: Solution) -> Choice:
+    """Where a weight is balanced, the most even of the cuts that are as good."""
+    if best.aim.timed:
+        return best
+    cuts = evenest(best.costs.segments, best.schedule.stages, solution.value)
+    even = evaluate(best.costs, best.aim, cuts, best.schedule, solution)
+    return even if even.fits and even.value <= best.value else best
 
 
 def settle(choice: Choice) -> Choice:
@@ -161,11 +172,11 @@ def _neighbours(choice: Choice) -> list[Choice]:
     return [other for other in moved if other is not None and other.fits]
 
 
-def given(costs: Costs, aim: Aim, cuts: Sequence[int]) -> Choice:
-    """Given cuts. Raises MemoryShortage where they do not fit."""
+def given(costs: Costs, aim: Aim, cuts: Sequence[int], instead: str) -> Choice:
+    """Given cuts. Raises MemoryShortage where they do not fit, which says what to do ``instead``."""
     choice = evaluate(costs, aim, tuple(cuts), aim.arrange(len(cuts) + 1))
     if not choice.fits:
-        raise _too_full(choice, "These cuts do not fit into the memory", f"--stages {len(cuts) + 1} in place of points")
+        raise _too_full(choice, "These cuts do not fit into the memory", instead)
     return choice
 
 

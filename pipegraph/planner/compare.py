@@ -11,6 +11,7 @@ from pipegraph.errors import PlanError, ScheduleError
 from pipegraph.graph.captured import Captured
 from pipegraph.kernels.make import RECOMPUTE
 from pipegraph.planner.aim import Aim
+from pipegraph.planner.arguments import ArgumentError, check_recompute
 from pipegraph.planner.choose import Choice, choose, evaluate, settle
 from pipegraph.planner.costs import Costs
 from pipegraph.planner.evaluate import improve
@@ -18,13 +19,17 @@ from pipegraph.planner.solve import solve
 from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
 from pipegraph.schedule import names
 from pipegraph.schedule.build import find
+from pipegraph.schedule.recipe import counted
+
+WORTH = 0.01
+"""A plan that saves less than this part of another's memory is as lean."""
+SAME = 0.002
+"""A plan that takes longer by less than this part is as fast."""
 
 # By how much a plan's figures may change from the first look on: by as much as one segment is of a stage, but at least
 # by _LEAST; where that is more than _MOST, by anything. From the second look on: by this part of that, at most.
 _LEAST, _MOST = 0.05, 0.25
 _SECOND = 1 / 6
-_WORTH = 0.01  # a plan that saves less than this part of another's memory is no choice beside it,
-_SAME = 0.002  # and one that takes less longer than this part is as fast
 _LOW = 0.05  # the effort of a first look
 _MOST_STAGES = 32  # with which schedules for any number of stages on a rank are tried by themselves
 _CLOSEST = 3  # of those that do not fit, so many are looked at for what would do
@@ -42,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The plans worth a choice: no other has less time per microbatch and needs no more memory.
+    """The plans worth a choice: no other that was searched has less time per microbatch and needs no more memory.
 
     Attributes:
         choices: fastest first; the first one is the best.
@@ -71,8 +76,11 @@ def candidates(
     By default: every schedule with a backward; 2 and 4 microbatches for each rank; schedules that can have any number
     of stages on a rank with their own (1 or 2), and with 4 while that makes no more than 32 stages.
 
-    Raises ScheduleError for a name that is none.
+    Raises ScheduleError for a schedule, and ArgumentError for a recompute that there is not; and where no schedule has
+    so many stages on a rank.
     """
+    for each in recompute:
+        check_recompute(each)
     chosen = [find(name) for name in schedules or names() if schedules or name not in ("forward",)]
     found = []
     for recipe in chosen:
@@ -84,15 +92,20 @@ def candidates(
             continue
         for number in numbers:
             for count in microbatches or (2 * ranks, 4 * ranks):
-                found += [Candidate(recipe.name, number, count, each) for each in recompute]
+                again = recompute if recipe.name != "forward" else recompute[:1]  # without a backward none matters
+                found += [Candidate(recipe.name, number, count, each) for each in again]
+    if not found:
+        several = ", ".join(recipe.name for recipe in map(find, names()) if recipe.any_chunks)
+        raise ArgumentError(
+            f"{', '.join(f'{recipe.name} has {recipe.chunks}' for recipe in chosen)} to a rank, and --stages-per-rank "
+            f"{','.join(map(str, chunks or ()))} was given.\nTry: --schedule with one of {several}."
+        )
     return tuple(found)
 
 
 def compare_model(captured: Captured, aim: Aim, ranks: int, plans: Sequence[Candidate]) -> Comparison:
     """Price a model once for each recompute, and compare plans. Raises as `compare` does; PlanError if a parameter is
     too large for any rank."""
-    if not plans:
-        raise PlanError("No plan can be compared: no schedule has so many stages on a rank.\nTry: other --schedule.")
     aim.check_memory(captured)
     aim = aim.on_ranks(ranks)
     return compare(price_each(captured, aim, plans), aim, ranks, plans)
@@ -113,6 +126,14 @@ def compare(prices: Mapping[str, Costs], aim: Aim, ranks: int, plans: Sequence[C
         MemoryShortage: no plan fits the memory; it says which comes closest.
         PlanError: no schedule can have these numbers.
     """
+    segments = max(len(costs.segments) for costs in prices.values())
+    fewest = min(plans, key=lambda plan: plan.chunks)
+    if ranks * fewest.chunks > segments:
+        works = segments // fewest.chunks
+        raise PlanError(
+            f"The model can be cut into {counted([segments], 'segment')}, and {fewest.schedule} on {ranks} ranks has "
+            f"{ranks * fewest.chunks} stages.\nTry: --ranks {works}{' or fewer' if works > 1 else ''}."
+        )
     looks, refused = _looks(prices, aim, ranks, plans)
     if not looks:
         hint = "Try: fewer --ranks, or another --schedule or number of --microbatches."
@@ -180,7 +201,7 @@ def _worth(looks: Sequence[Choice], limit: float, margin: float) -> list[Choice]
     """
 
     def beats(one: Choice, other: Choice) -> bool:
-        faster = one.per_microbatch * (1 + margin) <= other.per_microbatch and one.peak * (1 - _WORTH) <= other.peak
+        faster = one.per_microbatch * (1 + margin) <= other.per_microbatch and one.peak * (1 - WORTH) <= other.peak
         leaner = one.per_microbatch <= other.per_microbatch and one.peak * (1 + margin) <= other.peak
         return faster or leaner
 
@@ -217,15 +238,28 @@ def _limit(aim: Aim) -> float:
 
 
 def _front(found: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Those that no other is as good as in both, the fastest first; as fast is within 0.2 %, as lean within 1 %."""
+    """Those that no other is as good as in both, the fastest first.
 
-    def better(one: Choice, other: Choice) -> bool:
-        leaner = one.peak <= other.peak * (1 - _WORTH)
-        return leaner and one.per_microbatch <= other.per_microbatch * (1 + _SAME)
-
-    left = [choice for choice in found if not any(better(other, choice) for other in found)]
-    front: list[Choice] = []
-    for choice in sorted(left, key=lambda choice: (choice.per_microbatch, choice.peak)):
-        if not front or choice.peak <= front[-1].peak * (1 - _WORTH):
-            front.append(choice)
+    As fast is within 0.2 %, as lean within 1 %. Of equals the one with the fewest stages is taken, then the one whose
+    schedule is simpler.
+    """
+    left, front = list(found), list[Choice]()
+    while left:
+        fastest = min(choice.per_microbatch for choice in left)
+        as_fast = [choice for choice in left if choice.per_microbatch <= fastest * (1 + SAME)]
+        leanest = min(choice.peak for choice in as_fast)
+        chosen = min((choice for choice in as_fast if choice.peak * (1 - WORTH) <= leanest), key=_simplicity)
+        front.append(chosen)
+        left = [choice for choice in left if choice.peak <= chosen.peak * (1 - WORTH)]
     return tuple(front)
+
+
+def _simplicity(choice: Choice) -> tuple[int, int, int, float]:
+    """Less is simpler: stages, the schedule's place among all, and what the backward computes again."""
+    schedule = choice.schedule
+    return (
+        schedule.stages,
+        names().index(schedule.name),
+        RECOMPUTE.index(choice.aim.recompute),
+        choice.per_microbatch,
+    )

@@ -18,12 +18,14 @@ from pipegraph.graph.captured import Captured
 from pipegraph.graph.split_points import Point, SplitPoint, locate, mark
 from pipegraph.graph.stages import Boundary, StageGraph, boundaries, divide
 from pipegraph.planner.aim import Aim
+from pipegraph.planner.arguments import UNIFORM, ArgumentError, check_number, memory_limits
 from pipegraph.planner.choose import Choice, choose, given, settle
 from pipegraph.planner.listing import stage_modules
 from pipegraph.planner.prediction import Prediction, StagePrediction
 from pipegraph.planner.solve import Solution
 from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
 from pipegraph.schedule import Schedule
+from pipegraph.schedule.recipe import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +68,12 @@ def plan(
     points: Sequence[str | Point] | Mapping[str, SplitPoint] | None = None,
     stages: int | None = None,
     balance: str | None = None,
-    schedule: str | Schedule = "1f1b",
-    microbatches: int = 8,
+    schedule: str | Schedule | None = None,
+    microbatches: int | None = None,
     ranks: int | None = None,
-    memory_bytes: float | Sequence[float] | None = None,
+    memory_bytes: float | str | Sequence[float | str] | None = None,
     hardware: Hardware | str | Path | None = None,
-    recompute: str = "min-cut",
+    recompute: str | None = None,
     loss: tuple[LossOf, Any] | None = None,
     *,
     state_factor: float = 4.0,
@@ -86,63 +88,67 @@ def plan(
         captured: from :func:`pipegraph.capture`.
         points: FQNs that start a stage (``layers.4``; ``layers.3:end`` starts one behind it), in the model's order; or
             FQN → ``SplitPoint``, as ``torch.distributed.pipelining`` takes them. What a step then takes is predicted
-            if a balance, hardware or memory is given as well.
+            if a balance, schedule, microbatches, memory_bytes, hardware or recompute is given as well.
         stages: cut into this many stages instead, where that is best.
         balance: what stages are balanced by. ``time`` (the default) and ``measured`` are for the least time of a step:
             by a roofline of the hardware, or as the segments run here. ``flops``, ``parameters``, ``memory`` and
             ``type:REGEX`` (layers whose class name matches) make the largest stage the smallest; ``uniform`` makes
-            equal numbers of segments, and prices nothing.
-        schedule: a name, or a schedule of so many stages.
-        microbatches: of a step.
+            equal numbers of segments; what a step takes is predicted as for ``points``.
+        schedule: a name, or a schedule of so many stages; "1f1b" by default.
+        microbatches: of a step; 8 by default.
         ranks: for schedules that can have any number of stages on a rank.
-        memory_bytes: what each rank has: one figure, or one for each. What is kept between actions has to fit:
-            activations, parameters, buffers, gradients, optimizer state, and receive buffers; not what a kernel needs
-            while it runs.
+        memory_bytes: what each rank has: one figure or size ("80GiB"), or one for each. What is kept between actions
+            has to fit: activations, parameters, buffers, gradients, optimizer state, and receive buffers; not what a
+            kernel needs while it runs.
         hardware: a profile, its name or its file; ``cpu`` by default.
-        recompute: "none", "min-cut" or "block", as the pipeline will run with.
+        recompute: "none", "min-cut" (the default) or "block", as the pipeline will run with.
         loss: (function of output and target, target); the mean square of the outputs by default.
         state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
         effort: how long the search goes on; 1 is a few seconds.
         setting, cache, progress: for ``measured``; see `pipegraph.cost.price.price`.
 
     Raises:
+        ArgumentError: an argument that no model could be planned with; a PlanError.
         PlanError: a point is unknown, out of order, duplicate or cuts nothing; more stages than segments; neither or
-            both of ``points`` and ``stages``; a balance that there is not; or a `MemoryShortage`: nothing fits into
-            the memory.
+            both of ``points`` and ``stages``; or a `MemoryShortage`: nothing fits into the memory.
         ScheduleError: a schedule that there is not, or not with these numbers.
     """
     if points is not None and stages is not None:
         raise PlanError("Both split points and a number of stages were given.\nTry: --points or --stages, not both.")
-    method = balance or "time"
-    asked = hardware is not None or memory_bytes is not None or (stages is None and balance is not None)
-
-    def aim(balance: str) -> Aim:
-        profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware or "cpu")
-        return Aim(
-            balance, schedule, microbatches, ranks, memory_bytes, profile, recompute, loss, state_factor, effort,
-            setting, cache, progress,
-        )  # fmt: skip
-
-    if stages is not None and method != "uniform":
-        return best(captured, aim(method), stages)
+    profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware or "cpu")
+    aim = Aim(
+        balance or "time", schedule or "1f1b", 8 if microbatches is None else microbatches, ranks,
+        memory_limits(memory_bytes), profile, recompute or "min-cut", loss, state_factor, effort, setting, cache,
+        progress,
+    )  # fmt: skip
     if stages is not None:
-        method, (chosen, starts) = "time", _equal_segments(captured, stages)
+        check_number("stages", stages, 2)
+        if balance != UNIFORM:
+            return best(captured, aim, stages)
+        chosen, starts = _equal_segments(captured, stages)
+        wanted: tuple[object, ...] = ()
     elif points:
         chosen = _points(points)
         starts = locate(captured, chosen)
+        if not aim.timed:
+            raise ArgumentError(
+                f"--balance {aim.balance} chooses points, and they were given.\nTry: --stages {len(starts) + 1} "
+                "instead, or --balance time, which tells what a step takes with these points."
+            )
+        wanted = (balance,)
     else:
         raise PlanError(
             f"No split point was given for {captured.model_name}.\n"
             f"Try: --points {_suggestion(captured)}, or --stages 2."
         )
+    aim = aim.on_ranks(aim.arrange(len(starts) + 1).ranks)
     made = _cut(captured, chosen, starts)
-    return _predicted(made, captured, aim(method), starts) if asked else made
+    wanted += (schedule, microbatches, memory_bytes, hardware, recompute)
+    return made if all(each is None for each in wanted) else _predicted(made, captured, aim, starts)
 
 
 def best(captured: Captured, aim: Aim, stages: int) -> Plan:
     """Cut a model into so many stages, where that is best. Raises as `plan` does."""
-    if stages < 1:
-        raise PlanError(f"A model cannot be cut into {stages} stages.\nTry: --stages 2.")
     # What is no schedule, or none of so many stages, is told before anything is priced.
     aim = aim.on_ranks(aim.arrange(stages).ranks)
     aim.check_memory(captured)
@@ -174,16 +180,13 @@ def _cut(captured: Captured, points: Sequence[Point], starts: Sequence[int]) -> 
 
 def _predicted(made: Plan, captured: Captured, aim: Aim, starts: Sequence[int]) -> Plan:
     """A plan of given cuts with what they are expected to take."""
-    if not aim.timed:
-        raise PlanError(
-            f"--balance {aim.balance} chooses points, and they were given.\nTry: --stages {len(starts) + 1} instead, "
-            "or --balance time, which tells what a step takes with these points."
-        )
-    aim = aim.on_ranks(aim.arrange(len(starts) + 1).ranks)
+    method = aim.balance
+    aim = replace(aim, balance="time") if method == UNIFORM else aim
     costs = aim.price(captured, starts)
     begins = [segment.start for segment in costs.priced.chain.segments]
-    choice = given(costs, aim, [begins.index(start) for start in starts])
-    return replace(made.predicted(choice.predict()), priced=costs.priced)
+    instead = "--balance time" if method == UNIFORM else f"--stages {len(starts) + 1} in place of points"
+    choice = given(costs, aim, [begins.index(start) for start in starts], instead)
+    return replace(made.predicted(replace(choice.predict(), balance=method)), priced=costs.priced)
 
 
 def _with_recompute(captured: Captured, aim: Aim, stages: int) -> str:
@@ -209,11 +212,10 @@ def _points(points: Sequence[str | Point] | Mapping[str, SplitPoint]) -> tuple[P
 
 def _equal_segments(captured: Captured, stages: int) -> tuple[tuple[Point, ...], list[int]]:
     chain = captured.segments
-    if stages < 1:
-        raise PlanError(f"A model cannot be cut into {stages} stages.\nTry: --stages 2.")
     if stages > len(chain):
+        named = _few([segment.fqn for segment in chain if segment.fqn])
         raise PlanError(
-            f"{captured.model_name} has {len(chain)} segments ({_few([segment.fqn for segment in chain])}), which is "
+            f"{captured.model_name} has {counted([len(chain)], 'segment')}{f' ({named})' if named else ''}, which is "
             f"too few for {stages} stages.\nTry: --stages {len(chain)}, or --points inside a segment."
         )
     firsts = [chain[round(index * len(chain) / stages)] for index in range(1, stages)]

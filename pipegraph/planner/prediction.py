@@ -63,7 +63,9 @@ class Prediction:
         unit: of times and ``value``: s, or what is balanced instead.
         schedule, placement, microbatches: of a step; ``placement`` gives the rank of each stage.
         value: of a step or, for a unit other than seconds, of the largest stage.
-        lower_bound: no other cuts have less, as far as segments add up to stages; None where the cuts were given.
+        places: how many there are to cut at, of which all were looked at.
+        lower_bound: no other cuts at these places have less, as far as segments add up to stages; None where the cuts
+            were given.
         memory: bytes that each rank needs between actions; what a kernel needs while it runs comes on top.
         stages, cuts: the parts.
         measured_ratio: of the hardware, as it was when this was priced.
@@ -77,6 +79,7 @@ class Prediction:
     placement: tuple[int, ...]
     microbatches: int
     value: float
+    places: int
     lower_bound: float | None
     memory: tuple[int, ...]
     stages: tuple[StagePrediction, ...]
@@ -86,6 +89,11 @@ class Prediction:
     @property
     def in_seconds(self) -> bool:
         return self.unit == "s"
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the schedule trains."""
+        return self.schedule != "forward"
 
     @property
     def ranks(self) -> int:
@@ -138,7 +146,8 @@ class Prediction:
             return size(value)
         power = max(0, min(5, int(math.log10(value) // 3))) if value >= 1000 else 0
         prefix = ("", "k", "M", "G", "T", "P")[power]
-        return f"{value / 1000**power:.4g} {prefix}{self.unit}"
+        space = " " if prefix and self.unit.islower() else ""  # TFLOP, but M parameters
+        return f"{value / 1000**power:.4g} {prefix}{space}{self.unit}"
 
     def to_json(self) -> dict[str, Any]:
         """As plain values. An infinite value is None; a ratio that corrects nothing is left out."""
@@ -153,6 +162,7 @@ class Prediction:
             "placement": list(self.placement),
             "microbatches": self.microbatches,
             "value": self.value,
+            "places": self.places,
             "lower_bound": self.lower_bound,
             "gap": None if self.gap is None else round(self.gap, _DIGITS),
             "memory": list(self.memory),
@@ -179,6 +189,7 @@ class Prediction:
             placement=tuple(map(int, found["placement"])),
             microbatches=int(found["microbatches"]),
             value=float(found["value"]),
+            places=int(found["places"]),
             lower_bound=None if bound is None else float(bound),
             memory=tuple(map(int, found["memory"])),
             stages=tuple(StagePrediction(**stage) for stage in found["costs"]),

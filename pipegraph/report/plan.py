@@ -9,7 +9,7 @@ from rich.style import Style
 from rich.text import Text
 
 from pipegraph.planner.choose import Choice
-from pipegraph.planner.compare import Comparison
+from pipegraph.planner.compare import SAME, WORTH, Comparison
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.prediction import Neighbour, Prediction
@@ -27,12 +27,13 @@ def summary(prediction: Prediction) -> str:
     """What a step takes, and how sure it is that no cuts are better: two lines at most."""
     sureness = _sureness(prediction)
     if not prediction.in_seconds:
-        return f"largest    {prediction.amount(prediction.value)} by {prediction.balance}{sureness}"
+        return f"largest stage  {prediction.amount(prediction.value)}{sureness}"
     count, unit = prediction.microbatches, unit_of(prediction.value)
+    again = f" with recompute {prediction.recompute}" if prediction.has_backward else ""
     return (
         f"predicted  {unit.text(prediction.value)} a step of {prediction.schedule} with {count} "
         f"microbatch{'es' if count > 1 else ''} on {prediction.hardware}{sureness}\n"
-        f"memory     {size(prediction.peak)} on the fullest rank with recompute {prediction.recompute}"
+        f"memory     {size(prediction.peak)} on the fullest rank{again}"
     )
 
 
@@ -57,12 +58,25 @@ def compared(comparison: Comparison) -> str:
     best = comparison.best
     unit = unit_of(best.per_microbatch)
     rows = [_alternative(choice, best, unit.text) for choice in comparison.choices]
-    headers = ["", "schedule", "stages", "microbatches", "recompute", "step", "a microbatch", "memory", "time", "saves"]
+    headers = [
+        "",
+        "schedule",
+        "stages",
+        "microbatches",
+        "recompute",
+        "step",
+        "a microbatch",
+        "slower",
+        "memory",
+        "saves",
+    ]
     lines = [
         table(headers, rows),
         "",
-        f"* the best of {comparison.considered} plans. The others here need less memory; all that are not here are no "
-        "faster with as little.",
+        f"* the best of {comparison.considered} plans, by the time of a microbatch. The others here need less memory; "
+        "none found",
+        f"that is not here is faster with as little. {percent(SAME)} of time and {percent(WORTH)} of memory count as "
+        "equal.",
     ]
     return "\n".join(lines)
 
@@ -105,8 +119,8 @@ def _alternative(choice: Choice, best: Choice, text: Any) -> list[str]:
         choice.aim.recompute,
         step,
         text(choice.per_microbatch),
+        "" if choice is best else percent(choice.per_microbatch / best.per_microbatch - 1),
         size(choice.peak),
-        "" if choice is best else f"+{percent(choice.per_microbatch / best.per_microbatch - 1)}",
         "" if choice is best else percent(saved),
     ]
 
@@ -115,7 +129,8 @@ def _sureness(prediction: Prediction) -> str:
     gap = prediction.gap
     if gap is None:
         return ""
-    return "; no other cuts are better" if gap < _PROVED else f"; other cuts are better by {percent(gap)} at most"
+    where = f"other cuts at the {prediction.places} places looked at are better"
+    return f"; no {where}" if gap < _PROVED else f"; {where} by {percent(gap)} at most"
 
 
 def _stages(prediction: Prediction, coloured: bool) -> Text:
@@ -124,10 +139,10 @@ def _stages(prediction: Prediction, coloured: bool) -> Text:
     headers, rows = ["stage", "rank"], [[str(n), str(rank)] for n, rank in enumerate(prediction.placement)]
     if prediction.in_seconds:
         unit = unit_of(longest)
-        headers += ["F", "I", "W", unit.name]
+        headers += ["F", "I", "W", unit.name] if prediction.has_backward else [f"F {unit.name}"]
         for row, stage in zip(rows, prediction.stages, strict=True):
-            figures = (stage.forward, stage.input_grad, stage.weight_grad, stage.total)
-            row += [unit.number(figure) for figure in figures]
+            figures = [stage.forward, stage.input_grad, stage.weight_grad, stage.total]
+            row += [unit.number(figure) for figure in (figures if prediction.has_backward else figures[:1])]
     else:
         headers.append(prediction.unit)
         for row, stage in zip(rows, prediction.stages, strict=True):
@@ -153,8 +168,10 @@ def _memory(prediction: Prediction) -> str:
         held = [n for n, where in enumerate(prediction.placement) if where == rank]
         saved = sum(prediction.stages[n].saved_bytes for n in held)
         parameters = sum(prediction.stages[n].parameter_bytes for n in held)
-        rows.append([str(rank), size(needed), size(parameters), size(saved), "█" * round(_BAR / 2 * needed / most)])
-    return table(["rank", "memory", "parameters", "a microbatch keeps", ""], rows)
+        kept = [size(saved)] if prediction.has_backward else []
+        rows.append([str(rank), size(needed), size(parameters), *kept, "█" * round(_BAR / 2 * needed / most)])
+    keeps = ["a microbatch keeps"] if prediction.has_backward else []
+    return table(["rank", "memory", "parameters", *keeps, ""], rows)
 
 
 def _cuts(prediction: Prediction) -> str:

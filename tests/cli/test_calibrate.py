@@ -64,7 +64,8 @@ def test_json(pipegraph: Command, asked: list[Any]) -> None:
         (("--device", "tpu"), "'tpu' is neither cpu nor cuda."),
         (("--device", "cuda"), "2 ranks need a GPU each, and there are"),
         (("--ranks", "1"), "greater than or equal to 2"),
-        (("-o", "nowhere/mine.json"), "there is no folder nowhere"),
+        (("-o", "/proc/mine.json"), "/proc/mine.json cannot be written: it is no regular file"),
+        (("-o", "README.md/mine.json"), "README.md is a file, not a folder"),
     ],
 )
 def test_bad_options(pipegraph: Command, asked: list[Any], options: tuple[str, ...], said: str) -> None:

@@ -20,7 +20,7 @@ def test_plan_then_split(pipegraph: Command, tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
     assert lines[0].split() == [
-        "schedule", "stages", "microbatches", "recompute", "step", "a", "microbatch", "memory", "time", "saves",
+        "schedule", "stages", "microbatches", "recompute", "step", "a", "microbatch", "slower", "memory", "saves",
     ]  # fmt: skip
     assert lines[1].startswith("*")
     assert lines[-1] == f"wrote {file}"
@@ -32,6 +32,63 @@ def test_plan_then_split(pipegraph: Command, tmp_path: Path) -> None:
     other = pipegraph("split", "examples/unet.py", "--plan", file, "--dry-run")
     assert (other.code, other.out) == (3, "")
     assert "The plan is of a Chain, and this model is a UNet" in other.err
+
+
+def test_only_a_plan_is_replaced(pipegraph: Command, tmp_path: Path) -> None:
+    file, plan = tmp_path / "model.py", ("plan", CHAIN, "--ranks", 2, *QUICK)
+    file.write_text("precious")
+    done = pipegraph(*plan, "-o", file)
+    assert (done.code, done.out, file.read_text()) == (2, "", "precious")
+    assert done.err == f"error: {file} exists already.\nTry: --overwrite, or another name for -o.\n"
+    assert pipegraph(*plan, "-o", file, "--overwrite").code == 0
+    assert pipegraph(*plan, "-o", file).code == 0  # which is a plan now
+    assert pipegraph(*plan, "-o", tmp_path / "new/folder/plan.json").code == 0
+    assert (tmp_path / "new/folder/plan.json").read_text() == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("out", "said"), [("/proc/plan.json", "it is no regular file"), ("README.md/plan.json", "is a file, not a folder")]
+)
+def test_where_no_plan_can_be_written_nothing_is_searched(
+    pipegraph: Command, monkeypatch: pytest.MonkeyPatch, out: str, said: str
+) -> None:
+    monkeypatch.setattr("pipegraph.graph.capture.capture", None)
+    done = pipegraph("plan", CHAIN, "--ranks", 2, "-o", out)
+    assert (done.code, done.out) == (2, "")
+    assert f"{out} cannot be written: " in done.err and said in done.err
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("/proc/foo", "/proc/foo cannot be written: /proc takes no new folder"),
+        ("README.md/x", "README.md is a file, not a folder"),
+    ],
+)
+def test_where_no_package_can_be_written(pipegraph: Command, out: str, said: str) -> None:
+    done = pipegraph("split", CHAIN, "--points", "layers.2", "-o", out)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err and "Errno" not in done.err and "/.foo-" not in done.err
+
+
+def test_a_plan_with_a_limit_is_checked(pipegraph: Command, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(PLAN | {"memory": [2**30, 2**21]}))
+    done = pipegraph("split", CHAIN, "--plan", file, "--memory", "1GB", "--dry-run")
+    assert (done.code, done.out) == (3, "")
+    assert "The plan needs 1 GiB on its fullest rank, and 953.7 MiB are there" in done.err
+    assert pipegraph("split", CHAIN, "--plan", file, "--memory", "1GiB", "--dry-run").code == 0
+
+
+def test_points_are_predicted_for_what_is_named(pipegraph: Command) -> None:
+    split = "split", CHAIN, "--points", "layers.2", "--dry-run"
+    assert "predicted" not in pipegraph(*split).out
+    for option in (("--schedule", "zb-h1"), ("--microbatches", 4), ("--recompute", "none"), ("--memory", "1GiB")):
+        assert "predicted" in pipegraph(*split, *option).out
+    four = pipegraph(
+        "split", CHAIN, "--stages", 4, "--ranks", 1, "--schedule", "interleaved-1f1b", "--json", "--dry-run"
+    )
+    assert json.loads(four.out)["plan"]["placement"] == [0, 0, 0, 0]
 
 
 def test_plan_json(pipegraph: Command) -> None:
@@ -49,13 +106,17 @@ def test_split_tells_what_a_step_takes(pipegraph: Command) -> None:
     first, second, predicted, memory = done.out.splitlines()
     assert (first[:7], second[:7]) == ("stage 0", "stage 1")
     assert predicted.startswith("predicted  ")
-    assert predicted.endswith(" a step of 1f1b with 6 microbatches on h100; no other cuts are better")
+    assert predicted.endswith(
+        " a step of 1f1b with 6 microbatches on h100; no other cuts at the 4 places looked at are better"
+    )
     assert memory.endswith(" on the fullest rank with recompute min-cut")
 
 
 def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
     done = pipegraph("split", CHAIN, "--stages", 2, "--balance", "parameters", "--dry-run")
-    assert done.out.splitlines()[-1] == "largest    162 parameters by parameters; no other cuts are better"
+    assert (
+        done.out.splitlines()[-1] == "largest stage  162 parameters; no other cuts at the 4 places looked at are better"
+    )
     done = pipegraph("split", CHAIN, "--stages", 2, "--balance", "uniform", "--dry-run")
     assert len(done.out.splitlines()) == 2
 
@@ -69,28 +130,38 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         (("split", CHAIN, "--stages", 2, "--memory", "-1"), 2, "no size of memory"),
         (("split", CHAIN, "--stages", 2, "--plan", "plan.json"), 2, "--points layers.4"),
         (("split", CHAIN, "--plan", "no_plan.json"), 2, "The plan no_plan.json cannot be read"),
-        (("split", CHAIN, "--stages", 2, "--balance", "layers"), 3, "Stages cannot be balanced by"),
+        (("split", CHAIN, "--stages", 2, "--balance", "layers"), 2, "Stages cannot be balanced by"),
         (("split", CHAIN, "--stages", 2, "--balance", "type:Conv"), 3, "Linear"),
         (("split", CHAIN, "--stages", 2, "--hardware", "h1000"), 2, 'Did you mean "h100"'),
         (("split", CHAIN, "--stages", 2, "--schedule", "zb-q"), 2, "zb-"),
+        (("split", "none.py", "--stages", 2, "--balance", "tyme"), 2, 'Did you mean "time"?'),
+        (("split", "none.py", "--stages", 2, "--recompute", "blocks"), 2, 'Did you mean "block"?'),
+        (("split", "none.py", "--stages", 2, "--hardware", "h10"), 2, 'Did you mean "h100"?'),
+        (("split", CHAIN, "--stages", 2, "--device", "gpu"), 2, 'neither cpu nor cuda. Did you mean "cuda"?'),
+        (("plan", CHAIN, "--ranks", 2, "--device", "gpu"), 2, 'neither cpu nor cuda. Did you mean "cuda"?'),
+        (("split", CHAIN, "--points", "layers.2,head", "--schedule", "zb-v"), 3, "2 stages"),
         (("plan", CHAIN, "--ranks", 0), 2, "--ranks"),
         (("plan", CHAIN), 2, "--ranks"),
-        (("plan", CHAIN, "--ranks", 2, "--microbatches", "4,x"), 2, "no whole numbers from 1 on"),
+        (("plan", CHAIN, "--ranks", 2, "--microbatches", "4,x"), 2, "Invalid value for --microbatches: '4,x'"),
         (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1b,"), 2, "empty name"),
         (("plan", CHAIN, "--ranks", 2, "--balance", "flops"), 2, "neither time nor measured"),
-        (("plan", CHAIN, "--ranks", 2, "--recompute", "all"), 3, 'recompute cannot be "all"'),
-        (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "the model can be cut into 5 segments"),
-        (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "Try: fewer --ranks, or another --schedule"),
+        (("plan", CHAIN, "--ranks", 2, "--recompute", "all"), 2, 'recompute cannot be "all"'),
+        (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "The model can be cut into 5 segments"),
+        (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "Try: --ranks 5 or fewer."),
         (("plan", CHAIN, "--ranks", 2, "--schedule", "zb-v", "--microbatches", "1"), 3, "full pipeline"),
         (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1c"), 2, 'Did you mean "1f1b"'),
-        (("plan", CHAIN, "--ranks", 2, "--stages-per-rank", "7", "--schedule", "1f1b"), 3, "stages on a rank"),
+        (("plan", CHAIN, "--ranks", 2, "--stages-per-rank", "7", "--schedule", "1f1b"), 2, "1f1b has 1 to a rank"),
         (("plan", CHAIN, "--ranks", 2, "--hardware", "h10"), 2, 'Did you mean "h100"'),
         (("plan", CHAIN, "--ranks", 2, "--memory", "much"), 2, "'much' is no size of memory"),
         (("split", CHAIN, "--stages", 6), 3, "can be cut into 5 segments, which is too few for 6 stages"),
         (("split", CHAIN, "--stages", 2, "--schedule", "zb-v", "--microbatches", 8, "--points", "head"), 2, "not both"),
         (("split", CHAIN, "--points", "head", "--balance", "flops"), 2, "flops chooses points, and they were given"),
-        (("split", CHAIN, "--plan", "plan.json", "--memory", "1GiB"), 2, "leave out --memory, or --plan"),
-        (("split", CHAIN, "--plan", "plan.json", "--microbatches", 8), 2, "leave out --microbatches, or --plan"),
+        (("split", CHAIN, "--plan", "x.json", "--device", "cpu", "--ranks", 2), 2, "leave out --ranks, --device; or"),
+        (
+            ("split", CHAIN, "--plan", "plan.json", "--microbatches", 8),
+            2,
+            "leave out --microbatches; or leave out --plan",
+        ),
     ],
 )
 def test_bad_input(pipegraph: Command, arguments: tuple[object, ...], code: int, said: str) -> None:
@@ -120,14 +191,15 @@ def test_show_tells_what_was_predicted_and_why(pipegraph: Command, tmp_path: Pat
 def test_show_of_a_plan_by_weight(pipegraph: Command, tmp_path: Path) -> None:
     pipegraph("split", CHAIN, "--stages", 2, "--balance", "parameters", "-o", tmp_path / "out")
     shown = pipegraph("show", tmp_path / "out").out
-    assert "largest    162 parameters by parameters; no other cuts are better" in shown
+    assert "largest stage  162 parameters; no other cuts at the 4 places looked at are better" in shown
     assert "stage 1 begins at layers.2: stages 0 and 1 take 144 parameters and 162 parameters" in shown
 
 
-PLAN = {
-    "schema_version": 1, "model": {"class": "Chain", "parameters": 306}, "points": ["layers.2"], "balance": "time",
+PLAN: dict[str, Any] = {
+    "schema_version": 1, "model": {"class": "Chain", "parameters": 306},
+    "inputs": [{"name": "x", "shape": [4, 8], "dtype": "float32"}], "points": ["layers.2"], "balance": "time",
     "recompute": "none", "hardware": "cpu", "unit": "s", "schedule": "1f1b", "placement": [0, 1], "microbatches": 4,
-    "value": 1.0, "lower_bound": None, "memory": [1, 1],
+    "value": 1.0, "places": 4, "lower_bound": None, "memory": [1, 1],
     "costs": [
         {"forward": 1.0, "input_grad": 0.0, "weight_grad": 1.0, "saved_bytes": 1, "parameter_bytes": 1}
     ] * 2,
@@ -143,10 +215,22 @@ PLAN = {
         (b"\xff\xfe\x00", 2, "is no plan"),
         (b"[1, 2]", 2, "is no plan: it has no schema_version"),
         ({"schema_version": 99}, 2, "has schema_version 99; this pipegraph reads up to 1"),
-        ({"points": []}, 2, "2 stages have one point less"),
-        ({"costs": "dear"}, 2, "has not the form of a plan"),
-        ({"microbatches": "many"}, 2, "has not the form of a plan"),
-        ({"points": ["layers.9"]}, 3, "layers.9"),
+        ({"points": []}, 2, "2 stages in costs have one point less"),
+        ({"costs": "dear"}, 2, 'is damaged: costs is "dear": it must be a list'),
+        ({"microbatches": "many"}, 2, 'microbatches is "many": it must be a whole number'),
+        ({"microbatches": 0}, 2, "microbatches is 0: it must be 1 or more"),
+        ({"value": "1.0"}, 2, 'value is "1.0": it must be a number'),
+        ({"value": float("nan")}, 2, "NaN is no figure"),
+        ({"value": -1}, 2, "value is -1: it must be 0 or more"),
+        ({"lower_bound": 2.0}, 2, "lower_bound is more than value"),
+        ({"recompute": "all"}, 2, 'must be "none" or "min-cut" or "block"'),
+        ({"schedule": "1f1c"}, 2, 'There is no schedule "1f1c". Did you mean "1f1b"?'),
+        ({"placement": [0, 7]}, 2, "the placement of 1f1b on 2 ranks is [0, 1], not [0, 7]"),
+        ({"memory": [1, 1, 1]}, 2, "is damaged: 1f1b has 2 stages on 2 ranks, not on 3"),
+        ({"unit": "miles"}, 2, 'the unit of the balance time is s, not "miles"'),
+        ({"cuts": []}, 2, "cuts are at other points"),
+        ({"inputs": [{"name": "x", "shape": [2, 8], "dtype": "float32"}]}, 3, "is for the inputs x float32[2, 8], and"),
+        ({"points": ["layers.9"], "cuts": [{**PLAN["cuts"][0], "point": "layers.9"}]}, 3, "layers.9"),
         ({"model": {"class": "Chain", "parameters": 307}}, 3, "with 307 parameters, and this one has 306"),
         ({"model": {"class": "Train", "parameters": 306}}, 3, "is of a Train, and this model is a Chain"),
     ],
@@ -188,6 +272,6 @@ def test_a_profile_with_missing_or_absurd_figures(
     [("80GiB", 80 * 2**30), ("16GB", 16 * 10**9), ("500MB", 5 * 10**8), ("1.5 gib", 3 * 2**29), ("2000000", 2_000_000)],
 )
 def test_sizes(text: str, size: int) -> None:
-    from pipegraph.cli.parsing import parse_bytes
+    from pipegraph.planner.arguments import parse_bytes
 
     assert parse_bytes(text) == size

@@ -37,7 +37,7 @@ def plan(**options: Any) -> Any:
         ({"balance": "parameters"}, ["6"]),
         ({"balance": "memory"}, ["6"]),
         ({"balance": "uniform"}, ["4"]),
-        ({"balance": "type:^linear$"}, ["3"]),
+        ({"balance": "type:^linear$"}, ["4"]),
     ],
 )
 def test_two_stages(options: dict[str, Any], points: list[str]) -> None:
@@ -79,6 +79,35 @@ def test_given_points_are_predicted_where_that_is_asked_for() -> None:
     assert cut.later is not None and (cut.later.point, cut.later.value < given.value) == ("4", True)
     with pytest.raises(PlanError, match="--balance flops chooses points, and they were given"):
         plan(points=["3"], balance="flops")
+
+
+@pytest.mark.parametrize("option", [{"schedule": "gpipe"}, {"microbatches": 4}, {"recompute": "none"}])
+def test_any_option_of_a_step_asks_for_a_prediction(option: dict[str, Any]) -> None:
+    assert pipegraph.plan(HEAVY_HEAD, points=["3"], **option).prediction is not None
+    assert pipegraph.plan(HEAVY_HEAD, stages=2, balance="uniform").prediction is None
+    made = pipegraph.plan(HEAVY_HEAD, stages=2, balance="uniform", **option).prediction
+    assert made is not None and (made.balance, made.unit, made.cuts[0].point) == ("uniform", "s", "4")
+
+
+def test_of_equal_weights_the_most_even_are_taken() -> None:
+    class Wide(nn.Linear):
+        pass
+
+    def layers(*wide: int) -> nn.Module:
+        return nn.Sequential(*(Wide(16, 16) if each else nn.Linear(16, 16) for each in wide))
+
+    captured = pipegraph.capture(layers(0, 0, 1, 1, 0, 1, 1, 0), (torch.ones(4, 16),))
+    made = pipegraph.plan(captured, stages=3, balance="type:Wide", hardware=MACHINE)
+    assert [stage.forward for stage in made.prediction.stages] == [1, 1, 2]  # type: ignore[union-attr]
+    assert [str(point) for point in made.points] == ["3", "5"]  # 3, 2 and 3 layers
+
+
+def test_what_equal_segments_lack() -> None:
+    assert plan(stages=2, memory_bytes="80GiB").prediction == plan(stages=2, memory_bytes=80 * 2**30).prediction
+    with pytest.raises(MemoryShortage, match="or --balance time"):
+        plan(stages=2, balance="uniform", memory_bytes=420_000)
+    with pytest.raises(PlanError, match=r"has 1 segment, which is too few for 2 stages"):
+        pipegraph.plan(pipegraph.capture(nn.ReLU(), (torch.ones(2),)), stages=2, balance="uniform")
 
 
 def test_each_cut_has_a_reason() -> None:
@@ -166,6 +195,15 @@ def test_the_largest_parameter_does_not_fit() -> None:
         ({"schedule": "zb-v", "microbatches": 1, "stages": 4}, ScheduleError, "full pipeline"),
         ({"hardware": "h10"}, pipegraph.PipegraphError, 'Did you mean "h100"'),
         ({"memory_bytes": [2**30]}, PlanError, "one for each rank"),
+        ({"memory_bytes": []}, PlanError, "memory_bytes is empty"),
+        ({"memory_bytes": -1}, PlanError, "not -1"),
+        ({"memory_bytes": "80XB"}, PlanError, "write 80GiB"),
+        ({"stages": "2"}, PlanError, "whole number from 1 on, not '2'"),
+        ({"stages": 2.0}, PlanError, "Try: stages=2"),
+        ({"stages": 0, "balance": "uniform"}, PlanError, "not 0"),
+        ({"microbatches": 0, "balance": "uniform"}, PlanError, "microbatches is a whole number"),
+        ({"stages": None, "points": ["3"], "recompute": "blocks"}, PlanError, 'Did you mean "block"'),
+        ({"stages": None, "points": ["3"], "schedule": "zb-w"}, ScheduleError, "zb-"),
     ],
 )
 def test_refusals(options: dict[str, Any], error: type[Exception], message: str) -> None:

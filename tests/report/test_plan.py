@@ -17,6 +17,7 @@ PREDICTION = Prediction(
     placement=(0, 1, 2),
     microbatches=8,
     value=0.25,
+    places=40,
     lower_bound=0.249,
     memory=(3 * 2**30, 2 * 2**30, 2**30),
     stages=(
@@ -33,13 +34,20 @@ PREDICTION = Prediction(
 
 def test_summary() -> None:
     assert summary(PREDICTION).splitlines() == [
-        "predicted  250 ms a step of 1f1b with 8 microbatches on h100; other cuts are better by 0.4 % at most",
+        "predicted  250 ms a step of 1f1b with 8 microbatches on h100; other cuts at the 40 places looked at are "
+        "better by 0.4 % at most",
         "memory     3.0 GiB on the fullest rank with recompute min-cut",
     ]
-    assert summary(replace(PREDICTION, lower_bound=0.25)).splitlines()[0].endswith("; no other cuts are better")
+    assert (
+        summary(replace(PREDICTION, lower_bound=0.25))
+        .splitlines()[0]
+        .endswith("; no other cuts at the 40 places looked at are better")
+    )
     assert summary(replace(PREDICTION, lower_bound=None)).splitlines()[0].endswith("8 microbatches on h100")
     weighed = replace(PREDICTION, unit="FLOP", balance="flops", value=2.5e12, lower_bound=2.5e12)
-    assert summary(weighed) == "largest    2.5 TFLOP by flops; no other cuts are better"
+    assert summary(weighed) == "largest stage  2.5 TFLOP; no other cuts at the 40 places looked at are better"
+    counted = replace(PREDICTION, unit="parameters", balance="parameters", value=10_290_000, lower_bound=None)
+    assert summary(counted) == "largest stage  10.29 M parameters"
 
 
 def test_stages_memory_and_cuts() -> None:
@@ -58,6 +66,13 @@ def test_stages_memory_and_cuts() -> None:
         "    1  layers.4   2.0 MiB  —                         +1.00 % (layers.4.mlp)",
         "    2  layers.8   2.0 MiB  no change (layers.7.mlp)  does not fit (layers.8.mlp)",
     ]
+
+
+def test_a_schedule_without_a_backward() -> None:
+    forward = replace(PREDICTION, schedule="forward")
+    lines = explained_prediction(forward).plain.splitlines()
+    assert (lines[0].split(), lines[5].split()) == (["stage", "rank", "F", "ms"], ["rank", "memory", "parameters"])
+    assert summary(forward).endswith("3.0 GiB on the fullest rank")
 
 
 def test_colour_changes_no_text() -> None:
