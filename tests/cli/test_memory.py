@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipegraph.cli.parsing import parse_bytes
+from pipegraph.planner.arguments import parse_bytes
 from tests.cli.command import Command
 
 MODEL = """

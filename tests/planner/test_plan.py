@@ -183,7 +183,7 @@ def test_work_that_no_stage_needs_to_send_is_no_first_stage() -> None:
         ),
         ({}, r"No split point was given for Chain.\nTry: --points layers.2, or --stages 2."),
         ({"points": []}, r"No split point was given"),
-        ({"stages": 0}, r"cannot be cut into 0 stages.\nTry: --stages 2."),
+        ({"stages": 0}, r"stages is a whole number from 1 on, not 0.\nTry: stages=2."),
         ({"stages": 6}, r"Chain can be cut into 5 segments, which is too few for 6 stages.\nTry: --stages 5 or fewer."),
         (
             {"stages": 6, "balance": "uniform"},

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegraph.cli.parsing import parse_bytes
 from pipegraph.cost.segment import SegmentCost
 from pipegraph.errors import PlanError
+from pipegraph.planner.arguments import parse_bytes
 from pipegraph.planner.solve import solve
 from pipegraph.planner.solver.shortage import limit_for
 from pipegraph.schedule import Schedule, from_csv
