@@ -183,7 +183,7 @@ class Blocks:
             (module.class_name, children),
             lambda name: ClassSource(
                 name=name,
-                docstring=self._docstring(call, self.parameters(call.fqn, reads), reads, makes),
+                docstring=self._docstring(call, self.parameters(call.fqn, reads, nodes[-1]), reads, makes),
                 base="nn.Sequential",
                 children=children,
             ),
@@ -224,7 +224,7 @@ class Blocks:
         neutral = [f"p{position}" for position in range(len(reads))]
         module = self._captured.modules[call.fqn]
         structure = (module.class_name, made, len(reads), tuple(Body(scope, tree, neutral, None).lines()))
-        parameters = self.parameters(call.fqn, reads)
+        parameters = self.parameters(call.fqn, reads, nodes[-1])
         source = self._collect(
             structure,
             lambda name: ClassSource(
@@ -238,11 +238,15 @@ class Blocks:
         )
         return source, modules_of(scope, tree)
 
-    def parameters(self, fqn: str, reads: Sequence[fx.Node]) -> list[str]:
-        """Names for the arguments of ``forward``: the module's own for the first, the values' names for the others."""
+    def parameters(self, fqn: str, reads: Sequence[fx.Node], inside: fx.Node | None = None) -> list[str]:
+        """Names for the arguments of ``forward``: the module's own, as far as its caller's source tells which is which
+        (and for the first one in any case), else the values' names."""
+        values = [self.value_name(node) for node in reads]
+        formal = self.origins.formal_names(fqn, inside) if inside is not None else {}
+        first = None if set(values) & set(formal) else self.origins.parameter_name(fqn)
         names: list[str] = []
-        for position, node in enumerate(reads):
-            wanted = self.origins.parameter_name(fqn) if position == 0 else self.value_name(node)
+        for position, value in enumerate(values):
+            wanted = formal.get(value) or (first if position == 0 else None) or value
             names.append(unused(variable(wanted or "x", "x"), names))
         return names
 
@@ -250,6 +254,10 @@ class Blocks:
         """What the model's source calls a value; where it does not say, ``default`` or the operation's name."""
         if node.op != "call_function":
             return str(node.target).rpartition(".")[2]
+        for _, fqn in node.meta["path"]:
+            name = self.origins.unpacked_name(fqn, node)
+            if name is not None:
+                return name
         # The outermost call that ends with the value names it best: it speaks the caller's language.
         for call, fqn in node.meta["path"] if node not in self._returned_together else ():
             ends = all(call not in dict(user.meta.get("path", ())) for user in node.users)

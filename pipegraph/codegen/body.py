@@ -266,9 +266,14 @@ class Body:
             self._emit(item, f"{self._bind(node, self._names.of(item, node))} = {expression.text}")
 
     def _may_fold(self, item: Item, node: fx.Node, expression: Expression) -> bool:
-        """A value with one reader stands inside its expression, unless the model's source gives it a name."""
-        short = self._left[node] == 1 and len(expression.text) <= _FOLDED_LENGTH
-        return short and self._names.is_nameless(item, node)
+        """A value with one reader stands inside its expression, unless the model's source gives it a name that is
+        free: with a number behind it, it says no more than the expression."""
+        if not self._folds or self._left[node] != 1 or len(expression.text) > _FOLDED_LENGTH:
+            return False
+        if self._names.is_nameless(item, node):
+            return True
+        returned = len(self._scope.outputs) > 1 and node in self._scope.outputs
+        return not returned and variable(self._names.of(item, node), "x") in self._taken()
 
     def _settle(self, node: fx.Node) -> None:
         """Write a pending value on a line of its own."""

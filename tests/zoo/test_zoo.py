@@ -1,4 +1,4 @@
-"""Every architecture of the zoo, split in three and trained for one step: outputs, loss and gradients are the model's."""
+"""Every model of the zoo, split in three and trained for one step: outputs, loss and gradients are the model's."""
 
 from __future__ import annotations
 

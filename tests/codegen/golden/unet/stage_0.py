@@ -19,7 +19,6 @@ class Stage0(nn.Module):
 
     def forward(self, images):
         x = self.down["0"](images)
-        x_1 = self.pool(x)
-        x_1 = self.down["1"](x_1)
+        x_1 = self.down["1"](self.pool(x))
         x_2 = self.pool(x_1)
         return x, x_1, x_2

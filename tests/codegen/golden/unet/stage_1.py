@@ -17,6 +17,4 @@ class Stage1(nn.Module):
 
     def forward(self, x_2):
         x = self.down["2"](x_2)
-        x_1 = self.pool(x)
-        x_1 = self.bottom(x_1)
-        return self.up["0"](x_1, x)
+        return self.up["0"](self.bottom(self.pool(x)), x)

@@ -18,6 +18,5 @@ class Stage2(nn.Module):
         self.head = nn.Conv2d(16, 4, 1)
 
     def forward(self, x, x_1, x_3):
-        x_1 = self.up["1"](x_3, x_1)
-        x = self.up["2"](x_1, x)
+        x = self.up["2"](self.up["1"](x_3, x_1), x)
         return self.head(x)
