@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from pipegraph.codegen.body import Body
 from pipegraph.codegen.class_source import ClassSource, signature
 from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in, roll
 from pipegraph.codegen.leaves import constructor, leaf_call
+from pipegraph.codegen.literals import literal
 from pipegraph.codegen.names import class_name, prose, unused, unused_class, variable
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import common_regions
@@ -129,7 +131,8 @@ class Blocks:
                 return None
             source, modules = self._class(inside, call, nodes, reads, makes)
             text = f"{source.name}()"
-        return ModuleCall(call.fqn, text, reads, makes, nodes, modules | {call.fqn})
+        model_class = self._captured.modules[call.fqn].class_name
+        return ModuleCall(call.fqn, text, model_class, reads, makes, nodes, modules | {call.fqn})
 
     def _sequential(
         self,
@@ -186,6 +189,8 @@ class Blocks:
                 docstring=self._docstring(call, self.parameters(call.fqn, reads, nodes[-1]), reads, makes),
                 base="nn.Sequential",
                 children=children,
+                model_class=module.class_name,
+                numbers=_numbers(module.module),
             ),
             module.class_name,
         )
@@ -233,6 +238,8 @@ class Blocks:
                 assignments=made,
                 parameters=tuple(parameters),
                 body=tuple(Body(scope, tree, parameters, self.origins).lines()),
+                model_class=module.class_name,
+                numbers=_numbers(module.module),
             ),
             module.class_name,
         )
@@ -362,3 +369,10 @@ def _is_within(name: str, prefix: str) -> bool:
 
 def _relative(fqn: str, prefix: str) -> str:
     return fqn.removeprefix(f"{prefix}.") if prefix else fqn
+
+
+def _numbers(module: nn.Module) -> dict[str, str]:
+    """The numbers that a module holds, by name; those that its constructor takes first."""
+    held = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float))}
+    order = [*inspect.signature(type(module).__init__).parameters, *held]
+    return {name: literal(held[name]) for name in order if name in held and name != "training" and name[0] != "_"}

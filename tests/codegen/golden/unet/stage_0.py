@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from .blocks import DoubleConvolution, DoubleConvolution2
+from .blocks import DoubleConvolution
 
 
 class Stage0(nn.Module):
@@ -14,7 +14,7 @@ class Stage0(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.down = nn.ModuleDict({"0": DoubleConvolution(), "1": DoubleConvolution2()})
+        self.down = nn.ModuleDict({"0": DoubleConvolution(3, 16), "1": DoubleConvolution(16, 32)})
         self.pool = nn.MaxPool2d(2, stride=2)
 
     def forward(self, images):
