@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from pipegraph.codegen import attention
+from pipegraph.codegen.attention import Arguments, Attentions
 from pipegraph.codegen.attributes import Tree, assignments, build_tree, paths
 from pipegraph.codegen.body import Body
 from pipegraph.codegen.class_source import ClassSource, signature
@@ -37,6 +39,7 @@ class Blocks:
         for entry in captured.state.values():
             self._names.setdefault(entry.canonical, []).append(entry.fqn)
         self._opened = opened_calls(captured)
+        self._attentions = Attentions(captured)
         self._size = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         # Values of calls that return several: the caller's statement does not tell them apart.
@@ -121,6 +124,9 @@ class Blocks:
             return None
         if len(makes) > 1:
             self._returned_together.update(makes)
+        arguments = self._attentions.arguments(call, reads, makes)
+        if arguments is not None:
+            return self._attention(call, arguments, reads, makes)
         text, modules = leaf_call(self._captured, call, reads, makes), frozenset[str]()
         if text is None:
             text, modules = self._sequential(inside, call, nodes, reads, makes)
@@ -133,6 +139,18 @@ class Blocks:
             text = f"{source.name}()"
         model_class = self._captured.modules[call.fqn].class_name
         return ModuleCall(call.fqn, text, model_class, reads, makes, nodes, modules | {call.fqn})
+
+    def _attention(
+        self, call: Call, arguments: Arguments, reads: tuple[fx.Node, ...], makes: tuple[fx.Node, ...]
+    ) -> ModuleCall:
+        """A call of torch's own ``nn.MultiheadAttention``."""
+        module = self._captured.modules[call.fqn].module
+        assert isinstance(module, nn.MultiheadAttention)
+        nodes, modules = tuple(call.nodes()), frozenset((call.fqn, f"{call.fqn}.out_proj"))
+        makes = tuple(makes[position] for position in arguments.results)
+        return ModuleCall(
+            call.fqn, attention.constructor(module), "MultiheadAttention", reads, makes, nodes, modules, arguments
+        )
 
     def _sequential(
         self,

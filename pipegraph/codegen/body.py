@@ -146,7 +146,7 @@ class Body:
 
     def _call(self, item: ModuleCall) -> None:
         owner = access(self._tree, self._relative(item.fqn))
-        expression = self._build(item, lambda: self._invoke(owner, item.reads))
+        expression = self._build(item, lambda: self._invoke(owner, item))
         if len(item.makes) == 1:
             self._place(item, item.makes[0], expression)
             return
@@ -218,8 +218,9 @@ class Body:
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
-    def _invoke(self, owner: str, reads: Iterable[fx.Node]) -> Expression:
-        return Expression(f"{owner}({', '.join(self._value(node).text for node in reads)})", ATOM)
+    def _invoke(self, owner: str, item: ModuleCall) -> Expression:
+        values = [self._value(node).text for node in item.handed]
+        return Expression(owner + (item.arguments.text(values) if item.arguments else f"({', '.join(values)})"), ATOM)
 
     def _value(self, node: fx.Node) -> Expression:
         """The expression of a value, used once more."""
@@ -332,7 +333,7 @@ def _operands(item: Item) -> list[fx.Node]:
         found: list[fx.Node] = []
         fx.map_arg((item.node.args, item.node.kwargs), found.append)
         return found
-    return list(item.reads)
+    return list(item.reads if isinstance(item, Loop) else item.handed)
 
 
 def _has_effects(item: Item) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from pipegraph.codegen.attention import Arguments
 from pipegraph.codegen.names import is_number
 from pipegraph.graph.captured import State
 
@@ -36,7 +37,8 @@ class Operation:
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
     """A call ``self.fqn(reads…)`` that gives ``makes``; ``constructor`` is the text that builds the module,
-    ``model_class`` the name of the model's own class, ``modules`` the FQNs of all modules that it builds."""
+    ``model_class`` the name of the model's own class, ``modules`` the FQNs of all modules that it builds. With
+    ``arguments`` it is called with those instead of ``reads`` in their order."""
 
     fqn: str
     constructor: str
@@ -45,6 +47,14 @@ class ModuleCall:
     makes: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     modules: frozenset[str]
+    arguments: Arguments | None = None
+
+    @property
+    def handed(self) -> tuple[fx.Node, ...]:
+        """Values in the order in which they stand in the call."""
+        if self.arguments is None:
+            return self.reads
+        return tuple(self.reads[position] for _, position in self.arguments.handed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +154,8 @@ def _end_of_row(items: Sequence[Item], start: int) -> int:
 def _continues(before: ModuleCall, after: ModuleCall) -> bool:
     """Whether two calls run modules of one class that follow each other in one container."""
     (container, _, name), (other, _, next_name) = before.fqn.rpartition("."), after.fqn.rpartition(".")
+    if before.arguments is not None or after.arguments is not None:
+        return False
     counted = is_number(name) and is_number(next_name) and int(next_name) == int(name) + 1
     same = before.model_class == after.model_class and len(before.reads) == len(after.reads)
     return counted and container == other and same and len(before.makes) == len(after.makes)
