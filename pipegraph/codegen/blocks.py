@@ -6,26 +6,26 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx, nn
 
 from pipegraph.codegen import attention
 from pipegraph.codegen.attention import Arguments, Attentions
 from pipegraph.codegen.attributes import Tree, assignments, build_tree, paths
 from pipegraph.codegen.body import Body
-from pipegraph.codegen.class_source import ClassSource, signature
+from pipegraph.codegen.class_source import ClassSource
 from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in, roll
 from pipegraph.codegen.leaves import constructor, leaf_call
 from pipegraph.codegen.literals import literal
-from pipegraph.codegen.names import class_name, prose, unused, unused_class, variable
+from pipegraph.codegen.names import class_name, unused_class
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import common_regions
+from pipegraph.codegen.words import Words
 from pipegraph.graph.calls import Call, call_tree
 from pipegraph.graph.captured import Captured, State, path_of
 from pipegraph.graph.segments import opened_calls
 from pipegraph.graph.stages import StageGraph, local_name
 
-# A module without state and with no more operations than this is written where it is called.
+# A call without state is written where it is if it has no more operations than this, or is only a part of one.
 _SMALL = 2
 
 
@@ -35,15 +35,13 @@ class Blocks:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self.origins = Origins(captured)
+        self.words = Words(captured, self.origins, opened_calls(captured))
         self._names: dict[str, list[str]] = {}
         for entry in captured.state.values():
             self._names.setdefault(entry.canonical, []).append(entry.fqn)
         self._opened = opened_calls(captured)
         self._attentions = Attentions(captured)
-        self._size = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
-        # Values of calls that return several: the caller's statement does not tell them apart.
-        self._returned_together: set[fx.Node] = set()
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
 
     def used_by(self, stages: Sequence[ClassSource]) -> tuple[ClassSource, ...]:
@@ -123,7 +121,7 @@ class Blocks:
         if not makes:
             return None
         if len(makes) > 1:
-            self._returned_together.update(makes)
+            self.words.returned_together.update(makes)
         arguments = self._attentions.arguments(call, reads, makes)
         if arguments is not None:
             return self._attention(call, arguments, reads, makes)
@@ -133,7 +131,8 @@ class Blocks:
         if text is None:
             stateless = not any(node.op == "get_attr" for each in nodes for node in each.all_input_nodes)
             same_mode = self._captured.modules[call.fqn].training == self._captured.modules[prefix].training
-            if stateless and same_mode and len(nodes) <= _SMALL and not any(True for _ in call.calls()):
+            small = len(nodes) <= _SMALL and not any(True for _ in call.calls())
+            if stateless and same_mode and (small or not self.words.is_whole(call)):
                 return None
             source, modules = self._class(inside, call, nodes, reads, makes)
             text = f"{source.name}()"
@@ -204,7 +203,7 @@ class Blocks:
             (module.class_name, children),
             lambda name: ClassSource(
                 name=name,
-                docstring=self._docstring(call, self.parameters(call.fqn, reads, nodes[-1]), reads, makes),
+                docstring=self.words.docstring(call, self.words.parameters(call.fqn, reads, nodes[-1]), reads, makes),
                 base="nn.Sequential",
                 children=children,
                 model_class=module.class_name,
@@ -247,12 +246,12 @@ class Blocks:
         neutral = [f"p{position}" for position in range(len(reads))]
         module = self._captured.modules[call.fqn]
         structure = (module.class_name, made, len(reads), tuple(Body(scope, tree, neutral, None).lines()))
-        parameters = self.parameters(call.fqn, reads, nodes[-1])
+        parameters = self.words.parameters(call.fqn, reads, nodes[-1])
         source = self._collect(
             structure,
             lambda name: ClassSource(
                 name=name,
-                docstring=self._docstring(call, parameters, reads, makes),
+                docstring=self.words.docstring(call, parameters, reads, makes),
                 assignments=made,
                 parameters=tuple(parameters),
                 body=tuple(Body(scope, tree, parameters, self.origins).lines()),
@@ -262,48 +261,6 @@ class Blocks:
             module.class_name,
         )
         return source, modules_of(scope, tree)
-
-    def parameters(self, fqn: str, reads: Sequence[fx.Node], inside: fx.Node | None = None) -> list[str]:
-        """Names for the arguments of ``forward``: the module's own, as far as its caller's source tells which is which
-        (and for the first one in any case), else the values' names."""
-        values = [self.value_name(node) for node in reads]
-        formal = self.origins.formal_names(fqn, inside) if inside is not None else {}
-        first = None if set(values) & set(formal) else self.origins.parameter_name(fqn)
-        names: list[str] = []
-        for position, value in enumerate(values):
-            wanted = formal.get(value) or (first if position == 0 else None) or value
-            names.append(unused(variable(wanted or "x", "x"), names))
-        return names
-
-    def value_name(self, node: fx.Node, default: str | None = None) -> str:
-        """What the model's source calls a value; where it does not say, ``default`` or the operation's name."""
-        if node.op != "call_function":
-            return str(node.target).rpartition(".")[2]
-        for _, fqn in node.meta["path"]:
-            name = self.origins.unpacked_name(fqn, node)
-            if name is not None:
-                return name
-        # The outermost call that ends with the value names it best: it speaks the caller's language.
-        for call, fqn in node.meta["path"] if node not in self._returned_together else ():
-            ends = all(call not in dict(user.meta.get("path", ())) for user in node.users)
-            chain = self.origins.of_call(fqn, node) if ends and call not in self._opened else ()
-            if chain and len(chain[-1].targets) == 1:
-                return chain[-1].targets[0]
-        chain = self.origins.of_operation(node)
-        if chain and len(chain[-1].targets) == 1:
-            return chain[-1].targets[0]
-        if node.target is torch.ops.aten.to.dtype and isinstance(node.args[0], fx.Node):
-            return self.value_name(node.args[0], default)  # a cast keeps the name
-        operation = node.target._opname.strip("_") if isinstance(node.target, torch._ops.OpOverload) else "x"
-        return default or operation
-
-    def _docstring(
-        self, call: Call, parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
-    ) -> str:
-        module = self._captured.modules[call.fqn]
-        source = f" ({prose(module.source)})" if module.source else ""
-        where = "as in" if len(list(call.nodes())) == self._size.get(call.call) else "a part of it, as in"
-        return f"{prose(module.class_name)}{source}, {where} {prose(call.fqn)}.  {signature(parameters, reads, makes)}."
 
     def _silent_leaves(self, prefix: str, state: dict[str, State], constructors: dict[str, str]) -> dict[str, str]:
         """torch.nn modules whose weights are read although the module is not called (an attention's ``out_proj``)."""

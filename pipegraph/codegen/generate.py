@@ -135,9 +135,9 @@ def _value_names(plan: Plan, blocks: Blocks) -> dict[fx.Node, str]:
         if node.op == "placeholder":
             wanted = label_of(node)
         elif node in captured.returned:
-            wanted = keys.get(label_of(node)) or blocks.value_name(node, default="output")
+            wanted = keys.get(label_of(node)) or blocks.words.value_name(node, default="output")
         else:
-            wanted = blocks.value_name(node)
+            wanted = blocks.words.value_name(node)
         names[node] = unused(variable(wanted, "x"), taken)
         taken.add(names[node])
     return names

@@ -304,27 +304,6 @@ class T5Block3(nn.Module):
         return self_attn_position_bias, hidden_states
 
 
-class T5LayerCrossAttention2(nn.Module):
-    """T5LayerCrossAttention (modeling_t5.py:404), a part of it, as in t5.decoder.block.0.layer.1.
-
-    nothing → f32[1, 4, 7, 10].
-    """
-
-    def forward(self):
-        return torch.zeros([1, 4, 7, 10], dtype=torch.float32, device=torch.get_default_device())
-
-
-class T5Block4(nn.Module):
-    """T5Block (modeling_t5.py:435), a part of it, as in t5.decoder.block.0.  nothing → f32[1, 4, 7, 10]."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.ModuleDict({"1": T5LayerCrossAttention2()})
-
-    def forward(self):
-        return self.layer["1"]()
-
-
 class T5Attention5(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.0.SelfAttention.
 
@@ -393,7 +372,7 @@ class T5Attention6(nn.Module):
         return self.o(attn_output)
 
 
-class T5LayerCrossAttention3(nn.Module):
+class T5LayerCrossAttention2(nn.Module):
     """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.1.layer.1.
 
     hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32], cross_attn_position_bias f32[1, 4, 7, 10] →
@@ -412,7 +391,7 @@ class T5LayerCrossAttention3(nn.Module):
         return hidden_states + self.dropout(linear)
 
 
-class T5Block5(nn.Module):
+class T5Block4(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.1.
 
     hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], self_attn_position_bias f32[1, 4, 7, 7],
@@ -421,7 +400,7 @@ class T5Block5(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention4(), "1": T5LayerCrossAttention3(), "2": T5LayerFF()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention4(), "1": T5LayerCrossAttention2(), "2": T5LayerFF()})
 
     def forward(
         self, hidden_states, attention_mask, self_attn_position_bias, hidden_states_1, cross_attn_position_bias
