@@ -32,13 +32,14 @@ def main(
     warnings.simplefilter("ignore")  # Bloom's GELU has a backward of its own, equal to its forward's derivative
     with tempfile.TemporaryDirectory() as temporary:
         folder = keep or Path(temporary)
-        rows = [_row(visit(name, _cage(folder, name))) for name in NAMES if only.lower() in name.lower()]
-    if markdown:
-        print("\n".join(f"| {' | '.join(row)} |" for row in (HEADERS, ("---", "---:", "---:", "---:"), *rows)))
-        return
-    table = Table(*HEADERS)
-    for row in rows:
-        table.add_row(*row)
+        rows = (_row(visit(name, _cage(folder, name))) for name in NAMES if only.lower() in name.lower())
+        if markdown:
+            for row in (HEADERS, ("---", "---:", "---:", "---:"), *rows):
+                print(f"| {' | '.join(row)} |")
+            return
+        table = Table(*HEADERS)
+        for row in rows:
+            table.add_row(*row)
     Console().print(table)
 
 
