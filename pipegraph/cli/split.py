@@ -76,9 +76,7 @@ def split(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the stages and write nothing.")] = False,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check", help="Write nothing; a diff and exit code 1 where OUT would change."
-        ),
+        typer.Option("--check", help="Write nothing; a diff and exit code 1 where OUT would change."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a package that pipegraph wrote.")] = False,
     json: JsonOption = False,
