@@ -84,6 +84,10 @@ def split(
     batch: BatchOption = None,
     seq: SequenceOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the stages and write nothing.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Write nothing; a diff and exit code 1 where OUT would change."),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a package that pipegraph wrote.")] = False,
     json: JsonOption = False,
     debug: DebugOption = False,
@@ -99,6 +103,8 @@ def split(
             "plan.json, which `pipegraph plan` wrote.",
             param_hint="--points / --stages / --plan",
         )
+    if check and (dry_run or overwrite):
+        raise typer.BadParameter("it writes nothing: leave out --dry-run and --overwrite.", param_hint="--check")
     sources = {name: context.get_parameter_source(name) for name in _OF_A_SEARCH}
     given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
     if plan_file is not None and given:
@@ -114,6 +120,7 @@ def split(
             param_hint="--balance",
         )
     with progress(f"loading {model}"):
+        from pipegraph.codegen.check import check_package
         from pipegraph.codegen.generate import generate
         from pipegraph.codegen.package_writer import write_package
         from pipegraph.cost.hardware import Hardware
@@ -133,7 +140,7 @@ def split(
         check_recompute(recompute)
         profile = None if hardware is None else Hardware.load(hardware)
         order, file = named_schedule(schedule), None if plan_file is None else PlanFile.read(plan_file)
-        source = load(model, weights=weights and not dry_run, batch=batch, seq=seq)
+        source = load(model, weights=weights and not (dry_run or check), batch=batch, seq=seq)
     with progress(f"capturing {source.name}"), held_back(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)
     with progress("looking for the best cuts") as say:
@@ -156,6 +163,15 @@ def split(
                 progress=say,
             )
     folder = None if dry_run else out or Path("build", _stem(model))
+    if check and folder is not None:
+        changes = check_package(folder, *generate(planned, weights, source))
+        if json:
+            print_json({"out": str(folder), "changes": changes})
+        elif changes:
+            print("".join(changes.values()), end="")
+        else:
+            print(f"{folder} is as it would be written")
+        raise typer.Exit(1 if changes else 0)
     if folder is None:
         _, manifest = generate(planned, weights, source)
     else:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx, nn
 
+from pipegraph.codegen import attention
+from pipegraph.codegen.attention import Arguments, Attentions
 from pipegraph.codegen.attributes import Tree, assignments, build_tree, paths
 from pipegraph.codegen.body import Body
-from pipegraph.codegen.class_source import ClassSource, signature
+from pipegraph.codegen.class_source import ClassSource
 from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in, roll
 from pipegraph.codegen.leaves import constructor, leaf_call
-from pipegraph.codegen.names import class_name, prose, unused, unused_class, variable
+from pipegraph.codegen.literals import literal
+from pipegraph.codegen.names import class_name, unused_class
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import common_regions
+from pipegraph.codegen.words import Words
 from pipegraph.graph.calls import Call, call_tree
 from pipegraph.graph.captured import Captured, State, path_of
 from pipegraph.graph.segments import opened_calls
 from pipegraph.graph.stages import StageGraph, local_name
 
-# A module without state and with no more operations than this is written where it is called.
+# A call without state is written where it is if it has no more operations than this, or is only a part of one.
 _SMALL = 2
 
 
@@ -31,14 +35,13 @@ class Blocks:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self.origins = Origins(captured)
+        self.words = Words(captured, self.origins, opened_calls(captured))
         self._names: dict[str, list[str]] = {}
         for entry in captured.state.values():
             self._names.setdefault(entry.canonical, []).append(entry.fqn)
         self._opened = opened_calls(captured)
-        self._size = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
+        self._attentions = Attentions(captured)
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
-        # Values of calls that return several: the caller's statement does not tell them apart.
-        self._returned_together: set[fx.Node] = set()
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
 
     def used_by(self, stages: Sequence[ClassSource]) -> tuple[ClassSource, ...]:
@@ -118,18 +121,35 @@ class Blocks:
         if not makes:
             return None
         if len(makes) > 1:
-            self._returned_together.update(makes)
+            self.words.returned_together.update(makes)
+        arguments = self._attentions.arguments(call, reads, makes)
+        if arguments is not None:
+            return self._attention(call, arguments, reads, makes)
         text, modules = leaf_call(self._captured, call, reads, makes), frozenset[str]()
         if text is None:
             text, modules = self._sequential(inside, call, nodes, reads, makes)
         if text is None:
             stateless = not any(node.op == "get_attr" for each in nodes for node in each.all_input_nodes)
             same_mode = self._captured.modules[call.fqn].training == self._captured.modules[prefix].training
-            if stateless and same_mode and len(nodes) <= _SMALL and not any(True for _ in call.calls()):
+            small = len(nodes) <= _SMALL and not any(True for _ in call.calls())
+            if stateless and same_mode and (small or not self.words.is_whole(call)):
                 return None
             source, modules = self._class(inside, call, nodes, reads, makes)
             text = f"{source.name}()"
-        return ModuleCall(call.fqn, text, reads, makes, nodes, modules | {call.fqn})
+        model_class = self._captured.modules[call.fqn].class_name
+        return ModuleCall(call.fqn, text, model_class, reads, makes, nodes, modules | {call.fqn})
+
+    def _attention(
+        self, call: Call, arguments: Arguments, reads: tuple[fx.Node, ...], makes: tuple[fx.Node, ...]
+    ) -> ModuleCall:
+        """A call of torch's own ``nn.MultiheadAttention``."""
+        module = self._captured.modules[call.fqn].module
+        assert isinstance(module, nn.MultiheadAttention)
+        nodes, modules = tuple(call.nodes()), frozenset((call.fqn, f"{call.fqn}.out_proj"))
+        makes = tuple(makes[position] for position in arguments.results)
+        return ModuleCall(
+            call.fqn, attention.constructor(module), "MultiheadAttention", reads, makes, nodes, modules, arguments
+        )
 
     def _sequential(
         self,
@@ -183,9 +203,11 @@ class Blocks:
             (module.class_name, children),
             lambda name: ClassSource(
                 name=name,
-                docstring=self._docstring(call, self.parameters(call.fqn, reads), reads, makes),
+                docstring=self.words.docstring(call, self.words.parameters(call.fqn, reads, nodes[-1]), reads, makes),
                 base="nn.Sequential",
                 children=children,
+                model_class=module.class_name,
+                numbers=_numbers(module.module),
             ),
             module.class_name,
         )
@@ -224,53 +246,21 @@ class Blocks:
         neutral = [f"p{position}" for position in range(len(reads))]
         module = self._captured.modules[call.fqn]
         structure = (module.class_name, made, len(reads), tuple(Body(scope, tree, neutral, None).lines()))
-        parameters = self.parameters(call.fqn, reads)
+        parameters = self.words.parameters(call.fqn, reads, nodes[-1])
         source = self._collect(
             structure,
             lambda name: ClassSource(
                 name=name,
-                docstring=self._docstring(call, parameters, reads, makes),
+                docstring=self.words.docstring(call, parameters, reads, makes),
                 assignments=made,
                 parameters=tuple(parameters),
                 body=tuple(Body(scope, tree, parameters, self.origins).lines()),
+                model_class=module.class_name,
+                numbers=_numbers(module.module),
             ),
             module.class_name,
         )
         return source, modules_of(scope, tree)
-
-    def parameters(self, fqn: str, reads: Sequence[fx.Node]) -> list[str]:
-        """Names for the arguments of ``forward``: the module's own for the first, the values' names for the others."""
-        names: list[str] = []
-        for position, node in enumerate(reads):
-            wanted = self.origins.parameter_name(fqn) if position == 0 else self.value_name(node)
-            names.append(unused(variable(wanted or "x", "x"), names))
-        return names
-
-    def value_name(self, node: fx.Node, default: str | None = None) -> str:
-        """What the model's source calls a value; where it does not say, ``default`` or the operation's name."""
-        if node.op != "call_function":
-            return str(node.target).rpartition(".")[2]
-        # The outermost call that ends with the value names it best: it speaks the caller's language.
-        for call, fqn in node.meta["path"] if node not in self._returned_together else ():
-            ends = all(call not in dict(user.meta.get("path", ())) for user in node.users)
-            chain = self.origins.of_call(fqn, node) if ends and call not in self._opened else ()
-            if chain and len(chain[-1].targets) == 1:
-                return chain[-1].targets[0]
-        chain = self.origins.of_operation(node)
-        if chain and len(chain[-1].targets) == 1:
-            return chain[-1].targets[0]
-        if node.target is torch.ops.aten.to.dtype and isinstance(node.args[0], fx.Node):
-            return self.value_name(node.args[0], default)  # a cast keeps the name
-        operation = node.target._opname.strip("_") if isinstance(node.target, torch._ops.OpOverload) else "x"
-        return default or operation
-
-    def _docstring(
-        self, call: Call, parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
-    ) -> str:
-        module = self._captured.modules[call.fqn]
-        source = f" ({prose(module.source)})" if module.source else ""
-        where = "as in" if len(list(call.nodes())) == self._size.get(call.call) else "a part of it, as in"
-        return f"{prose(module.class_name)}{source}, {where} {prose(call.fqn)}.  {signature(parameters, reads, makes)}."
 
     def _silent_leaves(self, prefix: str, state: dict[str, State], constructors: dict[str, str]) -> dict[str, str]:
         """torch.nn modules whose weights are read although the module is not called (an attention's ``out_proj``)."""
@@ -354,3 +344,10 @@ def _is_within(name: str, prefix: str) -> bool:
 
 def _relative(fqn: str, prefix: str) -> str:
     return fqn.removeprefix(f"{prefix}.") if prefix else fqn
+
+
+def _numbers(module: nn.Module) -> dict[str, str]:
+    """The numbers that a module holds, by name; those that its constructor takes first."""
+    held = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float))}
+    order = [*inspect.signature(type(module).__init__).parameters, *held]
+    return {name: literal(held[name]) for name in order if name in held and name != "training" and name[0] != "_"}

@@ -146,7 +146,7 @@ class Body:
 
     def _call(self, item: ModuleCall) -> None:
         owner = access(self._tree, self._relative(item.fqn))
-        expression = self._build(item, lambda: self._invoke(owner, item.reads))
+        expression = self._build(item, lambda: self._invoke(owner, item))
         if len(item.makes) == 1:
             self._place(item, item.makes[0], expression)
             return
@@ -218,8 +218,9 @@ class Body:
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
-    def _invoke(self, owner: str, reads: Iterable[fx.Node]) -> Expression:
-        return Expression(f"{owner}({', '.join(self._value(node).text for node in reads)})", ATOM)
+    def _invoke(self, owner: str, item: ModuleCall) -> Expression:
+        values = [self._value(node).text for node in item.handed]
+        return Expression(owner + (item.arguments.text(values) if item.arguments else f"({', '.join(values)})"), ATOM)
 
     def _value(self, node: fx.Node) -> Expression:
         """The expression of a value, used once more."""
@@ -266,9 +267,14 @@ class Body:
             self._emit(item, f"{self._bind(node, self._names.of(item, node))} = {expression.text}")
 
     def _may_fold(self, item: Item, node: fx.Node, expression: Expression) -> bool:
-        """A value with one reader stands inside its expression, unless the model's source gives it a name."""
-        short = self._left[node] == 1 and len(expression.text) <= _FOLDED_LENGTH
-        return short and self._names.is_nameless(item, node)
+        """A value with one reader stands inside its expression, unless the model's source gives it a name that is
+        free: with a number behind it, it says no more than the expression."""
+        if not self._folds or self._left[node] != 1 or len(expression.text) > _FOLDED_LENGTH:
+            return False
+        if self._names.is_nameless(item, node):
+            return True
+        returned = len(self._scope.outputs) > 1 and node in self._scope.outputs
+        return not returned and variable(self._names.of(item, node), "x") in self._taken()
 
     def _settle(self, node: fx.Node) -> None:
         """Write a pending value on a line of its own."""
@@ -327,7 +333,7 @@ def _operands(item: Item) -> list[fx.Node]:
         found: list[fx.Node] = []
         fx.map_arg((item.node.args, item.node.kwargs), found.append)
         return found
-    return list(item.reads)
+    return list(item.reads if isinstance(item, Loop) else item.handed)
 
 
 def _has_effects(item: Item) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -17,7 +17,8 @@ class ClassSource:
     """The parts of a class, ready for a template.
 
     ``body`` holds the statements of ``forward``, each with the ``with`` headers it stands under; ``children`` the
-    constructors that a subclass of ``nn.Sequential`` hands to its base.
+    constructors that a subclass of ``nn.Sequential`` hands to its base. ``arguments`` are those of ``__init__``,
+    ``model_class`` is the model's own class and ``numbers`` what a module of it holds under the names of the model.
     """
 
     name: str
@@ -27,6 +28,9 @@ class ClassSource:
     body: tuple[tuple[tuple[str, ...], str], ...] = ()
     base: str = "nn.Module"
     children: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    model_class: str = ""
+    numbers: Mapping[str, str] = field(default_factory=dict)
 
     def mentions(self, name: str) -> bool:
         """Whether it makes an object of the class ``name``."""

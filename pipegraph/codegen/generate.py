@@ -11,6 +11,7 @@ from torch import fx
 
 import pipegraph
 from pipegraph.codegen.blocks import Blocks
+from pipegraph.codegen.families import merge
 from pipegraph.codegen.libraries import libraries
 from pipegraph.codegen.literals import dtype_name
 from pipegraph.codegen.names import prose, unused, variable
@@ -31,7 +32,7 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     blocks = Blocks(captured)
     names = _value_names(plan, blocks)
     stages = [stage_class(plan, blocks, stage, names) for stage in plan.stages]
-    shared = blocks.used_by(stages)
+    shared, stages = merge(blocks.used_by(stages), stages)
     requires = libraries(captured)
     model = source.name if source is not None else captured.model_name
     about = f"{prose(captured.model_name)} ({prose(model)})"
@@ -134,9 +135,9 @@ def _value_names(plan: Plan, blocks: Blocks) -> dict[fx.Node, str]:
         if node.op == "placeholder":
             wanted = label_of(node)
         elif node in captured.returned:
-            wanted = keys.get(label_of(node)) or blocks.value_name(node, default="output")
+            wanted = keys.get(label_of(node)) or blocks.words.value_name(node, default="output")
         else:
-            wanted = blocks.value_name(node)
+            wanted = blocks.words.value_name(node)
         names[node] = unused(variable(wanted, "x"), taken)
         taken.add(names[node])
     return names

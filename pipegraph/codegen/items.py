@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from pipegraph.codegen.attention import Arguments
 from pipegraph.codegen.names import is_number
 from pipegraph.graph.captured import State
 
@@ -35,20 +36,30 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """A call ``self.fqn(reads…)`` that gives ``makes``; ``constructor`` is the text that builds the module, ``modules``
-    the FQNs of all modules that it builds."""
+    """A call ``self.fqn(reads…)`` that gives ``makes``; ``constructor`` is the text that builds the module,
+    ``model_class`` the name of the model's own class, ``modules`` the FQNs of all modules that it builds. With
+    ``arguments`` it is called with those instead of ``reads`` in their order."""
 
     fqn: str
     constructor: str
+    model_class: str
     reads: tuple[fx.Node, ...]
     makes: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     modules: frozenset[str]
+    arguments: Arguments | None = None
+
+    @property
+    def handed(self) -> tuple[fx.Node, ...]:
+        """Values in the order in which they stand in the call."""
+        if self.arguments is None:
+            return self.reads
+        return tuple(self.reads[position] for _, position in self.arguments.handed)
 
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """Calls of equal modules in a row, each fed by the one before.
+    """Calls of modules of one class in a row, each fed by the one before.
 
     ``carried`` maps a position in ``reads`` to the position in ``makes`` of the call before; every other position takes
     the same value in each call.
@@ -106,7 +117,7 @@ class Scope:
 
 
 def roll(items: Sequence[Item], outputs: Iterable[fx.Node]) -> tuple[Item, ...]:
-    """Turn rows of equal calls into loops, the longest first in order."""
+    """Turn rows of like calls into loops, the longest first in order."""
     rolled: list[Item] = []
     position = 0
     while position < len(items):
@@ -141,10 +152,12 @@ def _end_of_row(items: Sequence[Item], start: int) -> int:
 
 
 def _continues(before: ModuleCall, after: ModuleCall) -> bool:
-    """Whether two calls run equal modules that follow each other in one container."""
+    """Whether two calls run modules of one class that follow each other in one container."""
     (container, _, name), (other, _, next_name) = before.fqn.rpartition("."), after.fqn.rpartition(".")
+    if before.arguments is not None or after.arguments is not None:
+        return False
     counted = is_number(name) and is_number(next_name) and int(next_name) == int(name) + 1
-    same = before.constructor == after.constructor and len(before.reads) == len(after.reads)
+    same = before.model_class == after.model_class and len(before.reads) == len(after.reads)
     return counted and container == other and same and len(before.makes) == len(after.makes)
 
 

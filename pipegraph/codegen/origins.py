@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Statement:
 
     file: str
     line: int
+    end: int
     targets: tuple[str, ...]
 
 
@@ -37,8 +39,46 @@ class Origins:
         self._captured = captured
 
     def of_operation(self, node: fx.Node) -> tuple[Statement, ...]:
-        """The statements that led to an operation, outermost first."""
+        """The statements of ``forward`` methods that led to an operation, outermost first."""
         return _known(_frames(node.meta["stack_trace"]))
+
+    def of_helper(self, node: fx.Node) -> Statement | None:
+        """The statement that ran an operation, where it stands in a function that a ``forward`` called."""
+        frames = _frames(node.meta["stack_trace"], everything=True)
+        helper = frames[-1:] if frames != _frames(node.meta["stack_trace"]) else ()
+        return next(iter(_known(helper)), None)
+
+    def is_within(self, node: fx.Node, statement: Statement) -> bool:
+        """Whether a statement led to an operation, through any functions."""
+        return statement in _known(_frames(node.meta["stack_trace"], everything=True))
+
+    def own_name(self, node: fx.Node) -> str | None:
+        """What the innermost ``forward`` calls a value."""
+        chain = self.of_operation(node)
+        targets = chain[-1].targets if chain else ()
+        if node.target is operator.getitem and len(targets) == len(node.args[0].meta["val"]):  # type: ignore[union-attr]
+            return targets[int(node.args[1])]  # type: ignore[arg-type]
+        return targets[0] if len(targets) == 1 else None
+
+    def unpacked_name(self, fqn: str, node: fx.Node) -> str | None:
+        """What the caller of a module calls one of several values that the module returns:
+        ``_, weights, chosen = self.router(x)``."""
+        outside, inside, module = self.of_call(fqn, node), self.own_name(node), self._captured.modules.get(fqn)
+        if not outside or inside is None or module is None:
+            return None
+        targets, returned = outside[-1].targets, _returned(type(module.module).forward)
+        same = len(targets) == len(returned) > 1 and returned.count(inside) == 1
+        name = targets[returned.index(inside)] if same else "_"
+        return None if name == "_" else name
+
+    def formal_names(self, fqn: str, node: fx.Node) -> dict[str, str]:
+        """The caller's names for the arguments of a module's call → those of its ``forward``."""
+        statement, module = self.of_call(fqn, node)[-1:], self._captured.modules.get(fqn)
+        if not statement or module is None:
+            return {}
+        forward = type(module.module).forward
+        formal = [name for name in inspect.signature(forward).parameters if name != "self"]
+        return _arguments(statement[0], fqn.rpartition(".")[2], tuple(formal))
 
     def of_call(self, fqn: str, node: fx.Node) -> tuple[Statement, ...]:
         """The statements that led to the call of the module ``fqn``, in which ``node`` ran."""
@@ -47,7 +87,8 @@ class Origins:
         for _, inner in path_of(node):
             entered = self._enters(inner, frames, position + 1)
             if inner == fqn:
-                return _known(frames[:entered]) if entered is not None else ()
+                # A forward that was put in the place of the class's own is not found: the caller's is.
+                return _known(frames[: position + 1 if entered is None else entered])
             position = entered if entered is not None else position
         return ()
 
@@ -72,10 +113,11 @@ class Origins:
 
 
 @cache
-def _frames(stack_trace: str) -> tuple[tuple[str, int], ...]:
-    """(file, line) of each frame, outermost first."""
+def _frames(stack_trace: str, everything: bool = False) -> tuple[tuple[str, int], ...]:
+    """(file, line) of each frame in a ``forward``, or in any function, outermost first."""
     found = (_FRAME.match(line.strip()) for line in stack_trace.splitlines())
-    return tuple((match["file"], int(match["line"])) for match in found if match)
+    kept = (match for match in found if match and (everything or match["function"] == "forward"))
+    return tuple((match["file"], int(match["line"])) for match in kept)
 
 
 def _known(frames: Iterable[tuple[str, int]]) -> tuple[Statement, ...]:
@@ -96,17 +138,61 @@ def _forward_lines(forward: Callable[..., object]) -> tuple[str, int, int]:
 
 
 @cache
+def _returned(forward: Callable[..., object]) -> tuple[str, ...]:
+    """The names in the last ``return`` of a function, where it returns a tuple of names; ``a`` after ``b = a`` is
+    called ``a``."""
+    file, first, last = _forward_lines(forward)
+    inside = [node for node in ast.walk(_tree(file)) if first <= getattr(node, "lineno", 0) <= last]
+    returns = [node for node in inside if isinstance(node, ast.Return)]
+    value = max(returns, key=lambda node: node.lineno).value if returns else None
+    aliases = {
+        node.targets[0].id: node.value.id
+        for node in inside
+        if isinstance(node, ast.Assign)
+        if isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Name)
+    }
+    return tuple(aliases.get(name, name) for name in _names(value)) if isinstance(value, ast.Tuple) else ()
+
+
+@cache
+def _arguments(statement: Statement, callee: str, formal: tuple[str, ...]) -> dict[str, str]:
+    """The names that a statement hands to the only call of ``….callee(…)``, or of an element of a container."""
+    calls = [
+        node
+        for node in ast.walk(_tree(statement.file))
+        if isinstance(node, ast.Call) and statement.line <= node.lineno <= statement.end and _calls(node.func, callee)
+    ]
+    if len(calls) != 1 or any(isinstance(each, ast.Starred) for each in calls[0].args):
+        return {}
+    handed = [*zip(calls[0].args, formal, strict=False)]
+    handed += [(each.value, each.arg) for each in calls[0].keywords if each.arg is not None]
+    # Of a value that is handed over twice, the first.
+    return {value.id: name for value, name in reversed(handed) if isinstance(value, ast.Name)}
+
+
+def _calls(function: ast.expr, callee: str) -> bool:
+    if callee.isdigit():
+        return isinstance(function, (ast.Name, ast.Subscript))
+    return isinstance(function, ast.Attribute) and function.attr == callee
+
+
+@cache
+def _tree(file: str) -> ast.Module:
+    """The syntax tree of a file; an empty one where it cannot be read."""
+    try:
+        return ast.parse(Path(file).read_text())
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return ast.Module([], [])
+
+
+@cache
 def _statements(file: str) -> dict[int, Statement]:
     """The simple statement on each line of a file."""
-    try:
-        tree = ast.parse(Path(file).read_text())
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return {}
     found: dict[int, Statement] = {}
-    for node in ast.walk(tree):
+    for node in ast.walk(_tree(file)):
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
-            statement = Statement(file, node.lineno, _targets(node))
-            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+            statement = Statement(file, node.lineno, node.end_lineno or node.lineno, _targets(node))
+            for line in range(statement.line, statement.end + 1):
                 found[line] = statement
     return found
 
@@ -120,6 +206,10 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
         return ()
     if isinstance(target, ast.Name):
         return (target.id,)
-    if isinstance(target, ast.Tuple) and all(isinstance(each, ast.Name) for each in target.elts):
-        return tuple(each.id for each in target.elts if isinstance(each, ast.Name))
-    return ()
+    return _names(target) if isinstance(target, ast.Tuple) else ()
+
+
+def _names(parts: ast.Tuple) -> tuple[str, ...]:
+    """The names in a tuple of names; nothing for any other."""
+    names = tuple(each.id for each in parts.elts if isinstance(each, ast.Name))
+    return names if len(names) == len(parts.elts) else ()

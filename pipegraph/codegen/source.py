@@ -67,10 +67,11 @@ def _render(template: str, **values: Any) -> str:
 def class_lines(source: ClassSource) -> list[str]:
     """A class as lines; ``forward``'s blocks are indented and long lines broken."""
     lines = [f"class {source.name}({source.base}):", *(_indented(_docstring(source.docstring, 4), 4)), ""]
+    made = wrap(f"def __init__({', '.join(('self', *source.arguments))}):", 4)
     if source.children:
-        return [*lines, "    def __init__(self):", *wrap(f"super().__init__({', '.join(source.children)})", 8)]
+        return [*lines, *made, *wrap(f"super().__init__({', '.join(source.children)})", 8)]
     if source.assignments:
-        lines += ["    def __init__(self):", "        super().__init__()"]
+        lines += [*made, "        super().__init__()"]
         lines += [line for text in source.assignments for line in wrap(text, 8)]
         lines += [""]
     lines += wrap(f"def forward({', '.join(('self', *source.parameters))}):", 4)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import fx
 
 from pipegraph.codegen.attributes import Tree, access, assignments
-from pipegraph.codegen.blocks import Blocks, ClassSource, modules_of, signature
+from pipegraph.codegen.blocks import Blocks, modules_of
 from pipegraph.codegen.body import Body
+from pipegraph.codegen.class_source import ClassSource, signature
 from pipegraph.codegen.literals import type_text
 from pipegraph.codegen.names import is_plain, literal_text, prose
 from pipegraph.cost.stage import StageCost

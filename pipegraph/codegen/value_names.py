@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 
 import torch
 from torch import fx
 
-from pipegraph.codegen.items import Item, Loop, Operation, Scope
+from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope
 from pipegraph.codegen.origins import Origins, Statement
 
 # Operations that give the same tensor, or a part of it, in another shape or dtype.
@@ -40,7 +41,7 @@ class ValueNames:
         if self._origins is None:
             return "v"
         named = self._given.get(node) or self._wanted.get(node) or self._inner_name(item, node)
-        return named or self._name_of_content(node) or _default_name(item)
+        return named or self._helper_name(node) or self._name_of_content(node) or _default_name(item)
 
     def is_nameless(self, item: Item, node: fx.Node) -> bool:
         """Whether the source makes a value inside an expression, so that it may stand inside one again."""
@@ -63,8 +64,24 @@ class ValueNames:
     def _inner_name(self, item: Item, node: fx.Node) -> str | None:
         """Where a call gives several values, what its own source calls each."""
         assert self._origins is not None
-        chain = self._origins.of_operation(node) if len(item.makes) > 1 else ()
-        return chain[-1].targets[0] if chain and len(chain[-1].targets) == 1 else None
+        outside = self._chain.get(item, ())
+        several = len(item.makes) > 1 or (outside and len(outside[-1].targets) > 1)
+        return self._origins.own_name(node) if several and not isinstance(item, Operation) else None
+
+    def _helper_name(self, node: fx.Node) -> str | None:
+        """What a function that ``forward`` calls names the result of one of its statements."""
+        assert self._origins is not None
+        statement = self._origins.of_helper(node)
+        if statement is None or any(self._within(user, statement) for user in node.users):
+            return None
+        targets = statement.targets
+        if node.target is operator.getitem and len(targets) == len(node.args[0].meta["val"]):  # type: ignore[union-attr]
+            return targets[int(node.args[1])]  # type: ignore[arg-type]
+        return targets[0] if len(targets) == 1 else None
+
+    def _within(self, node: fx.Node, statement: Statement) -> bool:
+        assert self._origins is not None
+        return node.op == "call_function" and self._origins.is_within(node, statement)
 
     def _name_results(self, scope: Scope) -> dict[fx.Node, str]:
         """The values that the model's source names: what a statement leaves for others is what it assigns."""
@@ -82,12 +99,22 @@ class ValueNames:
                 if not any(chain[-1] in self._chain[reader] for reader in same_turn):
                     results.setdefault(chain[-1], []).append(node)
         names: dict[fx.Node, str] = {}
+        if self._origins is None:
+            return names
         for statement, nodes in results.items():
             targets = statement.targets
             if len(targets) == 1 and len({maker[node] for node in nodes}) == len(nodes):
                 names |= dict.fromkeys(nodes, targets[0])
-            elif len(targets) == len(nodes):
+            elif len(targets) == len(nodes) and all(isinstance(maker[node], Operation) for node in nodes):
                 names |= dict(zip(nodes, targets, strict=True))
+            elif len(targets) > 1:
+                calls = [(node, maker[node]) for node in nodes]
+                found = {
+                    node: self._origins.unpacked_name(item.fqn, node)
+                    for node, item in calls
+                    if isinstance(item, ModuleCall)
+                }
+                names |= {node: name for node, name in found.items() if name is not None}
         return names
 
     def _find_chain(self, item: Item) -> tuple[Statement, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._export.utils import _compiling_state_context
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +23,9 @@ def runs_alike(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Whether both modes run the same operations on the same arguments. False also where that cannot be told.
 
     The model is left as it was.
+
+    Private interface: ``_compiling_state_context``, within which ``torch.compiler.is_exporting()`` holds as it does in
+    ``torch.export``: a model that asks must run here what was captured there.
     """
     try:
         return _operations(model, True, args, kwargs) == _operations(model, False, args, kwargs)
@@ -33,6 +37,7 @@ def _operations(model: nn.Module, training: bool, args: tuple[Any, ...], kwargs:
     with (
         _as_it_was(model),
         fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
+        _compiling_state_context(),
         warnings.catch_warnings(),
         torch.no_grad(),
     ):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx.proxy import TracerBase
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.explain import explain, summary
 from pipegraph.graph.fake import fake_parameters
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ExportedProgram, bool]:
@@ -51,6 +56,7 @@ def export_in(
         _modes(mode),
         fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
         _custom_backwards_named(),
+        _helpers_traced(),
         warnings.catch_warnings(),
     ):
         # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.
@@ -68,6 +74,32 @@ def _modes(mode: Mapping[nn.Module, bool]) -> Iterator[None]:
     finally:
         for module, training in before.items():
             module.training = training
+
+
+@contextmanager
+def _helpers_traced() -> Iterator[None]:
+    """Keep the lines of functions that a ``forward`` calls in the stack traces of operations, to look names up there.
+
+    Private interface: ``TracerBase._filter_traceback_frames``, "can be overridden to customize the frame filtering
+    logic", of a tracer that export makes itself; on its own, export keeps the frames of ``forward`` methods alone.
+    """
+    before = TracerBase._filter_traceback_frames
+
+    def with_helpers(tracer: TracerBase, summary: traceback.StackSummary) -> traceback.StackSummary:
+        kept = {(frame.filename, frame.lineno) for frame in before(tracer, summary)}
+        inside, frames = False, []
+        for frame in summary:
+            known = (frame.filename, frame.lineno) in kept
+            inside = inside or known
+            if known or (inside and not frame.filename.startswith(_TORCH)):
+                frames.append(frame)
+        return traceback.StackSummary.from_list(frames)
+
+    setattr(TracerBase, "_filter_traceback_frames", with_helpers)  # noqa: B010 (mypy takes no other form)
+    try:
+        yield
+    finally:
+        setattr(TracerBase, "_filter_traceback_frames", before)  # noqa: B010
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.captured import on_meta
+from pipegraph.graph.masks import plain_masks
 
 aten = torch.ops.aten
 
@@ -29,6 +30,7 @@ def simplify(graph: fx.Graph) -> None:
     """Run all passes, in their order."""
     drop_assertions(graph)
     drop_identities(graph)
+    plain_masks(graph)
     place_updates(graph)
     make_functional(graph)
     drop_identities(graph)  # once more: x + 0 is one only when nothing writes into its result any longer
@@ -70,6 +72,8 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
         return same and bool(len(node.args) < 5 or node.args[4] == 1)
     if target in (aten.add.Tensor, aten.sub.Tensor):
         return bool(same and type(node.args[1]) is int and node.args[1] == 0)
+    if target in (aten.mul.Tensor, aten.div.Tensor):
+        return bool(same and type(node.args[1]) in (int, float) and node.args[1] == 1)
     if target is aten.dropout.default:
         return bool(node.args[1] == 0.0) and not _in_module(node, "dropout")
     return False

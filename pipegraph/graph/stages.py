@@ -58,29 +58,44 @@ def divide(captured: Captured) -> tuple[StageGraph, ...]:
     runs = _runs(captured)
     made_in = {node: index for index, run in enumerate(runs) for node in run}
     _check_writes(captured, made_in)
-    nodes: list[tuple[fx.Node, ...]] = []
-    reads: list[list[fx.Node]] = []
-    for index, run in enumerate(runs):
-        wanted = [parent for node in run for parent in node.all_input_nodes]
-        if index == len(runs) - 1:
-            wanted += captured.returned
+    returned = captured.returned
+    nodes: list[tuple[fx.Node, ...]] = [()] * len(runs)
+    reads: list[list[fx.Node]] = [[]] * len(runs)
+    outputs: list[tuple[fx.Node, ...]] = [()] * len(runs)
+    for index in reversed(range(len(runs))):  # what a stage has to make follows from what the later ones read
+        last = index == len(runs) - 1
+        outputs[index] = returned if last else _outputs(runs[index], reads[index + 1 :])
+        needed = _needed(runs[index], outputs[index])
+        wanted = [*(parent for node in needed for parent in node.all_input_nodes), *(returned if last else ())]
         foreign = [node for node in dict.fromkeys(wanted) if made_in.get(node, index) != index]
         again = recomputation(captured, foreign)
-        nodes.append((*again, *run))
-        inside = set(nodes[-1])
+        nodes[index] = (*again, *needed)
+        inside = set(nodes[index])
         wanted += [parent for node in again for parent in node.all_input_nodes]
-        reads.append([node for node in dict.fromkeys(wanted) if node not in inside])
+        reads[index] = [node for node in dict.fromkeys(wanted) if node not in inside]
     state = _place_state(captured, nodes, reads)
     return tuple(
         StageGraph(
             index=index,
             nodes=nodes[index],
             inputs=_inputs(captured, reads[index]),
-            outputs=captured.returned if index == len(runs) - 1 else _outputs(runs[index], reads[index + 1 :]),
+            outputs=outputs[index],
             state=state[index],
         )
         for index in range(len(runs))
     )
+
+
+def _needed(run: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """The operations of a run that its outputs and its writes depend on; a mask that only later stages read, each of
+    which makes it for itself, is none."""
+    wanted = set(outputs)
+    kept: list[fx.Node] = []
+    for node in reversed(run):
+        if node in wanted or "writes" in node.meta:
+            kept.append(node)
+            wanted.update(node.all_input_nodes)
+    return kept[::-1]
 
 
 def boundaries(captured: Captured, stages: Sequence[StageGraph]) -> tuple[Boundary, ...]:

@@ -299,11 +299,6 @@ def test_equal_layers_share_one_class(tmp_path: Path) -> None:
     assert classes(source(package)) == ["Block", "Inner", "Middle", "Stage0", "Stage1"]
 
 
-def test_unequal_layers_of_one_class_are_told_apart(tmp_path: Path) -> None:
-    package = split(tmp_path, Row([Windowed(i % 2) for i in range(4)]), (batch(),))
-    assert classes(source(package)) == ["Windowed", "Windowed2", "Stage0", "Stage1"]
-
-
 def test_a_module_that_is_spread_out_leaves_no_class_behind(tmp_path: Path) -> None:
     package = split(tmp_path, OtherMethod(), (batch(),), cut="b")
     assert classes(source(package)) == ["Block", "Stage0", "Stage1"]

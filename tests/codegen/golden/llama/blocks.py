@@ -8,7 +8,7 @@ from torch import nn
 class LlamaRotaryEmbedding(nn.Module):
     """LlamaRotaryEmbedding (modeling_llama.py:72), as in model.rotary_emb.
 
-    x i64[1, 128] → f32[1, 128, 16], f32[1, 128, 16].
+    position_ids i64[1, 128] → f32[1, 128, 16], f32[1, 128, 16].
     """
 
     def __init__(self):
@@ -16,11 +16,11 @@ class LlamaRotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", torch.empty(8), persistent=False)
         self.register_buffer("original_inv_freq", torch.empty(8), persistent=False)
 
-    def forward(self, x):
-        freqs = x.unsqueeze(2).to(torch.float32) * self.inv_freq
+    def forward(self, position_ids):
+        freqs = position_ids.unsqueeze(2).to(torch.float32) * self.inv_freq
         emb = torch.cat([freqs, freqs], dim=-1)
-        cos = emb.cos() * 1.0
-        sin = emb.sin() * 1.0
+        cos = emb.cos()
+        sin = emb.sin()
         return cos, sin
 
 
@@ -43,8 +43,7 @@ class LlamaRMSNorm(nn.Module):
 class LlamaAttention(nn.Module):
     """LlamaAttention (modeling_llama.py:205), as in model.layers.0.self_attn.
 
-    hidden_states f32[1, 128, 128], cos f32[1, 128, 16], sin f32[1, 128, 16], causal_mask bool[1, 1, 128, 128] →
-    f32[1, 128, 128].
+    hidden_states f32[1, 128, 128], cos f32[1, 128, 16], sin f32[1, 128, 16] → f32[1, 128, 128].
     """
 
     def __init__(self):
@@ -54,7 +53,7 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(128, 64, bias=False)
         self.o_proj = nn.Linear(128, 128, bias=False)
 
-    def forward(self, hidden_states, cos, sin, causal_mask):
+    def forward(self, hidden_states, cos, sin):
         query_states = self.q_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
         key_states = self.k_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
@@ -64,10 +63,8 @@ class LlamaAttention(nn.Module):
         key_states = key_states * cos + torch.cat([-key_states[..., 8:], key_states[..., :8]], dim=-1) * sin
         key_states = key_states.unsqueeze(2).expand(1, 4, 2, 128, 16).reshape(1, 8, 128, 16)
         value_states = value_states.unsqueeze(2).expand(1, 4, 2, 128, 16).reshape(1, 8, 128, 16)
-        attention = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=causal_mask, scale=0.25
-        )
-        attn_output = attention.reshape(1, -1, 128, 16).transpose(1, 2).reshape(1, 128, -1)
+        attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, is_causal=True, scale=0.25)
+        attn_output = attn_output.reshape(1, -1, 128, 16).transpose(1, 2).reshape(1, 128, -1)
         return self.o_proj(attn_output)
 
 
@@ -87,8 +84,7 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """LlamaDecoderLayer (modeling_llama.py:273), as in model.layers.0.
 
-    hidden_states f32[1, 128, 128], cos f32[1, 128, 16], sin f32[1, 128, 16], causal_mask bool[1, 1, 128, 128] →
-    f32[1, 128, 128].
+    hidden_states f32[1, 128, 128], cos f32[1, 128, 16], sin f32[1, 128, 16] → f32[1, 128, 128].
     """
 
     def __init__(self):
@@ -98,9 +94,6 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm()
         self.post_attention_layernorm = LlamaRMSNorm()
 
-    def forward(self, hidden_states, cos, sin, causal_mask):
-        hidden_states_1 = self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + self.self_attn(hidden_states_1, cos, sin, causal_mask)
-        hidden_states_1 = self.post_attention_layernorm(hidden_states)
-        hidden_states_1 = self.mlp(hidden_states_1)
-        return hidden_states + hidden_states_1
+    def forward(self, hidden_states, cos, sin):
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), cos, sin)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))

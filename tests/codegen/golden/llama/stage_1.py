@@ -22,13 +22,7 @@ class Stage1(nn.Module):
     def forward(self, hidden_states):
         position_ids = torch.arange(128, device=hidden_states.device)
         position_ids = position_ids.unsqueeze(0)
-        cumsum = (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
-        arange = torch.arange(1, device=hidden_states.device).unsqueeze(1).unsqueeze(2).unsqueeze(3)
-        arange_1 = torch.arange(128, device=hidden_states.device).unsqueeze(0).unsqueeze(1).unsqueeze(3)
-        arange_2 = torch.arange(128, device=hidden_states.device).unsqueeze(0).unsqueeze(1).unsqueeze(2)
-        and_ = arange_1.new_ones([], dtype=torch.bool) & (cumsum[arange, arange_1] == cumsum[arange, arange_2])
-        causal_mask = and_ & (position_ids[arange, arange_2] <= position_ids[arange, arange_1])
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():
-            hidden_states = layer(hidden_states, cos, sin, causal_mask)
+            hidden_states = layer(hidden_states, cos, sin)
         return hidden_states

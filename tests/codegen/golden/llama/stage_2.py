@@ -24,14 +24,8 @@ class Stage2(nn.Module):
     def forward(self, hidden_states_1):
         position_ids = torch.arange(128, device=hidden_states_1.device)
         position_ids = position_ids.unsqueeze(0)
-        cumsum = (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
-        arange = torch.arange(1, device=hidden_states_1.device).unsqueeze(1).unsqueeze(2).unsqueeze(3)
-        arange_1 = torch.arange(128, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(3)
-        arange_2 = torch.arange(128, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(2)
-        and_ = arange_1.new_ones([], dtype=torch.bool) & (cumsum[arange, arange_1] == cumsum[arange, arange_2])
-        causal_mask = and_ & (position_ids[arange, arange_2] <= position_ids[arange, arange_1])
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():
-            hidden_states_1 = layer(hidden_states_1, cos, sin, causal_mask)
+            hidden_states_1 = layer(hidden_states_1, cos, sin)
         hidden_states = self.model.norm(hidden_states_1)
         return self.lm_head(hidden_states)

@@ -1,6 +1,5 @@
 """Stage 0 of 3 of Translator (t5.py)."""
 
-import torch
 from torch import nn
 
 from .blocks import T5Block, T5Block2
@@ -9,7 +8,7 @@ from .blocks import T5Block, T5Block2
 class Stage0(nn.Module):
     """t5.encoder.embed_tokens, t5.encoder.block.0 … t5.encoder.block.1.
 
-    input_ids i64[2, 10] → position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32].
+    input_ids i64[2, 10] → self_attn_position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32].
     19.4 k parameters, 706.6 kFLOP.
     """
 
@@ -25,11 +24,7 @@ class Stage0(nn.Module):
 
     def forward(self, input_ids):
         inputs_embeds = self.t5.encoder.embed_tokens(input_ids)
-        ge = torch.arange(10, device=input_ids.device).unsqueeze(0).unsqueeze(1).unsqueeze(3) >= 0
-        attention_mask = ge.expand(2, -1, 10, 10)
         hidden_states = self.t5.encoder.dropout(inputs_embeds)
-        hidden_states, self_attention_position_bias = self.t5.encoder.block["0"](hidden_states, attention_mask)
-        cross_attention_position_bias = self.t5.encoder.block["1"](
-            self_attention_position_bias, attention_mask, hidden_states
-        )
-        return hidden_states, cross_attention_position_bias
+        self_attn_position_bias, hidden_states = self.t5.encoder.block["0"](hidden_states)
+        hidden_states = self.t5.encoder.block["1"](hidden_states, self_attn_position_bias)
+        return self_attn_position_bias, hidden_states

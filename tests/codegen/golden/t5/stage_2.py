@@ -3,14 +3,14 @@
 import torch
 from torch import nn
 
-from .blocks import T5Block4, T5Block5, T5LayerNorm
+from .blocks import T5Block4, T5LayerNorm
 
 
 class Stage2(nn.Module):
     """t5.decoder.block.1 … t5.decoder.block.2, t5.decoder.final_layer_norm, t5.lm_head.
 
-    hidden_states_1 f32[2, 10, 32], position_bias_1 f32[1, 4, 7, 7], hidden_states_2 f32[2, 7, 32] → lm_logits
-    f32[2, 7, 89].
+    hidden_states_1 f32[2, 10, 32], self_attn_position_bias_1 f32[1, 4, 7, 7], hidden_states_2 f32[2, 7, 32] →
+    lm_logits f32[2, 7, 89].
     27.6 k parameters, 878.0 kFLOP.
     """
 
@@ -18,26 +18,17 @@ class Stage2(nn.Module):
         super().__init__()
         self.t5 = nn.Module()
         self.t5.decoder = nn.Module()
-        self.t5.decoder.block = nn.ModuleDict({"0": T5Block4(), "1": T5Block5(), "2": T5Block5()})
+        self.t5.decoder.block = nn.ModuleDict({str(i): T5Block4() for i in range(1, 3)})
         self.t5.decoder.final_layer_norm = T5LayerNorm()
         self.t5.decoder.dropout = nn.Dropout(p=0.0)
         self.t5.lm_head = nn.Linear(32, 89, bias=False)
 
-    def forward(self, hidden_states_1, position_bias_1, hidden_states_2):
-        arange = torch.arange(7, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(3)
-        arange_1 = torch.arange(7, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(2)
-        attention_mask = (arange_1 <= arange).expand(2, -1, 7, 7)
-        ge = torch.arange(7, device=hidden_states_1.device).unsqueeze(0).unsqueeze(1).unsqueeze(3) >= 0
-        encoder_extended_attention_mask = ge.expand(2, -1, 7, 10)
-        zeros = self.t5.decoder.block["0"]()
-        for i in range(1, 3):
-            hidden_states_2 = self.t5.decoder.block[str(i)](
-                hidden_states_2,
-                attention_mask,
-                position_bias_1,
-                hidden_states_1,
-                encoder_extended_attention_mask,
-                zeros,
+    def forward(self, hidden_states_1, self_attn_position_bias_1, hidden_states_2):
+        attention_mask = torch.ones([7, 7], dtype=torch.bool, device=hidden_states_1.device).tril().expand(2, 1, 7, 7)
+        position_bias = torch.zeros([1, 4, 7, 10], dtype=torch.float32, device=hidden_states_1.device)
+        for block in self.t5.decoder.block.values():
+            hidden_states_2 = block(
+                hidden_states_2, attention_mask, self_attn_position_bias_1, hidden_states_1, position_bias
             )
         hidden_states = self.t5.decoder.final_layer_norm(hidden_states_2)
         hidden_states = self.t5.decoder.dropout(hidden_states)

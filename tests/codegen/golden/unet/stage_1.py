@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from .blocks import DoubleConvolution3, DoubleConvolution4, Up
+from .blocks import DoubleConvolution, Up
 
 
 class Stage1(nn.Module):
@@ -10,13 +10,11 @@ class Stage1(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.down = nn.ModuleDict({"2": DoubleConvolution3()})
+        self.down = nn.ModuleDict({"2": DoubleConvolution(32, 64)})
         self.pool = nn.MaxPool2d(2, stride=2)
-        self.bottom = DoubleConvolution4()
-        self.up = nn.ModuleDict({"0": Up()})
+        self.bottom = DoubleConvolution(64, 128)
+        self.up = nn.ModuleDict({"0": Up(128, 64)})
 
     def forward(self, x_2):
         x = self.down["2"](x_2)
-        x_1 = self.pool(x)
-        x_1 = self.bottom(x_1)
-        return self.up["0"](x_1, x)
+        return self.up["0"](self.bottom(self.pool(x)), x)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from .blocks import Up2, Up3
+from .blocks import Up
 
 
 class Stage2(nn.Module):
@@ -14,10 +14,9 @@ class Stage2(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up = nn.ModuleDict({"1": Up2(), "2": Up3()})
+        self.up = nn.ModuleDict({"1": Up(64, 32), "2": Up(32, 16)})
         self.head = nn.Conv2d(16, 4, 1)
 
     def forward(self, x, x_1, x_3):
-        x_1 = self.up["1"](x_3, x_1)
-        x = self.up["2"](x_1, x)
+        x = self.up["2"](self.up["1"](x_3, x_1), x)
         return self.head(x)

@@ -1,0 +1,77 @@
+"""What a package says in the model's own words: the names of values and arguments, and the docstrings of classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch import fx
+
+from pipegraph.codegen.class_source import signature
+from pipegraph.codegen.names import prose, unused, variable
+from pipegraph.codegen.origins import Origins
+from pipegraph.graph.calls import Call, call_tree
+from pipegraph.graph.captured import Captured
+
+
+class Words:
+    """Looks names up in the model's source.
+
+    ``opened`` are the calls that stages spread out. ``returned_together`` collects the values of calls that return
+    several: the caller's statement does not tell them apart.
+    """
+
+    def __init__(self, captured: Captured, origins: Origins, opened: AbstractSet[str]) -> None:
+        self._captured = captured
+        self._origins = origins
+        self._opened = opened
+        self._size = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
+        self.returned_together: set[fx.Node] = set()
+
+    def parameters(self, fqn: str, reads: Sequence[fx.Node], inside: fx.Node | None = None) -> list[str]:
+        """Names for the arguments of ``forward``: the module's own, as far as its caller's source tells which is which
+        (and for the first one in any case), else the values' names."""
+        values = [self.value_name(node) for node in reads]
+        formal = self._origins.formal_names(fqn, inside) if inside is not None else {}
+        first = None if set(values) & set(formal) else self._origins.parameter_name(fqn)
+        names: list[str] = []
+        for position, value in enumerate(values):
+            wanted = formal.get(value) or (first if position == 0 else None) or value
+            names.append(unused(variable(wanted or "x", "x"), names))
+        return names
+
+    def value_name(self, node: fx.Node, default: str | None = None) -> str:
+        """What the model's source calls a value; where it does not say, ``default`` or the operation's name."""
+        if node.op != "call_function":
+            return str(node.target).rpartition(".")[2]
+        for _, fqn in node.meta["path"]:
+            name = self._origins.unpacked_name(fqn, node)
+            if name is not None:
+                return name
+        # The outermost call that ends with the value names it best: it speaks the caller's language.
+        for call, fqn in node.meta["path"] if node not in self.returned_together else ():
+            ends = all(call not in dict(user.meta.get("path", ())) for user in node.users)
+            chain = self._origins.of_call(fqn, node) if ends and call not in self._opened else ()
+            if chain and len(chain[-1].targets) == 1:
+                return chain[-1].targets[0]
+        chain = self._origins.of_operation(node)
+        if chain and len(chain[-1].targets) == 1:
+            return chain[-1].targets[0]
+        if node.target is torch.ops.aten.to.dtype and isinstance(node.args[0], fx.Node):
+            return self.value_name(node.args[0], default)  # a cast keeps the name
+        operation = node.target._opname.strip("_") if isinstance(node.target, torch._ops.OpOverload) else "x"
+        return default or operation
+
+    def is_whole(self, call: Call) -> bool:
+        """Whether a stage holds all operations of a call."""
+        return len(list(call.nodes())) == self._size.get(call.call)
+
+    def docstring(
+        self, call: Call, parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
+    ) -> str:
+        """What a class is, where it stands in the model, and the shapes that it takes and gives there."""
+        module = self._captured.modules[call.fqn]
+        source = f" ({prose(module.source)})" if module.source else ""
+        where = "as in" if self.is_whole(call) else "a part of it, as in"
+        return f"{prose(module.class_name)}{source}, {where} {prose(call.fqn)}.  {signature(parameters, reads, makes)}."

@@ -1,0 +1,97 @@
+"""``nn.MultiheadAttention`` comes back as itself, called as the model calls it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipegraph
+from tests.codegen.layers import batch
+from tests.codegen.parity import differences, forward_lines, source, split
+
+
+class Attending(nn.Module):
+    """An attention between two layers; ``arguments`` are those of its call."""
+
+    def __init__(self, settings: dict[str, Any], arguments: dict[str, Any], crossed: str = "xxx") -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, **{"batch_first": True, **settings})
+        self.after = nn.Linear(8, 8)
+        self.arguments = arguments
+        self.crossed = crossed
+        self.register_buffer("mask", torch.tensor([[0.0, -1.0, 0.5], [0.0] * 3, [2.0, 0.0, 0.0]]))
+        self.register_buffer("padding", torch.tensor([[False, False, True], [False] * 3]))
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        handed = {"x": self.before(x), "y": y + 1, "z": z * 2}
+        named = {name: value * 1.5 if name == "attn_mask" else value for name, value in self.arguments.items()}
+        masks = {"mask": self.mask + 0.5, "padding": ~self.padding}
+        named = {name: masks.get(value, value) if isinstance(value, str) else value for name, value in named.items()}
+        result, weights = self.attention(*(handed[name] for name in self.crossed), **named)
+        return self.after(result) if weights is None else self.after(result) * weights.sum()
+
+
+NO_WEIGHTS = {"need_weights": False}
+CASES: dict[str, tuple[nn.Module, str]] = {
+    "self": (Attending({}, NO_WEIGHTS), "self.attention(handed, handed, handed, need_weights=False)[0]"),
+    "no bias": (
+        Attending({"bias": False}, NO_WEIGHTS),
+        "nn.MultiheadAttention(8, 2, bias=False, batch_first=True)",
+    ),
+    "cross": (Attending({}, NO_WEIGHTS, "xyy"), "need_weights=False)[0]"),
+    "three": (Attending({}, NO_WEIGHTS, "xyz"), "need_weights=False)[0]"),
+    "sequence first": (Attending({"batch_first": False}, NO_WEIGHTS), "nn.MultiheadAttention(8, 2)"),
+    "added key": (Attending({"add_bias_kv": True}, NO_WEIGHTS), "add_bias_kv=True"),
+    "masked": (Attending({}, {**NO_WEIGHTS, "attn_mask": "mask"}), ", attn_mask="),
+    "padded": (Attending({}, {**NO_WEIGHTS, "key_padding_mask": "padding"}), ", key_padding_mask="),
+    "weights": (Attending({}, {}), "nn.MultiheadAttention(8, 2, batch_first=True)"),
+    "weights of heads": (Attending({}, {"average_attn_weights": False}), ", average_attn_weights=False)"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_is_a_module_of_torch(case: str, tmp_path: Path) -> None:
+    model, expected = CASES[case]
+    args = tuple(batch(2, 3, 8) + shift for shift in range(3))
+    if case == "masked":
+        model.arguments = {**NO_WEIGHTS, "attn_mask": model.mask}
+    package = split(tmp_path, model, args, cut="attention")
+    assert "class MultiheadAttention" not in source(package)
+    assert expected in source(package)
+    for training in (True, False):
+        assert differences(package, model, args, train=training) == []
+
+
+def test_dropout_of_attention_follows_the_mode(tmp_path: Path) -> None:
+    model, args = Attending({"dropout": 0.25}, NO_WEIGHTS), (batch(2, 3, 8),) * 3
+    package = split(tmp_path, model, args, cut="attention")
+    assert "nn.MultiheadAttention(8, 2, dropout=0.25, batch_first=True)" in source(package)
+    for training in (True, False):
+        assert differences(package, model, args, train=training) == []
+
+
+def test_a_cut_inside_attention_leaves_two_classes(tmp_path: Path) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    package = split(tmp_path, model, (batch(2, 3, 8),), cut="layers.1.self_attn:end")
+    assert source(package).count("nn.MultiheadAttention(8, 2, batch_first=True)") >= 1
+    assert differences(package, model, (batch(2, 3, 8),), train=True) == []
+
+
+def test_evaluation_takes_the_same_kernels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    package = split(tmp_path, model, (batch(2, 3, 8),), cut="layers.2")
+    assert forward_lines(package)[-1] == "return src"
+    pipe = pipegraph.Pipeline(package, schedule="gpipe", microbatches=2, kernels="eager")
+    for stage in pipe.stages.values():
+        stage.eval()
+    x = batch(4, 3, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe.eval(x), model.eval()(x))

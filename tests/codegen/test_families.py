@@ -1,0 +1,161 @@
+"""Classes that differ in numbers only are one class, with the numbers as arguments under the model's names."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipegraph.codegen.names import literal_text
+from pipegraph.codegen.pieces import Hole, pieces, rename_calls
+from tests.codegen.layers import Block, Row, batch
+from tests.codegen.parity import differences, forward_lines, split
+
+sizes = st.integers(0, 10**6)
+
+
+class Windowed(nn.Module):
+    """Holds a number that its ``forward`` uses."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.window = window
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).roll(self.window, -1)
+
+
+class Tall(nn.Module):
+    """Holds layers whose numbers follow from its own."""
+
+    def __init__(self, width: int, scale: float, biased: bool = True) -> None:
+        super().__init__()
+        self.widen = nn.Linear(8, width, bias=biased)
+        self.norm = nn.LayerNorm(width, eps=1e-3 * scale)
+        self.narrow = nn.Linear(width, 8)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.norm(self.widen(x)).tanh()) * self.scale
+
+
+class Holder(nn.Module):
+    """A class around another, equal to its like but for the numbers inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = Tall(width, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+class Sum(nn.Module):
+    """Not what its like computes, under the same name of class."""
+
+    def __init__(self, adds: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.adds = adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x if self.adds else self.linear(x) * x
+
+
+class Named(nn.Module):
+    """A child whose name reads like a call of a class."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.add_module("Windowed2()", nn.Linear(8, width))
+        self.add_module("3", nn.Linear(width, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def blocks(folder: Path) -> str:
+    return (folder / "package" / "blocks.py").read_text(encoding="utf-8")
+
+
+def constructors(folder: Path) -> list[str]:
+    return [line.strip() for line in blocks(folder).splitlines() if line.startswith(("class ", "    def __init__"))]
+
+
+def test_a_number_of_forward_becomes_an_attribute(tmp_path: Path) -> None:
+    package = split(tmp_path, Row([Windowed(i % 2) for i in range(4)]), (batch(),))
+    assert constructors(tmp_path) == ["class Windowed(nn.Module):", "def __init__(self, window):"]
+    assert "        self.window = window\n" in blocks(tmp_path)
+    assert "return self.linear(x).roll(self.window, dims=[-1])" in blocks(tmp_path)
+    stage = (package.path / "stage_0.py").read_text()
+    assert 'self.layers = nn.ModuleDict({"0": Windowed(0), "1": Windowed(1)})' in stage
+    assert forward_lines(package) == ["for layer in self.layers.values():", "    x = layer(x)", "return x"]
+
+
+def test_numbers_of_inner_modules_become_arguments(tmp_path: Path) -> None:
+    model = Row([Tall(4, 0.5), Tall(6, 2.0), Block(), Tall(4, 2.0, biased=False)])
+    split(tmp_path, model, (batch(),))
+    assert "def __init__(self, out_features, bias, eps, scale):" in constructors(tmp_path)
+    assert "self.widen = nn.Linear(8, out_features, bias=bias)" in blocks(tmp_path)
+    assert "self.norm = nn.LayerNorm(out_features, eps=eps)" in blocks(tmp_path)
+
+
+def test_classes_around_merged_classes_are_merged(tmp_path: Path) -> None:
+    split(tmp_path, Row([Holder(4), Holder(6), Holder(4)]), (batch(),))
+    assert constructors(tmp_path) == [
+        "class Tall(nn.Module):",
+        "def __init__(self, out_features):",
+        "class Holder(nn.Module):",
+        "def __init__(self, out_features):",
+    ]
+    assert "self.inner = Tall(out_features)" in blocks(tmp_path)
+
+
+def test_classes_that_compute_differently_stay_apart(tmp_path: Path) -> None:
+    split(tmp_path, Row([Sum(True), Sum(False), Sum(True)]), (batch(),))
+    assert constructors(tmp_path)[::2] == ["class Sum(nn.Module):", "class Sum2(nn.Module):"]
+
+
+@given(
+    names=st.lists(st.text(min_size=1).filter(lambda name: "." not in name), unique=True, min_size=1, max_size=4),
+    width=sizes,
+)
+def test_whatever_a_string_holds_is_no_number_and_no_class(names: list[str], width: int) -> None:
+    text = f"self.x = nn.ModuleDict({{{', '.join(f'{literal_text(name)}: Block({width})' for name in names)}}})"
+    found = list(pieces(text, {"Block": ("width",)}))
+    assert [piece.value for piece in found if isinstance(piece, Hole)] == [str(width)] * len(names)
+    assert "".join(piece.value if isinstance(piece, Hole) else str(piece) for piece in found) == text
+    inside = rename_calls(text, {"Block": ""}).removeprefix("self.x = nn.ModuleDict(")[:-1]
+    assert ast.literal_eval(inside) == dict.fromkeys(names, width)
+
+
+def test_a_name_that_reads_like_a_class_stays_a_name(tmp_path: Path) -> None:
+    model = Row([Windowed(0), Windowed(1), Named(4), Named(5)])
+    package = split(tmp_path, model, (batch(),), cut="layers.2")
+    assert differences(package, model, (batch(),)) == []
+    assert 'self.add_module("Windowed2()", nn.Linear(8, out_features))' in blocks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [Windowed(0), Windowed(3), Windowed(3)],
+        [Tall(4, 0.5), Tall(6, 2.0), Tall(4, 2.0, biased=False)],
+        [Holder(4), Holder(6), Tall(3, 1.5)],
+        [Sum(True), Sum(False), Sum(True)],
+        [nn.Conv1d(8, 8, 3, padding=1), nn.Conv1d(8, 8, 1), nn.Conv1d(8, 8, 3, padding=2, dilation=2)],
+    ],
+    ids=lambda layers: type(layers[0]).__name__,
+)
+def test_parity(layers: list[nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Row(layers), batch(2, 8, 8)
+    assert differences(split(tmp_path, model, (x,), cut="layers.1"), model, (x,), train=True) == []

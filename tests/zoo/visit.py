@@ -1,0 +1,70 @@
+"""One model of the zoo: captured, split, written, and trained for one step beside plain autograd."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pipegraph
+from pipegraph.graph.model_source import ModelSource
+from pipegraph.graph.source import load
+from pipegraph.package import Package
+from pipegraph.report.steps import tensors
+from pipegraph.report.verify import Verification, verify
+from tests.zoo.architectures import CONFIGURATIONS
+from tests.zoo.handwritten import HANDWRITTEN
+
+NAMES = (*CONFIGURATIONS, *HANDWRITTEN)
+STAGES = 3
+BATCH, TOKENS = 2, 12
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A model's package, and what one training step of it gave beside the model's own."""
+
+    name: str
+    package: Package
+    verification: Verification
+
+    @property
+    def lines(self) -> int:
+        """Lines of source in the package."""
+        return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in self.package.path.glob("*.py"))
+
+    @property
+    def difference(self) -> float:
+        """The largest relative difference of an output, a gradient or a buffer."""
+        return max(comparison.difference for comparison in self.verification.comparisons)
+
+
+def visit(name: str, folder: Path) -> Visit:
+    """Split ``name`` into STAGES stages under ``folder``, train it for one step in this process, and compare."""
+    source = _source(name, folder)
+    captured = pipegraph.capture(source.model, source.args, source.kwargs)
+    plan = pipegraph.plan(captured, stages=STAGES, balance="uniform")
+    package = pipegraph.write_package(plan, folder / "package", source=source)
+    return Visit(name, package, verify(package, source))
+
+
+def loss_fn(output: Any, target: Any = None) -> Tensor:
+    """A weighted mean of every output: behind a normalisation, the gradient of a plain mean is all rounding."""
+    found = [tensor.float().flatten() for tensor in tensors(output).values() if tensor.is_floating_point()]
+    return torch.stack([(values * torch.linspace(-1, 1, len(values))).mean() for values in found]).sum()
+
+
+def _source(name: str, folder: Path) -> ModelSource:
+    if name in CONFIGURATIONS:
+        (folder / "config.json").write_text(json.dumps({"architectures": [name], **CONFIGURATIONS[name]}))
+        loaded = load(f"hf:{folder}", batch=BATCH, seq=TOKENS)
+        model, args, kwargs = loaded.model, loaded.args, loaded.kwargs
+    else:
+        torch.manual_seed(0)
+        model, args = HANDWRITTEN[name]()
+        kwargs = {}
+    return ModelSource(name, "", model, args, kwargs, loss_fn)
