@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import pipegraph
+from pipegraph.cost.outputs import tensors
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.graph.source import load
 from pipegraph.package import Package
-from pipegraph.report.steps import tensors
 from pipegraph.report.verify import Verification, verify
 from tests.zoo.architectures import CONFIGURATIONS
 from tests.zoo.handwritten import HANDWRITTEN
