@@ -284,7 +284,7 @@ def write_packages(setting: Setting) -> None:
         stages = setting.chunks(schedule) * setting.ranks
         model = nn.Sequential(*(nn.LayerNorm(setting.width) for _ in range(stages)))
         captured = pipegraph.capture(model, args=(torch.zeros(ROWS, setting.width),))
-        pipegraph.write_package(pipegraph.plan(captured, stages=stages), setting.package(schedule))
+        pipegraph.write_package(pipegraph.plan(captured, stages=stages, balance="uniform"), setting.package(schedule))
 
 
 def rows(setting: Setting, taken: dict[tuple[str, str], list[float]]) -> list[Row]:

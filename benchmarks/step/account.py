@@ -23,7 +23,7 @@ class Stopwatch:
         self.core: dict[tuple[int, str], list[float]] = defaultdict(list)
         """seconds of the kernels in which the core worked for them, and not for other threads"""
         self.waited = 0.0
-        # Private: the runtime has no hook of its own, and one that is called between actions would not see the kernels.
+        # Private: an observer is told of actions, which hold more than their kernels.
         (executor,) = pipeline.pipe._training
         self._executor = executor
         self._kernels, self._transport = executor._kernels, executor._transport

@@ -10,6 +10,8 @@ from typing import NoReturn
 
 import typer
 
+from pipegraph.cli.calibrate import calibrate
+from pipegraph.cli.plan import plan
 from pipegraph.cli.run import run
 from pipegraph.cli.schedule import schedule
 from pipegraph.cli.show import show
@@ -25,7 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (split, verify, show, run, schedule):
+for verb in (split, plan, verify, show, run, schedule, calibrate):
     app.command()(verb)
 
 

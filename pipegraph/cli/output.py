@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,40 @@ def write_whole(files: Iterable[tuple[Path, str]]) -> None:
             missing = not file.parent.is_dir()
             why = f"there is no folder {file.parent}" if missing else error.strerror or str(error)
             raise PipegraphError(f"{file} cannot be written: {why}.") from None
+
+
+def check_target(file: Path | None, overwrite: bool, ours: Callable[[Path], bool] = lambda file: False) -> None:
+    """Refuse before the work a file that could not be written behind it; its folder may be missing, and is made then.
+
+    Raises PipegraphError for a file that exists, unless ``overwrite`` is given or it is ``ours`` to replace; for what
+    is no regular file; and where nothing can be written.
+    """
+    if file is None:
+        return
+    if _is_no_file(file):
+        raise PipegraphError(f"{file} cannot be written: it is no regular file. Give a file's name.")
+    if file.exists() and not overwrite and not ours(file):
+        raise PipegraphError(f"{file} exists already.\nTry: --overwrite, or another name for -o.")
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise PipegraphError(f"{file} cannot be written: {folder} is a file, not a folder.\nTry: another name for -o.")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise PipegraphError(
+            f"{file} cannot be written: {folder} takes no new file ({error.strerror}).\nTry: -o with another folder."
+        ) from None
+
+
+def write_target(file: Path | None, text: str) -> None:
+    """Write a file that `check_target` has passed, in a new folder if need be."""
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PipegraphError(f"{file} cannot be written: no folder can be made ({error.strerror}).") from None
+    write_whole([(file, text)])
 
 
 def _is_no_file(file: Path) -> bool:

@@ -6,7 +6,7 @@ import io
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 
 from rich.console import Console
@@ -15,18 +15,18 @@ _PATIENCE = 1.0  # seconds
 
 
 @contextmanager
-def progress(doing: str) -> Iterator[None]:
-    """Show ``doing`` with a spinner while the body runs, from the second second on."""
+def progress(doing: str) -> Iterator[Callable[[str], None]]:
+    """Show ``doing`` with a spinner while the body runs, from the second second on. Gives what shows something else."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
-        yield
+        yield lambda doing: None
         return
     status = console.status(f"{doing} …")
     timer = threading.Timer(_PATIENCE, status.start)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield status.update
     finally:
         timer.cancel()
         timer.join()

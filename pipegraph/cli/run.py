@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,14 +15,16 @@ from pipegraph.cli.options import (
     JsonOption,
     MicrobatchesOption,
     PackageArgument,
-    ScheduleOption,
+    PlannedScheduleOption,
     SequenceOption,
 )
-from pipegraph.cli.output import print_json
+from pipegraph.cli.output import print_json, write_whole
 
 if TYPE_CHECKING:
+    from pipegraph.cost.hardware import Hardware
     from pipegraph.graph.model_source import ModelSource
     from pipegraph.package import Package
+    from pipegraph.report.training import Training
     from pipegraph.schedule import Schedule
 
 
@@ -33,12 +36,14 @@ def run(
             metavar="N",
             min=1,
             show_default=False,
-            help="Processes to start; 1 runs every stage in this one. [default: the number of stages]",
+            help="Processes to start; 1 runs every stage in this one. [default: the ranks of the schedule]",
         ),
     ] = None,
-    schedule: ScheduleOption = "1f1b",
+    schedule: PlannedScheduleOption = None,
     microbatches: MicrobatchesOption = None,
-    steps: Annotated[int, typer.Option(metavar="K", min=1, help="Steps to run.")] = 1,
+    steps: Annotated[
+        int, typer.Option(metavar="K", min=1, help="Steps to run; times are measured from the second one on.")
+    ] = 1,
     model: Annotated[
         str | None,
         typer.Option(
@@ -65,18 +70,41 @@ def run(
             help="How long a rank waits for another one before the run fails; longer than a step. [default: 1800]",
         ),
     ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            show_default=False,
+            help="Profile whose links a step is predicted with; stages keep the package's times. [default: the one "
+            "that priced the package]",
+        ),
+    ] = None,
+    recalibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Write here the profile that priced the package, corrected by what was measured: a new file, or that "
+            "profile's own.",
+        ),
+    ] = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Train on one batch with AdamW, and print each step's loss and time.
+    """Train on one batch with AdamW; print each step's loss and time, and what was predicted beside what it took.
 
+    A package that was planned runs its plan: its schedule, microbatches and ranks, where options say nothing else.
     Starts its own processes, unless torchrun has: torchrun --nproc-per-node N -m pipegraph run OUT
     """
     if model is None and (batch is not None or seq is not None):
         raise typer.BadParameter(
             "they belong to --model hf:…; without it the package's own sizes hold.", param_hint="--batch / --seq"
         )
+    if recalibrate is not None:
+        _check_recalibrate(steps, kernels)
+    from pipegraph.cost.hardware import Hardware
     from pipegraph.package import Package
+    from pipegraph.report.recalibrate import profile_for
     from pipegraph.report.schedules import choose_schedule
     from pipegraph.runtime.launch import check_processes, exit_with_parent, is_launched, launch, record_failure
 
@@ -89,8 +117,15 @@ def run(
         processes = asked or chosen.ranks
         check_processes(chosen, processes, launched)
         _check_device(device, processes)
+        profile = None if hardware is None else Hardware.load(hardware)
+        if recalibrate is not None:
+            profile = profile_for(package, recalibrate, profile)
         if processes == 1 or launched:
-            _run_here(package, chosen, steps, _source(model, batch, seq), device, learning_rate, kernels, timeout, json)
+            source = _source(model, batch, seq)
+            from pipegraph.report.training import Training
+
+            training = Training(package, chosen, source, device, learning_rate, kernels, timeout)
+            _run_here(training, package, chosen, steps, profile, recalibrate, json)
             return
         options: dict[str, object] = {
             "schedule": schedule,
@@ -99,6 +134,8 @@ def run(
             "device": device,
             "kernels": kernels,
             "timeout": timeout,
+            "hardware": hardware,
+            "recalibrate": recalibrate,
         }
         options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate}
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -132,25 +169,59 @@ def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSourc
     return load(model, weights=False, batch=batch, seq=seq)
 
 
+def _check_recalibrate(steps: int, kernels: str) -> None:
+    if kernels != "inductor":
+        raise typer.BadParameter(
+            f"a profile predicts compiled kernels, which those of {kernels} do not correct. Leave --kernels out.",
+            param_hint="--recalibrate",
+        )
+    if steps < 2:
+        raise typer.BadParameter(
+            "times are measured from the second step on, as the first one compiles. Try --steps 5.",
+            param_hint="--recalibrate",
+        )
+
+
 def _run_here(
+    training: Training,
     package: Package,
     schedule: Schedule,
     steps: int,
-    source: ModelSource | None,
-    device: str,
-    learning_rate: float,
-    kernels: str,
-    timeout: float | None,
+    profile: Hardware | None,
+    recalibrate: Path | None,
     json: bool,
 ) -> None:
     """Run this process's stages; the process that holds the last one prints."""
-    from pipegraph.report.steps import run_steps
+    from pipegraph.report.beside import beside, beside_dict, told
+    from pipegraph.report.recalibrate import ratios, recalibrated, uneven
 
     taken = []
-    for step in run_steps(package, schedule, steps, source, device, learning_rate, kernels, timeout):
+    for step in training.steps(steps):
         taken.append(dataclasses.asdict(step))
         if not json:
             print(step, flush=True)
-    if json and taken:
-        named = {"schedule": schedule.name, "ranks": schedule.ranks, "microbatches": schedule.microbatches}
-        print_json({**named, "steps": taken})
+    measured = training.measured()
+    if not training.tells:
+        return
+    compared = beside(package.manifest, schedule, measured, profile)
+    result: dict[str, Any] = {
+        "schedule": schedule.name,
+        "ranks": schedule.ranks,
+        "microbatches": schedule.microbatches,
+        "steps": taken,
+        "predicted_and_measured": beside_dict(compared),
+    }
+    if not json:
+        print(f"\n{told(compared)}", flush=True)
+    if recalibrate is not None and profile is not None:
+        corrected = recalibrated(profile, package.manifest, compared)
+        write_whole([(recalibrate, corrected.to_json())])
+        result["recalibrated"] = {
+            "file": str(recalibrate),
+            "measured_ratio": dataclasses.asdict(corrected.measured_ratio),
+            "uneven": list(uneven(compared)),
+        }
+        if not json:
+            print("\n".join([f"wrote {recalibrate}: {ratios(corrected)}", *uneven(compared)]), flush=True)
+    if json:
+        print_json(result)

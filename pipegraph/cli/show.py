@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pipegraph.cli.options import DebugOption, JsonOption, MicrobatchesOption, PackageArgument, ScheduleOption
+from pipegraph.cli.options import DebugOption, JsonOption, MicrobatchesOption, PackageArgument, PlannedScheduleOption
 from pipegraph.cli.output import print_grid, print_json
 
 
 def show(
     out: PackageArgument,
-    schedule: ScheduleOption = "1f1b",
+    schedule: PlannedScheduleOption = None,
     microbatches: MicrobatchesOption = None,
     json: JsonOption = False,
     debug: DebugOption = False,

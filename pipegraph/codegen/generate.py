@@ -91,13 +91,21 @@ def _manifest(
             for stage, cost in zip(plan.stages, plan.costs, strict=True)
         ),
         tied=captured.tied,
-        plan={
-            "points": [str(point) for point in plan.points],
-            "stages": [line.partition(": ")[2] for line in plan.describe()],
-        },
+        plan=_plan_entry(plan),
         files={name: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for name, text in files.items()},
         requires=tuple(requires),
     )
+
+
+def _plan_entry(plan: Plan) -> dict[str, Any]:
+    """Where the cuts are and, where that is known, why. What each stage costs stands in its own entry."""
+    found = {} if plan.prediction is None else plan.prediction.to_json()
+    found.pop("costs", None)
+    return {
+        "points": [str(point) for point in plan.points],
+        "stages": [line.partition(": ")[2] for line in plan.describe()],
+        **found,
+    }
 
 
 def _value(name: str, boundary: Boundary) -> Value:

@@ -93,11 +93,13 @@ def _foreign_files(folder: Path) -> list[str]:
 @contextmanager
 def _beside(folder: Path) -> Iterator[Path]:
     """A new folder next to ``folder``, which takes its place at the end; nothing is left behind after an error."""
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        raise PackageError(f"{folder} cannot be written: {error}.\nTry: -o with another folder.") from error
+        why = f"takes no new folder ({error.strerror})" if above.is_dir() else "is a file, not a folder"
+        raise PackageError(f"{folder} cannot be written: {above} {why}.\nTry: -o with another folder.") from error
     try:
         yield staging
         # As the user's umask wants it: mkdtemp and safetensors write for the owner alone.

@@ -14,7 +14,8 @@ from pipegraph.codegen.names import is_plain, literal_text, prose
 from pipegraph.cost.stage import StageCost
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.stages import StageGraph
-from pipegraph.planner.plan import Plan, stage_modules
+from pipegraph.planner.listing import stage_modules
+from pipegraph.planner.plan import Plan
 
 
 def stage_class(plan: Plan, blocks: Blocks, stage: StageGraph, names: Mapping[fx.Node, str]) -> ClassSource:

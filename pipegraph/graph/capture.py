@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, Module, State, label_of
+from pipegraph.graph.compare_modes import runs_alike
 from pipegraph.graph.export import export, export_in
 from pipegraph.graph.flatten import flatten
 from pipegraph.graph.modes import differs_by_mode, follow_modes
@@ -51,7 +52,8 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     graph = flatten(exported, state, tensors)
     simplify(graph)
     if training and differs_by_mode(graph, modules):
-        other = _in_evaluation(model, args, kwargs, state, tensors)
+        alike = runs_alike(model, args, kwargs)
+        other = graph if alike else _in_evaluation(model, args, kwargs, state, tensors)
         if other is not None:
             follow_modes(graph, other, modules)
     inputs, constants = _inputs(exported, args, kwargs)
@@ -112,12 +114,13 @@ def _state(model: nn.Module) -> tuple[dict[str, State], dict[str, torch.Tensor]]
 
 
 def _modules(model: nn.Module) -> dict[str, Module]:
+    sources = {cls: _where_written(cls) for cls in {type(module) for module in model.modules()}}  # it reads whole files
     return {
         fqn: Module(
             fqn=fqn,
             class_name=type(module).__name__,
             training=module.training,
-            source=_where_written(type(module)),
+            source=sources[type(module)],
             module=module,
         )
         for fqn, module in model.named_modules(remove_duplicate=False)

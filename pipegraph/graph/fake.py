@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -57,6 +57,12 @@ def fake_parameters(
     finally:
         for module, name, tensor in replaced:
             setattr(module, name, tensor)
+
+
+def mode_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
+    """The mode of a model's fake parameters and inputs: inside, new tensors have no memory either."""
+    tensors = (*pytree.tree_leaves((args, kwargs)), *model.parameters(), *model.buffers())
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), nullcontext())
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -45,26 +45,27 @@ def _random(node: fx.Node) -> bool:
 
 def recomputation(captured: Captured, values: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
     """The operations that make those of ``values`` which are cheaper made again than sent, in the model's order."""
-    free = parameter_free(captured)
-    chosen: set[fx.Node] = set()
-    for value in values:
-        if value in free:
-            needed = _ancestors(value)
-            if _bytes(needed) <= _MEMORY_PER_LINK_BYTE * _bytes([value]):
-                chosen |= needed
+    chosen = {node for value in values for node in made_again(captured, value)}
     return tuple(node for node in captured.nodes if node in chosen)
 
 
-def _ancestors(value: fx.Node) -> set[fx.Node]:
-    """``value`` and every operation that it depends on."""
+def made_again(captured: Captured, value: fx.Node) -> frozenset[fx.Node]:
+    """The operations that make ``value``, if they depend on no parameter and no activation and making it again is
+    cheaper than sending it; none otherwise."""
+    if value not in parameter_free(captured):
+        return frozenset()
+    worth = _MEMORY_PER_LINK_BYTE * _bytes([value])
     found: set[fx.Node] = set()
     waiting = [value]
     while waiting:
         node = waiting.pop()
         if node.op == "call_function" and node not in found:
             found.add(node)
+            worth -= _bytes([node])
+            if worth < 0:
+                return frozenset()
             waiting.extend(node.all_input_nodes)
-    return found
+    return frozenset(found)
 
 
 def _bytes(nodes: Iterable[fx.Node]) -> int:

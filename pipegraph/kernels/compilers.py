@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from pipegraph.kernels import internals
+from pipegraph.kernels.decompositions import decompositions
 from pipegraph.kernels.differentiate import Options
 from pipegraph.kernels.internals import Run
 from pipegraph.kernels.program import Compiler
@@ -30,7 +31,7 @@ def compiler(name: str) -> Compiler:
 
 def options(name: str, recompute: str) -> Options:
     """How graphs for the compiler called so are made, for stages that share blocks."""
-    return Options(recompute, internals.inductor_decompositions if name == "inductor" else internals.no_decompositions)
+    return Options(recompute, functools.partial(decompositions, inductor=name == "inductor"))
 
 
 def _eager(modules: Sequence[fx.GraphModule]) -> list[Run]:

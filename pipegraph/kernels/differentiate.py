@@ -28,7 +28,7 @@ class Options:
     """
 
     recompute: str
-    decompositions: Callable[[], Mapping[Any, Any] | None]
+    decompositions: Callable[[], Mapping[Any, Any]]
     blocks: weakref.WeakValueDictionary[Any, Derivative] = field(default_factory=weakref.WeakValueDictionary)
 
 

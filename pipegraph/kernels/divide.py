@@ -22,7 +22,8 @@ from pipegraph.kernels.opaque import OPERATION, is_random
 aten = torch.ops.aten
 
 _VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
-_HEAVY = {"mm", "addmm", "bmm", "baddbmm", "convolution_backward", "embedding_dense_backward", "_foreach", "call"}
+_HEAVY = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "convolution_backward"}
+_HEAVY |= {"embedding_dense_backward", "_foreach", "call"}
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,13 @@ def saved_values(joint: Joint, recompute: str) -> set[fx.Node]:
 
     What is random, what a block gave and what other ranks had a part in always is: a backward does not wait for them to
     compute it again. A view never is, but what it is a view of: both keep the same memory, and a view costs nothing.
+    Nor is a constant, such as the zeros that a gradient is added up in.
 
     "block" is for a graph that calls no other block; one that does is no block to compute again.
     """
     forward = _forward_nodes(joint)
     if recompute == "none":
-        return {node for node in forward if not is_view(node)}
+        return {node for node in forward if is_random(node) or (node.all_input_nodes and not is_view(node))}
     kept = {node for node in forward if is_random(node) or node.target is OPERATION or _is_waited(node)}
     kept |= {user for index in joint.written for user in joint.primals[index].users}  # what was there before
     if recompute == "block" and any(node.target is OPERATION for node in forward):

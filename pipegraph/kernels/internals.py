@@ -143,10 +143,6 @@ def inductor_decompositions() -> Mapping[Any, Any]:
     return table
 
 
-def no_decompositions() -> None:
-    """Operations as the dispatcher leaves them."""
-
-
 def boxed(module: fx.GraphModule) -> Run:
     """A graph to run uncompiled. The result empties the list it is called with, so that values live no longer than
     their last reader, which `GraphModule.forward` with its arguments on the stack cannot do.

@@ -51,9 +51,13 @@ def block_of(node: fx.Node) -> Derivative:
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers, itself or in the block whose forward it calls."""
-    if node.target is OPERATION:
+    operation = node.target
+    if operation is OPERATION:
         return node.args[2] == "F" and block_of(node).is_random
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    if not isinstance(operation, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    # The backward of attention has the tag too, but makes the numbers of the forward again, whose seed it is given.
+    return not any(argument.name == "philox_seed" for argument in operation._schema.arguments)
 
 
 def call(block: Derivative, number: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -36,6 +36,11 @@ class _Saved:
     def __init__(self, variant: Variant, values: dict[str, Tensor]) -> None:
         self.variant, self.values = variant, values
         self.present: Present = ()
+
+
+def held_tensors(saved: Any) -> Collection[Tensor] | None:
+    """What a `Forward.saved` keeps in memory at the moment; None where autograd keeps it, which does not say."""
+    return saved.values.values() if isinstance(saved, _Saved) else None
 
 
 class TracedKernels:

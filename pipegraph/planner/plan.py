@@ -1,17 +1,31 @@
-"""``plan``: split points become stages."""
+"""``plan``: a model is cut into stages, at given points or where that is best."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+from pipegraph.cost.blocks import LossOf
+from pipegraph.cost.cache import Cache
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.measure import Setting
+from pipegraph.cost.price import Priced
 from pipegraph.cost.stage import StageCost, stage_cost
 from pipegraph.errors import PlanError
-from pipegraph.graph.calls import Call, call_tree
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.segments import holds_parameter, whole_calls
 from pipegraph.graph.split_points import Point, SplitPoint, locate, mark
 from pipegraph.graph.stages import Boundary, StageGraph, boundaries, divide
+from pipegraph.planner.aim import Aim
+from pipegraph.planner.arguments import UNIFORM, ArgumentError, check_number, memory_limits
+from pipegraph.planner.choose import Choice, choose, given, settle
+from pipegraph.planner.listing import stage_modules
+from pipegraph.planner.prediction import Prediction, StagePrediction
+from pipegraph.planner.solve import Solution
+from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
+from pipegraph.schedule import Schedule
+from pipegraph.schedule.recipe import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +38,9 @@ class Plan:
         stages: one more than points.
         boundaries: everything that crosses, the model's inputs and outputs included.
         costs: of each stage, for one microbatch.
+        prediction: what a step is expected to take; None where nothing was priced.
+        priced: the model's segments with their costs; and
+        solution: how the cuts were found; None where they were given.
     """
 
     captured: Captured = field(repr=False)
@@ -31,51 +48,158 @@ class Plan:
     stages: tuple[StageGraph, ...]
     boundaries: tuple[Boundary, ...] = field(repr=False)
     costs: tuple[StageCost, ...]
+    prediction: Prediction | None = None
+    priced: Priced | None = field(default=None, repr=False)
+    solution: Solution | None = field(default=None, repr=False)
 
     def describe(self) -> list[str]:
         """A line per stage: ``stage 0: embed, layers.0 – layers.3``."""
         return [f"stage {stage.index}: {', '.join(stage_modules(self.captured, stage))}" for stage in self.stages]
+
+    def predicted(self, prediction: Prediction) -> Plan:
+        """This plan with what it is expected to take."""
+        stages = zip(self.costs, prediction.stages, strict=True)
+        costs = tuple(_with(cost, stage, prediction.in_seconds) for cost, stage in stages)
+        return replace(self, prediction=prediction, costs=costs)
 
 
 def plan(
     captured: Captured,
     points: Sequence[str | Point] | Mapping[str, SplitPoint] | None = None,
     stages: int | None = None,
+    balance: str | None = None,
+    schedule: str | Schedule | None = None,
+    microbatches: int | None = None,
+    ranks: int | None = None,
+    memory_bytes: float | str | Sequence[float | str] | None = None,
+    hardware: Hardware | str | Path | None = None,
+    recompute: str | None = None,
+    loss: tuple[LossOf, Any] | None = None,
+    *,
+    state_factor: float = 4.0,
+    effort: float = 1.0,
+    setting: Setting | None = None,
+    cache: Cache | None = None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Cut a captured model.
 
     Args:
         captured: from :func:`pipegraph.capture`.
         points: FQNs that start a stage (``layers.4``; ``layers.3:end`` starts one behind it), in the model's order; or
-            FQN → ``SplitPoint``, as ``torch.distributed.pipelining`` takes them.
-        stages: cut into this many stages of equally many segments instead.
+            FQN → ``SplitPoint``, as ``torch.distributed.pipelining`` takes them. What a step then takes is predicted
+            if a balance, schedule, microbatches, memory_bytes, hardware or recompute is given as well.
+        stages: cut into this many stages instead, where that is best.
+        balance: what stages are balanced by. ``time`` (the default) and ``measured`` are for the least time of a step:
+            by a roofline of the hardware, or as the segments run here. ``flops``, ``parameters``, ``memory`` and
+            ``type:REGEX`` (layers whose class name matches) make the largest stage the smallest; ``uniform`` makes
+            equal numbers of segments; what a step takes is predicted as for ``points``.
+        schedule: a name, or a schedule of so many stages; "1f1b" by default.
+        microbatches: of a step; 8 by default.
+        ranks: for schedules that can have any number of stages on a rank.
+        memory_bytes: what each rank has: one figure or size ("80GiB"), or one for each. What is kept between actions
+            has to fit: activations, parameters, buffers, gradients, optimizer state, and receive buffers; not what a
+            kernel needs while it runs.
+        hardware: a profile, its name or its file; ``cpu`` by default.
+        recompute: "none", "min-cut" (the default) or "block", as the pipeline will run with.
+        loss: (function of output and target, target); the mean square of the outputs by default.
+        state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
+        effort: how long the search goes on; 1 is a few seconds.
+        setting, cache, progress: for ``measured``; see `pipegraph.cost.price.price`.
 
     Raises:
-        PlanError: a point is unknown, out of order, duplicate or cuts nothing; more stages than segments; or neither or
-            both of ``points`` and ``stages``.
+        ArgumentError: an argument that no model could be planned with; a PlanError.
+        PlanError: a point is unknown, out of order, duplicate or cuts nothing; more stages than segments; neither or
+            both of ``points`` and ``stages``; or a `MemoryShortage`: nothing fits into the memory.
+        ScheduleError: a schedule that there is not, or not with these numbers.
     """
     if points is not None and stages is not None:
         raise PlanError("Both split points and a number of stages were given.\nTry: --points or --stages, not both.")
+    profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware or "cpu")
+    aim = Aim(
+        balance or "time", schedule or "1f1b", 8 if microbatches is None else microbatches, ranks,
+        memory_limits(memory_bytes), profile, recompute or "min-cut", loss, state_factor, effort, setting, cache,
+        progress,
+    )  # fmt: skip
     if stages is not None:
+        check_number("stages", stages, 2)
+        if balance != UNIFORM:
+            return best(captured, aim, stages)
         chosen, starts = _equal_segments(captured, stages)
+        wanted: tuple[object, ...] = ()
     elif points:
         chosen = _points(points)
         starts = locate(captured, chosen)
+        if not aim.timed:
+            raise ArgumentError(
+                f"--balance {aim.balance} chooses points, and they were given.\nTry: --stages {len(starts) + 1} "
+                "instead, or --balance time, which tells what a step takes with these points."
+            )
+        wanted = (balance,)
     else:
         raise PlanError(
             f"No split point was given for {captured.model_name}.\n"
             f"Try: --points {_suggestion(captured)}, or --stages 2."
         )
-    marked = mark(captured, chosen, starts)
+    aim = aim.on_ranks(aim.arrange(len(starts) + 1).ranks)
+    made = _cut(captured, chosen, starts)
+    wanted += (schedule, microbatches, memory_bytes, hardware, recompute)
+    return made if all(each is None for each in wanted) else _predicted(made, captured, aim, starts)
+
+
+def best(captured: Captured, aim: Aim, stages: int) -> Plan:
+    """Cut a model into so many stages, where that is best. Raises as `plan` does."""
+    # What is no schedule, or none of so many stages, is told before anything is priced.
+    aim = aim.on_ranks(aim.arrange(stages).ranks)
+    aim.check_memory(captured)
+    costs = aim.price(captured)
+    try:
+        return plan_of(settle(choose(costs, aim, stages)))
+    except MemoryShortage as shortage:
+        if aim.recompute == "block":
+            raise
+        raise MemoryShortage(f"{shortage}\n{_with_recompute(captured, aim, stages)}", shortage.needed) from None
+
+
+def plan_of(choice: Choice) -> Plan:
+    """The plan that cuts where it was chosen to."""
+    priced = choice.costs.priced
+    chain = priced.chain
+    starts = [chain.segments[cut].start for cut in choice.cuts]
+    made = _cut(chain.captured, chain.points(choice.cuts), starts).predicted(choice.predict())
+    return replace(made, priced=priced, solution=choice.solution)
+
+
+def _cut(captured: Captured, points: Sequence[Point], starts: Sequence[int]) -> Plan:
+    marked = mark(captured, points, starts)
     divided = divide(marked)
     crossing = boundaries(marked, divided)
-    return Plan(
-        captured=marked,
-        points=chosen,
-        stages=divided,
-        boundaries=crossing,
-        costs=tuple(_cost(marked, stage, crossing) for stage in divided),
-    )
+    costs = tuple(_cost(marked, stage, crossing) for stage in divided)
+    return Plan(captured=marked, points=tuple(points), stages=divided, boundaries=crossing, costs=costs)
+
+
+def _predicted(made: Plan, captured: Captured, aim: Aim, starts: Sequence[int]) -> Plan:
+    """A plan of given cuts with what they are expected to take."""
+    method = aim.balance
+    aim = replace(aim, balance="time") if method == UNIFORM else aim
+    costs = aim.price(captured, starts)
+    begins = [segment.start for segment in costs.priced.chain.segments]
+    instead = "--balance time" if method == UNIFORM else f"--stages {len(starts) + 1} in place of points"
+    choice = given(costs, aim, [begins.index(start) for start in starts], instead)
+    return replace(made.predicted(replace(choice.predict(), balance=method)), priced=costs.priced)
+
+
+def _with_recompute(captured: Captured, aim: Aim, stages: int) -> str:
+    """What recomputing each block would change where memory is short."""
+    aim = replace(aim, recompute="block")
+    try:
+        needed = choose(aim.price(captured), aim, stages).peak
+    except MemoryShortage as shortage:
+        return (
+            f'With recompute="block", which keeps the least, {size(shortage.needed)} would do.\n'
+            f"Try: --recompute block --memory {limit_for(shortage.needed)}, or more stages."
+        )
+    return f'With recompute="block" there are cuts that fit, and need {size(needed)}.\nTry: --recompute block.'
 
 
 def _points(points: Sequence[str | Point] | Mapping[str, SplitPoint]) -> tuple[Point, ...]:
@@ -88,11 +212,10 @@ def _points(points: Sequence[str | Point] | Mapping[str, SplitPoint]) -> tuple[P
 
 def _equal_segments(captured: Captured, stages: int) -> tuple[tuple[Point, ...], list[int]]:
     chain = captured.segments
-    if stages < 1:
-        raise PlanError(f"A model cannot be cut into {stages} stages.\nTry: --stages 2.")
     if stages > len(chain):
+        named = _few([segment.fqn for segment in chain if segment.fqn])
         raise PlanError(
-            f"{captured.model_name} has {len(chain)} segments ({_few([segment.fqn for segment in chain])}), which is "
+            f"{captured.model_name} has {counted([len(chain)], 'segment')}{f' ({named})' if named else ''}, which is "
             f"too few for {stages} stages.\nTry: --stages {len(chain)}, or --points inside a segment."
         )
     firsts = [chain[round(index * len(chain) / stages)] for index in range(1, stages)]
@@ -118,43 +241,8 @@ def _cost(captured: Captured, stage: StageGraph, crossing: Sequence[Boundary]) -
     )
 
 
-def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
-    """The modules of a stage as a person would list them: ``embed``, ``layers.0 – layers.3``."""
-    listed = list(dict.fromkeys(_whole(captured, call_tree(stage.nodes))))
-    return [_range(run) for run in _runs(listed)] or ["operations of the model itself"]
-
-
-def _whole(captured: Captured, root: Call) -> Iterator[str]:
-    """FQNs of the calls that stay whole and hold parameters; of a call that was cut, those of the calls inside."""
-    whole = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
-
-    def parts(call: Call) -> Iterator[Call]:
-        inner = list(call.calls())
-        if not inner or len(list(call.nodes())) == whole[call.call]:
-            yield call
-            return
-        for child in inner:
-            yield from parts(child)
-
-    for call in whole_calls(captured, root):
-        yield from (part.fqn for part in parts(call) if holds_parameter(captured, part))
-
-
-def _runs(names: Sequence[str]) -> list[list[str]]:
-    """Group neighbours that count up: layers.0, layers.1, …"""
-    runs: list[list[str]] = []
-    for name in names:
-        if runs and _follows(runs[-1][-1], name):
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    return runs
-
-
-def _follows(before: str, after: str) -> bool:
-    (stem, _, number), (other, _, next_number) = before.rpartition("."), after.rpartition(".")
-    return stem == other and number.isdecimal() and next_number.isdecimal() and int(next_number) == int(number) + 1
-
-
-def _range(run: Sequence[str]) -> str:
-    return run[0] if len(run) == 1 else f"{run[0]} – {run[-1]}"
+def _with(cost: StageCost, stage: StagePrediction, in_seconds: bool) -> StageCost:
+    cost = replace(cost, saved_bytes=stage.saved_bytes, weight_saved_bytes=stage.weight_saved_bytes)
+    if not in_seconds:
+        return cost
+    return replace(cost, forward=stage.forward, input_grad=stage.input_grad, weight_grad=stage.weight_grad)

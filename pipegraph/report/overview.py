@@ -8,17 +8,23 @@ from typing import Any
 
 from rich.text import Text
 
+from pipegraph.errors import PackageError
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
+from pipegraph.planner.prediction import Prediction
+from pipegraph.report.plan import summary
 from pipegraph.report.simulation import title
-from pipegraph.report.tables import clip, count, size, table
+from pipegraph.report.tables import clip, count, one_line, size, table
 from pipegraph.report.timeline_text import grid, legend
+from pipegraph.report.units import unit_of
 from pipegraph.schedule import Schedule, Times, simulate
+
+_TIMES = ("forward", "input_grad", "weight_grad")
 
 
 def overview(package: Package, schedule: Schedule, width: int | None = None, coloured: bool = False) -> Text:
     """The text of ``pipegraph show``. The schedule is drawn as if F, I and W took the same time on every stage."""
     manifest = package.manifest
-    parts = [_title(package), _stage_table(manifest), _value_table(manifest)]
+    parts = [_title(package), _stage_table(manifest), _value_table(manifest), *_predicted(manifest)]
     if manifest.tied:
         parts.append("\n".join(f"tied: {' = '.join(map(clip, group))}" for group in manifest.tied))
     if edited := package.edited():
@@ -46,6 +52,7 @@ def manifest_dict(manifest: Manifest) -> dict[str, Any]:
     return {
         "model": manifest.model,
         "points": manifest.plan.get("points", []),
+        "plan": {name: value for name, value in manifest.plan.items() if name not in ("points", "stages")},
         "stages": [
             {
                 "index": stage.index,
@@ -92,7 +99,32 @@ def _title(package: Package) -> str:
 
 def _stage_table(manifest: Manifest) -> str:
     rows = [[str(stage.index), clip(holds(manifest, stage.index)), *_costs(stage)] for stage in manifest.stages]
-    return table(["stage", "holds", "parameters", "forward", "weights"], rows)
+    headers = ["stage", "holds", "parameters", "forward", "weights"]
+    if all(name in stage.cost for stage in manifest.stages for name in (*_TIMES, "saved_bytes")):
+        times = [[float(stage.cost[name]) for name in _TIMES] for stage in manifest.stages]
+        unit = unit_of(max(map(sum, times)))
+        headers[4:4] = ["F", "I", "W", unit.name, "keeps"]
+        for row, stage, figures in zip(rows, manifest.stages, times, strict=True):
+            row[4:4] = [*(unit.number(each) for each in (*figures, sum(figures))), size(stage.cost["saved_bytes"])]
+    return table(headers, rows)
+
+
+def _predicted(manifest: Manifest) -> list[str]:
+    """What a step is expected to take, and why each cut is where it is; nothing for a plan that was not priced."""
+    if "cuts" not in manifest.plan:
+        return []
+    names = (*_TIMES, "saved_bytes", "parameter_bytes")
+    costs = [{name: stage.cost.get(name, 0) for name in names} for stage in manifest.stages]
+    try:
+        prediction = Prediction.from_json({**manifest.plan, "costs": costs})
+        cuts = enumerate(manifest.plan["cuts"], 1)
+        reasons = [f"stage {number} begins at {cut['point']}: {cut['reason']}" for number, cut in cuts]
+    except (KeyError, TypeError, ValueError) as error:
+        raise PackageError(
+            f"The plan in pipeline.json is damaged: {type(error).__name__}: {error}.\n"
+            "Try: write it anew with `pipegraph split`."
+        ) from None
+    return ["\n".join([summary(prediction), *map(one_line, reasons)])]
 
 
 def _costs(stage: StageEntry) -> list[str]:

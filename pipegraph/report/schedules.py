@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Package
+from pipegraph.report.planned import Planned
 from pipegraph.runtime.choose import choose
 from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, check, read_csv, search
 from pipegraph.schedule.build import find
@@ -12,17 +13,31 @@ SEARCH = "search"
 """The name that asks for `search` instead of a known order."""
 
 
-def choose_schedule(package: Package, schedule: str, microbatches: int | None, ranks: int | None = None) -> Schedule:
-    """The schedule named, or in the CSV file named, for a package's stages; by default with a microbatch per stage.
+def choose_schedule(
+    package: Package, schedule: str | None = None, microbatches: int | None = None, ranks: int | None = None
+) -> Schedule:
+    """The schedule named, or in the CSV file named, for a package's stages.
 
-    A schedule that can have any number of stages on a rank has so many ``ranks``, where they are given.
+    By default it is the one that the package was planned for, if a name and numbers make that, with as many
+    microbatches; and 1f1b with a microbatch per stage where there is no plan. A schedule that can have any number of
+    stages on a rank has so many ``ranks``, where they are given, or as many as are planned for it.
     """
-    stages = len(package.manifest.stages)
-    if microbatches is None and not schedule.endswith(".csv"):
-        microbatches = stages
+    stages, planned = len(package.manifest.stages), Planned.of(package.manifest)
+    if schedule is None:
+        schedule = planned.schedule if planned and planned.is_known else "1f1b"
+    if not schedule.endswith(".csv"):
+        if microbatches is None:
+            microbatches = planned.microbatches if planned else stages
+        if ranks is None and planned and planned.schedule == find(schedule).name:
+            ranks = planned.ranks
     chosen = choose(schedule, microbatches, stages, processes=None, ranks=ranks)
     check(chosen)
     return chosen
+
+
+def named_schedule(name: str) -> str | Schedule:
+    """The schedule in the CSV file of this name, or the name itself, which has to be one. Raises ScheduleError."""
+    return read_csv(name) if name.endswith(".csv") else find(name).name
 
 
 def make_schedule(

@@ -1,24 +1,20 @@
-"""Training steps on a package, and what each of them took: the work of ``pipegraph run``."""
+"""What a package is run with where nobody gives more: a batch and a loss."""
 
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipegraph.cost.outputs import mean_square
 from pipegraph.errors import SourceError
 from pipegraph.graph.model_source import ModelSource
-from pipegraph.package import Manifest, Package, Value
-from pipegraph.runtime.group import TIMEOUT
-from pipegraph.runtime.pipeline import LossFunction, Pipeline
-from pipegraph.schedule import Schedule
-
-LEARNING_RATE: Final = 1e-3
+from pipegraph.package import Manifest, Value
+from pipegraph.runtime.pipeline import LossFunction
 
 
 @dataclass(frozen=True)
@@ -28,51 +24,6 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step as the rank of the last stage saw it."""
-
-    index: int
-    loss: float
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"step {self.index}   loss {self.loss:.6f}   {self.seconds:.3f} s"
-
-
-def run_steps(
-    package: Package,
-    schedule: Schedule,
-    steps: int,
-    source: ModelSource | None = None,
-    device: str = "cpu",
-    learning_rate: float = LEARNING_RATE,
-    kernels: str = "inductor",
-    timeout: float | None = None,
-) -> Iterator[Step]:
-    """Train on one batch with AdamW. A step's time is that of the pipeline; the optimizer's is left out.
-
-    The batch and the loss are those of ``source``, or else seeded inputs and the mean square of the outputs. Only the
-    process that holds the last stage knows the loss: elsewhere nothing is yielded.
-    """
-    if source is None:
-        batch = batch_from_manifest(package.manifest, schedule.microbatches)
-    else:
-        batch = batch_from_source(source, schedule.microbatches)
-    loss_fn = mean_square if source is None else loss_of(source)
-    patience = TIMEOUT if timeout is None else timeout
-    pipeline = Pipeline(package, schedule, loss_fn=loss_fn, device=device, kernels=kernels, timeout=patience)
-    optimizer = torch.optim.AdamW([{"params": list(pipeline.parameters())}], lr=learning_rate)
-    for index in range(steps):
-        optimizer.zero_grad()
-        start = time.perf_counter()
-        result = pipeline.step(*batch.args, target=batch.target, **batch.kwargs)
-        if result.loss is not None:
-            loss = float(result.loss)  # waits for the device
-            yield Step(index, loss, time.perf_counter() - start)
-        optimizer.step()
 
 
 def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) -> Batch:
@@ -97,6 +48,11 @@ def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
     return Batch(_map(repeat, source.args), _map(repeat, source.kwargs), _map(repeat, source.example_target))
 
 
+def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
+    """The loss of a model's file and one microbatch's target; None where the file has no loss."""
+    return None if source.loss_fn is None else (loss_of(source), source.example_target)
+
+
 def loss_of(source: ModelSource) -> LossFunction:
     """The model file's loss, or the mean square of the outputs where it has none.
 
@@ -117,30 +73,6 @@ def loss_of(source: ModelSource) -> LossFunction:
     except ValueError:  # no signature, as for a builtin
         return loss_fn
     return lambda output, target: loss_fn(output)
-
-
-def mean_square(output: Any, target: Any = None) -> Tensor:
-    """The loss of outputs without a target: the mean over their floating-point tensors' mean squares."""
-    squares = [tensor.float().square().mean() for tensor in tensors(output).values() if tensor.is_floating_point()]
-    return torch.stack(squares).mean()
-
-
-def tensors(structure: Any, path: str = "") -> dict[str, Tensor]:
-    """The tensors in nested dicts, sequences and dataclasses, under their paths: ``{"hidden.0": …}``."""
-    if isinstance(structure, Tensor):
-        return {path: structure}
-    if isinstance(structure, dict):
-        items = [(str(key), item) for key, item in structure.items()]
-    elif isinstance(structure, (list, tuple)):
-        items = [(str(index), item) for index, item in enumerate(structure)]
-    elif is_dataclass(structure):
-        items = [(field.name, getattr(structure, field.name)) for field in fields(structure)]
-    else:
-        return {}
-    found: dict[str, Tensor] = {}
-    for key, item in items:
-        found |= tensors(item, f"{path}.{key}" if path else key)
-    return found
 
 
 def _random(value: Value, microbatches: int, generator: torch.Generator) -> Tensor:

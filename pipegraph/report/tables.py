@@ -10,7 +10,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, two spaces apart; a column of numbers is set right.
+    """Columns of equal width, two spaces apart; a column of numbers, as far as they are known, is set right.
 
     >>> print(table(["stage", "size"], [["0", "9 B"], ["1", "12 B"]]))
     stage  size
@@ -20,7 +20,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [list(headers), *map(list, rows)]
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    right = [any(column[1:]) and all(map(_is_number, filter(None, column[1:]))) for column in columns]
+    right = [any(column[1:]) and all(map(_is_number, column[1:])) for column in columns]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if is_right else cell.ljust(width)
@@ -31,7 +31,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell[0].isdigit() or cell in ("inf", "nan")
+    """Whether a cell may stand among numbers: one that is unknown may."""
+    return cell.lstrip("+−")[:1].isdigit() or cell in ("", "—", "inf", "nan")
 
 
 def count(number: float, unit: str = "") -> str:

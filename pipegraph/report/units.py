@@ -63,3 +63,12 @@ def percent(part: float) -> str:
     '27.3 %'
     """
     return f"{part * 100:.1f} %".replace("-0.0", "0.0")
+
+
+def rough(factor: float) -> str:
+    """How many times, with two figures.
+
+    >>> rough(2.6412), rough(0.419), rough(12345.6)
+    ('2.6', '0.42', '12000')
+    """
+    return f"{float(f'{factor:.2g}'):g}"

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipegraph.cost.outputs import tensors
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Package
-from pipegraph.report.steps import loss_of, tensors
+from pipegraph.report.steps import loss_of
 from pipegraph.report.tables import clip, table
 from pipegraph.runtime.pipeline import LossFunction, Pipeline
 

@@ -16,14 +16,18 @@ from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
 from pipegraph.runtime.ahead import receives_due
 from pipegraph.runtime.faults import ActionFailed
-from pipegraph.runtime.step import Feed, Results, Step, Sums
+from pipegraph.runtime.observer import Observer
+from pipegraph.runtime.step import Feed, Posting, Results, Step, Sums
 from pipegraph.runtime.transport import Transport
 from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer, zeros
 from pipegraph.schedule import Action, Kind, Schedule
 
 
 class Executor:
-    """One rank's part of a lowered schedule, over the kernels of that rank's stages. Each `run` is one step."""
+    """One rank's part of a lowered schedule, over the kernels of that rank's stages. Each `run` is one step.
+
+    `observer`, if there is one, is told what happens in it.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class Executor:
         self.rank = rank
         self.actions = schedule.actions[rank]
         self.position = 0
+        self.observer: Observer | None = None
         self._schedule = schedule
         self._wiring = wiring
         self._kernels = kernels
@@ -62,7 +67,7 @@ class Executor:
             if self._is_here(stage):
                 kernels.begin()
         self._prepare(feed)
-        step, posted = Step(), 0
+        step, posted, observer = Step(), 0, self.observer
         for position, action in enumerate(self.actions):
             self.position = position
             try:
@@ -70,11 +75,18 @@ class Executor:
                     self._post(step, receive)
                     posted += 1
                 if action.kind in (Kind.F, Kind.B, Kind.I):
-                    for _, message in step.posted.get((action.stage, action.microbatch, action.kind is not Kind.F), ()):
-                        while not message.ready():
+                    for posting in step.posted.pop((action.stage, action.microbatch, action.kind is not Kind.F), ()):
+                        while not posting.receive.ready():
                             yield
-                if action.kind in self._do:  # a RECV is posted by now; what uses it waits for it
-                    self._do[action.kind](step, feed, results, action)
+                        self._take(step, posting)
+                do = self._do.get(action.kind)
+                if do is None:  # a RECV is posted by now; what uses it waits for it
+                    continue
+                if observer is not None:
+                    observer.begin(self.rank, action)
+                do(step, feed, results, action)
+                if observer is not None:
+                    observer.end(self.rank, action, step.saved.get((action.stage, action.microbatch)))
             except Exception as error:
                 raise ActionFailed(self.rank, self.actions, position) from error
 
@@ -102,8 +114,21 @@ class Executor:
 
     def _post(self, step: Step, action: Action) -> None:
         message = self._transfers[action]
-        receive = self._transport.receive(message)
-        step.posted[action.stage, action.microbatch, message.backward].append((message, receive))
+        posting = Posting(action, message, self._transport.receive(message))
+        step.posted[action.stage, action.microbatch, message.backward].append(posting)
+
+    def _take(self, step: Step, posting: Posting) -> None:
+        """Wait for a message, and lay down what it brings for the action that uses it."""
+        action, message, receive = posting
+        if self.observer is not None:
+            self.observer.begin(self.rank, action)
+        arrived = zip(message.names, receive.wait(), strict=True)
+        if message.backward:
+            step.gradients[action.stage, action.microbatch].add(arrived)
+        else:
+            step.inputs[action.stage, action.microbatch].update(arrived)
+        if self.observer is not None:
+            self.observer.end(self.rank, action, None)
 
     def _send(self, step: Step, feed: Feed, results: Results, action: Action) -> None:
         message = self._transfers[action]
@@ -113,7 +138,6 @@ class Executor:
         stage, microbatch = action.stage, action.microbatch
         wiring = self._wiring[stage]
         arrived = step.inputs.pop((stage, microbatch), {})
-        arrived.update(step.arrived(stage, microbatch, backward=False))
         with_loss = self._is_last(stage) and feed.with_loss
         forward = self._kernels[stage].forward(
             [
@@ -157,7 +181,6 @@ class Executor:
         """Of each output, the sum over its consumers; at the end that of the loss, a mean over microbatches."""
         stage, microbatch = action.stage, action.microbatch
         sums = step.gradients.pop((stage, microbatch), Sums())
-        sums.add(step.arrived(stage, microbatch, backward=True))
         for name, dtype in step.cast.pop((stage, microbatch), {}).items():
             if name in sums:
                 sums[name] = sums[name].to(dtype)

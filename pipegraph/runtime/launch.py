@@ -27,6 +27,7 @@ from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.runtime.choose import other_names
 from pipegraph.runtime.transport import ConnectionLost
 from pipegraph.schedule import Schedule
+from pipegraph.threads import threads_per_rank
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher, for torchrun too: where a child says why it failed
 _PARENT = "PIPEGRAPH_LAUNCHER"  # the process that started this one through `launch`
@@ -114,8 +115,7 @@ def _elastic_launch(arguments: Sequence[str], processes: int, folder: str) -> di
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    environment = {_PARENT: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    environment = {_PARENT: str(os.getpid()), "OMP_NUM_THREADS": str(threads_per_rank(processes))}
     before = dict(os.environ)
     disabled = logging.root.manager.disable
     os.environ.update(environment)

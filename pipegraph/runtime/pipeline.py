@@ -26,6 +26,7 @@ from pipegraph.runtime.faults import Guard
 from pipegraph.runtime.group import TIMEOUT
 from pipegraph.runtime.local import LocalTransport
 from pipegraph.runtime.microbatch import batch_rows, bind, check, cut, cut_target, join, pack
+from pipegraph.runtime.observer import Observer
 from pipegraph.runtime.step import Feed, Results
 from pipegraph.runtime.ties import RemoteTies, share, ties
 from pipegraph.runtime.transport import Transport
@@ -168,6 +169,22 @@ class Pipeline:
         Forward only, without gradients. Modules stay in the mode they are in: `pipe.stages[0].eval()` sets it.
         """
         return self._joined(self._run(self._evaluation, args, kwargs, None, False, True, False))
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tell an observer of every action of the steps and evals to come: when it begins, ends, and what is saved.
+
+        One at a time; None ends it. Without one nothing is looked at, and nothing takes longer.
+        """
+        for executor in (*self._training, *self._evaluation):
+            executor.observer = observer
+
+    def gather(self, figures: Sequence[float]) -> list[list[float]]:
+        """A row of figures of every process, in the order of ranks. All processes call this, with equally long rows.
+
+        None of them goes on before all have.
+        """
+        with self._guard:
+            return self._world.gather(figures) if self._world else [list(figures)]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once."""

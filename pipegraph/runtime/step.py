@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipegraph.runtime.transport import Receive, Transfer
+from pipegraph.schedule import Action
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class Sums(dict[str, Tensor]):
             self[name] = self[name] + gradient if name in self else gradient
 
 
+class Posting(NamedTuple):
+    """A receive on its way: the RECV action, what it moves, and what is waited for."""
+
+    action: Action
+    message: Transfer
+    receive: Receive
+
+
 @dataclass(frozen=True)
 class Step:
     """The tensors of one step on one rank. Each stands in one place, and leaves it when it is used, which is where the
@@ -54,11 +63,4 @@ class Step:
     cast: dict[tuple[int, int], dict[str, torch.dtype]] = field(default_factory=lambda: defaultdict(dict))
     """by (stage, microbatch): of outputs that were cast to what the manifest promises, what they were before"""
     outgoing: dict[tuple[int, int, int], Sequence[Tensor]] = field(default_factory=dict)
-    posted: dict[tuple[int, int, bool], list[tuple[Transfer, Receive]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-
-    def arrived(self, stage: int, microbatch: int, backward: bool) -> Iterable[tuple[str, Tensor]]:
-        """What other ranks sent for this microbatch, by name; waits for it."""
-        for transfer, receive in self.posted.pop((stage, microbatch, backward), ()):
-            yield from zip(transfer.names, receive.wait(), strict=True)
+    posted: dict[tuple[int, int, bool], list[Posting]] = field(default_factory=lambda: defaultdict(list))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule import (
     controllable_memory,
@@ -35,6 +37,9 @@ RECIPES: tuple[Recipe, ...] = (
     forward.RECIPE,
 )
 
+# A schedule never changes: one that is in use is given again, with all that it has found out about itself.
+_alive: WeakValueDictionary[tuple[str, int, int, int], Schedule] = WeakValueDictionary()
+
 _BY_NAME = {name.casefold(): recipe for recipe in RECIPES for name in (recipe.name, *recipe.aliases)}
 
 
@@ -61,10 +66,15 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
     if why := recipe.rule(ranks, microbatches):
         asked = f"{counted([microbatches], 'microbatch')} on {counted([ranks], 'rank')}"
         raise ScheduleError(f"{recipe.name} cannot have {asked}: {why}")
-    orders = recipe.orders(ranks, microbatches, chunks)
-    actions = tuple(tuple(order) for order in orders)
-    pairs = frozenset(recipe.overlapped(orders))
-    return Schedule(recipe.name, recipe.placement(ranks, chunks), microbatches, actions, pairs)
+    numbers = recipe.name, ranks, microbatches, chunks
+    schedule = _alive.get(numbers)
+    if schedule is None:
+        orders = recipe.orders(ranks, microbatches, chunks)
+        actions = tuple(tuple(order) for order in orders)
+        pairs = frozenset(recipe.overlapped(orders))
+        schedule = Schedule(recipe.name, recipe.placement(ranks, chunks), microbatches, actions, pairs)
+        _alive[numbers] = schedule
+    return schedule
 
 
 def find(name: str) -> Recipe:

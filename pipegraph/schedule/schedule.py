@@ -61,6 +61,9 @@ class Schedule:
         elif self.gradient_edges is not None:
             raise ScheduleError("gradient_edges are some of the edges: give edges too.")
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.placement, self.microbatches))  # without a look at each of many actions
+
     @property
     def ranks(self) -> int:
         return len(self.actions)

@@ -155,8 +155,8 @@ class _Run:
         """Let the result of an action go its way, from the rank where it or its SEND is the last that ran."""
         arrival = self._clock[rank]
         if way.link is not None:
-            if way.transfer:
-                arrival = self._left[way.link] = max(arrival, self._left.get(way.link, 0.0)) + way.transfer
+            # A message of no bytes takes its turn as well.
+            arrival = self._left[way.link] = max(arrival, self._left.get(way.link, 0.0)) + way.transfer
             arrival += way.hop
         target = task + (way.stage - action.stage) * self._schedule.microbatches
         self._missing[target] -= 1

@@ -43,4 +43,5 @@ def test_unet(pipegraph: Command, tmp_path: Path) -> None:
     ran = pipegraph(
         "run", tmp_path / "out", "--kernels", "eager", "--nproc", 1, "--model", "examples/unet.py", "--steps", 2
     )
-    assert (ran.code, len(ran.out.splitlines())) == (0, 2), ran.err
+    assert ran.code == 0, ran.err
+    assert [line[:6] for line in ran.out.splitlines()[:3]] == ["step 0", "step 1", ""]

@@ -7,19 +7,27 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from pipegraph.cli import main
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.ratio import UNCORRECTED
 from tests.cli.command import ROOT, Command, program
 
 # The kernels of processes that are tested for something else: they take the least time to be ready.
 AUTOGRAD = ("--kernels", "autograd")
+CHAIN = ROOT / "tests/models/chain.py"
+WHAT = ("measured", "predicted")
+KINDS = (("forward",), ("input_grad", "weight_grad"))
 STEP = re.compile(r"step (\d+)   loss (\d+\.\d{6})   \d+\.\d{3} s")
 
 
 def losses(out: str) -> list[str]:
-    lines = out.splitlines()
+    lines = out.partition("\n\n")[0].splitlines()
     found = [STEP.fullmatch(line) for line in lines]
     assert all(found), out
     assert [match[1] for match in found if match] == [str(index) for index in range(len(lines))]
@@ -54,6 +62,207 @@ def test_json_is_printed_once(pipegraph: Command, chain: Path, nproc: int) -> No
     result = json.loads(done.out)
     assert (result["schema_version"], result["schedule"], result["microbatches"]) == (1, "1f1b", 2)
     assert [step["index"] for step in result["steps"]] == [0, 1]
+    found = result["predicted_and_measured"]
+    assert (found["processes"], found["measured_steps"], found["priced_by"]) == (nproc, 1, None)
+    assert found["step"] == {"predicted": None, "measured": pytest.approx(result["steps"][1]["seconds"])}
+
+
+@pytest.fixture(scope="module")
+def priced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same package with predicted times."""
+    folder = tmp_path_factory.mktemp("priced") / "package"
+    with pytest.raises(SystemExit):
+        main(["split", str(CHAIN), "--points", "layers.2", "--balance", "time", "-o", str(folder)])
+    return folder
+
+
+def cells(out: str) -> list[list[str]]:
+    """The cells of the lines of all tables."""
+    return [re.split(" {2,}", line.strip()) for line in out.splitlines()]
+
+
+@pytest.mark.parametrize(("nproc", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
+def test_predicted_beside_measured(pipegraph: Command, priced: Path, nproc: int, schedule: str) -> None:
+    options = ("--kernels", "eager", "--steps", 3, "--microbatches", 4, "--schedule", schedule)
+    done = pipegraph("run", priced, "--nproc", nproc, *options)
+    assert (done.code, done.err, len(losses(done.out))) == (0, "", 3)
+    assert "predicted (time on cpu); measured: medians of 2 steps, without the first" in done.out
+    lines = cells(done.out.partition("\n\n")[2])
+    stages = json.loads((priced / "pipeline.json").read_text())["stages"]
+    kinds = ["F", "B"] if schedule == "1f1b" else ["F", "I", "W"]
+    headers = [header for kind in kinds for header in (f"{kind} predicted", "measured", "error")]
+    assert ["stage", "rank", *headers] in lines
+    for rank in (0, 1):
+        row = next(line for line in lines if line[:2] == [str(rank)] * 2)
+        assert float(row[2]) == pytest.approx(stages[rank]["cost"]["forward"] * 1e6, rel=1e-3)
+        assert 1 < float(row[3]) < 1e5  # microseconds
+    (step,) = (line for line in lines if line[0].startswith("step"))
+    assert step[0] == ("step, 2 ranks in turn" if nproc == 1 else "step")
+    assert any(line[0] == "bubble" for line in lines) == (nproc == 2)
+    # Of 4 B each: weights and biases of (8 × 8 + 8) × 2 and 8 × 2 + 2 more, with gradients and two moments.
+    memory = [line[1:3] for line in lines if len(line) == 6]
+    assert memory == [["state predicted", "measured"], ["2.2 KiB", "2.3 KiB"], ["2.5 KiB", "2.6 KiB"]]
+    assert done.out.splitlines()[-2:] == [
+        f"The plan was 1f1b with 8 microbatches on 2 ranks, and this was {schedule} with 4 microbatches on 2 ranks. "
+        "Try: without --schedule, --microbatches and --nproc",
+        "Times and bytes were predicted of compiled kernels, and those of eager ran.",
+    ]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package of a plan: zb-v, 3 microbatches, 4 stages on 2 ranks."""
+    folder = tmp_path_factory.mktemp("planned")
+    plan = ["--schedule", "zb-v", "--microbatches", "3", "--recompute", "none", "-o", str(folder / "plan.json")]
+    for arguments in (
+        ["plan", str(CHAIN), "--ranks", "2", *plan],
+        ["split", str(CHAIN), "--plan", str(folder / "plan.json"), "-o", str(folder / "package")],
+    ):
+        with pytest.raises(SystemExit) as raised:
+            main(arguments)
+        assert not raised.value.code
+    return folder / "package"
+
+
+@pytest.mark.parametrize("nproc", [(), ("--nproc", 1)])
+def test_a_planned_package_runs_its_plan(pipegraph: Command, planned: Path, nproc: Sequence[object]) -> None:
+    done = pipegraph("run", planned, *AUTOGRAD, *nproc, "--steps", 2, "--json")
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert (result["schedule"], result["microbatches"], result["ranks"]) == ("zb-v", 3, 2)
+    found = result["predicted_and_measured"]
+    assert found["processes"] == (1 if nproc else 2)
+    assert not [hint for hint in found["hints"] if "The plan was" in hint]
+    value = json.loads((planned / "pipeline.json").read_text())["plan"]["value"]
+    assert (found["step"]["predicted"] == pytest.approx(value)) == (not nproc)
+
+
+def test_options_win_over_the_plan(pipegraph: Command, planned: Path) -> None:
+    run = ("run", planned, *AUTOGRAD, "--nproc", 1)
+    done = pipegraph(*run, "--microbatches", 4)
+    hint = "The plan was zb-v with 3 microbatches on 2 ranks, and this was {}. Try: without --schedule, --microbatches"
+    assert hint.format("zb-v with 4 microbatches on 2 ranks") in done.out
+    done = pipegraph(*run, "--schedule", "1f1b")
+    assert hint.format("1f1b with 3 microbatches on 4 ranks") in done.out
+    done = pipegraph("run", planned, "--nproc", 4)
+    assert (done.code, done.out) == (2, "")
+    assert "4 processes cannot run 4 stages under zb-v" in done.err
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [({"placement": [0]}, "it places 1 stages, and the package has 4"), ({"microbatches": "x"}, "invalid literal")],
+)
+def test_a_damaged_plan(
+    pipegraph: Command, planned: Path, tmp_path: Path, damage: dict[str, object], said: str
+) -> None:
+    file = Path(shutil.copytree(planned, tmp_path / "damaged")) / "pipeline.json"
+    manifest = json.loads(file.read_text())
+    manifest["plan"] |= damage
+    file.write_text(json.dumps(manifest))
+    done = pipegraph("run", file.parent, "--nproc", 1)
+    assert (done.code, done.out) == (2, "")
+    assert f"The plan in pipeline.json is damaged: {said}" in " ".join(done.err.split())
+
+
+def test_show_draws_the_planned_schedule(pipegraph: Command, planned: Path) -> None:
+    assert "zb-v: 2 ranks, 4 stages, 3 microbatches" in pipegraph("show", planned).out
+    assert "1f1b: 4 ranks, 4 stages, 2 microbatches" in pipegraph(
+        "show", planned, "--schedule", "1f1b", "--microbatches", 2
+    ).out  # fmt: skip
+
+
+def test_the_plan_of_a_schedule_from_a_file(pipegraph: Command, tmp_path: Path) -> None:
+    """Its name makes no schedule: the default runs, and the file is asked for."""
+    file, out = tmp_path / "mine.csv", tmp_path / "out"
+    assert pipegraph("schedule", "zb-h1", "--ranks", 2, "--microbatches", 3, "--csv", file).code == 0
+    split = pipegraph("split", CHAIN, "--stages", 2, "--schedule", file, "--microbatches", 3, "-o", out)
+    assert split.code == 0, split.err
+    done = pipegraph("run", out, *AUTOGRAD, "--nproc", 1)
+    assert "The plan was mine with 3 microbatches on 2 ranks, and this was 1f1b with 3 microbatches" in done.out
+    assert "--schedule with the plan's CSV file" in done.out
+    assert "The plan was" not in pipegraph("run", out, *AUTOGRAD, "--nproc", 1, "--schedule", file).out
+
+
+def test_saved_bytes_are_those_predicted(pipegraph: Command, priced: Path) -> None:
+    done = pipegraph("run", priced, "--kernels", "eager", "--microbatches", 6, "--nproc", 1, "--json")
+    found = json.loads(done.out)["predicted_and_measured"]
+    assert found["hints"][-1] == "Times and bytes were predicted of compiled kernels, and those of eager ran."
+    memory = found["memory"]
+    assert [rank["saved"]["measured"] for rank in memory] == [rank["saved"]["predicted"] for rank in memory]
+
+
+def test_a_single_step_tells_how_to_have_times(pipegraph: Command, chain: Path) -> None:
+    done = pipegraph("run", chain, *AUTOGRAD, "--nproc", 1)
+    assert len(losses(done.out)) == 1
+    assert done.out.splitlines()[2] == "nothing was predicted; memory as measured"
+    assert done.out.splitlines()[-2:] == [
+        "Times are taken from the second step on, as the first one compiles. Try: --steps 5",
+        "The package has no predicted times. Try: pipegraph split … --balance time",
+    ]
+
+
+def test_recalibrate(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
+    """With compiled kernels. The profile then predicts what was measured."""
+    file = tmp_path / "mine.json"
+    options = ("--nproc", 1, "--steps", 4, "--microbatches", 8, "--learning-rate", 0)
+    done = pipegraph("run", priced, *options, "--recalibrate", file, "--json")
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    found = result["predicted_and_measured"]["stages"]
+    measured, predicted = ([sum(stage[kind][what] for stage in found) for kind in "FB"] for what in WHAT)
+    corrected = Hardware.load(file)
+    ratio = corrected.measured_ratio
+    found = result["recalibrated"]
+    assert (found["file"], found["measured_ratio"]) == (str(file), asdict(ratio))
+    assert isinstance(found["uneven"], list)
+    assert corrected.name == "mine"
+    expected = [one / other for one, other in zip(measured, predicted, strict=True)]
+    assert [ratio.forward, ratio.input_grad] == pytest.approx(expected, rel=1e-3)
+    figures = replace(corrected, name="cpu", measured_ratio=UNCORRECTED, sources={})
+    assert figures == replace(Hardware.load("cpu"), sources={})
+    again = tmp_path / "again"
+    split = pipegraph("split", CHAIN, "--points", "layers.2", "--balance", "time", "--hardware", file, "-o", again)
+    assert split.code == 0, split.err
+    costs = [stage["cost"] for stage in json.loads((again / "pipeline.json").read_text())["stages"]]
+    forward, backward = (sum(sum(cost[kind] for kind in kinds) for cost in costs) for kinds in KINDS)
+    assert [forward, backward] == pytest.approx(measured, rel=0.02)
+    done = pipegraph("run", again, *options, "--recalibrate", tmp_path / "third.json")
+    assert re.search(r"^wrote .*third\.json: F × [\d.]+, I × [\d.]+, W × [\d.]+$", done.out, re.MULTILINE), done
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--kernels", "eager", "--steps", 3), "which those of eager do not correct"),
+        (("--steps", 1), "Try --steps 5"),
+        (("--steps", 3), "No profile predicted this package's times"),
+        (("--steps", 3, "--hardware", "h1000"), 'No hardware profile is called "h1000". Did you mean "h100"?'),
+    ],
+)
+def test_no_recalibration(
+    pipegraph: Command, chain: Path, tmp_path: Path, options: Sequence[object], said: str
+) -> None:
+    file = tmp_path / "mine.json"
+    done = pipegraph("run", chain, *options, "--recalibrate", file)
+    assert (done.code, done.out) == (2, "")
+    assert said in " ".join(done.err.split())
+    assert not file.exists()
+
+
+def test_another_file_than_a_profile_is_left_alone(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim.py"
+    victim.write_text("precious = 1\n")
+    done = pipegraph("run", priced, "--steps", 3, "--hardware", "cpu", "--recalibrate", victim)
+    assert (done.code, done.out) == (2, "")
+    assert "is no hardware profile, and is not overwritten" in " ".join(done.err.split())
+    assert victim.read_text() == "precious = 1\n"
+
+
+def test_a_profile_that_cannot_be_written(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
+    done = pipegraph("run", priced, "--steps", 3, "--recalibrate", tmp_path / "none" / "mine.json")
+    assert (done.code, done.out) == (2, "")
+    assert "there is no folder" in done.err
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def plan_of(
     """Capture and cut: ``cut`` is the number of stages, or points as the command line takes them."""
     captured = pipegraph.capture(model, args, kwargs)
     if isinstance(cut, int):
-        return pipegraph.plan(captured, stages=cut)
+        return pipegraph.plan(captured, stages=cut, balance="uniform")
     return pipegraph.plan(captured, points=cut.split(","))
 
 

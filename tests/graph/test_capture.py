@@ -81,7 +81,7 @@ def test_a_graph_is_not_changed_by_a_plan() -> None:
     source = load(str(ROOT / "tests/models/chain.py"))
     found = pipegraph.capture(source.model, source.args)
     before = str(found.graph)
-    pipegraph.plan(found, stages=3)
+    pipegraph.plan(found, stages=3, balance="uniform")
     assert str(found.graph) == before
 
 
@@ -96,7 +96,7 @@ def test_empty_parameters_give_the_same_package(name: str) -> None:
         assert {parameter.is_meta for parameter in source.model.parameters()} == {not weights}
         assert not any(buffer.is_meta for buffer in source.model.buffers())
         found = pipegraph.capture(source.model, source.args, source.kwargs)
-        files, manifest = generate(pipegraph.plan(found, stages=3), weights=True)
+        files, manifest = generate(pipegraph.plan(found, stages=3, balance="uniform"), weights=True)
         texts.append({**files, "pipeline.json": manifest.to_json()})
     assert texts[0] == texts[1]
 

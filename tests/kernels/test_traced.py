@@ -165,6 +165,15 @@ def test_equal_layers_are_one_block_and_layers_that_differ_are_not() -> None:
     assert dict(zip(BLOCKS, blocks, strict=True)) == BLOCKS
 
 
+def test_the_gradient_of_a_convolutions_weight_waits_for_w() -> None:
+    derivative = kernels_of("convolutions").variants[-1].derivative
+    backward = derivative.backward(derivative.all_present)
+    for part, wanted in ((backward.input, [True, False]), (backward.weight, [False, True])):
+        assert part is not None
+        masks = [list(node.args[-1][:2]) for node in part.module.graph.nodes if "convolution_back" in str(node.target)]
+        assert masks == [wanted] * 2
+
+
 BLOCKS = {
     "layers": 1,
     "one layer": 0,

@@ -27,7 +27,10 @@ def prepare(model_name: str, folder: Path) -> None:
     captured = pipegraph.capture(source.model, source.args, source.kwargs)
     for stages in STAGES:
         cut = model.cuts[stages]
-        plan = pipegraph.plan(captured, **{"stages": stages} if cut == EQUAL else {"points": cut.split(",")})
+        if cut == EQUAL:
+            plan = pipegraph.plan(captured, stages=stages, balance="uniform")
+        else:
+            plan = pipegraph.plan(captured, points=cut.split(","))
         assert len(plan.stages) == stages
         pipegraph.write_package(plan, folder / str(stages))
     for name, case in CASES.items():

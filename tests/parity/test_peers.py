@@ -30,7 +30,8 @@ def write(
     model: nn.Module, out: Path, inputs: Any, points: list[str] | None = None, stages: int | None = None
 ) -> Package:
     captured = pipegraph.capture(model, inputs)
-    return pipegraph.write_package(pipegraph.plan(captured, points=points, stages=stages), out)
+    plan = pipegraph.plan(captured, points=points, stages=stages, balance=None if points else "uniform")
+    return pipegraph.write_package(plan, out)
 
 
 def pipeline(package: Package, microbatches: int, loss_fn: Any = chain.loss_fn) -> pipegraph.Pipeline:

@@ -156,7 +156,17 @@ def test_random_numbers_are_drawn_once() -> None:
 def test_costs_count_what_is_held_and_sent() -> None:
     source = load(str(ROOT / "tests/models/chain.py"), weights=False)
     plan = pipegraph.plan(pipegraph.capture(source.model, source.args), points=["layers.2"])
-    assert [cost.to_json() for cost in plan.costs] == [
+    held = [
         {"flops": 1024, "parameters": 144, "parameter_bytes": 576, "input_bytes": 0, "output_bytes": 128},
         {"flops": 1152, "parameters": 162, "parameter_bytes": 648, "input_bytes": 128, "output_bytes": 0},
     ]
+    trained = [{"trained_bytes": each["parameter_bytes"], "buffer_bytes": 0} for each in held]
+    assert [cost.to_json() for cost in plan.costs] == [one | other for one, other in zip(held, trained, strict=True)]
+
+
+def test_frozen_parameters_and_buffers_are_told_apart() -> None:
+    made = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
+    made[0].requires_grad_(False)
+    costs = pipegraph.plan(pipegraph.capture(made, (torch.ones(4, 8),)), points=["2"]).costs
+    assert [(each.parameter_bytes, each.trained_bytes) for each in costs] == [(4 * (72 + 16), 4 * 16), (256, 256)]
+    assert [each.buffer_bytes for each in costs] == [4 * 16 + 8, 0]  # means, variances, and how many batches there were

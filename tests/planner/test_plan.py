@@ -28,7 +28,8 @@ def captured(model: str) -> Captured:
 def lines(model: str, cut: str | int) -> list[str]:
     """What ``describe()`` says, without the numbers of the stages."""
     points, stages = (cut.split(","), None) if isinstance(cut, str) else (None, cut)
-    described = pipegraph.plan(captured(model), points=points, stages=stages).describe()
+    balance = None if stages is None else "uniform"
+    described = pipegraph.plan(captured(model), points=points, stages=stages, balance=balance).describe()
     assert all(line.startswith(f"stage {index}: ") for index, line in enumerate(described))
     return [line.partition(": ")[2] for line in described]
 
@@ -93,7 +94,7 @@ def test_stages(model: str, cut: str | int, stages: list[str]) -> None:
 @pytest.mark.parametrize("stages", range(1, 10))
 def test_no_layer_is_lost(stages: int) -> None:
     """torchtitan dropped layers that did not divide evenly."""
-    plan = pipegraph.plan(captured(ROTARY), stages=stages)
+    plan = pipegraph.plan(captured(ROTARY), stages=stages, balance="uniform")
     assert [node.name for stage in plan.stages for node in stage.nodes if node.name in _work(plan.captured)] == [
         node.name for node in captured(ROTARY).nodes if node.name in _work(plan.captured)
     ]
@@ -182,9 +183,10 @@ def test_work_that_no_stage_needs_to_send_is_no_first_stage() -> None:
         ),
         ({}, r"No split point was given for Chain.\nTry: --points layers.2, or --stages 2."),
         ({"points": []}, r"No split point was given"),
-        ({"stages": 0}, r"cannot be cut into 0 stages.\nTry: --stages 2."),
+        ({"stages": 0}, r"stages is a whole number from 1 on, not 0.\nTry: stages=2."),
+        ({"stages": 6}, r"Chain can be cut into 5 segments, which is too few for 6 stages.\nTry: --stages 5 or fewer."),
         (
-            {"stages": 6},
+            {"stages": 6, "balance": "uniform"},
             r"Chain has 5 segments \(layers.0, layers.1, layers.2, layers.3, head\), which is too few for 6",
         ),
     ],

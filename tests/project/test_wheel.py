@@ -1,4 +1,4 @@
-"""The wheel works by itself, outside the checkout: the templates have to be in it."""
+"""The wheel works by itself, outside the checkout: templates and hardware profiles have to be in it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_wheel_holds_the_package_and_the_templates_alone(wheel: Path) -> None:
+def test_wheel_holds_the_package_and_its_data_alone(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"pipegraph"}
     templates = {path.relative_to(ROOT).as_posix() for path in (ROOT / "codegen_templates").rglob("*.jinja")}
     assert templates
     assert {f"pipegraph/{name}" for name in templates} <= set(names)
+    data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipegraph").rglob("*.json")}
+    assert {"pipegraph/cost/hardware.schema.json", "pipegraph/cost/profiles/h100.json"} <= data <= set(names)
     assert "pipegraph/py.typed" in names
 
 

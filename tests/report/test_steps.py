@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipegraph.cost.outputs import mean_square, tensors
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Manifest, StageEntry, Value
-from pipegraph.report.steps import batch_from_manifest, batch_from_source, loss_of, mean_square, tensors
+from pipegraph.report.steps import batch_from_manifest, batch_from_source, loss_of
 
 MANIFEST = Manifest(
     generator="test",

@@ -1,0 +1,189 @@
+"""The command: `python -m benchmarks.planner`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+BALANCES = "measured", "time"
+CORES_HELP = "for the two processes, such as 2,3; by default the first two that may be used"
+
+
+def main(
+    hardware: Annotated[Path, typer.Option(help="what `pipegraph calibrate -o FILE --threads 1` wrote")],
+    models: str = "tutorial,llama,u-net",
+    schedule: str = "1f1b",
+    microbatches: int = 8,
+    rounds: int = 7,
+    cores: Annotated[str, typer.Option(help=CORES_HELP)] = "",
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write everything that was measured here.")] = None,
+) -> None:
+    """Predict stages and steps, run every cut between layers beside the planner's own, and compare."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    places = tuple(map(int, cores.split(","))) if cores else tuple(sorted(os.sched_getaffinity(0)))[:2]
+    found = {}
+    for name in models.split(","):
+        found[name] = _measured(name, hardware, schedule, microbatches, rounds, places)
+        _show(name, found[name])
+        if as_json:
+            as_json.write_text(json.dumps({"schema_version": 1, "models": found}, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A way to cut a model, with what each balance predicts of it."""
+
+    points: tuple[str, ...]
+    predicted: dict[str, Any]
+    chosen_by: tuple[str, ...]
+
+
+def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: Path) -> list[_Cut]:
+    """Every cut between two layers, and those that the planner chooses; writes their packages."""
+    import torch
+
+    import pipegraph
+    from benchmarks.planner.models import SUBJECTS
+    from benchmarks.planner.rank import RANKS
+    from pipegraph.cost.cache import Cache
+    from pipegraph.cost.hardware import Hardware
+    from pipegraph.cost.measure import Setting
+    from pipegraph.planner.aim import Aim
+    from pipegraph.planner.choose import choose, given, settle
+
+    torch.set_num_threads(1)
+    subject = SUBJECTS[name]()
+    captured = pipegraph.capture(subject.model, subject.inputs)
+    layers = [segment.start for segment in captured.segments][1:]
+    stages = pipegraph.schedule.build(schedule, RANKS, microbatches).stages
+    if stages != RANKS:
+        raise typer.BadParameter("every cut is tried with one stage on a rank only.", param_hint="--schedule")
+    aim = Aim(
+        "time",
+        schedule,
+        microbatches,
+        RANKS,
+        hardware=Hardware.load(str(hardware)),
+        loss=(subject.loss, subject.target),
+        setting=Setting(threads=1),
+        cache=Cache(folder / "cache"),
+        progress=print,
+    )
+    costs, chosen = {}, {}
+    for balance in BALANCES:
+        own = replace(aim, balance=balance)
+        costs[balance] = own.price(captured, layers), own
+        best = settle(choose(*costs[balance], stages))
+        segments = best.costs.priced.chain.segments
+        chosen[balance] = tuple(segments[cut].start for cut in best.cuts)
+    found = []
+    for starts in dict.fromkeys([*((start,) for start in layers), *chosen.values()]):
+        predicted: dict[str, Any] = {}
+        for balance, (priced, own) in costs.items():
+            begins = [segment.start for segment in priced.priced.chain.segments]
+            if set(starts) <= set(begins):
+                choice = given(priced, own, [begins.index(start) for start in starts])
+                predicted[balance] = choice.predict().to_json()
+                points = choice.points
+        plan = pipegraph.plan(captured, points=points)
+        pipegraph.write_package(plan, folder / str(len(found)))
+        by = tuple(balance for balance, each in chosen.items() if each == starts)
+        found.append(_Cut(tuple(map(str, points)), predicted, by))
+    return found
+
+
+def _measured(
+    name: str, hardware: Path, schedule: str, microbatches: int, rounds: int, cores: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Of every cut: points, who chose it, what was predicted, and what was measured."""
+    from torch import multiprocessing
+
+    from benchmarks.planner.rank import Options
+    from benchmarks.planner.rank import main as run_rank
+
+    with tempfile.TemporaryDirectory(prefix="pipegraph-planner-") as folder:
+        cuts = _cuts(name, hardware, schedule, microbatches, Path(folder))
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+        packages = tuple(Path(folder, str(index)) for index in range(len(cuts)))
+        options = Options(name, packages, schedule, microbatches, rounds, tuple(cores))
+        results = multiprocessing.get_context("spawn").SimpleQueue()
+        processes = multiprocessing.start_processes(run_rank, (options, port, results), nprocs=2, join=False)
+        while results.empty():
+            processes.join(timeout=1)
+        measured = results.get()
+        while not processes.join():
+            pass
+    return [
+        {
+            "points": cut.points,
+            "chosen_by": cut.chosen_by,
+            "predicted": cut.predicted,
+            "steps": each.steps,
+            "stages": {f"{kind} {stage}": seconds for (stage, kind), seconds in sorted(each.actions.items())},
+        }
+        for cut, each in zip(cuts, measured, strict=True)
+    ]
+
+
+def _show(name: str, cuts: Sequence[dict[str, Any]]) -> None:
+    console = Console(width=120)
+    heads = (f"{balance} predicts" for balance in BALANCES)
+    table = Table("cut at", "step, ms", "÷ best", *heads, "chosen by", title=name)
+    best = min(cuts, key=lambda cut: median(cut["steps"]))
+    for cut in cuts:
+        over = median(taken / least for taken, least in zip(cut["steps"], best["steps"], strict=True))
+        row = [", ".join(cut["points"]), f"{median(cut['steps']) * 1e3:.1f}", f"{over:.3f}"]
+        table.add_row(*row, *(_guess(cut, balance) for balance in BALANCES), ", ".join(cut["chosen_by"]))
+    console.print(table)
+    for balance in BALANCES:
+        single, whole, steps = _errors(cuts, balance)
+        console.print(
+            f"{balance}: median error of F, I, W and B {median(single):.1%}, of stages {median(whole):.1%}, of steps "
+            f"{median(steps):.1%}, at most {max(steps):.1%}"
+        )
+
+
+def _guess(cut: dict[str, Any], balance: str) -> str:
+    if balance not in cut["predicted"]:
+        return "—"
+    step = cut["predicted"][balance]["value"]
+    return f"{step * 1e3:.1f} ({step / median(cut['steps']) - 1:+.1%})"
+
+
+def _errors(cuts: Sequence[dict[str, Any]], balance: str) -> tuple[list[float], list[float], list[float]]:
+    """|predicted ÷ measured − 1| of the kernels of each stage, of all that a stage does for a microbatch, of steps."""
+    single, whole, steps = [], [], []
+    for cut in cuts:
+        if balance not in cut["predicted"]:
+            continue
+        predicted, measured = cut["predicted"][balance], cut["stages"]
+        steps.append(_error(predicted["value"], median(cut["steps"])))
+        for index, stage in enumerate(predicted["costs"]):
+            of_inputs, of_weights = stage["input_grad"], stage["weight_grad"]
+            guesses = {"F": stage["forward"], "B": of_inputs + of_weights, "I": of_inputs, "W": of_weights}
+            pairs = [
+                (guess, measured[f"{kind} {index}"]) for kind, guess in guesses.items() if f"{kind} {index}" in measured
+            ]
+            single += [_error(guess, taken) for guess, taken in pairs if guess]
+            whole.append(_error(*map(sum, zip(*pairs, strict=True))))
+    return single, whole, steps
+
+
+def _error(predicted: float, measured: float) -> float:
+    return abs(predicted / measured - 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

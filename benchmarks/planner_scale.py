@@ -1,0 +1,192 @@
+"""What it takes to plan the largest open models, from their configurations and without a weight: seconds and memory.
+
+python benchmarks/planner_scale.py [--ranks 16] [--seq 4096] [--search] [--json]
+
+Llama 3.1 with 405 B parameters and DeepSeek-V3 with 671 B are loaded, captured, priced for an H100 and planned: with
+1F1B and nothing recomputed or, with --search, over all that `pipegraph plan` compares by default. Each model has a
+process of its own, whose seconds of CPU and whose largest resident memory so far are told after each phase.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import resource
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+LLAMA_405B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 126,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+"""https://huggingface.co/meta-llama/Llama-3.1-405B/blob/main/config.json"""
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+"""https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json, without the quantization of its weights"""
+
+MODELS = {"Llama 405 B": LLAMA_405B, "DeepSeek-V3": DEEPSEEK_V3}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Wall-clock and CPU seconds, and the largest resident memory so far in GB."""
+
+    name: str
+    seconds: float
+    cpu_seconds: float
+    peak_gb: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What it took to plan a model, and the plan: seconds of a step, their bound, bytes of the fullest rank."""
+
+    model: str
+    phases: list[Phase]
+    segments: int
+    schedule: str
+    step: float
+    gap: float
+    peak_bytes: int
+    stages: list[str]
+
+
+def measure(model: str, ranks: int, seq: int, search: bool) -> Measured:
+    """Plan a model in this process, for an equal process of nothing else."""
+    phases: list[Phase] = []
+
+    @contextmanager
+    def phase(name: str) -> Any:
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        phases.append(Phase(name, time.perf_counter() - wall, time.process_time() - cpu, peak))
+
+    with phase("import"):
+        from pipegraph.cost.hardware import Hardware
+        from pipegraph.graph.capture import capture
+        from pipegraph.graph.source import load
+        from pipegraph.planner.aim import Aim
+        from pipegraph.planner.compare import candidates, compare, price_each
+        from pipegraph.planner.plan import plan_of
+        from pipegraph.report.steps import loss_and_target
+    with phase("load"), tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.json")
+        file.write_text(json.dumps(MODELS[model]))
+        source = load(f"hf:{file}", weights=False, batch=1, seq=seq)
+    with phase("capture"):
+        captured = capture(source.model, source.args, source.kwargs)
+    aim = Aim(ranks=ranks, hardware=Hardware.load("h100"), loss=loss_and_target(source))
+    plans = candidates(ranks) if search else candidates(ranks, ["1f1b"], [4 * ranks], recompute=["none"])
+    with phase("price"):
+        prices = price_each(captured, aim, plans)
+    with phase("plan"):
+        plan = plan_of(compare(prices, aim, ranks, plans).best)
+    prediction = plan.prediction
+    assert prediction is not None and prediction.gap is not None
+    return Measured(
+        model,
+        phases,
+        len(next(iter(prices.values())).segments),
+        f"{prediction.schedule}, {prediction.microbatches} microbatches, recompute {prediction.recompute}",
+        prediction.value,
+        prediction.gap,
+        prediction.peak,
+        plan.describe(),
+    )
+
+
+def main(
+    ranks: int = 16,
+    seq: Annotated[int, typer.Option(help="Tokens of a microbatch.")] = 4096,
+    search: Annotated[bool, typer.Option(help="Over every schedule and recompute, as pipegraph plan does.")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Measure both models, one after the other."""
+    found = []
+    for model in MODELS:
+        with multiprocessing.get_context("spawn").Pool(1) as fresh:
+            found.append(fresh.apply(measure, (model, ranks, seq, search)))
+    if as_json:
+        print(json.dumps([asdict(each) for each in found], indent=1))
+        return
+    for each in found:
+        table = Table("phase", "s", "CPU s", "GB so far", title=each.model)
+        for phase in each.phases:
+            table.add_row(phase.name, f"{phase.seconds:.1f}", f"{phase.cpu_seconds:.1f}", f"{phase.peak_gb:.2f}")
+        table.add_row("in all", f"{sum(phase.seconds for phase in each.phases):.1f}")
+        Console().print(table)
+        print(f"{each.segments} segments; {each.schedule}: {each.step:.2f} s a step, gap {each.gap:.1%}, ", end="")
+        print(f"{each.peak_bytes / 1e9:.0f} GB on the fullest rank", *each.stages, sep="\n  ", end="\n\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

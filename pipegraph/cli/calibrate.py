@@ -1,0 +1,55 @@
+"""``pipegraph calibrate``: what this machine attains, measured, as a hardware profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipegraph.cli.devices import check_device
+from pipegraph.cli.options import DebugOption, JsonOption
+from pipegraph.cli.output import check_target, print_json, write_target
+from pipegraph.cli.progress import progress
+
+
+def calibrate(
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="FILE", show_default=False, help="Write the profile here, as JSON."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="What to measure; with cuda, a GPU per rank.")
+    ] = "cpu",
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Threads of a rank. [default: as `pipegraph run` starts them: OMP_NUM_THREADS, or cores ÷ ranks]",
+        ),
+    ] = None,
+    ranks: Annotated[int, typer.Option(metavar="N", min=2, help="Processes whose links are measured.")] = 2,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure this machine, in about a minute: products of matrices, convolutions, attention, memory, links.
+
+    The profile is what `--hardware` takes elsewhere. A machine that does other work at the time is measured slower.
+    """
+    check_device(device, ranks)
+    check_target(out, overwrite)
+    with progress("measuring this machine"):
+        from pipegraph.cost.calibrate import calibrate as measure
+        from pipegraph.report.hardware import described
+
+        hardware = measure(device, threads, ranks, name=out.stem if out is not None else "here")
+    if json:
+        print_json({key: value for key, value in hardware.as_dict().items() if key != "schema_version"})
+    else:
+        print(described(hardware), flush=True)
+    write_target(out, hardware.to_json())  # behind the table, which no full disk may cost
+    if out is not None and not json:
+        print(f"\nwrote {out}")

@@ -1,0 +1,25 @@
+"""Where to measure."""
+
+from __future__ import annotations
+
+import typer
+
+from pipegraph.errors import nearest
+
+_DEVICES = "cpu", "cuda"
+_ALSO = {"gpu": "cuda", "nvidia": "cuda"}
+
+
+def check_device(device: str, ranks: int = 1) -> None:
+    """Raises typer.BadParameter for what is no device, and where there is no GPU for each of so many ranks."""
+    if device not in _DEVICES:
+        near = nearest(_ALSO.get(device.casefold(), device), _DEVICES)
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda.{near}", param_hint="--device")
+    if device == "cpu":
+        return
+    import torch
+
+    present = torch.cuda.device_count()
+    if present < ranks:
+        need = f"{ranks} ranks need a GPU each, and there are {present} here" if ranks > 1 else "there is no GPU here"
+        raise typer.BadParameter(f"{need}. Try --device cpu.", param_hint="--device")

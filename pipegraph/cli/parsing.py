@@ -1,0 +1,31 @@
+"""Sizes of memory and lists, as people write them in options."""
+
+from __future__ import annotations
+
+import typer
+
+
+def parse_memory(text: str) -> int:
+    """As `pipegraph.planner.arguments.parse_bytes`. Raises typer.BadParameter."""
+    from pipegraph.planner.arguments import ArgumentError, parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def parse_names(text: str, option: str) -> list[str]:
+    """``1f1b,zb-v``, given for an option. Raises typer.BadParameter for an empty name."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise typer.BadParameter(f"{text!r} has an empty name between its commas.", param_hint=option)
+    return names
+
+
+def parse_numbers(text: str, option: str) -> list[int]:
+    """``8,16``, given for an option. Raises typer.BadParameter for what is no whole number from 1 on."""
+    names = parse_names(text, option)
+    if not all(name.isdecimal() and int(name) > 0 for name in names):
+        raise typer.BadParameter(f"{text!r} are no whole numbers from 1 on: write 8 or 8,16.", param_hint=option)
+    return [int(name) for name in names]

@@ -1,0 +1,104 @@
+"""``pipegraph plan MODEL``: which schedule, how many stages and microbatches, and where to cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipegraph.cli.devices import check_device
+from pipegraph.cli.options import (
+    BatchOption,
+    DebugOption,
+    DeviceOption,
+    HardwareOption,
+    JsonOption,
+    MemoryOption,
+    ModelArgument,
+    SequenceOption,
+)
+from pipegraph.cli.output import check_target, print_grid, print_json, write_target
+from pipegraph.cli.parsing import parse_names, parse_numbers
+from pipegraph.cli.progress import held_back, progress
+
+
+def plan(
+    model: ModelArgument,
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, show_default=False, help="Ranks that hold the stages.")],
+    memory: MemoryOption = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,…", show_default=False, help="Schedules to compare. [default: all of them]"),
+    ] = None,
+    microbatches: Annotated[
+        str | None,
+        typer.Option(metavar="M,…", show_default=False, help="Microbatches of a step. [default: 2 and 4 a rank]"),
+    ] = None,
+    stages_per_rank: Annotated[
+        str | None,
+        typer.Option(metavar="V,…", show_default=False, help="Stages on a rank. [default: 1 or 2, 4 if these are few]"),
+    ] = None,
+    recompute: Annotated[str, typer.Option(metavar="R,…", help="What a backward computes again.")] = (
+        "none,min-cut,block"
+    ),
+    balance: Annotated[str, typer.Option(metavar="time|measured", help="Where times are from.")] = "time",
+    device: DeviceOption = "cpu",
+    hardware: HardwareOption = "cpu",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", show_default=False, help="Write the best plan, for split --plan."),
+    ] = None,
+    batch: BatchOption = None,
+    seq: SequenceOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE even if it is no plan.")] = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare plans for so many ranks by predicted time and memory, and explain the best. Nothing but -o is written."""
+    if balance not in ("time", "measured"):
+        raise typer.BadParameter(
+            f"{balance!r} is neither time nor measured; split takes the others.", param_hint="--balance"
+        )
+    names = None if schedule is None else parse_names(schedule, "--schedule")
+    counts = None if microbatches is None else parse_numbers(microbatches, "--microbatches")
+    chunks = None if stages_per_rank is None else parse_numbers(stages_per_rank, "--stages-per-rank")
+    check_device(device)
+    with progress(f"loading {model}"):
+        from pipegraph.cost.hardware import Hardware
+        from pipegraph.cost.measure import Setting
+        from pipegraph.graph.capture import capture
+        from pipegraph.graph.source import load
+        from pipegraph.planner.aim import Aim
+        from pipegraph.planner.compare import candidates, compare_model
+        from pipegraph.planner.plan import plan_of
+        from pipegraph.planner.plan_file import PlanFile, is_plan
+        from pipegraph.report.plan import compared, comparison_dict, explained
+        from pipegraph.report.steps import loss_and_target
+
+        check_target(out, overwrite, ours=is_plan)
+        plans = candidates(ranks, names, counts, chunks, parse_names(recompute, "--recompute"))
+        profile = Hardware.load(hardware)
+        source = load(model, weights=False, batch=batch, seq=seq)
+        aim = Aim(
+            balance,
+            ranks=ranks,
+            memory_bytes=memory,
+            hardware=profile,
+            loss=loss_and_target(source),
+            setting=Setting(device),
+        )
+    with progress(f"capturing {source.name}"), held_back(unless=debug):
+        captured = capture(source.model, source.args, source.kwargs)
+    with progress("comparing plans") as say:
+        comparison = compare_model(captured, replace(aim, progress=say), ranks, plans)
+        best = plan_of(comparison.best)
+    if json:
+        print_json(comparison_dict(comparison, best))
+    else:
+        print(f"{compared(comparison)}\n")
+        print_grid(lambda width, coloured: explained(best, coloured))
+    write_target(out, PlanFile.of(best).to_json())
+    if out is not None and not json:
+        print(f"wrote {out}")

@@ -1,0 +1,209 @@
+"""Price a captured model: what F, I and W of each of its segments take, by one of several methods."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipegraph.cost.blocks import Block, LossOf, Parts, Tracing, find_parts
+from pipegraph.cost.cache import Cache
+from pipegraph.cost.chain import Chain, find_chain
+from pipegraph.cost.combine import Crossing, Times, saved_bytes, segment_times, weight_saved_bytes
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.loops import traced
+from pipegraph.cost.measure import Setting, measure
+from pipegraph.cost.module import graph_of
+from pipegraph.cost.roofline import GraphPrice, price_graph
+from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost.state import buffer_bytes, parameter_bytes
+from pipegraph.cost.weights import begins_of_type, first_uses
+from pipegraph.errors import PlanError, nearest
+from pipegraph.graph.captured import Captured, State, path_of
+
+UNITS = {
+    "time": "s",
+    "measured": "s",
+    "flops": "FLOP",
+    "parameters": "parameters",
+    "type": "layers",
+    "memory": "bytes",
+}
+"""The methods, and what F, I and W are counted in. Behind ``type`` comes a colon and a regular expression."""
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A chain with the cost of each segment.
+
+    Attributes:
+        costs: one for each segment. ``input_grad`` is 0 where no input has a gradient, as in the model's first segment:
+            ``weight_grad`` is the whole backward there.
+        method, unit: how it was priced, and what its times are counted in.
+        uncounted: operations that no formula counts.
+        crossing: the values between segments, and what it takes to hand each over.
+    """
+
+    chain: Chain
+    costs: tuple[SegmentCost, ...]
+    method: str
+    unit: str
+    uncounted: tuple[str, ...]
+    crossing: tuple[Crossing, ...] = field(repr=False)
+    parts: Parts = field(repr=False)
+
+    def stage(self, start: int, stop: int) -> SegmentCost:
+        """The cost of the segments ``start`` … ``stop`` − 1 as one stage.
+
+        The sum, and what it takes to exchange values with other stages. What two segments keep counts once, and a tied
+        weight in each stage that has it. Where no input has a gradient all of the backward is in ``weight_grad``.
+        """
+        held = range(start, stop)
+        times = [(cost.forward, cost.input_grad, cost.weight_grad) for cost in self.costs[start:stop]]
+        times += [each.at_ends(held) for each in self.crossing]
+        forward, of_inputs, of_weights = (sum(each) for each in zip(*times, strict=True))
+        comes = start > 0 and self.chain.segments[start - 1].gradient_bytes > 0
+        if not comes:
+            of_inputs, of_weights = 0.0, of_inputs + of_weights
+        state = dict.fromkeys(node for part in self.parts.segments[start:stop] for node in part.piece.state)
+        (entries,) = first_uses(self.chain, [list(state)])
+        saved = sum(saved_bytes(self.parts, held))
+        kept = sum(weight_saved_bytes(self.parts, held))
+        if not comes:
+            kept = saved + self.chain.segments[stop - 1].gradient_bytes
+        if self.method == "parameters":
+            forward, of_inputs, of_weights = _alike(_numel(entries))
+        elif self.method == "memory":
+            forward, of_inputs, of_weights = _alike(parameter_bytes(entries) + saved)
+        flops, crossing = sum(cost.flops for cost in self.costs[start:stop]), self.costs[stop - 1].boundary_bytes
+        return SegmentCost(
+            forward, of_inputs, of_weights, crossing, saved, parameter_bytes(entries), flops, kept,
+            parameter_bytes(entries, trained=True), buffer_bytes(entries),
+        )  # fmt: skip
+
+
+def price(
+    captured: Captured,
+    method: str = "time",
+    hardware: Hardware | None = None,
+    recompute: str = "min-cut",
+    loss: tuple[LossOf, Any] | None = None,
+    setting: Setting | None = None,
+    cache: Cache | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    kept: Collection[int] = (),
+) -> Priced:
+    """Price every segment of a model for one microbatch, each distinct block once.
+
+    Args:
+        captured: the model, whose parameters need no memory.
+        method: ``time``, a roofline of ``hardware``; ``measured``, on this machine; ``flops``, ``parameters`` or
+            ``memory`` (parameters, and what is saved for the backward) alone; ``type:REGEX``, the modules whose class
+            name matches. A weight that is no time stands for F, for I
+            and for W alike.
+        hardware: what the roofline is of, with its ``measured_ratio``; ``cpu`` by default.
+        recompute: what the backward computes again, as the kernels will.
+        loss: a function of output and target, and a target; by default the mean square of the outputs.
+        setting, cache, progress: of ``measured``: how, what was measured before, and who is told how long it takes.
+        kept: positions in ``Captured.nodes`` at which the chain is cut in any case.
+
+    Raises:
+        PlanError: there is no such method; ``type:`` matches nothing; what is to be measured does not fit the device.
+    """
+    name, pattern = _method(method)
+    begins = begins_of_type(captured, pattern) if name == "type" else ()
+    chain = find_chain(captured, inside_layers=name != "type", kept={*kept, *begins})
+    hardware, setting = hardware or Hardware.load("cpu"), setting or Setting()
+    gpu = not setting.device.startswith("cpu") if name == "measured" else hardware.first_touch is None
+    parts = find_parts(chain, Tracing(loss, recompute, gpu))
+    blocks = parts.blocks()
+    prices = {block.key: _price(block, hardware) for block in blocks}
+    uncounted = sorted({each for three in prices.values() for graph in three for each in graph.uncounted})
+    _warn(blocks, uncounted)
+    state = first_uses(chain, [part.piece.state for part in parts.segments])
+    every = range(len(chain.segments))
+    saved, kept = saved_bytes(parts, every), weight_saved_bytes(parts, every)
+    crossing: tuple[Crossing, ...] = ()
+    if name == "type":
+        times = [_alike(sum(each.start <= begin < each.stop for begin in begins)) for each in chain.segments]
+    elif name == "parameters":
+        times = [_alike(_numel(each)) for each in state]
+    elif name == "memory":
+        times = [_alike(parameter_bytes(each) + bytes) for each, bytes in zip(state, saved, strict=True)]
+    else:
+        of_blocks = {key: _counted(three, name, hardware) for key, three in prices.items()}
+        if name == "measured":
+            found = measure(blocks, setting, cache, progress)
+            of_blocks = {block.key: each.times for block, each in zip(blocks, found, strict=True)}
+        times, crossing = segment_times(parts, of_blocks)
+    costs = tuple(
+        SegmentCost(
+            *times[index],
+            boundary_bytes=segment.boundary_bytes,
+            saved_bytes=saved[index],
+            parameter_bytes=parameter_bytes(state[index]),
+            flops=prices[part.block.key][0].flops,
+            weight_saved_bytes=kept[index],
+            trained_bytes=parameter_bytes(state[index], trained=True),
+            buffer_bytes=buffer_bytes(state[index]),
+        )
+        for index, (segment, part) in enumerate(zip(chain.segments, parts.segments, strict=True))
+    )
+    return Priced(chain, costs, method, UNITS[name], tuple(uncounted), crossing, parts)
+
+
+def _method(method: str) -> tuple[str, str]:
+    name, colon, pattern = method.partition(":")
+    if name not in UNITS or bool(colon) != (name == "type") or (name == "type" and not pattern):
+        known = [f"{each}:REGEX" if each == "type" else each for each in UNITS]
+        raise PlanError(
+            f'Stages cannot be balanced by "{method}".{nearest(method, known)}\n'
+            f"Try: --balance with one of {', '.join(known)}."
+        )
+    return name, pattern
+
+
+def _price(block: Block, hardware: Hardware) -> tuple[GraphPrice, GraphPrice, GraphPrice]:
+    """F, I and W. Of a block whose backward cannot be traced: its forward, and as much again for each of I and W, as
+    the backward of a product of matrices takes."""
+    if block.derivative is None:
+        inputs = [node.meta["val"] for node in (*block.piece.inputs, *block.piece.state)]
+        alone = price_graph(traced(graph_of(block.piece), inputs), hardware)
+        return (alone, alone, alone) if block.has_input_grad else (alone, GraphPrice(), alone + alone)
+    forward, of_inputs, of_weights = (
+        GraphPrice() if graph is None else price_graph(graph, hardware) for graph in block.graphs
+    )
+    return forward, of_inputs, of_weights
+
+
+def _counted(graphs: Sequence[GraphPrice], name: str, hardware: Hardware) -> Times:
+    forward, of_inputs, of_weights = (float(each.flops) if name == "flops" else each.seconds for each in graphs)
+    times = forward, of_inputs, of_weights
+    return hardware.measured_ratio.of(times) if name == "time" else times
+
+
+def _alike(weight: float) -> Times:
+    return weight, weight, weight
+
+
+def _numel(state: Iterable[State]) -> int:
+    return sum(entry.numel for entry in state if entry.kind == "parameter")
+
+
+def _warn(blocks: Iterable[Block], uncounted: Sequence[str]) -> None:
+    if uncounted:
+        warnings.warn(
+            f"No formula counts the work of {', '.join(uncounted)}: only the bytes that they move are priced. "
+            "--balance measured times them, torch.utils.flop_counter.register_flop_formula adds a formula.",
+            stacklevel=3,
+        )
+    for block in blocks:
+        if block.refusal:
+            paths = [path_of(node) for node in block.piece.nodes if path_of(node)]
+            where = paths[0][-1][1] if paths else "the model's own operations"
+            warnings.warn(
+                f"The backward of {where} cannot be traced by itself and is taken for twice the forward: "
+                f"{block.refusal}",
+                stacklevel=3,
+            )

@@ -1,0 +1,75 @@
+"""Whether a model does the same in training and in evaluation mode, found out by running it without memory.
+
+That takes a fraction of the time of a second export, which tells where the modes differ.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipegraph.graph.fake import fake_parameters, mode_of
+
+
+def runs_alike(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether both modes run the same operations on the same arguments. False also where that cannot be told.
+
+    The model is left as it was.
+    """
+    try:
+        return _operations(model, True, args, kwargs) == _operations(model, False, args, kwargs)
+    except Exception:  # whatever the model raises on tensors without values; export may know a way
+        return False
+
+
+def _operations(model: nn.Module, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    with (
+        _as_it_was(model),
+        fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
+        warnings.catch_warnings(),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore")  # the model's own were given when it was exported
+        for module in model.modules():
+            module.training = training
+        with mode_of(model, fake_args, fake_kwargs), _Record() as record:
+            model(*fake_args, **fake_kwargs)
+    return record.operations
+
+
+class _Record(TorchDispatchMode):
+    """Lists the operations that run, with a description of their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        self.operations.append((func, pytree.tree_map(_described, (args, kwargs))))
+        return func(*args, **kwargs)
+
+
+def _described(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Undo what a run does to the attributes of modules: a cache that it fills would hold tensors without memory."""
+    held: list[Any] = [vars(module) for module in model.modules()]
+    held += [value for attributes in held for value in attributes.values() if type(value) in (dict, list, set)]
+    before = [(container, type(container)(container)) for container in held]
+    try:
+        yield
+    finally:
+        for container, contents in before:
+            container.clear()
+            container.extend(contents) if isinstance(container, list) else container.update(contents)

@@ -1,0 +1,52 @@
+"""The modules of a stage, as a person would list them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipegraph.graph.calls import Call, call_tree
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.segments import holds_parameter, whole_calls
+from pipegraph.graph.stages import StageGraph
+
+
+def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
+    """The modules of a stage as a person would list them: ``embed``, ``layers.0 – layers.3``."""
+    listed = list(dict.fromkeys(_whole(captured, call_tree(stage.nodes))))
+    return [_range(run) for run in _runs(listed)] or ["operations of the model itself"]
+
+
+def _whole(captured: Captured, root: Call) -> Iterator[str]:
+    """FQNs of the calls that stay whole and hold parameters; of a call that was cut, those of the calls inside."""
+    whole = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
+
+    def parts(call: Call) -> Iterator[Call]:
+        inner = list(call.calls())
+        if not inner or len(list(call.nodes())) == whole[call.call]:
+            yield call
+            return
+        for child in inner:
+            yield from parts(child)
+
+    for call in whole_calls(captured, root):
+        yield from (part.fqn for part in parts(call) if holds_parameter(captured, part))
+
+
+def _runs(names: Sequence[str]) -> list[list[str]]:
+    """Group neighbours that count up: layers.0, layers.1, …"""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _follows(runs[-1][-1], name):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return runs
+
+
+def _follows(before: str, after: str) -> bool:
+    (stem, _, number), (other, _, next_number) = before.rpartition("."), after.rpartition(".")
+    return stem == other and number.isdecimal() and next_number.isdecimal() and int(next_number) == int(number) + 1
+
+
+def _range(run: Sequence[str]) -> str:
+    return run[0] if len(run) == 1 else f"{run[0]} – {run[-1]}"

@@ -1,0 +1,115 @@
+"""What to do where memory is short."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pipegraph.errors import PlanError, ScheduleError
+from pipegraph.planner.solver.memory import Memory
+from pipegraph.planner.solver.pool import EQUAL, Pool
+from pipegraph.planner.solver.search import even_cuts, search
+from pipegraph.planner.solver.space import Space
+from pipegraph.planner.solver.sums import HELD, SAVED, Integers, Sums
+
+MemoryOf = Callable[[int], Memory]
+"""Of the same schedule with so many stages. Raises ScheduleError or PlanError where that is none."""
+
+
+class MemoryShortage(PlanError):
+    """No cuts fit into the memory. ``needed``: the bytes of the fullest rank for ``cuts``, which need the least."""
+
+    def __init__(self, message: str, needed: int, cuts: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.needed, self.cuts = needed, tuple(cuts)
+
+
+_LOOK = 0.1  # of the effort, for each other number of stages
+_DOUBLINGS = 3
+
+
+def fitting(
+    sums: Sums, memory: Memory, starts: Sequence[Integers], effort: float, memory_of: MemoryOf | None
+) -> list[Integers]:
+    """The starts and, if none of them fits, the cuts that need the least.
+
+    Raises MemoryShortage, which says what would fit, where they do not either.
+    """
+    if any(memory.fits(start[None])[0] for start in starts):
+        return list(starts)
+    cuts, needed, bound = _least(sums, memory, effort)
+    if needed <= memory.limit:
+        return [*starts, cuts]
+    lines = [_what_would_do(memory, needed, bound), _what_it_is(memory, cuts)]
+    if memory_of is not None:
+        lines += _with_more_stages(sums, memory, effort, memory_of)
+    raise MemoryShortage("\n".join(lines), math.ceil(needed), cuts.tolist())
+
+
+def _least(sums: Sums, memory: Memory, effort: float) -> tuple[Integers, float, float]:
+    """The cuts that need the least memory, how much, and what no cuts need less than."""
+    pool = Pool(memory, lambda cuts: np.ones(len(cuts), bool), kept=1)
+    starts = [even_cuts(sums, memory.stages, [quantity]) for quantity in (HELD, SAVED)]
+    bound = search(pool, Space.every(sums.segments, memory.stages), starts, effort)
+    return pool.first, pool.best, bound
+
+
+def _what_would_do(memory: Memory, needed: float, bound: float) -> str:
+    proved = bound >= needed * (1 - EQUAL)
+    low, high = min(memory.limits), memory.limit
+    has, base, more = f"{size(high)} on each rank", 0.0, ""
+    if low < high:
+        has, base, more = f"{size(low)} to {size(high)} on a rank", high, " more on each"
+    least, known = math.ceil(needed - base), math.floor(bound - base)
+    return (
+        f"No cuts{'' if proved else ' that were found'} fit into {has}: {size(least)} ({least} bytes){more} would do, "
+        f"{'and no less' if proved else f'and less than {size(known)}{more} would not'}."
+    )
+
+
+def _what_it_is(memory: Memory, cuts: Integers) -> str:
+    state, saved, buffers = (part[:, 0] for part in memory.parts(cuts[None]))
+    rank = memory.fullest(cuts)
+    return (
+        f"Of that, rank {rank} needs {size(state[rank])} for parameters, buffers, gradients and optimizer state, "
+        f"{size(saved[rank])} for saved activations, which recompute or smaller microbatches make less, and "
+        f"{size(buffers[rank])} for receive buffers. What a kernel needs while it runs comes on top."
+    )
+
+
+def _with_more_stages(sums: Sums, memory: Memory, effort: float, memory_of: MemoryOf) -> list[str]:
+    """What is the least with twice as many stages, four times, and so on, until that fits."""
+    tried: list[str] = []
+    for doubled in range(1, _DOUBLINGS + 1):
+        stages = memory.stages << doubled
+        if stages > sums.segments:
+            break
+        try:
+            larger = memory_of(stages)
+        except (ScheduleError, PlanError):
+            break
+        needed = _least(sums, larger, _LOOK * effort)[1]
+        tried.append(f"with {stages} stages on {larger.ranks} ranks it is {size(needed)}")
+        if needed <= memory.limit:
+            break
+    return [f"The least on a rank depends on their number: {', '.join(tried)}."] if tried else []
+
+
+def size(count: float) -> str:
+    """Bytes as a person writes them: ``79.2 GiB``."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+def limit_for(needed: int) -> str:
+    """The least that an option takes, in four digits, and does for so many bytes: ``79.21GiB``."""
+    unit, name, count = 2**20, "MiB", max(needed, 2**20)
+    if count >= 2**30:
+        unit, name = 2**30, "GiB"
+    step = 10 ** max(0, 4 - len(str(count // unit)))
+    return f"{-(-count * step // unit) / step:.10g}{name}"

@@ -1,0 +1,179 @@
+"""Training steps on a package, and what they took: the work of ``pipegraph run``."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipegraph.cost.outputs import mean_square, tensors
+from pipegraph.graph.model_source import ModelSource
+from pipegraph.package import Package
+from pipegraph.report.steps import batch_from_manifest, batch_from_source, loss_of
+from pipegraph.runtime.group import TIMEOUT
+from pipegraph.runtime.observer import ActionTimes, SavedBytes
+from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.world import local_device
+from pipegraph.schedule import Kind, Schedule
+
+COMPUTING = Kind.F, Kind.I, Kind.W, Kind.B
+_NONE = -1.0  # among figures that all processes exchange
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the loss, and the time until the last rank was done, of the pipeline without the optimizer."""
+
+    index: int
+    loss: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"step {self.index}   loss {self.loss:.6f}   {self.seconds:.3f} s"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run took.
+
+    Attributes:
+        steps: how many of them the times are of: all but the first, which compiles.
+        times: medians, in seconds, by stage and kind; empty after a single step.
+        step: of a whole step, the median; None after a single one.
+        bubble: the part of a step in which even its busiest rank computed nothing, the median over steps; None after a
+            single one.
+        state: bytes of each rank: parameters, buffers, gradients, and what the optimizer holds.
+        saved: bytes of each rank that were kept for backwards, at the most; None where autograd keeps them.
+        allocated: of each process with a GPU, the most bytes that torch had allocated on it; else empty.
+        processes: that ran it: one for each rank, or one for all.
+        kernels: that were run.
+    """
+
+    steps: int
+    times: Mapping[tuple[int, Kind], float]
+    step: float | None
+    state: tuple[int, ...]
+    saved: tuple[int | None, ...]
+    allocated: tuple[int, ...]
+    processes: int
+    kernels: str
+    bubble: float | None = None
+
+
+class Training:
+    """Training on one batch with AdamW. Under a launcher every process makes one, and all make the same calls.
+
+    The batch and the loss are those of ``source``, or else seeded inputs and the mean square of the outputs. What a
+    backward computes again is what the package was planned for.
+    """
+
+    def __init__(
+        self,
+        package: Package,
+        schedule: Schedule,
+        source: ModelSource | None = None,
+        device: str = "cpu",
+        learning_rate: float = 1e-3,
+        kernels: str = "inductor",
+        timeout: float | None = None,
+    ) -> None:
+        manifest, microbatches = package.manifest, schedule.microbatches
+        if source is None:
+            self._batch = batch_from_manifest(manifest, microbatches)
+        else:
+            self._batch = batch_from_source(source, microbatches)
+        self._pipeline = Pipeline(
+            package,
+            schedule,
+            loss_fn=mean_square if source is None else loss_of(source),
+            device=device,
+            kernels=kernels,
+            recompute=str(manifest.plan.get("recompute", "min-cut")),
+            timeout=TIMEOUT if timeout is None else timeout,
+        )
+        self._device = local_device(device)
+        self._optimizer = torch.optim.AdamW([{"params": list(self._pipeline.parameters())}], lr=learning_rate)
+        modules = self._pipeline.stages.values()
+        state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        batch = tensors([self._batch.args, self._batch.kwargs, self._batch.target]).values()
+        self._weights = SavedBytes([*state, *batch])
+        self._times = ActionTimes(self._device)
+        self._kernels = kernels
+        self._seconds: list[float] = []
+        self._bubbles: list[float] = []
+
+    @property
+    def tells(self) -> bool:
+        """Whether this is the process that knows the loss, and so the one to print."""
+        return self._pipeline.package.manifest.stages[-1].index in self._pipeline.stages
+
+    def steps(self, count: int) -> Iterator[Step]:
+        """Do so many steps. Nothing is yielded where the loss is not known.
+
+        In the first step of all, which compiles, what is saved is weighed; in the others every action is timed.
+        """
+        for index in range(len(self._seconds), len(self._seconds) + count):
+            self._pipeline.observe(self._times if index else self._weights)
+            self._optimizer.zero_grad()
+            start = time.perf_counter()
+            result = self._pipeline.step(*self._batch.args, target=self._batch.target, **self._batch.kwargs)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds = time.perf_counter() - start
+            self._optimizer.step()
+            busiest = max(self._times.end_step().values(), default=0.0)
+            # Behind this the ranks are level: the next step begins for all of them at one time.
+            seconds, busiest = map(max, zip(*self._pipeline.gather([seconds, busiest]), strict=True))
+            self._seconds.append(seconds)
+            if index:
+                self._bubbles.append(1 - busiest / seconds)
+            if index == 0 and self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+            if result.loss is not None:
+                yield Step(index, float(result.loss), seconds)
+
+    def measured(self) -> Measured:
+        """What the steps took until now, of all ranks. Every process asks for it, and all are told."""
+        schedule = self._pipeline.schedule
+        keys = [(stage, kind) for stage in range(schedule.stages) for kind in COMPUTING]
+        ranks = range(schedule.ranks)
+        medians = self._times.medians()
+        saved = [self._weights.most(rank) if self._holds(rank) else None for rank in ranks]
+        row = [medians.get(key, _NONE) for key in keys]
+        row += [self._state(rank) if self._holds(rank) else _NONE for rank in ranks]
+        row += [_NONE if each is None else each for each in saved]
+        gpu = self._device.type == "cuda"
+        row.append(torch.cuda.max_memory_allocated(self._device) if gpu else _NONE)
+        rows = self._pipeline.gather(row)
+        known = list(map(max, zip(*rows, strict=True)))
+        times, state, kept = known[: len(keys)], known[len(keys) : -1 - len(ranks)], known[-1 - len(ranks) : -1]
+        counted = self._seconds[1:]
+        return Measured(
+            steps=len(counted),
+            times={key: figure for key, figure in zip(keys, times, strict=True) if figure != _NONE},
+            step=statistics.median(counted) if counted else None,
+            state=tuple(map(int, state)),
+            saved=tuple(None if each == _NONE else int(each) for each in kept),
+            allocated=tuple(int(each[-1]) for each in rows) if gpu else (),
+            processes=len(rows),
+            kernels=self._kernels,
+            bubble=statistics.median(self._bubbles) if self._bubbles else None,
+        )
+
+    def _holds(self, rank: int) -> bool:
+        return any(self._pipeline.schedule.placement[stage] == rank for stage in self._pipeline.stages)
+
+    def _state(self, rank: int) -> int:
+        """Bytes of a rank's parameters, buffers, gradients and what the optimizer has for them."""
+        pipeline = self._pipeline
+        modules = [each for stage, each in pipeline.stages.items() if pipeline.schedule.placement[stage] == rank]
+        parameters = {parameter: None for module in modules for parameter in module.parameters()}
+        held: list[Tensor] = [*parameters, *dict.fromkeys(buffer for module in modules for buffer in module.buffers())]
+        held += [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for parameter in parameters:
+            held += tensors(self._optimizer.state.get(parameter, {})).values()
+        return sum(tensor.nbytes for tensor in held)

@@ -1,0 +1,277 @@
+"""``pipegraph plan``, and the cuts that ``split`` chooses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command import ROOT, Command
+
+CHAIN = "tests/models/chain.py"
+QUICK = ("--schedule", "1f1b,zb-v", "--microbatches", "4", "--hardware", "h100")
+
+
+def test_plan_then_split(pipegraph: Command, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    done = pipegraph("plan", CHAIN, "--ranks", 2, *QUICK, "-o", file)
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0].split() == [
+        "schedule", "stages", "microbatches", "recompute", "step", "a", "microbatch", "slower", "memory", "saves",
+    ]  # fmt: skip
+    assert lines[1].startswith("*")
+    assert lines[-1] == f"wrote {file}"
+    points = json.loads(file.read_text())["points"]
+    split = json.loads(pipegraph("split", CHAIN, "--plan", file, "-o", tmp_path / "out", "--json").out)
+    assert split["points"] == points
+    manifest = json.loads((tmp_path / "out/pipeline.json").read_text())
+    assert manifest["plan"]["value"] == json.loads(file.read_text())["value"]
+    other = pipegraph("split", "examples/unet.py", "--plan", file, "--dry-run")
+    assert (other.code, other.out) == (3, "")
+    assert "The plan is of a Chain, and this model is a UNet" in other.err
+
+
+def test_only_a_plan_is_replaced(pipegraph: Command, tmp_path: Path) -> None:
+    file, plan = tmp_path / "model.py", ("plan", CHAIN, "--ranks", 2, *QUICK)
+    file.write_text("precious")
+    done = pipegraph(*plan, "-o", file)
+    assert (done.code, done.out, file.read_text()) == (2, "", "precious")
+    assert done.err == f"error: {file} exists already.\nTry: --overwrite, or another name for -o.\n"
+    assert pipegraph(*plan, "-o", file, "--overwrite").code == 0
+    assert pipegraph(*plan, "-o", file).code == 0  # which is a plan now
+    assert pipegraph(*plan, "-o", tmp_path / "new/folder/plan.json").code == 0
+    assert (tmp_path / "new/folder/plan.json").read_text() == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("out", "said"), [("/proc/plan.json", "it is no regular file"), ("README.md/plan.json", "is a file, not a folder")]
+)
+def test_where_no_plan_can_be_written_nothing_is_searched(
+    pipegraph: Command, monkeypatch: pytest.MonkeyPatch, out: str, said: str
+) -> None:
+    monkeypatch.setattr("pipegraph.graph.capture.capture", None)
+    done = pipegraph("plan", CHAIN, "--ranks", 2, "-o", out)
+    assert (done.code, done.out) == (2, "")
+    assert f"{out} cannot be written: " in done.err and said in done.err
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("/proc/foo", "/proc/foo cannot be written: /proc takes no new folder"),
+        ("README.md/x", "README.md is a file, not a folder"),
+    ],
+)
+def test_where_no_package_can_be_written(pipegraph: Command, out: str, said: str) -> None:
+    done = pipegraph("split", CHAIN, "--points", "layers.2", "-o", out)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err and "Errno" not in done.err and "/.foo-" not in done.err
+
+
+def test_a_plan_with_a_limit_is_checked(pipegraph: Command, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(PLAN | {"memory": [2**30, 2**21]}))
+    done = pipegraph("split", CHAIN, "--plan", file, "--memory", "1GB", "--dry-run")
+    assert (done.code, done.out) == (3, "")
+    assert "The plan needs 1 GiB on its fullest rank, and 953.7 MiB are there" in done.err
+    assert pipegraph("split", CHAIN, "--plan", file, "--memory", "1GiB", "--dry-run").code == 0
+
+
+def test_points_are_predicted_for_what_is_named(pipegraph: Command) -> None:
+    split = "split", CHAIN, "--points", "layers.2", "--dry-run"
+    assert "predicted" not in pipegraph(*split).out
+    for option in (("--schedule", "zb-h1"), ("--microbatches", 4), ("--recompute", "none"), ("--memory", "1GiB")):
+        assert "predicted" in pipegraph(*split, *option).out
+    four = pipegraph(
+        "split", CHAIN, "--stages", 4, "--ranks", 1, "--schedule", "interleaved-1f1b", "--json", "--dry-run"
+    )
+    assert json.loads(four.out)["plan"]["placement"] == [0, 0, 0, 0]
+
+
+def test_plan_json(pipegraph: Command) -> None:
+    result = json.loads(pipegraph("plan", CHAIN, "--ranks", 2, *QUICK, "--json").out)
+    assert result["schema_version"] == 1
+    best = result["alternatives"][0]
+    assert (best["best"], best["slower"], best["saves"], best["points"]) == (True, 0, 0, result["plan"]["points"])
+    assert all(cut["reason"] for cut in result["plan"]["cuts"])
+    assert result["considered"] == 6
+
+
+def test_split_tells_what_a_step_takes(pipegraph: Command) -> None:
+    done = pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "--microbatches", 6, "--dry-run")
+    assert (done.code, done.err) == (0, "")
+    first, second, predicted, memory = done.out.splitlines()
+    assert (first[:7], second[:7]) == ("stage 0", "stage 1")
+    assert predicted.startswith("predicted  ")
+    assert predicted.endswith(
+        " a step of 1f1b with 6 microbatches on h100; no other cuts at the 4 places looked at are better"
+    )
+    assert memory.endswith(" on the fullest rank with recompute min-cut")
+
+
+def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
+    done = pipegraph("split", CHAIN, "--stages", 2, "--balance", "parameters", "--dry-run")
+    assert (
+        done.out.splitlines()[-1] == "largest stage  162 parameters; no other cuts at the 4 places looked at are better"
+    )
+    done = pipegraph("split", CHAIN, "--stages", 2, "--balance", "uniform", "--dry-run")
+    assert len(done.out.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("split", CHAIN, "--stages", 2, "--memory", "80XB"), 2, "'80XB' is no size of memory: write 80GiB"),
+        (("split", CHAIN, "--stages", 2, "--memory", "0"), 2, "give 1MiB to 1PiB"),
+        (("split", CHAIN, "--stages", 2, "--memory", "9000000TiB"), 2, "give 1MiB to 1PiB"),
+        (("split", CHAIN, "--stages", 2, "--memory", "-1"), 2, "no size of memory"),
+        (("split", CHAIN, "--stages", 2, "--plan", "plan.json"), 2, "--points layers.4"),
+        (("split", CHAIN, "--plan", "no_plan.json"), 2, "The plan no_plan.json cannot be read"),
+        (("split", CHAIN, "--stages", 2, "--balance", "layers"), 2, "Stages cannot be balanced by"),
+        (("split", CHAIN, "--stages", 2, "--balance", "type:Conv"), 3, "Linear"),
+        (("split", CHAIN, "--stages", 2, "--hardware", "h1000"), 2, 'Did you mean "h100"'),
+        (("split", CHAIN, "--stages", 2, "--schedule", "zb-q"), 2, "zb-"),
+        (("split", "none.py", "--stages", 2, "--balance", "tyme"), 2, 'Did you mean "time"?'),
+        (("split", "none.py", "--stages", 2, "--recompute", "blocks"), 2, 'Did you mean "block"?'),
+        (("split", "none.py", "--stages", 2, "--hardware", "h10"), 2, 'Did you mean "h100"?'),
+        (("split", CHAIN, "--stages", 2, "--device", "gpu"), 2, 'neither cpu nor cuda. Did you mean "cuda"?'),
+        (("plan", CHAIN, "--ranks", 2, "--device", "gpu"), 2, 'neither cpu nor cuda. Did you mean "cuda"?'),
+        (("split", CHAIN, "--points", "layers.2,head", "--schedule", "zb-v"), 3, "2 stages"),
+        (("plan", CHAIN, "--ranks", 0), 2, "--ranks"),
+        (("plan", CHAIN), 2, "--ranks"),
+        (("plan", CHAIN, "--ranks", 2, "--microbatches", "4,x"), 2, "Invalid value for --microbatches: '4,x'"),
+        (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1b,"), 2, "empty name"),
+        (("plan", CHAIN, "--ranks", 2, "--balance", "flops"), 2, "neither time nor measured"),
+        (("plan", CHAIN, "--ranks", 2, "--recompute", "all"), 2, 'recompute cannot be "all"'),
+        (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "The model can be cut into 5 segments"),
+        (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "Try: --ranks 5 or fewer."),
+        (("plan", CHAIN, "--ranks", 2, "--schedule", "zb-v", "--microbatches", "1"), 3, "full pipeline"),
+        (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1c"), 2, 'Did you mean "1f1b"'),
+        (("plan", CHAIN, "--ranks", 2, "--stages-per-rank", "7", "--schedule", "1f1b"), 2, "1f1b has 1 to a rank"),
+        (("plan", CHAIN, "--ranks", 2, "--hardware", "h10"), 2, 'Did you mean "h100"'),
+        (("plan", CHAIN, "--ranks", 2, "--memory", "much"), 2, "'much' is no size of memory"),
+        (("split", CHAIN, "--stages", 6), 3, "can be cut into 5 segments, which is too few for 6 stages"),
+        (("split", CHAIN, "--stages", 2, "--schedule", "zb-v", "--microbatches", 8, "--points", "head"), 2, "not both"),
+        (("split", CHAIN, "--points", "head", "--balance", "flops"), 2, "flops chooses points, and they were given"),
+        (("split", CHAIN, "--plan", "x.json", "--device", "cpu", "--ranks", 2), 2, "leave out --ranks, --device; or"),
+        (
+            ("split", CHAIN, "--plan", "plan.json", "--microbatches", 8),
+            2,
+            "leave out --microbatches; or leave out --plan",
+        ),
+    ],
+)
+def test_bad_input(pipegraph: Command, arguments: tuple[object, ...], code: int, said: str) -> None:
+    done = pipegraph(*arguments)
+    assert (done.code, done.out) == (code, "")
+    assert said in " ".join(done.err.replace("│", " ").split())
+
+
+def test_show_tells_what_was_predicted_and_why(pipegraph: Command, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    split = pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "-o", out)
+    shown = pipegraph("show", out).out.splitlines()
+    assert shown[2].split() == ["stage", "holds", "parameters", "forward", "F", "I", "W", "µs", "keeps", "weights"]
+    at = shown.index(next(line for line in split.out.splitlines() if line.startswith("predicted")))
+    assert shown[at + 1] in split.out
+    manifest = json.loads((out / "pipeline.json").read_text())
+    (cut,) = manifest["plan"]["cuts"]
+    assert shown[at + 2] == f"stage 1 begins at {cut['point']}: {cut['reason']}"
+    assert json.loads(pipegraph("show", out, "--json").out)["plan"]["cuts"] == [cut]
+    del manifest["plan"]["placement"]
+    (out / "pipeline.json").write_text(json.dumps(manifest))
+    damaged = pipegraph("show", out)
+    assert (damaged.code, damaged.out) == (2, "")
+    assert "The plan in pipeline.json is damaged: KeyError: 'placement'" in damaged.err
+
+
+def test_show_of_a_plan_by_weight(pipegraph: Command, tmp_path: Path) -> None:
+    pipegraph("split", CHAIN, "--stages", 2, "--balance", "parameters", "-o", tmp_path / "out")
+    shown = pipegraph("show", tmp_path / "out").out
+    assert "largest stage  162 parameters; no other cuts at the 4 places looked at are better" in shown
+    assert "stage 1 begins at layers.2: stages 0 and 1 take 144 parameters and 162 parameters" in shown
+
+
+PLAN: dict[str, Any] = {
+    "schema_version": 1, "model": {"class": "Chain", "parameters": 306},
+    "inputs": [{"name": "x", "shape": [4, 8], "dtype": "float32"}], "points": ["layers.2"], "balance": "time",
+    "recompute": "none", "hardware": "cpu", "unit": "s", "schedule": "1f1b", "placement": [0, 1], "microbatches": 4,
+    "value": 1.0, "places": 4, "lower_bound": None, "memory": [1, 1],
+    "costs": [
+        {"forward": 1.0, "input_grad": 0.0, "weight_grad": 1.0, "saved_bytes": 1, "parameter_bytes": 1}
+    ] * 2,
+    "cuts": [{"point": "layers.2", "boundary_bytes": 1, "earlier": None, "later": None}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({}, 0, ""),
+        (b"", 2, "is no plan: it is no JSON"),
+        (b"\xff\xfe\x00", 2, "is no plan"),
+        (b"[1, 2]", 2, "is no plan: it has no schema_version"),
+        ({"schema_version": 99}, 2, "has schema_version 99; this pipegraph reads up to 1"),
+        ({"points": []}, 2, "2 stages in costs have one point less"),
+        ({"costs": "dear"}, 2, 'is damaged: costs is "dear": it must be a list'),
+        ({"microbatches": "many"}, 2, 'microbatches is "many": it must be a whole number'),
+        ({"microbatches": 0}, 2, "microbatches is 0: it must be 1 or more"),
+        ({"value": "1.0"}, 2, 'value is "1.0": it must be a number'),
+        ({"value": float("nan")}, 2, "NaN is no figure"),
+        ({"value": -1}, 2, "value is -1: it must be 0 or more"),
+        ({"lower_bound": 2.0}, 2, "lower_bound is more than value"),
+        ({"recompute": "all"}, 2, 'must be "none" or "min-cut" or "block"'),
+        ({"schedule": "1f1c"}, 2, 'There is no schedule "1f1c". Did you mean "1f1b"?'),
+        ({"placement": [0, 7]}, 2, "the placement of 1f1b on 2 ranks is [0, 1], not [0, 7]"),
+        ({"memory": [1, 1, 1]}, 2, "is damaged: 1f1b has 2 stages on 2 ranks, not on 3"),
+        ({"unit": "miles"}, 2, 'the unit of the balance time is s, not "miles"'),
+        ({"cuts": []}, 2, "cuts are at other points"),
+        ({"inputs": [{"name": "x", "shape": [2, 8], "dtype": "float32"}]}, 3, "is for the inputs x float32[2, 8], and"),
+        ({"points": ["layers.9"], "cuts": [{**PLAN["cuts"][0], "point": "layers.9"}]}, 3, "layers.9"),
+        ({"model": {"class": "Chain", "parameters": 307}}, 3, "with 307 parameters, and this one has 306"),
+        ({"model": {"class": "Train", "parameters": 306}}, 3, "is of a Train, and this model is a Chain"),
+    ],
+)
+def test_plan_files(pipegraph: Command, tmp_path: Path, change: Any, code: int, said: str) -> None:
+    file = tmp_path / "plan.json"
+    file.write_bytes(change if isinstance(change, bytes) else json.dumps(PLAN | change).encode())
+    done = pipegraph("split", CHAIN, "--plan", file, "--dry-run")
+    assert (done.code, bool(done.out)) == (code, code == 0)
+    assert said in " ".join(done.err.split())
+    assert code == 0 or "Try: " in done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"memory_bandwidth": -1.0}, "memory_bandwidth"),
+        ({"memory_bandwidth": None}, "memory_bandwidth"),
+        ({"peak_flops": {}}, "peak_flops"),
+        ({"kernel_floor": "short"}, "kernel_floor"),
+        ({"links": None}, "links"),
+    ],
+)
+def test_a_profile_with_missing_or_absurd_figures(
+    pipegraph: Command, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    profile = json.loads((ROOT / "pipegraph/cost/profiles/cpu.json").read_text())
+    figures = {name: value for name, value in (profile | change).items() if value is not None}
+    file = tmp_path / "hardware.json"
+    file.write_text(json.dumps(figures))
+    for verb in (("split", CHAIN, "--stages", 2, "--dry-run"), ("plan", CHAIN, "--ranks", 2, *QUICK[:4])):
+        done = pipegraph(*verb, "--hardware", file)
+        assert (done.code, done.out) == (2, "")
+        assert said in done.err and str(file) in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 * 2**30), ("16GB", 16 * 10**9), ("500MB", 5 * 10**8), ("1.5 gib", 3 * 2**29), ("2000000", 2_000_000)],
+)
+def test_sizes(text: str, size: int) -> None:
+    from pipegraph.planner.arguments import parse_bytes
+
+    assert parse_bytes(text) == size

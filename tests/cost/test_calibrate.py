@@ -1,0 +1,106 @@
+"""Measuring a machine. What it attains is its own affair; here, that figures are what they are said to be."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pipegraph.cost import attained, between_ranks, calibrate, loops
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.link import Link, Links, MeasuredLinks
+from pipegraph.cost.stopwatch import Stopwatch
+from pipegraph.errors import RuntimeFault
+from pipegraph.kernels import internals
+
+CPU = torch.device("cpu")
+QUICK = Stopwatch(CPU, budget=0.001)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and small sizes, and functions uncompiled."""
+    for name in ("_MATRICES", "_BATCHED", "_ATTENTION"):
+        axes = getattr(attained, name)
+        monkeypatch.setattr(attained, name, dict.fromkeys(axes, (16, 32)))
+    monkeypatch.setattr(attained, "_CONVOLUTION", {"m": (128,), "n": (4, 8), "k": (27,)})
+    monkeypatch.setattr(loops, "_STREAMED", (12_288, 122_880))
+    monkeypatch.setattr(loops, "_NEW", (2**20, 2**25))
+    monkeypatch.setattr(calibrate, "_FOOTPRINTS", {"cpu": (0, 2**22)})
+    monkeypatch.setattr(internals, "compiler_is_missing", lambda: "none in tests")
+
+
+def test_a_median_of_runs_and_how_far_they_are_apart() -> None:
+    watch = Stopwatch(CPU, budget=0.05)
+    times = itertools.cycle([0.002, 0.004])
+    seconds = watch.seconds(lambda: _spin(next(times)))
+    assert 0.0019 < seconds < 0.006
+    assert watch.noise > 0.1
+
+
+def _spin(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_rates_over_sizes(quick: None) -> None:
+    found = attained.attained(QUICK, torch.float32)
+    assert set(found) == set(Hardware.load("cpu").attained_flops)
+    assert list(found["matmul"].axes) == ["m", "n", "k"]
+    large, small = (2 * size**3 / found["matmul"].at(m=size, n=size, k=size) for size in (32, 16))
+    assert 0 < small < large * 8 < 1e-2
+
+
+def test_a_loop_is_timed_as_it_is_compiled() -> None:
+    graph = loops.traced(lambda x: torch.nn.functional.gelu(x), [torch.ones(4, 4)]).graph
+    assert torch.ops.aten.erf.default in {node.target for node in graph.nodes}
+
+
+def test_functions_have_rates(quick: None) -> None:
+    found = loops.element_rates(Stopwatch(CPU, budget=0.01))
+    assert found["pow"] < 1e10  # whatever the machine, a power takes longer than a product
+    assert set(found) <= {*Hardware.load("cpu").element_rates, *loops._cases(CPU)}
+
+
+def test_links_between_processes() -> None:
+    found = between_ranks.measure_links(2, "cpu")
+    assert found.name == "gloo"
+    for rank, other in ((0, 1), (1, 0)):
+        assert 0 <= (found.latency[rank][other] or 0.0) < 1
+        assert (found.bandwidth[rank][other] or 0.0) > 1e6
+    assert multiprocessing.active_children() == []
+
+
+def test_links_that_take_too_long_leave_no_process() -> None:
+    with pytest.raises(RuntimeFault, match=r"the links between 2 ranks were not measured within 0\.01 s"):
+        between_ranks.measure_links(2, "cpu", timeout=0.01)
+    assert multiprocessing.active_children() == []
+
+
+def test_latency_and_bandwidth_are_those_that_explain_the_times() -> None:
+    sizes = np.array(between_ranks._SIZES)
+    assert between_ranks.fit((2 * 5e-5 + sizes / 1e9).tolist()) == pytest.approx((5e-5, 1e9))
+    latency, bandwidth = between_ranks.fit([1e-3] * len(sizes))  # a link faster than the clock
+    assert latency == pytest.approx(5e-4)
+    assert bandwidth > 1e9
+
+
+def test_a_whole_profile(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = MeasuredLinks(((None, 1e-5), (3e-5, None)), ((None, 1e9), (3e9, None)), "gloo")
+    monkeypatch.setattr(calibrate, "measure_links", lambda ranks, device: measured)
+    before = torch.get_num_threads()
+    found = calibrate.calibrate(threads=1, name="mine")
+    assert torch.get_num_threads() == before
+    assert Hardware.from_json(found.to_json()) == found
+    assert found.name == "mine"
+    assert "1 thread a rank" in found.device
+    assert found.links == Links(2, Link(2e-5, 2e9, "gloo"), measured=measured)
+    assert found.attained_flops["matmul"]["float32"].axes["footprint"] == (2.0**20, 2.0**22)
+    assert max(table["float32"].largest for table in found.attained_flops.values()) == 1
+    assert found.attained_bandwidth.largest == 1
+    assert "quartiles" in found.sources["attained_flops"]

@@ -1,0 +1,111 @@
+"""What a planner is compared with: every cut simulated, and every rank's memory counted action by action."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+from hypothesis import strategies as st
+
+from pipegraph.cost.segment import SegmentCost
+from pipegraph.schedule import Kind, Schedule, Times, build, lower, names, receive_buffers, simulate
+from pipegraph.schedule.build import find
+
+Cuts = tuple[int, ...]
+Link = tuple[float, float] | None
+WHOLE = st.integers(0, 20).map(float)
+
+
+def every_cut(segments: int, stages: int) -> list[Cuts]:
+    return list(combinations(range(1, segments), stages - 1))
+
+
+def staged(costs: Sequence[SegmentCost], cuts: Cuts) -> list[Sequence[SegmentCost]]:
+    """The segments of each stage."""
+    return [costs[begin:end] for begin, end in pairwise((0, *cuts, len(costs)))]
+
+
+def total(stages: Sequence[Sequence[SegmentCost]], name: str) -> list[float]:
+    return [sum(getattr(cost, name) for cost in stage) for stage in stages]
+
+
+def makespan(costs: Sequence[SegmentCost], cuts: Cuts, schedule: Schedule, link: Link = None) -> float:
+    """By `simulate`. The first stage's I has nothing to do, and its W does all of the backward."""
+    stages = staged(costs, cuts)
+    forward, back, weight = (total(stages, name) for name in ("forward", "input_grad", "weight_grad"))
+    back[0], weight[0] = 0.0, back[0] + weight[0]
+    crosses = [rank != other for rank, other in pairwise(schedule.placement)]
+    latency, bandwidth = link or (0.0, float("inf"))
+    hop = [latency if crossed else 0.0 for crossed in crosses]
+    sent = [
+        costs[cut - 1].boundary_bytes / bandwidth if crossed else 0.0
+        for cut, crossed in zip(cuts, crosses, strict=True)
+    ]
+    return simulate(schedule, Times(forward, back, weight, hop, sent)).makespan
+
+
+def slowest_stage(costs: Sequence[SegmentCost], cuts: Cuts) -> float:
+    stages = staged(costs, cuts)
+    return max(sum(cost.forward + cost.input_grad + cost.weight_grad for cost in stage) for stage in stages)
+
+
+def memory(
+    costs: Sequence[SegmentCost], cuts: Cuts, schedule: Schedule, state_factor: float = 4.0, ahead: int = 4
+) -> list[float]:
+    """Bytes of each rank."""
+    stages = staged(costs, cuts)
+    saved, parameters, buffered = (total(stages, name) for name in ("saved_bytes", "parameter_bytes", "buffer_bytes"))
+    trained = [sum(_or(cost.trained_bytes, cost.parameter_bytes) for cost in stage) for stage in stages]
+    weights = [sum(_or(cost.weight_saved_bytes, cost.saved_bytes) for cost in stage) for stage in stages]
+    weights[0] = saved[0] + (costs[cuts[0] - 1].boundary_bytes if cuts else 0)
+    buffers = receive_buffers(lower(schedule), ahead, saved=False)
+    found = []
+    for rank, order in enumerate(schedule.actions):
+        held = peak = 0.0
+        for action in order:
+            one, other = saved[action.stage], weights[action.stage]
+            changes = {Kind.F: one if schedule.has_backward else 0, Kind.B: -one, Kind.I: other - one, Kind.W: -other}
+            held += changes[action.kind]
+            peak = max(peak, held)
+        own = [stage for stage in range(schedule.stages) if schedule.placement[stage] == rank]
+        states = sum(parameters[stage] + buffered[stage] for stage in own)
+        states += (state_factor - 1 if schedule.has_backward else 0) * sum(trained[stage] for stage in own)
+        received = [
+            count * costs[cuts[min(edge)] - 1].boundary_bytes for edge, count in buffers.items() if edge[1] in own
+        ]
+        found.append(peak + states + sum(received))
+    return found
+
+
+def _or(figure: float | None, other: float) -> float:
+    return other if figure is None else figure
+
+
+@st.composite
+def _segments(draw: st.DrawFn, figures: st.SearchStrategy[float]) -> SegmentCost:
+    """A segment; its latter three figures are given, or left to follow from the others."""
+    sizes = st.integers(0, 50)
+    parameters = draw(sizes)
+    trained, kept = draw(st.none() | st.integers(0, parameters)), draw(st.none() | sizes)
+    seconds = [draw(figures) for _ in range(3)]
+    return SegmentCost(*seconds, draw(sizes), draw(sizes), parameters, 0, kept, trained, draw(st.just(0) | sizes))
+
+
+def costs(segments: int, figures: st.SearchStrategy[float] = WHOLE) -> st.SearchStrategy[list[SegmentCost]]:
+    """Chains of so many segments."""
+    return st.lists(_segments(figures), min_size=segments, max_size=segments)
+
+
+@st.composite
+def small_schedules(draw: st.DrawFn, name: str | None = None) -> Schedule:
+    """A schedule of any name with six stages at most."""
+    recipe = find(draw(st.sampled_from(names())) if name is None else name)
+    chunks = draw(st.integers(1, 3)) if recipe.any_chunks else recipe.chunks
+    ranks = draw(st.integers(1, 4 if chunks == 1 else 6 // chunks))
+    microbatches = draw(st.integers(1, 8))
+    while recipe.rule(ranks, microbatches):
+        microbatches += 1
+    return build(recipe.name, ranks, microbatches, chunks)
+
+
+links = st.none() | st.tuples(st.sampled_from([0.0, 0.5, 5.0]), st.sampled_from([1.0, 10.0, 100.0]))

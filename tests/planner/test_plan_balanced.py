@@ -1,0 +1,237 @@
+"""Plans that choose their cuts: where, what they are predicted to take, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipegraph
+from pipegraph.codegen.generate import generate
+from pipegraph.errors import PlanError, ScheduleError
+from pipegraph.planner.prediction import Prediction
+from pipegraph.planner.solver.shortage import MemoryShortage
+from pipegraph.schedule import Times, build, simulate
+from tests.planner.machine import MACHINE, linears
+
+HEAVY_HEAD = linears(*[64] * 6, 384)  # the last layer is as much work as the six before it
+FLOP = 2 * 16 * 64 * 64  # of a layer and microbatch, forward
+
+
+def about(layers: int) -> Any:
+    """Seconds of so many layers' products of matrices."""
+    return pytest.approx(layers * FLOP / 1e12, rel=1e-5)
+
+
+def plan(**options: Any) -> Any:
+    return pipegraph.plan(HEAVY_HEAD, hardware=MACHINE, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "points"),
+    [
+        ({}, ["6"]),
+        ({"balance": "flops"}, ["6"]),
+        ({"balance": "parameters"}, ["6"]),
+        ({"balance": "memory"}, ["6"]),
+        ({"balance": "uniform"}, ["4"]),
+        ({"balance": "type:^linear$"}, ["4"]),
+    ],
+)
+def test_two_stages(options: dict[str, Any], points: list[str]) -> None:
+    assert [str(point) for point in plan(stages=2, **options).points] == points
+
+
+def test_a_step_is_predicted_as_it_is_simulated() -> None:
+    made = plan(stages=3, schedule="zb-h1", microbatches=5).prediction
+    assert made is not None
+    times = Times(
+        [stage.forward for stage in made.stages],
+        [stage.input_grad for stage in made.stages],
+        [stage.weight_grad for stage in made.stages],
+    )
+    assert made.value == pytest.approx(simulate(build("zb-h1", 3, 5), times).makespan, rel=1e-5)
+    assert made.lower_bound == made.value
+    assert made.gap == 0
+
+
+def test_times_and_bytes_of_stages() -> None:
+    made = plan(stages=2)
+    first, last = made.prediction.stages
+    assert first.forward == about(6)
+    assert (first.input_grad, first.weight_grad) == (0.0, about(11))  # none for the model's input
+    assert (last.forward, last.input_grad, last.weight_grad) == (about(6), about(6), about(6))
+    assert (first.parameter_bytes, last.parameter_bytes) == (6 * 64 * 64 * 4, 64 * 384 * 4)
+    cost = made.costs[1].to_json()
+    assert cost["forward"] == pytest.approx(last.forward)
+    assert cost["saved_bytes"] == last.saved_bytes
+
+
+def test_given_points_are_predicted_where_that_is_asked_for() -> None:
+    assert pipegraph.plan(HEAVY_HEAD, points=["3"]).prediction is None
+    given, best = plan(points=["3"]).prediction, plan(stages=2).prediction
+    assert given is not None and best is not None
+    assert given.lower_bound is None and given.gap is None
+    assert given.value > best.value
+    (cut,) = given.cuts
+    assert cut.later is not None and (cut.later.point, cut.later.value < given.value) == ("4", True)
+    with pytest.raises(PlanError, match="--balance flops chooses points, and they were given"):
+        plan(points=["3"], balance="flops")
+
+
+@pytest.mark.parametrize("option", [{"schedule": "gpipe"}, {"microbatches": 4}, {"recompute": "none"}])
+def test_any_option_of_a_step_asks_for_a_prediction(option: dict[str, Any]) -> None:
+    assert pipegraph.plan(HEAVY_HEAD, points=["3"], **option).prediction is not None
+    assert pipegraph.plan(HEAVY_HEAD, stages=2, balance="uniform").prediction is None
+    made = pipegraph.plan(HEAVY_HEAD, stages=2, balance="uniform", **option).prediction
+    assert made is not None and (made.balance, made.unit, made.cuts[0].point) == ("uniform", "s", "4")
+
+
+def test_of_equal_weights_the_most_even_are_taken() -> None:
+    class Wide(nn.Linear):
+        pass
+
+    def layers(*wide: int) -> nn.Module:
+        return nn.Sequential(*(Wide(16, 16) if each else nn.Linear(16, 16) for each in wide))
+
+    captured = pipegraph.capture(layers(0, 0, 1, 1, 0, 1, 1, 0), (torch.ones(4, 16),))
+    made = pipegraph.plan(captured, stages=3, balance="type:Wide", hardware=MACHINE)
+    assert [stage.forward for stage in made.prediction.stages] == [1, 1, 2]  # type: ignore[union-attr]
+    assert [str(point) for point in made.points] == ["3", "5"]  # 3, 2 and 3 layers
+
+
+def test_what_equal_segments_lack() -> None:
+    assert plan(stages=2, memory_bytes="80GiB").prediction == plan(stages=2, memory_bytes=80 * 2**30).prediction
+    with pytest.raises(MemoryShortage, match="or --balance time"):
+        plan(stages=2, balance="uniform", memory_bytes=420_000)
+    with pytest.raises(PlanError, match=r"has 1 segment, which is too few for 2 stages"):
+        pipegraph.plan(pipegraph.capture(nn.ReLU(), (torch.ones(2),)), stages=2, balance="uniform")
+
+
+def test_each_cut_has_a_reason() -> None:
+    made = plan(stages=2).prediction
+    assert made is not None
+    (cut,) = made.cuts
+    assert (cut.point, cut.boundary_bytes, cut.later) == ("6", 16 * 64 * 4, None)  # no stage behind the last layer
+    assert cut.earlier is not None and cut.earlier.value > made.value
+    assert made.reason(0) == (
+        f"stages 0 and 1 take 2.228 µs and 2.359 µs; 4 KiB cross; one segment earlier, at 5, {made.change(cut.earlier)}"
+    )
+
+
+def test_a_tied_weight_counts_in_both_stages() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.middle = nn.Embedding(1000, 16), nn.Linear(16, 16)
+            self.head = nn.Linear(16, 1000, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.middle(self.embed(tokens)))
+
+    captured = pipegraph.capture(Tied(), (torch.zeros(2, 4, dtype=torch.long),))
+    made = pipegraph.plan(captured, stages=2, hardware=MACHINE).prediction
+    assert made is not None
+    assert all(stage.parameter_bytes >= 1000 * 16 * 4 for stage in made.stages)
+    with pytest.raises(MemoryShortage) as caught:  # which a weight that counts once would hide
+        pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=1.05 * 4 * 1000 * 16 * 4)
+    needed = caught.value.needed
+    assert needed > 1.05 * 4 * 1000 * 16 * 4
+    told = pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=needed).prediction
+    assert told is not None and told.peak == needed
+    with pytest.raises(MemoryShortage, match="with what several stages hold: rank") as caught:
+        pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=needed - 1)
+    assert caught.value.needed == needed
+
+
+def test_a_frozen_parameter_needs_no_more_than_itself() -> None:
+    made = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8), nn.Linear(8, 8))
+    captured = pipegraph.capture(made.requires_grad_(False), (torch.randn(2, 256),))
+    layer = 4 * (256 * 256 + 256)
+    found = pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=1.2 * layer).prediction
+    assert found is not None and layer <= found.memory[0] < 1.2 * layer
+    with pytest.raises(PlanError, match=r"parameter, 0.weight, takes 256 KiB, and a rank has 100 KiB"):
+        pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=100 * 2**10)
+
+
+def test_memory_moves_the_cut() -> None:
+    free = plan(stages=2, microbatches=2).prediction
+    assert free is not None
+    limited = plan(stages=2, microbatches=2, memory_bytes=[free.memory[0] - 1, 2**30]).prediction
+    assert limited is not None
+    assert limited.memory[0] < free.memory[0]
+    assert limited.value > free.value
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(MemoryShortage) as caught:
+        plan(stages=2, memory_bytes=420_000)
+    message = str(caught.value)
+    assert "No cuts fit into 410.2 KiB on each rank" in message
+    assert "would do, and no less" in message
+    assert 'With recompute="block"' in message
+    assert caught.value.needed > 420_000
+    fitting = plan(stages=2, memory_bytes=caught.value.needed).prediction
+    assert fitting is not None and fitting.peak <= caught.value.needed
+
+
+def test_the_largest_parameter_does_not_fit() -> None:
+    with pytest.raises(PlanError, match=r"The largest parameter, 6.weight, takes 384 KiB .* a rank has 300 KiB"):
+        plan(stages=2, memory_bytes=300 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"balance": "tyme"}, PlanError, 'Did you mean "time"'),
+        ({"balance": "type:Conv"}, PlanError, r"(?s)type:Conv matches no module.*Linear"),
+        ({"stages": 9}, PlanError, "can be cut into 7 segments, which is too few for 9 stages"),
+        ({"recompute": "blocks"}, PlanError, 'Did you mean "block"'),
+        ({"schedule": "zb-w"}, ScheduleError, "zb-"),
+        ({"schedule": "zb-v", "stages": 3}, PlanError, "2 stages on each rank"),
+        ({"schedule": "zb-v", "microbatches": 1, "stages": 4}, ScheduleError, "full pipeline"),
+        ({"hardware": "h10"}, pipegraph.PipegraphError, 'Did you mean "h100"'),
+        ({"memory_bytes": [2**30]}, PlanError, "one for each rank"),
+        ({"memory_bytes": []}, PlanError, "memory_bytes is empty"),
+        ({"memory_bytes": -1}, PlanError, "not -1"),
+        ({"memory_bytes": "80XB"}, PlanError, "write 80GiB"),
+        ({"stages": "2"}, PlanError, "whole number from 1 on, not '2'"),
+        ({"stages": 2.0}, PlanError, "Try: stages=2"),
+        ({"stages": 0, "balance": "uniform"}, PlanError, "not 0"),
+        ({"microbatches": 0, "balance": "uniform"}, PlanError, "microbatches is a whole number"),
+        ({"stages": None, "points": ["3"], "recompute": "blocks"}, PlanError, 'Did you mean "block"'),
+        ({"stages": None, "points": ["3"], "schedule": "zb-w"}, ScheduleError, "zb-"),
+    ],
+)
+def test_refusals(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        pipegraph.plan(HEAVY_HEAD, **{"stages": 2, "hardware": MACHINE, **options})
+
+
+def test_a_schedule_is_refused_before_anything_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipegraph.planner.aim.price", None)
+    with pytest.raises(ScheduleError):
+        plan(stages=2, schedule="no schedule")
+
+
+def test_the_manifest_tells_why() -> None:
+    made = plan(stages=3)
+    _, manifest = generate(made)
+    entry = manifest.plan
+    assert entry["points"] == [str(point) for point in made.points]
+    expected = {"balance": "time", "schedule": "1f1b", "microbatches": 8, "hardware": "machine", "recompute": "min-cut"}
+    assert entry | expected == entry
+    assert entry["value"] == made.prediction.value
+    assert entry["gap"] == 0
+    assert [cut["reason"] for cut in entry["cuts"]] == [made.prediction.reason(each) for each in (0, 1)]
+    assert {"forward", "input_grad", "weight_grad", "saved_bytes"} <= set(manifest.stages[0].cost)
+    assert generate(plan(stages=3))[1].to_json() == manifest.to_json()
+
+
+def test_a_prediction_is_read_as_it_was_written() -> None:
+    made = plan(stages=3, memory_bytes=2**30).prediction
+    assert made is not None
+    assert Prediction.from_json(made.to_json()) == made

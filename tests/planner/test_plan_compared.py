@@ -1,0 +1,132 @@
+"""The search over schedules, microbatches and recompute, and the file of a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pipegraph
+from pipegraph.errors import PlanError, ScheduleError, SourceError
+from pipegraph.planner.aim import Aim
+from pipegraph.planner.compare import Candidate, Comparison, candidates, compare_model
+from pipegraph.planner.plan import plan_of
+from pipegraph.planner.plan_file import PlanFile
+from pipegraph.planner.solver.shortage import MemoryShortage
+from tests.planner.machine import MACHINE, linears
+
+MODEL = linears(*[64] * 7, 320)
+
+
+def compared(memory: float | None = None, **grid: object) -> Comparison:
+    plans = candidates(2, **grid)  # type: ignore[arg-type]
+    return compare_model(MODEL, Aim(hardware=MACHINE, ranks=2, memory_bytes=memory), 2, plans)
+
+
+def test_what_is_compared() -> None:
+    assert candidates(4, ["1F1B", "zb-v"], [8], recompute=["none"]) == (
+        Candidate("1f1b", 1, 8, "none"),
+        Candidate("zb-v", 2, 8, "none"),
+    )
+    assert {plan.microbatches for plan in candidates(4)} == {8, 16}
+    assert {plan.recompute for plan in candidates(4)} == {"none", "min-cut", "block"}
+    assert {plan.chunks for plan in candidates(4, ["interleaved-1f1b"])} == {2, 4}
+    assert {plan.chunks for plan in candidates(16, ["interleaved-1f1b"])} == {2}
+    assert {plan.schedule for plan in candidates(4, chunks=[1])} == {
+        "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb",
+    }  # fmt: skip
+    with pytest.raises(ScheduleError, match='Did you mean "zb-v"'):
+        candidates(4, ["zb-vv"])
+
+
+def test_no_choice_is_worse_than_another() -> None:
+    choices = compared().choices
+    assert len(choices) > 1
+    times, memory = [choice.per_microbatch for choice in choices], [choice.peak for choice in choices]
+    assert times == sorted(times)
+    assert memory == sorted(memory, reverse=True)
+
+
+def test_of_equal_plans_the_simplest_is_the_best() -> None:
+    plans = candidates(1, microbatches=[2])
+    alone = compare_model(MODEL, Aim(hardware=MACHINE, ranks=1), 1, plans).best
+    assert alone.schedule.stages == 1
+    best = compared(schedules=["1f1b", "gpipe"], microbatches=[1], recompute=["none"]).best
+    assert best.schedule.name == "gpipe"  # with one microbatch they are the same
+
+
+def test_without_a_backward_nothing_is_computed_again() -> None:
+    assert candidates(2, ["forward"], [4]) == (Candidate("forward", 1, 4, "none"),)
+
+
+def test_the_best_is_as_good_as_any_plan_made_alone() -> None:
+    grid = {"schedules": ["1f1b", "zb-h1", "zb-v"], "microbatches": [6], "recompute": ["min-cut"]}
+    best = compared(**grid).best
+    for schedule, stages in (("1f1b", 2), ("zb-h1", 2), ("zb-v", 4)):
+        alone = pipegraph.plan(MODEL, stages=stages, schedule=schedule, microbatches=6, hardware=MACHINE).prediction
+        assert alone is not None
+        assert best.value <= alone.value * 1.0021
+
+
+def test_choices_fit_the_memory() -> None:
+    free = compared(microbatches=[6]).choices
+    limit = (free[0].peak + free[-1].peak) / 2
+    limited = compared(limit, microbatches=[6]).choices
+    assert all(choice.peak <= limit for choice in limited)
+    assert limited[0].per_microbatch >= free[0].per_microbatch
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(MemoryShortage) as caught:
+        compared(330 * 1024, microbatches=[6])
+    assert "No plan that was compared fits into 330 KiB on each rank. The closest is" in str(caught.value)
+    assert "Try: --memory" in str(caught.value)
+    assert compared(caught.value.needed * 1.01, microbatches=[6]).choices
+
+
+def test_what_no_schedule_can_have_is_left_out_and_told() -> None:
+    (refused,) = compared(schedules=["1f1b", "zb-v"], microbatches=[2], recompute=["none"]).refused
+    assert refused.startswith("zb-v cannot have 2 microbatches on 2 ranks")
+    with pytest.raises(PlanError, match=r"No plan can be compared\.\nzb-v cannot have"):
+        compared(schedules=["zb-v"], microbatches=[2])
+    with pytest.raises(PlanError, match="cut into 2 segments, and zb-v on 2 ranks has 4 stages"):
+        compare_model(linears(64, 64), Aim(hardware=MACHINE, ranks=2), 2, candidates(2, ["zb-v"]))
+
+
+def test_the_file_of_a_plan(tmp_path: Path) -> None:
+    made = plan_of(compared(schedules=["zb-h1"], microbatches=[6]).best)
+    file = tmp_path / "plan.json"
+    file.write_text(PlanFile.of(made).to_json())
+    again = PlanFile.read(file).apply(MODEL)
+    assert again.points == made.points
+    assert PlanFile.of(again).to_json() == file.read_text()
+    with pytest.raises(PlanError, match="The plan is of a model with 49,152 parameters, and this one has 8,192"):
+        PlanFile.read(file).apply(linears(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "has no schema_version"),
+        ('{"schema_version": 1}', "no points"),
+        ('{"schema_version": 2, "points": []}', "reads up to 1"),
+        ('{"schema_version": 1, "points": []}', "is damaged: it lacks model, inputs"),
+    ],
+)
+def test_what_is_no_plan(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    with pytest.raises(SourceError, match=message):
+        PlanFile.read(file)
+    with pytest.raises(SourceError, match="cannot be read"):
+        PlanFile.read(tmp_path / "none.json")
+
+
+def test_a_plan_with_a_point_too_few(tmp_path: Path) -> None:
+    made = PlanFile.of(pipegraph.plan(MODEL, stages=2, hardware=MACHINE))
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(made.to_dict() | {"points": []}))
+    with pytest.raises(SourceError, match="2 stages in costs have one point less"):
+        PlanFile.read(file)

@@ -1,0 +1,145 @@
+"""Cuts that fit into memory."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipegraph.cost.segment import SegmentCost
+from pipegraph.errors import PlanError
+from pipegraph.planner.arguments import parse_bytes
+from pipegraph.planner.solve import solve
+from pipegraph.planner.solver.shortage import limit_for
+from pipegraph.schedule import Schedule, from_csv
+from tests.planner.brute import costs, every_cut, makespan, memory, slowest_stage, small_schedules
+
+SAVES = [SegmentCost(1.0, 1.0, 1.0, 0, 100, 10)] * 8
+"""Segments of which each saves 100 bytes, and has 10 of parameters."""
+
+
+def test_what_a_rank_needs() -> None:
+    """1f1b holds 2, then 1 microbatch; parameters, gradients and optimizer state are four times the parameters."""
+    assert solve(SAVES, stages=2).memory == (2 * 400 + 4 * 40, 400 + 4 * 40)
+    assert solve(SAVES, stages=2, state_factor=2.0).memory == (2 * 400 + 2 * 40, 400 + 2 * 40)
+    assert solve(SAVES, stages=2, schedule="gpipe").memory == (8 * 400 + 160,) * 2
+
+
+def test_each_stage_of_a_rank_holds_its_own() -> None:
+    """In zb-v a rank holds up to 2p microbatches of its two stages together: rank 0 once four of its first."""
+    chain = [SegmentCost(1.0, 1.0, 1.0, 0, saved) for saved in (1000, 1, 1, 10)]
+    solution = solve(chain, stages=4, schedule="zb-v", microbatches=6)
+    assert list(solution.memory) == memory(chain, (1, 2, 3), solution.schedule) == [4 * 1000, 4]
+
+
+PARTED = from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I0,1I1,1W0,1W1\n")
+
+
+@pytest.mark.parametrize(("reads", "last"), [(None, 200), (10, 200), (130, 260)])
+def test_w_keeps_what_it_reads(reads: int | None, last: int) -> None:
+    """Behind the Is of rank 1 that is all. The first stage's I has nothing to do: there W keeps everything, and the
+    gradient that came."""
+    chain = [SegmentCost(1.0, 1.0, 1.0, 7, 100, weight_saved_bytes=reads)] * 2
+    solution = solve(chain, 2, PARTED, receives_ahead=0)
+    assert list(solution.memory) == memory(chain, (1,), PARTED, ahead=0)
+    buffer = solve([SegmentCost(1.0, 1.0, 1.0, 7)] * 2, 2, "gpipe", 2, receives_ahead=0).memory[1]
+    assert solution.memory == (2 * 107 + buffer, last + buffer)
+
+
+def test_frozen_parameters_and_buffers_are_held_once() -> None:
+    chain = [SegmentCost(1.0, 1.0, 1.0, parameter_bytes=100, trained_bytes=10, buffer_bytes=7)] * 4
+    assert solve(chain, stages=2).memory == (2 * (107 + 3 * 10),) * 2
+    assert solve(chain, stages=2, schedule="forward").memory == (2 * 107,) * 2
+    with pytest.raises(PlanError, match="trained_bytes=101, and they are a part of parameter_bytes, 100"):
+        solve([SegmentCost(1.0, 1.0, 1.0, parameter_bytes=100, trained_bytes=101)] * 2, stages=2)
+
+
+def test_where_nothing_crosses_no_bytes_are_counted() -> None:
+    """In zb-v three boundaries share two links."""
+    chain = [SegmentCost(1.0, 1.0, 1.0, crossing) for crossing in (0, 5, 100, 0)]
+    solution = solve(chain, 4, "zb-v", 6, link=(0.5, 10.0))
+    assert list(solution.memory) == memory(chain, (1, 2, 3), solution.schedule)
+    assert solution.times.transfer == (0.0, 0.0, 10.0) and solution.lower_bound == solution.value
+    assert solution.value == makespan(chain, (1, 2, 3), solution.schedule, (0.5, 10.0))
+    assert solve(chain, 4, "zb-v", 6, link=(0.5, 10.0), memory_bytes=max(solution.memory)).cuts == (1, 2, 3)
+
+
+@given(st.integers(1, 2**45))
+def test_a_limit_that_is_told_does_and_is_close(needed: int) -> None:
+    limit = parse_bytes(limit_for(needed))
+    assert needed <= limit <= max(2**20, 1.001 * needed)
+
+
+def test_buffers_to_receive_into() -> None:
+    chain = [SegmentCost(1.0, 1.0, 1.0, 1000)] * 2
+    early, late = (solve(chain, stages=2, receives_ahead=ahead) for ahead in (0, 4))
+    assert early.memory == (1000, 1000) and late.memory > early.memory
+
+
+def test_less_memory_moves_the_cut() -> None:
+    assert solve(SAVES, stages=2).cuts == (4,)
+    tight = solve(SAVES, stages=2, memory_bytes=800)
+    assert tight.cuts == (3,) and tight.memory == (720, 700) and tight.value > solve(SAVES, stages=2).value
+    assert solve(SAVES, stages=2, memory_bytes=[480, 10**6]).cuts == (2,)
+    assert all(max(other.memory) <= 800 for other in tight.alternatives)
+    assert tight.moved == ((math.inf, math.inf),)
+
+
+@settings(max_examples=30)
+@given(st.data(), small_schedules(), st.sampled_from([1.0, 1.1, 1.5]), st.booleans())
+def test_the_best_that_fit_are_found(data: st.DataObject, schedule: Schedule, room: float, bottleneck: bool) -> None:
+    stages = schedule.stages
+    chain = data.draw(costs(stages + data.draw(st.integers(0, 3))))
+    needed = {cuts: memory(chain, cuts, schedule) for cuts in every_cut(len(chain), stages)}
+    limit = room * min(map(max, needed.values()))
+    fitting = [cuts for cuts, ranks in needed.items() if max(ranks) <= limit]
+    solution = solve(
+        chain,
+        stages,
+        schedule,
+        memory_bytes=limit,
+        objective="bottleneck" if bottleneck and schedule.has_backward else "makespan",
+    )
+    assert solution.memory == tuple(map(math.ceil, needed[solution.cuts])) and solution.cuts in fitting
+    if bottleneck and schedule.has_backward:
+        best = min(slowest_stage(chain, cuts) for cuts in fitting)
+    else:
+        best = min(makespan(chain, cuts, schedule) for cuts in fitting)
+    assert solution.value == pytest.approx(best, rel=1e-9) and solution.gap == 0
+
+
+@settings(max_examples=20)
+@given(st.data(), small_schedules())
+def test_too_little_memory_names_the_least_that_would_do(data: st.DataObject, schedule: Schedule) -> None:
+    chain = data.draw(costs(schedule.stages + data.draw(st.integers(0, 3))))
+    every = every_cut(len(chain), schedule.stages)
+    least = math.ceil(min(max(memory(chain, cuts, schedule)) for cuts in every))
+    if least > 0:
+        with pytest.raises(PlanError, match=rf"\({least} bytes\) would do, and no less"):
+            solve(chain, schedule.stages, schedule, memory_bytes=least - 1)
+    assert max(solve(chain, schedule.stages, schedule, memory_bytes=least).memory) <= least
+
+
+def test_too_little_memory_says_what_to_do() -> None:
+    with pytest.raises(PlanError) as caught:
+        solve(SAVES, stages=2, schedule="zb-h1", microbatches=4, memory_bytes=600)
+    assert str(caught.value).splitlines() == [
+        "No cuts fit into 600 bytes on each rank: 960 bytes (960 bytes) would do, and no less.",
+        "Of that, rank 0 needs 160 bytes for parameters, buffers, gradients and optimizer state, 800 bytes for saved "
+        "activations, which recompute or smaller microbatches make less, and 0 bytes for receive buffers. "
+        "What a kernel needs while it runs comes on top.",
+        "The least on a rank depends on their number: with 4 stages on 4 ranks it is 880 bytes, "
+        "with 8 stages on 8 ranks it is 440 bytes.",
+    ]
+
+
+def test_ranks_with_different_memory() -> None:
+    with pytest.raises(PlanError) as caught:
+        solve(SAVES, stages=2, memory_bytes=[100, 300])
+    more = int(re.search(r"\((\d+) bytes\) more on each would do, and no less", str(caught.value))[1])
+    assert solve(SAVES, stages=2, memory_bytes=[100 + more, 300 + more])
+    with pytest.raises(PlanError):
+        solve(SAVES, stages=2, memory_bytes=[99 + more, 299 + more])

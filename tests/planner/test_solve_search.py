@@ -1,0 +1,165 @@
+"""What `solve` is made of: schedules timed for many cuts at once, bounds that hold, and the search where there are too
+many cuts to try."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipegraph.cost.segment import SegmentCost
+from pipegraph.planner.solve import solve
+from pipegraph.planner.solver import search
+from pipegraph.planner.solver.climb import neighbours
+from pipegraph.planner.solver.game import Game
+from pipegraph.planner.solver.links import Crossings
+from pipegraph.planner.solver.makespan import Makespan
+from pipegraph.planner.solver.memory import Memory
+from pipegraph.planner.solver.network import Network
+from pipegraph.planner.solver.objective import Limited, Objective, SlowestStage
+from pipegraph.planner.solver.search import even_cuts
+from pipegraph.planner.solver.space import Space
+from pipegraph.planner.solver.sums import TIMES, Piece, Sums
+from pipegraph.schedule import Schedule, Times, build, names, simulate
+from tests.planner.brute import costs, every_cut, links, makespan, memory, slowest_stage, small_schedules
+
+
+@pytest.fixture
+def _nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_EVERY", 0)
+
+
+@given(st.data(), small_schedules())
+def test_a_network_times_many_cuts_as_simulate_does_each(data: st.DataObject, schedule: Schedule) -> None:
+    stages, boundaries = schedule.stages, schedule.stages - 1
+    figures = st.floats(0, 10)
+    times = np.array(data.draw(st.lists(figures, min_size=6 * stages, max_size=6 * stages))).reshape(3, stages, 2)
+    transfers = np.array(data.draw(st.lists(st.floats(0.1, 5), min_size=2 * boundaries, max_size=2 * boundaries)))
+    transfers = transfers.reshape(boundaries, 2) * data.draw(st.sampled_from([0.0, 1.0]))
+    crosses = np.diff(schedule.placement) != 0
+    hop, transfers = crosses * data.draw(st.sampled_from([0.0, 0.5])), transfers * crosses[:, None]
+    network = Network(schedule, queued=bool(transfers.any()))
+    found = network.makespans(times, hop, transfers)
+    for number in (0, 1):
+        given_times = Times(*times[..., number].tolist(), hop.tolist(), transfers[:, number].tolist())
+        assert found[number] == pytest.approx(simulate(schedule, given_times).makespan, rel=1e-12)
+        path = network.longest(times[..., number], hop, transfers[:, number])
+        length = (path.work * times[..., number]).sum() + path.hops @ hop + path.transfers @ transfers[:, number]
+        assert length == pytest.approx(found[number], rel=1e-12)
+
+
+@settings(max_examples=60)
+@given(st.data(), small_schedules())
+def test_what_bounds_a_value_is_nowhere_above_it(data: st.DataObject, schedule: Schedule) -> None:
+    """Linear figures of an objective, and what a stage costs by itself; at mixtures, too, the largest is tight."""
+    chain, link = data.draw(costs(schedule.stages + data.draw(st.integers(0, 3)), st.floats(0, 10))), data.draw(links)
+    sums = Sums(chain)
+    full = Makespan(sums, schedule, Crossings.of(link, schedule.placement))
+    needed = Memory(sums, schedule, 4.0, 2)
+    every = every_cut(len(chain), schedule.stages)
+    cuts = np.array(every, np.int64).reshape(len(every), schedule.stages - 1)
+    limit = float(np.median(needed.values(cuts)))
+    limited = Limited(full, Memory(sums, schedule, 4.0, 2, [limit] * schedule.ranks), 10.0)
+    objectives: list[Objective] = [full, SlowestStage(sums, schedule.stages, schedule.has_backward), needed, limited]
+    one = np.ones(1)
+    for objective in objectives:
+        values = objective.values(cuts)
+        slack = 1e-9 * (1 + values)
+        for piece in [*objective.pieces(), objective.largest(cuts, np.full(len(cuts), 1 / len(cuts)))]:
+            assert (piece.at(cuts) <= values + slack).all()
+        for value, chosen in zip(values, cuts, strict=True):
+            assert objective.largest(chosen[None], one).at(chosen[None])[0] == pytest.approx(value, rel=1e-9, abs=1e-9)
+            edges = np.array([0, *chosen, len(chain)])
+            for stage in range(schedule.stages):
+                least = objective.of_stage(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])
+                assert least[0, 0] <= value * (1 + 1e-9) + 1e-9
+
+
+@settings(max_examples=60)
+@pytest.mark.usefixtures("_nothing_tried")
+@given(st.data(), small_schedules(), st.sampled_from([0.0, 0.003, 0.03]))
+def test_no_cuts_are_below_the_bound(data: st.DataObject, schedule: Schedule, effort: float) -> None:
+    chain, link = data.draw(costs(schedule.stages + data.draw(st.integers(1, 4)))), data.draw(links)
+    limit, every = None, every_cut(len(chain), schedule.stages)
+    if data.draw(st.booleans()):
+        needed = {cuts: max(memory(chain, cuts, schedule)) for cuts in every}
+        limit = max(needed[data.draw(st.sampled_from(every))], 1.02 * min(needed.values()))
+        every = [cuts for cuts in every if needed[cuts] <= limit]
+    bottleneck = schedule.has_backward and data.draw(st.booleans())
+    solution = solve(
+        chain,
+        schedule.stages,
+        schedule,
+        objective="bottleneck" if bottleneck else "makespan",
+        memory_bytes=limit,
+        link=link,
+        effort=effort,
+    )
+    best = min(slowest_stage(chain, cuts) if bottleneck else makespan(chain, cuts, schedule, link) for cuts in every)
+    assert solution.cuts in every
+    assert solution.lower_bound <= best * (1 + 1e-9) <= solution.value * (1 + 2e-9)
+
+
+@pytest.mark.usefixtures("_nothing_tried")
+@pytest.mark.parametrize("name", [name for name in names() if name != "forward"])
+def test_the_search_finds_the_best_without_trying_everything(name: str) -> None:
+    random = np.random.default_rng(1)
+    schedule = build(name, 3, 6)
+    chain = [_cost(random.integers(1, 20, 6).tolist()) for _ in range(schedule.stages + 6)]
+    solution = solve(chain, schedule.stages, name, 6, link=(0.5, 20.0))
+    every = every_cut(len(chain), schedule.stages)
+    assert solution.value == pytest.approx(min(makespan(chain, cuts, schedule, (0.5, 20.0)) for cuts in every))
+
+
+@pytest.mark.usefixtures("_nothing_tried")
+def test_a_random_chain_with_one_stage_on_a_rank_is_proved() -> None:
+    random = np.random.default_rng(2)
+    chain = [_cost(random.integers(1, 20, 6).tolist()) for _ in range(40)]
+    for name in ("1f1b", "zb-h1", "zb-h2", "eager-1f1b"):
+        assert solve(chain, 8, name, 32).gap == 0
+
+
+def _cost(figures: list[int]) -> SegmentCost:
+    return SegmentCost(*map(float, figures[:3]), *figures[3:])
+
+
+def test_neighbours() -> None:
+    assert sorted(map(tuple, neighbours(np.array([2, 4]), 6).tolist())) == sorted(
+        [(1, 4), (3, 4), (2, 3), (2, 5), (1, 3), (3, 5)]
+    )
+    assert [1] not in neighbours(np.array([5]), 10).tolist() and [2] in neighbours(np.array([5]), 10).tolist()
+    assert neighbours(np.array([], np.int64), 3).shape == (0, 0)
+
+
+def test_even_cuts_leave_each_stage_a_segment() -> None:
+    sums = Sums([_cost([f, 0, 0, 0, 0, 0]) for f in (9, 1, 1, 1)])
+    assert even_cuts(sums, 3, TIMES).tolist() == [1, 2] and even_cuts(sums, 4, TIMES).tolist() == [1, 2, 3]
+    assert even_cuts(Sums([_cost([0] * 6)] * 5), 3, TIMES).tolist() == [1, 2]
+
+
+def test_a_game_that_grows() -> None:
+    """Rock and paper first; scissors are added to both sides, as row and as column."""
+    game = Game(np.array([[0.0, -1.0], [1.0, 0.0]]))
+    assert [mixture.tolist() for mixture in game.mixtures()] == [[0, 1], [0, 1]]  # paper wins
+    game.add_row(np.array([-1.0, 1.0]))
+    game.add_column(np.array([1.0, -1.0, 0.0]))
+    rows, columns = game.mixtures()
+    assert rows == pytest.approx([1 / 3] * 3) and columns == pytest.approx([1 / 3] * 3)
+
+
+def test_a_game_of_one_row_and_one_column() -> None:
+    assert [mixture.tolist() for mixture in Game(np.zeros((1, 1))).mixtures()] == [[1], [1]]
+
+
+def test_a_space_of_cuts() -> None:
+    space = Space.every(segments=5, stages=3)
+    assert (space.first, space.last) == ((0, 1, 2, 5), (0, 3, 4, 5))
+    piece = Piece(np.array([[0, 5, 1, 3, 0, 0], [0, 0, 9, 4, 2, 0]], float), 10.0)
+    cost, cuts = space.cheapest(piece)
+    assert (cost, cuts.tolist()) == (13.0, [2, 4])
+    small = space.where(lambda stage, begins, ends: ends[:, None] - begins <= 2)
+    assert {tuple(cuts) for cuts in every_cut(5, 3) if small.holds(np.array([cuts]))[0]} == {(1, 3), (2, 3), (2, 4)}
+    assert space.below(piece, 14.0).holds(np.array([[2, 4], [2, 3]])).tolist() == [True, False]
+    assert space.between(1, 3, 3).first == (0, 3, 4, 5)
+    assert space.where(lambda stage, begins, ends: ends[:, None] - begins > 2).empty

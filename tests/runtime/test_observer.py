@@ -1,0 +1,208 @@
+"""Who observes a pipeline is told of every action, and what times and memory are made of that."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipegraph import Pipeline
+from pipegraph.package import Package
+from pipegraph.runtime.observer import ActionTimes, SavedBytes
+from pipegraph.schedule import Action, Kind, lower
+from tests.runtime import ranks
+from tests.runtime.packages import batch, chain, loss, write
+from tests.runtime.pipelines import pipeline
+
+STAGES, MICROBATCHES = 2, 4
+
+
+class Record:
+    """What was told, in order: (begins, rank, action, whether something is saved)."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[bool, int, Action, bool]] = []
+
+    def begin(self, rank: int, action: Action) -> None:
+        self.told.append((True, rank, action, False))
+
+    def end(self, rank: int, action: Action, saved: Any) -> None:
+        self.told.append((False, rank, action, saved is not None))
+
+    def of(self, rank: int) -> list[tuple[Action, bool]]:
+        """The actions of a rank, each with whether something was saved when it ended; they do not overlap."""
+        mine = [(begins, action, saved) for begins, of, action, saved in self.told if of == rank]
+        assert [begins for begins, _, _ in mine] == [True, False] * (len(mine) // 2)
+        assert [action for begins, action, _ in mine if begins] == [action for begins, action, _ in mine if not begins]
+        return [(action, saved) for begins, action, saved in mine if not begins]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return Package.open(write(chain(STAGES, width=16), tmp_path / "chain"))
+
+
+def step(pipe: Pipeline) -> None:
+    (x,) = batch(pipe.package.manifest, pipe.schedule.microbatches).values()
+    pipe.step(x, target=torch.zeros(len(x)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_every_action_is_told_of(package: Package, schedule: str) -> None:
+    pipe, record = pipeline(package, schedule, "eager", microbatches=MICROBATCHES, loss_fn=loss), Record()
+    pipe.observe(record)
+    step(pipe)
+    manifest = package.manifest
+    lowered = lower(pipe.schedule, manifest.edges(), manifest.gradient_edges())
+    for rank, actions in enumerate(lowered.actions):
+        told = record.of(rank)
+        assert sorted(map(str, actions)) == sorted(str(action) for action, _ in told)
+        computed = [(action, saved) for action, saved in told if not action.kind.is_transfer]
+        assert [action for action, _ in computed] == [action for action in actions if not action.kind.is_transfer]
+        assert all(saved == (action.kind in (Kind.F, Kind.I)) for action, saved in computed)
+        for before, (action, _) in zip([None, *told], told, strict=False):
+            if action.kind in (Kind.B, Kind.I) and rank < STAGES - 1:  # its gradient was waited for right before
+                assert before is not None and str(before[0]) == f"{action.stage}RECV_B{action.microbatch}"
+
+
+def test_nothing_is_told_when_it_is_over(package: Package) -> None:
+    pipe, record = pipeline(package, "1f1b", microbatches=MICROBATCHES, loss_fn=loss), Record()
+    pipe.observe(record)
+    (x,) = batch(package.manifest, MICROBATCHES).values()
+    pipe.eval(x)
+    assert {action.kind for action, _ in record.of(0)} == {Kind.F, Kind.SEND_F}
+    pipe.observe(None)
+    record.told.clear()
+    step(pipe)
+    assert record.told == []
+
+
+def test_times_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 1.0, 4.0, 10.0, 12.0, 20.0, 27.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    times = ActionTimes(torch.device("cpu"))
+    for microbatch in range(3):
+        times.begin(0, Action(0, Kind.F, microbatch))
+        times.end(0, Action(0, Kind.F, microbatch), None)
+    times.begin(1, Action(1, Kind.W, 0))
+    times.end(1, Action(1, Kind.W, 0), None)
+    assert times.seconds() == {(0, Kind.F): [1.0, 3.0, 2.0], (1, Kind.W): [7.0]}
+    assert times.medians() == {(0, Kind.F): 2.0, (1, Kind.W): 7.0}
+
+
+def test_a_step_tells_how_long_each_rank_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 1.0, 9.0, 9.0, 12.0, 20.0, 27.0, 30.0, 32.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    times = ActionTimes(torch.device("cpu"))
+    for rank, action in ((0, "0F0"), (0, "0RECV_B0"), (0, "0B0"), (1, "1F0")):
+        times.begin(rank, Action.parse(action))
+        times.end(rank, Action.parse(action), None)
+    assert times.end_step() == {0: 4.0, 1: 7.0}
+    times.begin(0, Action(0, Kind.F, 0))
+    times.end(0, Action(0, Kind.F, 0), None)
+    assert times.end_step() == {0: 2.0}
+    assert times.end_step() == {}
+    assert times.medians()[0, Kind.F] == 1.5
+
+
+class Gpu:
+    """Its events, which take 5 ms each, and how many of them it has passed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.recorded = self.passed = self.alive = 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                gpu.alive += 1
+
+            def __del__(self) -> None:
+                gpu.alive -= 1
+
+            def record(self) -> None:
+                self.number = gpu.recorded
+                gpu.recorded += 1
+
+            def query(self) -> bool:
+                return self.number < gpu.passed
+
+            def elapsed_time(self, end: Event) -> float:
+                assert self.query()
+                assert end.query()
+                return 5.0 * (end.number - self.number)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+
+    def synchronize(self, device: torch.device) -> None:
+        self.passed = self.recorded
+
+
+def test_events_are_dropped_once_the_gpu_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, times = Gpu(monkeypatch), ActionTimes(torch.device("cuda"))
+    for microbatch in range(100):
+        times.begin(0, Action(0, Kind.F, microbatch))
+        times.end(0, Action(0, Kind.F, microbatch), None)
+        gpu.passed = max(0, gpu.recorded - 6)
+    assert gpu.alive <= 8
+    assert times.end_step() == {0: pytest.approx(0.5)}
+    assert gpu.alive == 0
+    assert times.seconds() == {(0, Kind.F): [0.005] * 100}
+
+
+def test_times_of_a_gpu_are_read_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, times = Gpu(monkeypatch), ActionTimes(torch.device("cuda"))
+    times.begin(0, Action(0, Kind.B, 0))
+    times.end(0, Action(0, Kind.B, 0), None)
+    assert (gpu.recorded, gpu.passed) == (2, 0)
+    assert times.seconds() == {(0, Kind.B): [0.005]}
+
+
+def saved_bytes(package: Package, schedule: str, microbatches: int, kernels: str = "eager") -> list[int | None]:
+    pipe = pipeline(package, schedule, kernels, microbatches=microbatches, loss_fn=loss)
+    (x,) = batch(package.manifest, microbatches).values()
+    target = torch.zeros(len(x))
+    state = [tensor for stage in pipe.stages.values() for tensor in stage.parameters()]
+    saved = SavedBytes([*state, x, target])
+    pipe.observe(saved)
+    pipe.step(x, target=target)
+    return [saved.most(rank) for rank in range(pipe.schedule.ranks)]
+
+
+def test_saved_bytes_are_those_of_the_microbatches_in_flight(package: Package) -> None:
+    of_one = saved_bytes(package, "gpipe", 1)
+    assert all(of_one)
+    assert saved_bytes(package, "gpipe", 3) == [3 * each for each in of_one if each]
+    assert saved_bytes(package, "1f1b", 5) == [2 * (of_one[0] or 0), of_one[1]]
+
+
+def test_what_autograd_saves_is_not_known(package: Package) -> None:
+    assert saved_bytes(package, "1f1b", 2, "autograd") == [None, None]
+
+
+def waiting(rank: int, folder: str) -> tuple[float, float, list[list[float]]]:
+    """The longest RECV_F and F of rank 1, whose inputs come late, and what the ranks gather."""
+    pipe = pipeline(folder, "gpipe", microbatches=2, loss_fn=loss)
+    if rank == 0:
+        pipe.stages[0].register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    times = ActionTimes(torch.device("cpu"))
+    pipe.observe(times)
+    step(pipe)
+    found = times.seconds()
+    longest = [max(found.get((1, kind), [0.0])) for kind in (Kind.RECV_F, Kind.F)]
+    return longest[0], longest[1], pipe.gather([float(rank), 7.0])
+
+
+def test_a_wait_is_the_receives_and_not_the_forwards(package: Package) -> None:
+    (_, _, gathered), (received, forward, also) = ranks.run(waiting, STAGES, str(package.path))
+    assert received > 0.15
+    assert forward < 0.15
+    assert gathered == also == [[0.0, 7.0], [1.0, 7.0]]
+
+
+def test_a_process_by_itself_gathers_its_own(package: Package) -> None:
+    assert pipeline(package, "1f1b", loss_fn=loss).gather([1.0, 2.0]) == [[1.0, 2.0]]
