@@ -60,7 +60,7 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
     from pipegraph.cost.hardware import Hardware
     from pipegraph.cost.measure import Setting
     from pipegraph.planner.aim import Aim
-    from pipegraph.planner.choose import choose, given, settle
+    from pipegraph.planner.choose import choose, evaluate, settle
 
     torch.set_num_threads(1)
     subject = SUBJECTS[name]()
@@ -79,7 +79,7 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
         setting=Setting(threads=1),
         cache=Cache(folder / "cache"),
         progress=print,
-    )
+    ).on_ranks(RANKS)
     costs, chosen = {}, {}
     for balance in BALANCES:
         own = replace(aim, balance=balance)
@@ -87,13 +87,13 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
         best = settle(choose(*costs[balance], stages))
         segments = best.costs.priced.chain.segments
         chosen[balance] = tuple(segments[cut].start for cut in best.cuts)
-    found = []
+    found: list[_Cut] = []
     for starts in dict.fromkeys([*((start,) for start in layers), *chosen.values()]):
         predicted: dict[str, Any] = {}
         for balance, (priced, own) in costs.items():
             begins = [segment.start for segment in priced.priced.chain.segments]
             if set(starts) <= set(begins):
-                choice = given(priced, own, [begins.index(start) for start in starts])
+                choice = evaluate(priced, own, tuple(map(begins.index, starts)), own.arrange(stages))
                 predicted[balance] = choice.predict().to_json()
                 points = choice.points
         plan = pipegraph.plan(captured, points=points)

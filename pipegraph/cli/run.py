@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipegraph.cli.devices import check_device
 from pipegraph.cli.options import (
     BatchOption,
     DebugOption,
@@ -116,7 +117,7 @@ def run(
         chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
         processes = asked or chosen.ranks
         check_processes(chosen, processes, launched)
-        _check_device(device, processes)
+        check_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", processes)), "processes")
         profile = None if hardware is None else Hardware.load(hardware)
         if recalibrate is not None:
             profile = profile_for(package, recalibrate, profile)
@@ -144,21 +145,6 @@ def run(
     except Exception as error:
         record_failure(error)
         raise
-
-
-def _check_device(device: str, processes: int) -> None:
-    if device == "cpu":
-        return
-    if device != "cuda":
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda.", param_hint="--device")
-    import torch
-
-    present = torch.cuda.device_count()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    if local > present:
-        raise typer.BadParameter(
-            f"{local} processes need a GPU each, and there are {present} here. Try --device cpu.", param_hint="--device"
-        )
 
 
 def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSource | None:
