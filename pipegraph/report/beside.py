@@ -9,12 +9,12 @@ from typing import Any
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.segment import SegmentCost
 from pipegraph.package import Manifest
-from pipegraph.planner.evaluate import memory_parts_of, times_of
-from pipegraph.report.planned import Planned, difference
+from pipegraph.report.planned import difference
+from pipegraph.report.predicted import predicted
 from pipegraph.report.tables import size, table
 from pipegraph.report.training import COMPUTING, Measured
 from pipegraph.report.units import TimeUnit, percent, rough, unit_of
-from pipegraph.schedule import Kind, Schedule, Times, simulate
+from pipegraph.schedule import Kind, Schedule
 
 _UNKNOWN = "—"
 _FAR = 0.3
@@ -70,20 +70,9 @@ def beside(manifest: Manifest, schedule: Schedule, measured: Measured, hardware:
     ``hardware`` has the links. By default a planned step is what the plan says; one of another schedule has the links
     of the profile that priced the package, where it is one that pipegraph has, or else crossing takes no time.
     """
-    costs, plan = _costs(manifest), manifest.plan
-    timed = costs is not None and all("forward" in stage.cost for stage in manifest.stages)
-    name, planned = str(plan.get("hardware", "")), Planned.of(manifest)
-    value = None
-    if hardware is None and planned is not None and planned.is_run_by(schedule):
-        value = float(plan["value"])
-    elif hardware is None and name in Hardware.names():
-        hardware = Hardware.load(name)
-    priced = costs if timed else None
-    times = times_of(priced, schedule, None if hardware is None else hardware.link) if priced else None
-    in_turn = measured.processes < schedule.ranks
-    step, bubble = _step(schedule, times, value, in_turn)
-    memory = None if costs is None else memory_parts_of(costs, schedule)
-    known = in_turn or hardware is not None or value is not None
+    plan, in_turn = manifest.plan, measured.processes < schedule.ranks
+    found = predicted(manifest, schedule, hardware, in_turn)
+    priced, memory = None if found.times is None else found.costs, found.memory
     kinds = [kind for kind in COMPUTING if any(action.kind is kind for row in schedule.actions for action in row)]
     stages = tuple(
         {
@@ -95,54 +84,17 @@ def beside(manifest: Manifest, schedule: Schedule, measured: Measured, hardware:
     return Beside(
         schedule=schedule,
         stages=stages,
-        step=Pair(step, measured.step),
-        bubble=None if in_turn else Pair(bubble, measured.bubble),
+        step=Pair(found.step, measured.step),
+        bubble=None if in_turn else Pair(found.bubble, measured.bubble),
         state=tuple(Pair(memory[n].state if memory else None, held) for n, held in enumerate(measured.state)),
         saved=tuple(Pair(memory[n].saved if memory else None, held) for n, held in enumerate(measured.saved)),
         buffers=tuple(memory[n].buffers if memory else None for n in range(schedule.ranks)),
         measured=measured,
-        basis=f"{plan.get('balance')} on {name}" if timed else "",
-        hints=tuple(filter(None, [difference(manifest, schedule), *_hints(manifest, stages, measured, known)])),
+        basis=f"{plan.get('balance')} on {plan.get('hardware', '')}" if priced else "",
+        hints=tuple(
+            filter(None, [difference(manifest, schedule), *_hints(manifest, stages, measured, found.links_known)])
+        ),
     )
-
-
-def _costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
-    """The stages as they were priced; times are 0 where only bytes were. None where nothing was."""
-    cuts = [int(cut["boundary_bytes"]) for cut in manifest.plan.get("cuts", [])]
-    if any("saved_bytes" not in stage.cost for stage in manifest.stages) or len(cuts) + 1 != len(manifest.stages):
-        return None
-    return tuple(
-        SegmentCost(
-            forward=float(stage.cost.get("forward", 0.0)),
-            input_grad=float(stage.cost.get("input_grad", 0.0)),
-            weight_grad=float(stage.cost.get("weight_grad", 0.0)),
-            boundary_bytes=crossing,
-            saved_bytes=int(stage.cost["saved_bytes"]),
-            parameter_bytes=int(stage.cost["parameter_bytes"]),
-            weight_saved_bytes=_whole(stage.cost.get("weight_saved_bytes")),
-            trained_bytes=_whole(stage.cost.get("trained_bytes")),
-            buffer_bytes=int(stage.cost.get("buffer_bytes", 0)),
-        )
-        for stage, crossing in zip(manifest.stages, [*cuts, 0], strict=True)
-    )
-
-
-def _whole(figure: float | None) -> int | None:
-    return None if figure is None else int(figure)
-
-
-def _step(
-    schedule: Schedule, times: Times | None, value: float | None, in_turn: bool
-) -> tuple[float | None, float | None]:
-    """A step's predicted seconds and bubble; ``value`` is what the plan says of it."""
-    if times is None:
-        return None, None
-    if in_turn:
-        return sum(times.of(action) for row in schedule.actions for action in row), None
-    timeline = simulate(schedule, times)
-    if value is None:
-        value = timeline.makespan
-    return value, 1 - max(timeline.busy) / value if value else 0.0
 
 
 def _predicted(cost: SegmentCost, kind: Kind) -> float:

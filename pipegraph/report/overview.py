@@ -24,7 +24,8 @@ _TIMES = ("forward", "input_grad", "weight_grad")
 def overview(package: Package, schedule: Schedule, width: int | None = None, coloured: bool = False) -> Text:
     """The text of ``pipegraph show``. The schedule is drawn as if F, I and W took the same time on every stage."""
     manifest = package.manifest
-    parts = [_title(package), _stage_table(manifest), _value_table(manifest), *_predicted(manifest)]
+    parts = [model_title(manifest), table(*stage_cells(manifest)), table(*boundary_cells(manifest))]
+    parts += ["\n".join(each) for each in [explanation(manifest)] if each]
     if manifest.tied:
         parts.append("\n".join(f"tied: {' = '.join(map(clip, group))}" for group in manifest.tied))
     if edited := package.edited():
@@ -91,26 +92,32 @@ def bytes_of(value: Value) -> int:
     return math.prod(value.shape) * (int(bits[0]) if bits else 8) // 8  # a bool has 8, and does not say so
 
 
-def _title(package: Package) -> str:
-    model = package.manifest.model
-    stages = len(package.manifest.stages)
+def model_title(manifest: Manifest) -> str:
+    """``Transformer of transformer.py in 4 stages``"""
+    model, stages = manifest.model, len(manifest.stages)
     return f"{model.get('class', 'model')} of {model.get('source', '?')} in {stages} stage{'s' if stages > 1 else ''}"
 
 
-def _stage_table(manifest: Manifest) -> str:
+def has_times(manifest: Manifest) -> bool:
+    """Whether F, I and W of every stage were predicted or measured."""
+    return all(name in stage.cost for stage in manifest.stages for name in (*_TIMES, "saved_bytes"))
+
+
+def stage_cells(manifest: Manifest) -> tuple[list[str], list[list[str]]]:
+    """A table's headers and rows: what each stage holds, and what it costs as far as that is known."""
     rows = [[str(stage.index), clip(holds(manifest, stage.index)), *_costs(stage)] for stage in manifest.stages]
     headers = ["stage", "holds", "parameters", "forward", "weights"]
-    if all(name in stage.cost for stage in manifest.stages for name in (*_TIMES, "saved_bytes")):
+    if has_times(manifest):
         times = [[float(stage.cost[name]) for name in _TIMES] for stage in manifest.stages]
         unit = unit_of(max(map(sum, times)))
         headers[4:4] = ["F", "I", "W", unit.name, "keeps"]
         for row, stage, figures in zip(rows, manifest.stages, times, strict=True):
             row[4:4] = [*(unit.number(each) for each in (*figures, sum(figures))), size(stage.cost["saved_bytes"])]
-    return table(headers, rows)
+    return headers, rows
 
 
-def _predicted(manifest: Manifest) -> list[str]:
-    """What a step is expected to take, and why each cut is where it is; nothing for a plan that was not priced."""
+def explanation(manifest: Manifest) -> list[str]:
+    """Lines: what a step is expected to take, and why each cut is where it is; none for a plan that was not priced."""
     if "cuts" not in manifest.plan:
         return []
     names = (*_TIMES, "saved_bytes", "parameter_bytes")
@@ -124,7 +131,7 @@ def _predicted(manifest: Manifest) -> list[str]:
             f"The plan in pipeline.json is damaged: {type(error).__name__}: {error}.\n"
             "Try: write it anew with `pipegraph split`."
         ) from None
-    return ["\n".join([summary(prediction), *map(one_line, reasons)])]
+    return [*summary(prediction).split("\n"), *map(one_line, reasons)]
 
 
 def _costs(stage: StageEntry) -> list[str]:
@@ -136,7 +143,8 @@ def _costs(stage: StageEntry) -> list[str]:
     ]
 
 
-def _value_table(manifest: Manifest) -> str:
+def boundary_cells(manifest: Manifest) -> tuple[list[str], list[list[str]]]:
+    """A table's headers and rows: the tensors that cross between stages, and those that the caller gives."""
     rows = [
         [
             clip(value.name),
@@ -148,7 +156,7 @@ def _value_table(manifest: Manifest) -> str:
         ]
         for value in _crossing(manifest)
     ]
-    return table(["boundary", "tensor", "from", "to", "microbatch", "gradient"], rows)
+    return ["boundary", "tensor", "from", "to", "microbatch", "gradient"], rows
 
 
 def _crossing(manifest: Manifest) -> list[Value]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 _THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
@@ -28,6 +29,28 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same for what renders Markdown.
+
+    >>> print(markdown_table(["stage", "holds"], [["0", "a_b | c"]]))
+    | stage | holds |
+    | --- | --- |
+    | 0 | a\\_b \\| c |
+    """
+    lines = [headers, ["---"] * len(headers), *rows]
+    cells = [[cell if number == 1 else markdown(cell) for cell in line] for number, line in enumerate(lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def markdown(text: str) -> str:
+    """``text`` on one line, such that Markdown shows it as it stands.
+
+    >>> markdown("layers.*<b>")
+    'layers.\\\\*\\\\<b\\\\>'
+    """
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|~&$])", r"\\\1", one_line(text))
 
 
 def _is_number(cell: str) -> bool:

@@ -12,11 +12,11 @@ Everything is placed in pixels of two decimals at most, so that equal schedules 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 from itertools import groupby
 
 from pipegraph.report.colours import MEANING, TONES, chunks_of, colour, ink, kinds_of, tones
 from pipegraph.report.simulation import Simulation, title
+from pipegraph.report.svg import GREY, LETTER, LIGHT, LINE, picture, px, text
 from pipegraph.report.tables import clip
 from pipegraph.report.units import percent, ticks
 from pipegraph.schedule import Event, Kind
@@ -25,35 +25,33 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 64, 92, 40  # around the lanes
 _BOX, _MEMORY, _BETWEEN = 24, 14, 8  # heights of a box and the curve below it, and the gap to the next lane
 _LANE = _BOX + _MEMORY + _BETWEEN
 _NARROWEST, _WIDEST = 780, 3600  # of the lanes
-_DIGIT, _LETTER = 6.2, 5.9  # widths of a digit in a box and of a letter in the legend
+_DIGIT = 6.2  # width of a digit in a box
 _MOST_ARROWS = 64
-_LIGHT, _GREY, _DARK = "#f1f3f5", "#6b7280", "#111827"
 _CRITICAL = "#d6006c"
 _CURVE = "#c3cad3"
-_FONT = "font-family=\"'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif\""
 
 
 def timeline_svg(simulation: Simulation) -> str:
     """The whole picture as the text of an SVG file."""
+    width, height, drawing = timeline_drawing(simulation)
+    return picture(width, height, title(simulation.schedule), drawing)
+
+
+def timeline_drawing(simulation: Simulation) -> tuple[float, float, list[str]]:
+    """(width, height, elements) of it, as a part of a larger picture."""
     narrowest = max(_NARROWEST, sum(width for _, width in _legend(simulation)) - _RIGHT)
     scale = _scale(simulation, narrowest)
     width = _LEFT + max(simulation.timeline.makespan * scale, narrowest) + _RIGHT
     height = _TOP + simulation.schedule.ranks * _LANE + _BOTTOM
-    size = f'width="{_px(width)}" height="{height}" viewBox="0 0 {_px(width)} {height}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_FONT} font-size="11" fill="{_DARK}">',
-            f"<title>{_text(title(simulation.schedule))}</title>",
-            '<rect width="100%" height="100%" fill="#ffffff"/>',
-            *_head(simulation),
-            *_axis(simulation, scale),
-            *_memory(simulation, scale),
-            *_boxes(simulation, scale),
-            *_arrows(simulation, scale),
-            *_critical_path(simulation, scale),
-            "</svg>\n",
-        ]
-    )
+    drawing = [
+        *_head(simulation),
+        *_axis(simulation, scale),
+        *_memory(simulation, scale),
+        *_boxes(simulation, scale),
+        *_arrows(simulation, scale),
+        *_critical_path(simulation, scale),
+    ]
+    return width, height, drawing
 
 
 def _scale(simulation: Simulation, narrowest: float) -> float:
@@ -71,15 +69,6 @@ def _number_width(number: int) -> float:
     return len(str(number)) * _DIGIT + 5
 
 
-def _px(number: float) -> str:
-    return f"{number:.2f}".rstrip("0").rstrip(".")
-
-
-def _text(text: str) -> str:
-    """Escaped, and without the control characters that XML has no place for: a name may hold anything."""
-    return escape("".join(character if character.isprintable() else "\ufffd" for character in text))
-
-
 def _lane(rank: int) -> int:
     return _TOP + rank * _LANE
 
@@ -93,12 +82,12 @@ def _head(simulation: Simulation) -> Iterator[str]:
         f"lower bound {unit.text(simulation.lower_bound)} (gap {percent(simulation.gap)})",
         f"at most {max(timeline.peak_activations)} saved activations on a rank",
     ]
-    name = _text(clip(title(simulation.schedule), 90))
+    name = text(clip(title(simulation.schedule), 90))
     yield f'<text x="{_LEFT}" y="26" font-size="17" font-weight="600">{name}</text>'
-    yield f'<text x="{_LEFT}" y="45" font-size="12" fill="{_GREY}">{_text("  ·  ".join(said))}</text>'
+    yield f'<text x="{_LEFT}" y="45" font-size="12" fill="{GREY}">{text("  ·  ".join(said))}</text>'
     x: float = _LEFT
     for drawn, width in _legend(simulation):
-        yield f'<g transform="translate({_px(x)} 58)">{drawn}</g>'
+        yield f'<g transform="translate({px(x)} 58)">{drawn}</g>'
         x += width
 
 
@@ -124,8 +113,8 @@ def _legend(simulation: Simulation) -> list[tuple[str, float]]:
     return parts
 
 
-def _entry(drawing: str, width: float, text: str) -> tuple[str, float]:
-    return f'{drawing}<text x="{_px(width + 6)}" y="12">{_text(text)}</text>', width + 6 + _LETTER * len(text) + 16
+def _entry(drawing: str, width: float, said: str) -> tuple[str, float]:
+    return f'{drawing}<text x="{px(width + 6)}" y="12">{text(said)}</text>', width + 6 + LETTER * len(said) + 16
 
 
 def _axis(simulation: Simulation, scale: float) -> Iterator[str]:
@@ -140,16 +129,16 @@ def _axis(simulation: Simulation, scale: float) -> Iterator[str]:
         yield f'<text {at} y="{y + 16}" font-size="12" font-weight="600">rank {rank}</text>'
         if len(held) > 1:
             stages = f"stages {held[0]}, {held[1]}" if len(held) == 2 else f"{held[0]}, {held[1]} … {held[-1]}"
-            yield f'<text {at} y="{y + 30}" font-size="9" fill="{_GREY}">{stages}</text>'
-        yield f'<rect x="{_LEFT}" y="{y}" width="{_px(length)}" height="{_BOX}" fill="{_LIGHT}"/>'
+            yield f'<text {at} y="{y + 30}" font-size="9" fill="{GREY}">{stages}</text>'
+        yield f'<rect x="{_LEFT}" y="{y}" width="{px(length)}" height="{_BOX}" fill="{LIGHT}"/>'
     shown = ticks(timeline.makespan / unit.size, max(2, int(length / 80)))
     for tick in shown:
-        x = _px(_LEFT + tick * unit.size * scale)
-        yield f'<path d="M{x} {_TOP - 4}V{bottom + 6}" stroke="#d1d5db" stroke-width="0.7"/>'
+        x = px(_LEFT + tick * unit.size * scale)
+        yield f'<path d="M{x} {_TOP - 4}V{bottom + 6}" stroke="{LINE}" stroke-width="0.7"/>'
         number = unit.number(tick * unit.size)
-        yield f'<text x="{x}" y="{bottom + 19}" text-anchor="middle" fill="{_GREY}">{number}</text>'
+        yield f'<text x="{x}" y="{bottom + 19}" text-anchor="middle" fill="{GREY}">{number}</text>'
     name = f"time in {unit.name}" if unit.name else "time"
-    yield f'<text x="{_LEFT - 10}" y="{bottom + 19}" text-anchor="end" fill="{_GREY}">{name}</text>'
+    yield f'<text x="{_LEFT - 10}" y="{bottom + 19}" text-anchor="end" fill="{GREY}">{name}</text>'
 
 
 def _boxes(simulation: Simulation, scale: float) -> Iterator[str]:
@@ -169,11 +158,11 @@ def _boxes(simulation: Simulation, scale: float) -> Iterator[str]:
             x, width, y = _LEFT + event.start * scale, (event.end - event.start) * scale, _lane(rank)
             gap = min(0.8, width / 4)
             said = f"{event.action}: {unit.text(event.start)} to {unit.text(event.end)}"
-            shape = f'x="{_px(x)}" y="{y}" width="{_px(width - gap)}" height="{_BOX}" rx="{_px(min(2, width / 8))}"'
+            shape = f'x="{px(x)}" y="{y}" width="{px(width - gap)}" height="{_BOX}" rx="{px(min(2, width / 8))}"'
             yield f"<rect {shape}><title>{said}</title></rect>"
             if width >= widest:
                 number = event.action.microbatch
-                numbers.append(f'<text x="{_px(x + (width - gap) / 2)}" y="{y + 16}">{number}</text>')
+                numbers.append(f'<text x="{px(x + (width - gap) / 2)}" y="{y + 16}">{number}</text>')
         yield "</g>"
         if numbers:
             yield f'<g fill="{ink(fill)}" font-size="10" text-anchor="middle" pointer-events="none">'
@@ -195,10 +184,10 @@ def _memory(simulation: Simulation, scale: float) -> Iterator[str]:
         held, path = 0, [f"M{_LEFT} {base}"]
         for time, group in groupby(sorted(changes), key=lambda change: change[0]):
             held += sum(change for _, change in group)
-            path.append(f"H{_px(_LEFT + time * scale)}V{_px(base - held * step)}")
+            path.append(f"H{px(_LEFT + time * scale)}V{px(base - held * step)}")
         yield f'<path d="{"".join(path)}" fill="{_CURVE}"/>'
-        x = _px(_LEFT + timeline.makespan * scale + 8)
-        yield f'<text x="{x}" y="{base - 2}" fill="{_GREY}">{timeline.peak_activations[rank]}</text>'
+        x = px(_LEFT + timeline.makespan * scale + 8)
+        yield f'<text x="{x}" y="{base - 2}" fill="{GREY}">{timeline.peak_activations[rank]}</text>'
 
 
 def _arrows(simulation: Simulation, scale: float) -> Iterator[str]:
@@ -217,10 +206,10 @@ def _arrows(simulation: Simulation, scale: float) -> Iterator[str]:
             other, end = ends[backward, source, event.action.microbatch]
             if other != rank:
                 down = rank > other
-                start = f"M{_px(_LEFT + end * scale)} {_lane(other) + _BOX * down}"
-                lines.append(f"{start}L{_px(_LEFT + event.start * scale)} {_lane(rank) + _BOX * (not down)}")
+                start = f"M{px(_LEFT + end * scale)} {_lane(other) + _BOX * down}"
+                lines.append(f"{start}L{px(_LEFT + event.start * scale)} {_lane(rank) + _BOX * (not down)}")
     if 0 < len(lines) <= _MOST_ARROWS:
-        yield f'<path d="{"".join(lines)}" fill="none" stroke="{_GREY}" stroke-width="0.6" stroke-opacity="0.8"/>'
+        yield f'<path d="{"".join(lines)}" fill="none" stroke="{GREY}" stroke-width="0.6" stroke-opacity="0.8"/>'
 
 
 def _critical_path(simulation: Simulation, scale: float) -> Iterator[str]:
@@ -236,7 +225,7 @@ def _critical_path(simulation: Simulation, scale: float) -> Iterator[str]:
         if before is not None:
             x, other = before
             down = rank > other
-            yield f'<path d="M{_px(x)} {_lane(other) + _BOX * down}L{_px(start)} {y + _BOX * (not down)}"/>'
-        yield f'<rect x="{_px(start)}" y="{y}" width="{_px(end - start)}" height="{_BOX}" rx="2"/>'
+            yield f'<path d="M{px(x)} {_lane(other) + _BOX * down}L{px(start)} {y + _BOX * (not down)}"/>'
+        yield f'<rect x="{px(start)}" y="{y}" width="{px(end - start)}" height="{_BOX}" rx="2"/>'
         before = (end, rank)
     yield "</g>"

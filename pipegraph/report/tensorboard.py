@@ -1,0 +1,144 @@
+"""What TensorBoard shows of a run: scalars of every step, the plan, timelines, and the run's settings.
+
+All of it stands in one folder and is one run there; one process, that of rank 0, writes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from os import PathLike
+
+from pipegraph.cost.hardware import Hardware
+from pipegraph.errors import PipegraphError
+from pipegraph.package import Package
+from pipegraph.report.overview import boundary_cells, explanation, model_title, stage_cells
+from pipegraph.report.predicted import predicted
+from pipegraph.report.simulation import title
+from pipegraph.report.tables import markdown, markdown_table
+from pipegraph.report.timeline_png import timeline_png
+from pipegraph.report.units import unit_of
+from pipegraph.schedule import Schedule, Timeline, simulate
+from pipegraph.tracing.scalars import StepFigures, batch_sizes
+
+_MIB = 2**20
+
+
+def check_tensorboard() -> None:
+    """Raise PipegraphError where tensorboard is not installed; every rank asks, so that none waits for another."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise PipegraphError(
+            "What TensorBoard shows of a run cannot be written: tensorboard is not installed.\n"
+            "Try: pip install 'pipegraph[tensorboard]'"
+        )
+
+
+class StepWriter:
+    """Writes into a run's folder, from `StepFigures` and timelines that all ranks have gathered.
+
+    Scalars, by step: ``loss``, ``bubble``, ``time/step`` with ``time/step_predicted`` beside it, ``time/iteration``
+    (with the optimizer), ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` of whole iterations,
+    ``rank_00/time/forward`` and so on for each of `PARTS`, ``rank_00/memory/peak_MiB``. With all ranks in one process
+    there is one ``memory/peak_MiB``, and no bubble. Text: ``plan``. Images: ``timeline/predicted`` and
+    ``timeline/measured``. Hyper-parameters: the schedule, sizes, the model, and ``settings``.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        package: Package,
+        schedule: Schedule,
+        processes: int,
+        settings: Mapping[str, str | float] | None = None,
+        hardware: Hardware | None = None,
+    ) -> None:
+        check_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
+        manifest = package.manifest
+        in_turn = processes < schedule.ranks
+        self._schedule = schedule
+        self._samples, self._tokens = batch_sizes(manifest, schedule.microbatches)
+        self._predicted = predicted(manifest, schedule, hardware, in_turn)
+        self._writer = SummaryWriter(str(folder))
+        self._writer.add_text("plan", _plan(package, schedule), 0)
+        own: dict[str, str | float] = {
+            "model": str(manifest.model.get("class", "model")),
+            "package": package.path.name,
+            "schedule": schedule.name,
+            "ranks": schedule.ranks,
+            "stages": schedule.stages,
+            "microbatches": schedule.microbatches,
+            "processes": processes,
+        }
+        self._add_settings({**own, **(settings or {})}, ["time/step", *([] if in_turn else ["bubble"])])
+        if self._predicted.times is not None:
+            self._add_timeline("predicted", simulate(schedule, self._predicted.times), 0)
+        self._writer.flush()
+
+    def step(self, figures: StepFigures) -> None:
+        """Write the scalars of a step."""
+        scalars: dict[str, float | None] = {
+            "loss": figures.loss,
+            "bubble": figures.bubble,
+            "time/step": figures.seconds,
+            "time/step_predicted": self._predicted.step,
+            "time/iteration": figures.iteration,
+        }
+        for name, count in (("samples", self._samples), ("tokens", self._tokens)):
+            if count is not None and figures.iteration > 0:
+                scalars[f"throughput/{name}_per_second"] = count / figures.iteration
+        for rank, parts in enumerate(figures.ranks):
+            scalars |= {f"rank_{rank:02}/time/{part}": seconds for part, seconds in parts.items()}
+        for process, held in enumerate(figures.peak_bytes):
+            of = f"rank_{process:02}/" if len(figures.peak_bytes) > 1 else ""
+            scalars[f"{of}memory/peak_MiB"] = held / _MIB
+        for name, figure in scalars.items():
+            if figure is not None:
+                self._writer.add_scalar(name, figure, figures.index)
+        self._writer.flush()
+
+    def timeline(self, timeline: Timeline, step: int) -> None:
+        """Write the image of a step as it was measured."""
+        self._add_timeline("measured", timeline, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left and let the file go."""
+        self._writer.close()
+
+    def _add_timeline(self, what: str, timeline: Timeline, step: int) -> None:
+        import numpy as np
+
+        said = f"measured, step {step}" if what == "measured" else what
+        image = timeline_png(self._schedule, timeline, unit_of(timeline.makespan), said)
+        self._writer.add_image(f"timeline/{what}", np.asarray(image), step, dataformats="HWC")
+
+    def _add_settings(self, settings: dict[str, str | float], metrics: list[str]) -> None:
+        """Hyper-parameters of this run. `SummaryWriter.add_hparams` would make a run of its own below the folder."""
+        from torch.utils.tensorboard.summary import hparams
+
+        for summary in hparams(settings, dict.fromkeys(metrics, 0.0)):
+            self._writer._get_file_writer().add_summary(summary)
+
+
+def _plan(package: Package, schedule: Schedule) -> str:
+    """The package and its plan as Markdown."""
+    manifest = package.manifest
+    headers, rows = stage_cells(manifest)
+    headers.insert(1, "rank")
+    for row, rank in zip(rows, schedule.placement, strict=True):
+        row.insert(1, str(rank))
+    reasons = "\n".join(f"- {markdown(line)}" for line in explanation(manifest))
+    return "\n\n".join(
+        filter(
+            None,
+            [
+                f"## {markdown(model_title(manifest))}",
+                markdown(title(schedule)),
+                markdown_table(headers, rows),
+                markdown_table(*boundary_cells(manifest)),
+                reasons,
+            ],
+        )
+    )

@@ -1,0 +1,221 @@
+"""What each step took on every rank, in a few figures that all ranks exchange."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipegraph.package import CALLER, Manifest, leaves
+from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.schedule import Action, Event, Kind, Schedule, Timeline
+from pipegraph.schedule.memory import peak_activations
+
+PARTS = {
+    Kind.F: "forward",
+    Kind.I: "input_gradient",
+    Kind.W: "weight_gradient",
+    Kind.B: "backward",
+    Kind.SEND_F: "transfer",
+    Kind.SEND_B: "transfer",
+    Kind.RECV_F: "wait",
+    Kind.RECV_B: "wait",
+}
+"""What a rank's time goes into: transfers are the handing over of a message, waits those for one to arrive."""
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step.
+
+    Attributes:
+        index: of the step, from 0.
+        loss: None where the step has none.
+        seconds: of the pipeline: from the first action of any rank to the end of the last one.
+        iteration: seconds of the whole turn of the user's loop, the optimizer included: the longest of all processes.
+        bubble: the part of ``seconds`` in which even the busiest rank computed nothing; None where ranks take turns.
+        ranks: of each rank, the seconds that went into each of `PARTS`.
+        peak_bytes: of each process, since it began: the most that torch had allocated on its GPU, or, without one, the
+            largest part of the machine's memory that the process had.
+    """
+
+    index: int
+    loss: float | None
+    seconds: float
+    iteration: float
+    bubble: float | None
+    ranks: tuple[Mapping[str, float], ...]
+    peak_bytes: tuple[int, ...]
+
+
+class StepRecorder:
+    """An observer of a pipeline that times every action: by the clock of the host on a CPU, by events on a GPU.
+
+    All processes make one, and call `end_step` and `timeline` together. ``offset`` is what rank 0's clock (`time.time`)
+    is ahead of this process's, in seconds.
+    """
+
+    def __init__(self, pipe: Pipeline, device: torch.device) -> None:
+        self.offset = 0.0
+        self._pipe, self._device = pipe, device
+        self._parts = parts_of(pipe.schedule)
+        self._begun: dict[int, Any] = {}
+        self._arrived: dict[int, list[tuple[Kind, Any, Any]]] = defaultdict(list)
+        self._spans: dict[int, list[tuple[Kind, Any, Any]]] = defaultdict(list)
+        self._evaluates: set[int] = set()
+        placement = pipe.schedule.placement
+        self._here = sorted({placement[stage] for stage in pipe.stages})  # ranks of this process
+        self._last: dict[int, list[tuple[Kind, float, float]]] = {
+            rank: [] for rank in self._here
+        }  # of the step before, from its begin
+        self._last_start = 0.0  # of that step, on rank 0's clock
+        self._index = 0
+        self.begin_step()
+
+    def begin(self, rank: int, action: Action) -> None:
+        """As an Observer."""
+        self._begun[rank] = self._now()
+
+    def end(self, rank: int, action: Action, saved: Any) -> None:
+        """As an Observer. What an eval does between two steps is left out: its F keeps nothing for a backward."""
+        kind, span = action.kind, (action.kind, self._begun.pop(rank), self._now())
+        if kind in (Kind.RECV_F, Kind.RECV_B):
+            self._arrived[rank].append(span)  # the action behind it tells what it belongs to
+            return
+        if not kind.is_transfer:
+            if kind is Kind.F and saved is None and self._pipe.schedule.has_backward:
+                self._evaluates.add(rank)
+            else:
+                self._evaluates.discard(rank)
+        arrived = self._arrived.pop(rank, [])
+        if rank not in self._evaluates:
+            self._spans[rank] += [*arrived, span]
+
+    def begin_step(self) -> None:
+        """From here on it is the next step's. Nothing is to be on its way on a GPU."""
+        self._spans.clear()
+        self._start = time.time()
+        self._zero = self._now()
+
+    def end_step(self, loss: float | torch.Tensor | None) -> StepFigures:
+        """The figures of the step that ends here, of all ranks; they call this together. The next step begins."""
+        iteration = time.time() - self._start
+        self._last, self._last_start = self._read(), self._start + self.offset
+        row = [math.nan if loss is None else float(loss), iteration, float(self._peak_bytes())]
+        for spans in self._last.values():
+            row.append(self._last_start + min((begin for _, begin, _ in spans), default=math.inf))
+            row.append(self._last_start + max((end for *_, end in spans), default=-math.inf))
+            sums = dict.fromkeys(self._parts, 0.0)
+            for kind, begin, end in spans:
+                sums[PARTS[kind]] += end - begin
+            row += sums.values()
+        figures = self._figures(self._pipe.gather(row))
+        self._index += 1
+        self.begin_step()
+        return figures
+
+    def timeline(self) -> Timeline | None:
+        """When the actions of the last step ran, from 0; None where it has not run whole. Ranks call this together."""
+        schedule = self._pipe.schedule
+        actions = [[action for action in row if not action.kind.is_transfer] for row in schedule.actions]
+        longest = 2 * max(map(len, actions))
+        row: list[float] = []
+        for rank, spans in self._last.items():
+            times = [self._last_start + time for kind, *span in spans if not kind.is_transfer for time in span]
+            times = times[-2 * len(actions[rank]) :] if len(times) >= 2 * len(actions[rank]) else []
+            row += [*times, *[math.nan] * (longest - len(times))]
+        rows = self._pipe.gather(row)
+        by_rank = rows if len(rows) > 1 else [rows[0][at : at + longest] for at in range(0, len(rows[0]), longest)]
+        found = [times[: 2 * len(each)] for times, each in zip(by_rank, actions, strict=True)]
+        if any(map(math.isnan, (time for times in found for time in times))):
+            return None
+        first = min(time for times in found for time in times)
+        events = tuple(
+            tuple(
+                Event(action, begin - first, end - first)
+                for action, begin, end in zip(each, times[::2], times[1::2], strict=True)
+            )
+            for each, times in zip(actions, found, strict=True)
+        )
+        return Timeline(events, peak_activations(schedule))
+
+    def _figures(self, rows: list[list[float]]) -> StepFigures:
+        ranks = self._pipe.schedule.ranks
+        in_turn = len(rows) < ranks
+        width = 2 + len(self._parts)
+        by_rank = [rows[0][3 + at * width :] for at in range(ranks)] if in_turn else [row[3:] for row in rows]
+        seconds = max(0.0, max(each[1] for each in by_rank) - min(each[0] for each in by_rank))
+        parts = [dict(zip(self._parts, each[2:width], strict=True)) for each in by_rank]
+        computing = {PARTS[kind] for kind in PARTS if not kind.is_transfer}
+        busiest = max(sum(spent for part, spent in each.items() if part in computing) for each in parts)
+        return StepFigures(
+            index=self._index,
+            loss=next((row[0] for row in rows if not math.isnan(row[0])), None),
+            seconds=seconds,
+            iteration=max(row[1] for row in rows),
+            bubble=None if in_turn or not seconds else 1 - busiest / seconds,
+            ranks=tuple(parts),
+            peak_bytes=tuple(int(row[2]) for row in rows),
+        )
+
+    def _read(self) -> dict[int, list[tuple[Kind, float, float]]]:
+        """Spans of each rank that is here, in seconds from the step's begin."""
+        zero = self._zero
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+            def seconds(event: Any) -> float:
+                return float(zero.elapsed_time(event)) / 1000
+
+        else:
+
+            def seconds(event: Any) -> float:
+                return float(event - zero)
+
+        return {
+            rank: [(kind, seconds(begin), seconds(end)) for kind, begin, end in self._spans[rank]]
+            for rank in self._here
+        }
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _peak_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def parts_of(schedule: Schedule) -> tuple[str, ...]:
+    """Those of `PARTS` that ranks spend time on under a schedule."""
+    kinds = {action.kind for row in schedule.actions for action in row}
+    crosses = any(schedule.placement[at] != schedule.placement[at - 1] for at in range(1, schedule.stages))
+    parts = [part for kind, part in PARTS.items() if kind in kinds or (kind.is_transfer and crosses)]
+    return tuple(dict.fromkeys(parts))
+
+
+def batch_sizes(manifest: Manifest, microbatches: int) -> tuple[int | None, int | None]:
+    """Samples and tokens of a step.
+
+    Samples are the rows of the model's first input that is a tensor; tokens its elements, where it holds integers
+    [batch, sequence]. None where it has none of them.
+    """
+    names = [name for name in leaves((manifest.args, manifest.kwargs)) if name is not None]
+    given = [manifest.values[name] for name in names]
+    first = next((each for each in given if each.producer == CALLER and not each.is_constant and each.shape), None)
+    if first is None:
+        return None, None
+    is_tokens = first.dtype.lstrip("u").startswith("int") and len(first.shape) == 2
+    return first.shape[0] * microbatches, math.prod(first.shape) * microbatches if is_tokens else None

@@ -1,0 +1,225 @@
+"""What TensorBoard shows of a run: read back from the event file, and asked of a real TensorBoard over HTTP."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipegraph.errors import PipegraphError
+from pipegraph.package import Package
+from pipegraph.report import tensorboard
+from pipegraph.report.tensorboard import StepWriter
+from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.schedule import build
+from pipegraph.tracing.scalars import StepRecorder
+from tests.runtime import ranks
+from tests.runtime.packages import chain, write
+
+STEPS = 3
+
+needs_tensorboard = pytest.mark.usefixtures("_tensorboard")
+
+
+@pytest.fixture(scope="module")
+def _tensorboard() -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'pipegraph[tensorboard]'")
+
+
+@pytest.fixture(scope="module")
+def run(_tensorboard: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps of two real ranks, written by rank 0 into ``runs/first``."""
+    folder = tmp_path_factory.mktemp("tensorboard")
+    package = write(chain(2, width=8), folder / "chain")
+    told = ranks.run(train, 2, str(package), str(folder / "runs/first"))
+    assert told == ["done"] * 2
+    return folder / "runs/first"
+
+
+def train(rank: int, package_folder: str, folder: str) -> str:
+    package, schedule = Package.open(package_folder), build("1f1b", 2, 4)
+    pipe = Pipeline(package, schedule, loss_fn=lambda output, target: output.square().mean(), kernels="eager")
+    recorder = StepRecorder(pipe, torch.device("cpu"))
+    pipe.observe(recorder)
+    writer = StepWriter(folder, package, schedule, 2, {"kernels": "eager"}) if rank == 0 else None
+    (value,) = (each for each in package.manifest.values.values() if each.producer < 0)
+    batch = torch.ones(4 * value.shape[0], *value.shape[1:])
+    for _ in range(STEPS):
+        figures = recorder.end_step(pipe.step(batch).loss)
+        if writer is not None:
+            writer.step(figures)
+    timeline = recorder.timeline()
+    if writer is not None:
+        assert timeline is not None
+        writer.timeline(timeline, STEPS - 1)
+        writer.close()
+    return "done"
+
+
+def read(run: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run))
+    events.Reload()
+    return events
+
+
+def test_one_folder_and_one_file(run: Path) -> None:
+    (file,) = run.rglob("*")
+    assert file.name.startswith("events.out.tfevents")
+
+
+def test_scalars_of_every_step(run: Path) -> None:
+    events = read(run)
+    assert sorted(events.Tags()["scalars"]) == sorted(
+        [
+            "loss",
+            "bubble",
+            "time/step",
+            "time/iteration",
+            "throughput/samples_per_second",
+            *(f"rank_0{rank}/time/{part}" for rank in (0, 1) for part in ("forward", "backward", "transfer", "wait")),
+            "rank_00/memory/peak_MiB",
+            "rank_01/memory/peak_MiB",
+        ]
+    )
+    found = {name: [each.value for each in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert all(len(values) == STEPS for values in found.values())
+    assert [each.step for each in events.Scalars("loss")] == [0, 1, 2]
+    for index in range(STEPS):
+        step, of = found["time/step"][index], {name: values[index] for name, values in found.items()}
+        busy = [of[f"rank_0{rank}/time/forward"] + of[f"rank_0{rank}/time/backward"] for rank in (0, 1)]
+        assert of["bubble"] == pytest.approx(1 - max(busy) / step, abs=1e-4)
+        assert 0 < step < of["time/iteration"]
+        assert of["rank_01/memory/peak_MiB"] > 10
+
+
+def test_the_plan_and_the_timeline(run: Path) -> None:
+    from PIL import Image
+
+    events = read(run)
+    (plan,) = events.Tensors("plan/text_summary")
+    text = plan.tensor_proto.string_val[0].decode()
+    assert "1f1b: 2 ranks, 2 stages, 4 microbatches" in text
+    assert "| stage | rank | holds |" in text
+    assert events.Tags()["images"] == ["timeline/measured"]
+    (image,) = events.Images("timeline/measured")
+    assert image.step == STEPS - 1
+    picture = Image.open(io.BytesIO(image.encoded_image_string))
+    assert (picture.width, picture.height) == (image.width, image.height)
+    assert {(27, 95, 170), (154, 51, 36)} <= {colour for _, colour in picture.getcolors(2**24)}  # F and B
+
+
+@needs_tensorboard
+def test_what_was_predicted_stands_beside(priced: Path, tmp_path: Path) -> None:
+    package, schedule = Package.open(priced), build("1f1b", 2, 4)
+    pipe = Pipeline(package, schedule, loss_fn=lambda output, target: output.square().mean(), kernels="eager")
+    recorder = StepRecorder(pipe, torch.device("cpu"))
+    pipe.observe(recorder)
+    writer = StepWriter(tmp_path / "run", package, schedule, 1)
+    (value,) = (each for each in package.manifest.values.values() if each.producer < 0)
+    pipe.step(torch.ones(4 * value.shape[0], *value.shape[1:]))
+    writer.step(recorder.end_step(None))
+    writer.close()
+    events = read(tmp_path / "run")
+    (predicted,) = events.Scalars("time/step_predicted")
+    costs = [stage.cost for stage in package.manifest.stages]
+    assert predicted.value == pytest.approx(
+        4 * sum(cost[name] for cost in costs for name in TIMES), rel=1e-5
+    )  # in turn
+    assert events.Tags()["images"] == ["timeline/predicted"]
+    assert "memory/peak_MiB" in events.Tags()["scalars"]
+    assert not {"loss", "bubble"} & set(events.Tags()["scalars"])
+
+
+TIMES = ("forward", "input_grad", "weight_grad")
+
+
+@pytest.fixture(scope="module")
+def priced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package of ``tests/models/chain.py`` with predicted times."""
+    import pipegraph
+    from tests.models.chain import build_model, example_inputs
+
+    folder = tmp_path_factory.mktemp("priced") / "package"
+    captured = pipegraph.capture(build_model(), example_inputs)
+    plan = pipegraph.plan(captured, stages=2, schedule="1f1b", microbatches=4)
+    pipegraph.write_package(plan, folder)
+    return folder
+
+
+def test_a_real_tensorboard_shows_it(served: str) -> None:
+    def ask(what: str, data: Any = None) -> Any:
+        body = None if data is None else json.dumps(data).encode()
+        request = urllib.request.Request(f"{served}/data/{what}", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return json.loads(answer.read())
+
+    def waited(what: str) -> Any:
+        deadline = time.monotonic() + 60
+        while not (found := ask(what)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return found
+
+    assert waited("runs") == ["first"]  # one run: hyper-parameters have made none of their own
+    tags = waited("plugin/scalars/tags")["first"]
+    assert {"loss", "time/step", "rank_01/time/wait"} <= tags.keys()
+    rows = ask("plugin/scalars/scalars?run=first&tag=loss")
+    assert [step for _, step, _ in rows] == [0, 1, 2]
+    (image,) = ask("plugin/images/images?run=first&tag=timeline%2Fmeasured&sample=0")
+    assert image["step"] == STEPS - 1
+    (plan,) = ask("plugin/text/text?run=first&tag=plan%2Ftext_summary")
+    assert "<table>" in plan["text"] and "1f1b: 2 ranks" in plan["text"]
+    groups = ask(
+        "plugin/hparams/session_groups",
+        {
+            "experimentName": "",
+            "colParams": [{"hparam": "schedule", "includeInResult": True}],
+            "startIndex": 0,
+            "sliceSize": 10,
+            "allowedStatuses": ["STATUS_SUCCESS", "STATUS_UNKNOWN", "STATUS_RUNNING", "STATUS_FAILURE"],
+        },
+    )
+    (group,) = groups["sessionGroups"]
+    assert group["hparams"]["schedule"] == "1f1b"
+    assert {value["name"]["tag"] for value in group["metricValues"]} == {"time/step", "bubble"}
+
+
+@pytest.fixture(scope="module")
+def served(run: Path) -> Iterator[str]:
+    """The address of a TensorBoard on that folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(run.parent), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--reload_interval", "1", "--load_fast", "false"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/data/environment", timeout=5).close()
+                    break
+                except (urllib.error.URLError, ConnectionError):
+                    assert process.poll() is None and time.monotonic() < deadline, "TensorBoard does not start"
+                    time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def test_without_tensorboard_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PipegraphError, match=r"Try: pip install 'pipegraph\[tensorboard\]'"):
+        tensorboard.check_tensorboard()
