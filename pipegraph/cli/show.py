@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from pipegraph.cli.options import DebugOption, JsonOption, MicrobatchesOption, PackageArgument, PlannedScheduleOption
-from pipegraph.cli.output import print_grid, print_json
+from pipegraph.cli.output import print_grid, print_json, write_whole
 
 
 def show(
     out: PackageArgument,
     schedule: PlannedScheduleOption = None,
     microbatches: MicrobatchesOption = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write a page: the picture, and tables.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Write a picture of it.")] = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Show a package: its stages, boundaries and costs, and the schedule's grid."""
     from pipegraph.package import Package
     from pipegraph.report.overview import overview, overview_dict
+    from pipegraph.report.package_page import package_page
+    from pipegraph.report.package_svg import package_svg
     from pipegraph.report.schedules import choose_schedule
 
     package = Package.open(out)
     chosen = choose_schedule(package, schedule, microbatches)
+    drawn = ((html, package_page), (svg, package_svg))
+    write_whole([(file, draw(package, chosen)) for file, draw in drawn if file is not None])
     if json:
         print_json(overview_dict(package, chosen))
     else:

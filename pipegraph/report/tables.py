@@ -21,7 +21,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [list(headers), *map(list, rows)]
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    right = [any(column[1:]) and all(map(_is_number, column[1:])) for column in columns]
+    right = [any(column[1:]) and all(map(is_number, column[1:])) for column in columns]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if is_right else cell.ljust(width)
@@ -53,7 +53,7 @@ def markdown(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>()#+!|~&$])", r"\\\1", one_line(text))
 
 
-def _is_number(cell: str) -> bool:
+def is_number(cell: str) -> bool:
     """Whether a cell may stand among numbers: one that is unknown may."""
     return cell.lstrip("+−")[:1].isdigit() or cell in ("", "—", "inf", "nan")
 
