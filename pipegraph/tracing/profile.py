@@ -99,8 +99,10 @@ class Profile:
         """Say that a step is done, its optimizer included, and what `Pipeline.step` gave. Every process calls this.
 
         Of a recorded step every process learns the loss. That is the one collective that every rank makes, by which
-        TensorBoard compares them.
+        TensorBoard compares them. What a GPU does for a recorded step is waited for, so that it lies in that step.
         """
+        if self._pipe.device.type == "cuda" and (self._is_recorded(self._step) or self._is_recorded(self._step + 1)):
+            torch.cuda.synchronize(self._pipe.device)
         if self._is_recorded(self._step):
             self._losses[self._step] = self._shared_loss(result)
         elif self._is_recorded(self._step + 1):

@@ -6,6 +6,7 @@ What the plugin needs, by its source (`profiler/trace.py`, `profiler/event_parse
 - It asks every complete event for its category, and every event for its name: one without ends the worker's page.
 - It finds the kernels that a call launched by the category `runtime`, which torch calls `cuda_runtime` or
   `cuda_driver`.
+- It counts the steps of a GPU's annotations as further steps. They get a category that it does not know.
 - Its Distributed view needs equally many collectives on every worker, all of NCCL or all of gloo. Collectives that only
   some of the ranks make (a tied weight's) get another name: see `comparable`.
 
@@ -71,26 +72,21 @@ def repaired(events: Sequence[Event], arguments: Callable[[Action], Mapping[str,
     peer and the bytes.
     """
     steps = Steps(events)
-    begun: dict[Any, int | None] = {}  # a GPU comes to an action later than its host: they share an `External id`
-    for event in events:
-        if event.get("cat") == "user_annotation" and labelled(event.get("name", "")):
-            begun[_external(event)] = steps.at(float(event["ts"]))
-    return [made for event in events for made in _repaired(event, arguments, steps, begun)]
+    return [made for event in events for made in _repaired(event, arguments, steps)]
 
 
-def _repaired(
-    event: Event, arguments: Callable[[Action], Mapping[str, Any]], steps: Steps, begun: Mapping[Any, int | None]
-) -> Iterator[Event]:
+def _repaired(event: Event, arguments: Callable[[Action], Mapping[str, Any]], steps: Steps) -> Iterator[Event]:
     event = {"name": "unnamed", **event}
     if event.get("ph") != "X":
         yield event
         return
     category = event.setdefault("cat", "uncategorized")
     event["cat"] = _RUNTIME.get(category, category)
+    if category == "gpu_user_annotation" and event["name"].startswith(STEP):
+        event["cat"] = "gpu_step"
     action = labelled(event["name"]) if category in _ANNOTATIONS else None
     if action is not None:
-        step = begun.get(_external(event), steps.at(float(event["ts"])))
-        event["args"] = {**event.get("args", {}), **arguments(action), "step": step}
+        event["args"] = {**event.get("args", {}), **arguments(action), "step": steps.at(float(event["ts"]))}
         yield event
         if category == "user_annotation":
             yield {**event, "cat": "cpu_op"}
@@ -100,13 +96,9 @@ def _repaired(
         yield event
 
 
-def _external(event: Event) -> Any:
-    return event.get("args", {}).get("External id")
-
-
 def _as_async(event: Event) -> Iterator[Event]:
     begin = {key: value for key, value in event.items() if key != "dur"}
-    begin |= {"ph": "b", "id": f"{event['pid']}.{_external(event)}"}
+    begin |= {"ph": "b", "id": f"{event['pid']}.{event.get('args', {}).get('External id')}"}
     yield begin
     yield {**begin, "ph": "e", "ts": round(float(event["ts"]) + float(event["dur"]), 3)}
 
