@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pipegraph.graph.capture import capture
     from pipegraph.graph.split_points import SplitPoint
     from pipegraph.planner.plan import plan
+    from pipegraph.report.profile import profile
     from pipegraph.runtime.pipeline import Pipeline
-    from pipegraph.tracing.profile import profile
 
 __version__ = "0.1.0"
 
@@ -55,7 +55,7 @@ _DEFINED_IN = {
     "SplitPoint": "pipegraph.graph.split_points",
     "capture": "pipegraph.graph.capture",
     "plan": "pipegraph.planner.plan",
-    "profile": "pipegraph.tracing.profile",
+    "profile": "pipegraph.report.profile",
     "write_package": "pipegraph.codegen.package_writer",
 }
 

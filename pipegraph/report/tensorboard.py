@@ -6,10 +6,8 @@ All of it stands in one folder and is one run there; one process, that of rank 0
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from os import PathLike
 
-from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
 from pipegraph.report.overview import boundary_cells, explanation, model_title, stage_cells
@@ -18,10 +16,12 @@ from pipegraph.report.simulation import title
 from pipegraph.report.tables import markdown, markdown_table
 from pipegraph.report.timeline_png import timeline_png
 from pipegraph.report.units import unit_of
+from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Schedule, Timeline, simulate
 from pipegraph.tracing.scalars import StepFigures, batch_sizes
 
 _MIB = 2**20
+_FLUSHED = 5  # seconds after which a figure is on disk; waiting for it at every step would take time of the steps
 
 
 def check_tensorboard() -> None:
@@ -40,41 +40,22 @@ class StepWriter:
     (with the optimizer), ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` of whole iterations,
     ``rank_00/time/forward`` and so on for each of `PARTS`, ``rank_00/memory/peak_MiB``. With all ranks in one process
     there is one ``memory/peak_MiB``, and no bubble. Text: ``plan``. Images: ``timeline/predicted`` and
-    ``timeline/measured``. Hyper-parameters: the schedule, sizes, the model, and ``settings``.
+    ``timeline/measured``. Hyper-parameters: the schedule, sizes, the model, kernels, recompute and device.
     """
 
-    def __init__(
-        self,
-        folder: str | PathLike[str],
-        package: Package,
-        schedule: Schedule,
-        processes: int,
-        settings: Mapping[str, str | float] | None = None,
-        hardware: Hardware | None = None,
-    ) -> None:
-        check_tensorboard()
+    def __init__(self, folder: str | PathLike[str], pipe: Pipeline) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        manifest = package.manifest
-        in_turn = processes < schedule.ranks
-        self._schedule = schedule
-        self._samples, self._tokens = batch_sizes(manifest, schedule.microbatches)
-        self._predicted = predicted(manifest, schedule, hardware, in_turn)
-        self._writer = SummaryWriter(str(folder))
-        self._writer.add_text("plan", _plan(package, schedule), 0)
-        own: dict[str, str | float] = {
-            "model": str(manifest.model.get("class", "model")),
-            "package": package.path.name,
-            "schedule": schedule.name,
-            "ranks": schedule.ranks,
-            "stages": schedule.stages,
-            "microbatches": schedule.microbatches,
-            "processes": processes,
-        }
-        self._add_settings({**own, **(settings or {})}, ["time/step", *([] if in_turn else ["bubble"])])
+        package, self._schedule = pipe.package, pipe.schedule
+        processes = self._schedule.ranks // len(pipe.ranks)
+        in_turn = processes < self._schedule.ranks
+        self._samples, self._tokens = batch_sizes(package.manifest, self._schedule.microbatches)
+        self._predicted = predicted(package.manifest, self._schedule, in_turn=in_turn)
+        self._writer = SummaryWriter(str(folder), flush_secs=_FLUSHED)
+        self._writer.add_text("plan", _plan(package, self._schedule), 0)
+        self._add_settings(_settings(pipe, processes), ["time/step", *([] if in_turn else ["bubble"])])
         if self._predicted.times is not None:
-            self._add_timeline("predicted", simulate(schedule, self._predicted.times), 0)
-        self._writer.flush()
+            self._add_timeline("predicted", simulate(self._schedule, self._predicted.times), 0)
 
     def step(self, figures: StepFigures) -> None:
         """Write the scalars of a step."""
@@ -96,12 +77,10 @@ class StepWriter:
         for name, figure in scalars.items():
             if figure is not None:
                 self._writer.add_scalar(name, figure, figures.index)
-        self._writer.flush()
 
     def timeline(self, timeline: Timeline, step: int) -> None:
         """Write the image of a step as it was measured."""
         self._add_timeline("measured", timeline, step)
-        self._writer.flush()
 
     def close(self) -> None:
         """Write what is left and let the file go."""
@@ -120,6 +99,23 @@ class StepWriter:
 
         for summary in hparams(settings, dict.fromkeys(metrics, 0.0)):
             self._writer._get_file_writer().add_summary(summary)
+
+
+def _settings(pipe: Pipeline, processes: int) -> dict[str, str | float]:
+    """What a run's figures depend on."""
+    schedule, model = pipe.schedule, pipe.package.manifest.model
+    return {
+        "model": str(model.get("class", "model")),
+        "package": pipe.package.path.name,
+        "schedule": schedule.name,
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "processes": processes,
+        "kernels": pipe.kernels,
+        "recompute": pipe.recompute,
+        "device": pipe.device.type,
+    }
 
 
 def _plan(package: Package, schedule: Schedule) -> str:

@@ -15,13 +15,14 @@ from torch import Tensor
 from pipegraph.cost.outputs import mean_square, tensors
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Package
+from pipegraph.report.profile import profile
 from pipegraph.report.steps import batch_from_manifest, batch_from_source, loss_of
 from pipegraph.runtime.group import TIMEOUT
 from pipegraph.runtime.observer import ActionTimes, SavedBytes
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.world import local_device
 from pipegraph.schedule import Kind, Schedule
-from pipegraph.tracing.profile import Profile, profile
+from pipegraph.tracing.profile import Profile
 
 COMPUTING = Kind.F, Kind.I, Kind.W, Kind.B
 _NONE = -1.0  # among figures that all processes exchange

@@ -94,6 +94,7 @@ class Pipeline:
         self._loss_fn = loss_fn
         self.device = local_device(device)
         self.kernels = kernels if isinstance(kernels, str) else "custom"
+        self.recompute = recompute
         self._observer: Observer | None = None
         self._added: list[Observer] = []
         self._world = world = find(group, self.device, timeout)

@@ -26,6 +26,7 @@ from pipegraph.schedule import Action
 from pipegraph.tracing.by_rank import by_rank
 from pipegraph.tracing.repair import MARK, Event, collectives, comparable, repaired, until
 from pipegraph.tracing.run_folder import make_run_folder, trace_file
+from pipegraph.tracing.sink import MakeSink, SinkFeed
 from pipegraph.tracing.spans import Spans
 
 
@@ -37,20 +38,14 @@ def profile(
     warmup: int = 1,
     active: int = 3,
     repeat: int = 1,
+    sink: MakeSink | None = None,
 ) -> Profile:
     """Record the steps of a training loop into a new folder inside `folder`, one Chrome trace for each rank.
 
     As with `torch.profiler.schedule`, `wait` steps are left alone, `warmup` steps warm the profiler up, `active` steps
     are recorded, and that `repeat` times, or with 0 until the loop ends. A loop that ends earlier writes the steps that
-    it has recorded. A step that is left alone takes no longer than without a profile.
-
-        with pipegraph.profile(pipe, "runs") as profiler:
-            for tokens, labels in batches:
-                result = pipe.step(tokens, target=labels)
-                optimizer.step()
-                optimizer.zero_grad()
-                profiler.step(result)
-        print(profiler.folder)
+    it has recorded. What `sink` makes of the run's folder, in the first process, is told the figures of every step,
+    also of those that are left alone; without a `sink` these take no longer than without a profile.
 
     All processes of the pipeline do this together. Raises PipegraphError for numbers that record nothing, and on
     entering it in every process where one of them cannot write there.
@@ -62,7 +57,7 @@ def profile(
             raise PipegraphError(
                 f"{name} is {number}: at least {least} is needed. Try: profile(pipe, folder, active=3)."
             )
-    return Profile(pipe, Path(folder), torch.profiler.schedule(**given))
+    return Profile(pipe, Path(folder), torch.profiler.schedule(**given), sink)
 
 
 class Profile:
@@ -71,10 +66,13 @@ class Profile:
     folder: Path
     """The run's own folder, once the context is entered."""
 
-    def __init__(self, pipe: Pipeline, parent: Path, schedule: Callable[[int], ProfilerAction]) -> None:
+    def __init__(
+        self, pipe: Pipeline, parent: Path, schedule: Callable[[int], ProfilerAction], sink: MakeSink | None = None
+    ) -> None:
         self._pipe = pipe
         self._parent = parent
         self._schedule = schedule
+        self._feed = None if sink is None else SinkFeed(pipe, sink)
         self._spans = Spans()
         self._observes = False
         self._step = 0  # the one that is under way
@@ -89,8 +87,10 @@ class Profile:
     def __enter__(self) -> Profile:
         self._run = make_run_folder(self._pipe, self._parent)
         self.folder = self._run.path
-        if self._is_recorded(0):
+        if self._is_recorded(0) or self._feed is not None:
             self._began = self._pipe.clock()
+        if self._feed is not None:
+            self._feed.open(self._run, self._began)
         self._torch.__enter__()
         self._observe(self._is_looked_at(0))
         return self
@@ -105,13 +105,18 @@ class Profile:
             torch.cuda.synchronize(self._pipe.device)
         if self._is_recorded(self._step):
             self._losses[self._step] = self._shared_loss(result)
-        elif self._is_recorded(self._step + 1):
-            self._began = self._pipe.clock()
+        else:
+            if self._feed is not None:
+                self._shared_loss(result)
+            if self._is_recorded(self._step + 1):
+                self._set_clock(self._pipe.clock())
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # those of a window that is written
             self._torch.step()  # which calls `_write` behind the last step of a window
         self._step += 1
         self._observe(self._is_looked_at(self._step))
+        if self._feed is not None:
+            self._feed.begin_step()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -125,6 +130,8 @@ class Profile:
             if error is None:
                 raise
         finally:
+            if self._feed is not None:
+                self._feed.close()
             self._run.leave()
         if error is None and not self._run.windows:
             warnings.warn(f"{self._step} steps were too few to record one; nothing was written.", stacklevel=2)
@@ -146,6 +153,8 @@ class Profile:
     def _shared_loss(self, result: StepResult | None) -> float | None:
         own = math.nan if result is None or result.loss is None else float(result.loss)
         with record_function(MARK):
+            if self._feed is not None:
+                return self._feed.end_step(None if math.isnan(own) else own)
             told = self._pipe.gather([own])
         return next((loss for (loss,) in told if not math.isnan(loss)), None)
 
@@ -170,7 +179,14 @@ class Profile:
             traces[rank] = {**trace, **name, "pipegraph": {**about, "clock": asdict(clock)}, "traceEvents": own}
         self._run.add_window(traces, digits, {"steps": [first, last], "losses": list(self._losses.values())})
         self._losses.clear()
-        self._began = ended
+        if self._feed is not None:
+            self._feed.end_window(last)
+        self._set_clock(ended)
+
+    def _set_clock(self, clock: Clock) -> None:
+        self._began = clock
+        if self._feed is not None:
+            self._feed.set_clock(clock)
 
 
 def arguments(pipe: Pipeline) -> Callable[[Action], dict[str, Any]]:

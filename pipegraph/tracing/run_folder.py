@@ -5,6 +5,7 @@ DIR/transformer_1f1b_2026-10-01_12-30-00/
   pipeline.json                                  the package's manifest
   schedule.csv                                   what was run
   run.json                                       where, when, and how
+  events.out.tfevents…                           what TensorBoard shows by itself
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from pipegraph.schedule import to_csv
 SCHEMA_VERSION: Final = 1
 RUN: Final = "run.json"
 SCHEDULE: Final = "schedule.csv"
+_OWN: Final = MANIFEST, SCHEDULE, RUN
+_SCALARS: Final = "events.out.tfevents"
+"""What the files begin with that TensorBoard reads by itself."""
 
 
 def trace_file(rank: int, digits: str) -> str:
@@ -96,7 +100,7 @@ class RunFolder:
         if self.windows or not self.is_first:
             return
         with suppress(OSError):
-            if {file.name for file in self.path.iterdir()} <= {MANIFEST, SCHEDULE, RUN}:
+            if all(file.name in _OWN or file.name.startswith(_SCALARS) for file in self.path.iterdir()):
                 for file in self.path.iterdir():
                     file.unlink()
                 self.path.rmdir()

@@ -58,23 +58,20 @@ class StepFigures:
 class StepRecorder:
     """An observer of a pipeline that times every action: by the clock of the host on a CPU, by events on a GPU.
 
-    All processes make one, and call `end_step` and `timeline` together. ``offset`` is what rank 0's clock (`time.time`)
-    is ahead of this process's, in seconds.
+    All processes make one, and call `end_step` and `timeline` together; `begin_step` where a step begins. ``offset`` is
+    what rank 0's clock (`time.time`) is ahead of this process's, in seconds.
     """
 
-    def __init__(self, pipe: Pipeline, device: torch.device) -> None:
+    def __init__(self, pipe: Pipeline) -> None:
         self.offset = 0.0
-        self._pipe, self._device = pipe, device
+        self._pipe, self._device = pipe, pipe.device
         self._parts = parts_of(pipe.schedule)
         self._begun: dict[int, Any] = {}
         self._arrived: dict[int, list[tuple[Kind, Any, Any]]] = defaultdict(list)
         self._spans: dict[int, list[tuple[Kind, Any, Any]]] = defaultdict(list)
         self._evaluates: set[int] = set()
-        placement = pipe.schedule.placement
-        self._here = sorted({placement[stage] for stage in pipe.stages})  # ranks of this process
-        self._last: dict[int, list[tuple[Kind, float, float]]] = {
-            rank: [] for rank in self._here
-        }  # of the step before, from its begin
+        # Of the step before: seconds from its begin.
+        self._last: dict[int, list[tuple[Kind, float, float]]] = {rank: [] for rank in pipe.ranks}
         self._last_start = 0.0  # of that step, on rank 0's clock
         self._index = 0
         self.begin_step()
@@ -99,15 +96,15 @@ class StepRecorder:
             self._spans[rank] += [*arrived, span]
 
     def begin_step(self) -> None:
-        """From here on it is the next step's. Nothing is to be on its way on a GPU."""
+        """What comes now is of the next step."""
         self._spans.clear()
         self._start = time.time()
         self._zero = self._now()
 
     def end_step(self, loss: float | torch.Tensor | None) -> StepFigures:
-        """The figures of the step that ends here, of all ranks; they call this together. The next step begins."""
-        iteration = time.time() - self._start
+        """The figures of the step that ends here, of all ranks; they call this together."""
         self._last, self._last_start = self._read(), self._start + self.offset
+        iteration = time.time() - self._start
         row = [math.nan if loss is None else float(loss), iteration, float(self._peak_bytes())]
         for spans in self._last.values():
             row.append(self._last_start + min((begin for _, begin, _ in spans), default=math.inf))
@@ -118,7 +115,6 @@ class StepRecorder:
             row += sums.values()
         figures = self._figures(self._pipe.gather(row))
         self._index += 1
-        self.begin_step()
         return figures
 
     def timeline(self) -> Timeline | None:
@@ -181,7 +177,7 @@ class StepRecorder:
 
         return {
             rank: [(kind, seconds(begin), seconds(end)) for kind, begin, end in self._spans[rank]]
-            for rank in self._here
+            for rank in self._pipe.ranks
         }
 
     def _now(self) -> Any:

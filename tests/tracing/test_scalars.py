@@ -31,7 +31,7 @@ def recorded(
 
 def test_a_step_and_its_parts(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path)
-    recorder = StepRecorder(pipe, torch.device("cpu"))
+    recorder = StepRecorder(pipe)
     pipe.observe(recorder)
     pipe.stages[0].register_forward_pre_hook(lambda *_: time.sleep(NAP))
     found = []
@@ -39,6 +39,7 @@ def test_a_step_and_its_parts(tmp_path: Path) -> None:
         loss = pipe.step(batch).loss
         time.sleep(NAP)  # the optimizer
         found.append(recorder.end_step(loss))
+        recorder.begin_step()
         assert found[-1].loss == pytest.approx(float(loss))
     last = found[-1]
     assert [each.index for each in found] == [0, 1]
@@ -54,10 +55,11 @@ def test_parts_tell_who_was_slow(tmp_path: Path) -> None:
     kernels = pipe._training[1]._kernels[1]
     own = kernels.weight_backward
     kernels.weight_backward = lambda saved: (time.sleep(NAP), own(saved))[1]  # type: ignore[method-assign]
-    recorder = StepRecorder(pipe, torch.device("cpu"))
+    recorder = StepRecorder(pipe)
     pipe.observe(recorder)
     pipe.step(batch)
     recorder.end_step(None)
+    recorder.begin_step()
     pipe.step(batch)
     figures = recorder.end_step(None)
     assert figures.loss is None
@@ -66,12 +68,13 @@ def test_parts_tell_who_was_slow(tmp_path: Path) -> None:
 
 def test_an_eval_between_steps_counts_for_nothing(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path)
-    recorder = StepRecorder(pipe, torch.device("cpu"))
+    recorder = StepRecorder(pipe)
     pipe.observe(recorder)
     pipe.step(batch)
     pipe.eval(batch)
     alone = {rank: [kind for kind, *_ in spans] for rank, spans in recorder._spans.items()}
     recorder.end_step(None)
+    recorder.begin_step()
     pipe.eval(batch)
     pipe.step(batch)
     assert {rank: [kind for kind, *_ in spans] for rank, spans in recorder._spans.items()} == alone
@@ -80,7 +83,7 @@ def test_an_eval_between_steps_counts_for_nothing(tmp_path: Path) -> None:
 
 def test_the_timeline_of_the_last_step(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path, "zb-v", microbatches=4)
-    recorder = StepRecorder(pipe, torch.device("cpu"))
+    recorder = StepRecorder(pipe)
     pipe.observe(recorder)
     assert recorder.timeline() is None
     pipe.step(batch)
