@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from PIL.ImageFont import ImageFont as BitmapFont
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 24, 92, 34  # around the lanes, in points
-_BOX, _BETWEEN = 26, 10
-_NARROWEST, _WIDEST = 860, 1900  # of the lanes
+_BOX, _BETWEEN = 34, 10
+_NARROWEST, _WIDEST = 640, 1900  # of the lanes
 _DIGIT = 6.5  # width of a digit in a box
 _SCALE, _SMOOTH = 2, 2  # pixels of the image to a point; and how much larger it is drawn
 
@@ -86,9 +86,9 @@ class _Page:
             held = [str(stage) for stage, place in enumerate(self._schedule.placement) if place == rank]
             shown = held if len(held) <= 2 else [held[0], held[1], "…", held[-1]]
             y = self._lane(rank)
-            self.text(_LEFT - 10, y + (8 if len(held) > 1 else _BOX / 2), f"rank {rank}", 12, DARK, "rm")
+            self.text(_LEFT - 10, y + (12 if len(held) > 1 else _BOX / 2), f"rank {rank}", 12, DARK, "rm")
             if len(held) > 1:
-                self.text(_LEFT - 10, y + 20, f"stages {', '.join(shown)}", 8, GREY, "rm")
+                self.text(_LEFT - 10, y + 24, f"stages {', '.join(shown)}", 8, GREY, "rm")
             self.rectangle(_LEFT, y, self._length, _BOX, LIGHT)
 
     def axis(self, unit: TimeUnit) -> None:

@@ -177,6 +177,11 @@ def test_show_tells_what_was_predicted_and_why(pipegraph: Command, tmp_path: Pat
     assert shown[2].split() == ["stage", "holds", "parameters", "forward", "F", "I", "W", "µs", "keeps", "weights"]
     at = shown.index(next(line for line in split.out.splitlines() if line.startswith("predicted")))
     assert shown[at + 1] in split.out
+    svg, page = tmp_path / "package.svg", tmp_path / "package.html"
+    drawn = pipegraph("show", out, "--svg", svg, "--html", page)
+    assert (drawn.code, drawn.out.splitlines()) == (0, shown)
+    assert svg.read_text() in page.read_text()
+    assert pipegraph("show", out, "--svg", tmp_path / "none" / "a.svg").code == 2
     manifest = json.loads((out / "pipeline.json").read_text())
     (cut,) = manifest["plan"]["cuts"]
     assert shown[at + 2] == f"stage 1 begins at {cut['point']}: {cut['reason']}"

@@ -1,0 +1,162 @@
+"""A package as a picture and as a page: what stands in them, and what no package can do to them."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+import pytest
+
+from pipegraph.package import Manifest, Package, StageEntry, Value
+from pipegraph.report.memory_kinds import memory_kinds
+from pipegraph.report.package_page import package_page
+from pipegraph.report.package_svg import package_svg
+from pipegraph.schedule import build
+
+MIB = 2**20
+SVG = "{http://www.w3.org/2000/svg}"
+SIZES = {"parameters": 1000, "parameter_bytes": 4 * MIB, "trained_bytes": 3 * MIB, "buffer_bytes": MIB, "flops": 5e9}
+PRICED = SIZES | {"forward": 0.001, "input_grad": 0.002, "weight_grad": 0.003, "saved_bytes": 7 * MIB}
+REASON = "it is best there"
+HOSTILE = '</svg><script>alert("1")</script>\x00 &amp; \n' + "long" * 50
+
+
+def package(stages: int, cost: dict[str, Any], skips: tuple[tuple[int, int], ...] = (), name: str = "h") -> Package:
+    values = {"x": Value("x", "int64", (8, 128), -1, (0,))}
+    taken: list[list[str]] = [["x"], *([] for _ in range(stages - 1))]
+    given: list[list[str]] = [[] for _ in range(stages)]
+    edges = [*((at, at + 1) for at in range(stages - 1)), *skips]
+    for number, (producer, consumer) in enumerate(edges):
+        made = f"{name}{number}"
+        values[made] = Value(made, "float32", (8, 128, 512), producer, (consumer,), requires_grad=True)
+        given[producer].append(made)
+        taken[consumer].append(made)
+    values["y"] = Value("y", "float32", (8, 10), stages - 1, ())
+    given[-1].append("y")
+    plan: dict[str, Any] = {"stages": [f"{name}.{at}" for at in range(stages)]}
+    if "forward" in cost:
+        cuts = [{"point": "layers.1", "boundary_bytes": MIB, "earlier": None, "later": None} | {"reason": REASON}] * (
+            stages - 1
+        )
+        plan |= {"cuts": cuts, "balance": "time", "hardware": "here", "unit": "s", "schedule": "1f1b", "value": 0.1}
+        plan |= {"placement": list(range(stages)), "microbatches": 4, "recompute": "min-cut", "lower_bound": 0.1}
+        plan |= {"places": 3, "memory": [MIB] * stages}
+    entries = (
+        StageEntry(at, f"stage_{at}", f"Stage{at}", tuple(taken[at]), tuple(given[at]), cost=cost)
+        for at in range(stages)
+    )
+    manifest = Manifest(
+        "pipegraph", {"class": name, "source": "m.py"}, ("x",), {}, "y", values, tuple(entries), plan=plan
+    )
+    return Package(Path("package"), manifest)
+
+
+def drawn(made: Package, schedule: str = "1f1b", ranks: int | None = None) -> Element:
+    return ElementTree.fromstring(package_svg(made, build(schedule, ranks or len(made.manifest.stages), 4)))
+
+
+def said(root: Element) -> list[str]:
+    """What stands in the picture, without what is only told where the mouse points."""
+    texts = root.iter(f"{SVG}text")
+    return ["".join(each.itertext()).removeprefix(each.findtext(f"{SVG}title") or "") for each in texts]
+
+
+def test_stages_and_what_crosses() -> None:
+    root = drawn(package(3, PRICED, skips=((0, 2),)))
+    texts = said(root)
+    assert [text for text in texts if re.fullmatch(r"stage \d", text)] == ["stage 0", "stage 1", "stage 2"]
+    titles = [each.text for each in root.iter(f"{SVG}title")]
+    assert "stage 0 to stage 2: h2 float32[8, 128, 512]" in titles
+    assert any("2.0 MiB, as much back" in text for text in texts)
+    assert "2.0 MiB" in texts  # beside the line that goes around stage 1
+    assert any(text.endswith("x  int64[8, 128]  ·  8.0 KiB") for text in texts)
+    assert any(text.endswith("the model's output") for text in texts)
+
+
+def test_costs_are_bars_in_one_scale() -> None:
+    root = drawn(package(2, PRICED))
+    bars: dict[str, list[float]] = {}
+    for box in root.iter(f"{SVG}rect"):
+        if found := re.fullmatch(r"([FIW]) \d ms", box.findtext(f"{SVG}title") or ""):
+            bars.setdefault(found[1], []).append(float(box.get("width", "")))
+    assert {kind: len(widths) for kind, widths in bars.items()} == {"F": 2, "I": 2, "W": 2}
+    assert bars["I"][0] == pytest.approx(2 * bars["F"][0], abs=0.02)
+    assert bars["W"][1] == pytest.approx(3 * bars["F"][1], abs=0.02)
+    assert said(root).count("6 ms") == 2
+
+
+def test_memory_by_kind() -> None:
+    made = package(4, PRICED)
+    ranks = memory_kinds(made.manifest, build("zb-v", 2, 4))
+    assert [rank.bytes["parameters"] for rank in ranks] == [8 * MIB] * 2
+    assert [rank.bytes["gradients"] for rank in ranks] == [6 * MIB] * 2
+    assert [rank.bytes["optimizer state"] for rank in ranks] == [12 * MIB] * 2
+    assert all(rank.bytes["saved activations"] >= 4 * 7 * MIB for rank in ranks)
+    assert all(rank.bytes["buffers"] > 2 * MIB for rank in ranks)  # the model's, and to receive into
+    assert all(rank.total == sum(rank.bytes.values()) for rank in ranks)
+    (alone,) = memory_kinds(package(1, PRICED).manifest, build("forward", 1, 4))
+    assert alone.bytes["gradients"] == alone.bytes["optimizer state"] == 0
+
+
+def test_without_costs_it_is_said_what_would_give_them() -> None:
+    texts = said(drawn(package(2, SIZES)))
+    assert "No times were predicted: pipegraph split … --balance time predicts them." in texts
+    assert "saved activations are not known: --balance time predicts them" in texts
+    assert texts.count("5.0 GFLOP") == 2
+    texts = said(drawn(package(2, {})))
+    assert "nothing is known of what stages take" in texts
+    assert any(text.startswith("not known: this package has no sizes") for text in texts)
+
+
+@pytest.mark.parametrize(("stages", "schedule", "ranks"), [(1, "gpipe", 1), (16, "1f1b", 16), (16, "zb-v", 8)])
+@pytest.mark.parametrize("cost", [{}, SIZES, PRICED], ids=["bare", "sizes", "priced"])
+def test_nothing_lies_outside(stages: int, schedule: str, ranks: int, cost: dict[str, Any]) -> None:
+    made = package(stages, cost, tuple((0, last) for last in range(2, stages, 3)), name="layer")
+    order = build(schedule, ranks, 16)
+    root = ElementTree.fromstring(package_svg(made, order))
+    width = float(root.get("width", ""))
+    assert width < 1700
+    for box in root.iter(f"{SVG}rect"):
+        if box.get("width") != "100%":
+            assert float(box.get("x", "0")) + float(box.get("width", "")) <= width * 3  # the timeline is made smaller
+    lanes = [each.get("d", "") for each in root.iter(f"{SVG}path") if "q-8 0 -8 8" in each.get("d", "")]
+    assert len(lanes) == len(range(2, stages, 3))
+    assert len({re.search(r"H([\d.-]+)q", lane)[1] for lane in lanes}) == len(lanes)  # type: ignore[index]
+    assert all(float(re.search(r"H([\d.-]+)q", lane)[1]) > 0 for lane in lanes)  # type: ignore[index]
+
+
+def test_a_name_breaks_neither_picture_nor_page() -> None:
+    made = package(3, PRICED, skips=((0, 2),), name=HOSTILE)
+    root = drawn(made)
+    assert root.find(f".//{SVG}script") is None
+    assert max(map(len, said(root))) < 130
+    page = package_page(made, build("1f1b", 3, 4))
+    assert "<script" not in page
+    assert "\x00" not in page
+
+
+class _Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+
+
+def test_the_page_holds_the_picture_and_tables_and_loads_nothing() -> None:
+    made = package(2, PRICED)
+    text = package_page(made, build("1f1b", 2, 4))
+    page = _Page(text)
+    assert page.loaded == [] and not re.search(r"url\(|@import", text)
+    assert page.tags.count("svg") == 1 and page.tags.count("table") == 3
+    assert f"stage 1 begins at layers.1: {REASON}" in text
+    assert "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3" in text
+    assert text == package_page(made, build("1f1b", 2, 4))
