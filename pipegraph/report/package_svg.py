@@ -50,7 +50,7 @@ def simulated(package: Package, schedule: Schedule) -> Simulation:
 
 
 def _head(package: Package, width: float) -> Iterator[str]:
-    name = clip(model_title(package.manifest), int(width / 11))
+    name = clip(model_title(package.manifest), int(width / 13.5))
     yield f'<text x="0" y="10" font-size="21" font-weight="700">{text(name)}</text>'
     for number, line in enumerate(_lines(package)):
         said = clip(line, int(width / LETTER))
