@@ -78,7 +78,6 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
         loss=(subject.loss, subject.target),
         setting=Setting(threads=1),
         cache=Cache(folder / "cache"),
-        progress=print,
     ).on_ranks(RANKS)
     costs, chosen = {}, {}
     for balance in BALANCES:

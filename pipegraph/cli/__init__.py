@@ -12,6 +12,7 @@ import typer
 
 from pipegraph.cli.calibrate import calibrate
 from pipegraph.cli.plan import plan
+from pipegraph.cli.progress import warn
 from pipegraph.cli.run import run
 from pipegraph.cli.schedule import schedule
 from pipegraph.cli.show import show
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    warn(f"warning: {message}")
 
 
 def _message(error: Exception) -> str:

@@ -20,7 +20,12 @@ SCHEMA_VERSION = 1
 
 def print_json(result: dict[str, Any]) -> None:
     """Print one object with its ``schema_version`` first."""
-    print(json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=1, ensure_ascii=False), flush=True)
+    print(json_text(result), flush=True)
+
+
+def json_text(result: dict[str, Any]) -> str:
+    """What `print_json` prints."""
+    return json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=1, ensure_ascii=False)
 
 
 def print_grid(draw: Callable[[int | None, bool], Text]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -91,8 +90,8 @@ def plan(
         )
     with progress(f"capturing {source.name}"), held_back(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)
-    with progress("comparing plans") as say:
-        comparison = compare_model(captured, replace(aim, progress=say), ranks, plans)
+    with progress("comparing plans"):
+        comparison = compare_model(captured, aim, ranks, plans)
         best = plan_of(comparison.best)
     if json:
         print_json(comparison_dict(comparison, best))

@@ -1,4 +1,4 @@
-"""What goes on, on stderr: only on a terminal, and only for work of over a second."""
+"""How far long work has come, on stderr: only on a terminal, and only for work of over a second."""
 
 from __future__ import annotations
 
@@ -6,31 +6,111 @@ import io
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, redirect_stderr
+from functools import partial
 
 from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+
+from pipegraph.progress import told_to
+from pipegraph.runtime.relay import Relay, Say
 
 _PATIENCE = 1.0  # seconds
+_WIDTH = 28  # columns of a bar
+_shown: _Bar | None = None
 
 
 @contextmanager
-def progress(doing: str) -> Iterator[Callable[[str], None]]:
-    """Show ``doing`` with a spinner while the body runs, from the second second on. Gives what shows something else."""
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield lambda doing: None
+def progress(doing: str) -> Iterator[Say]:
+    """Show ``doing``, and then what is told of it, while the body runs, from the second second on.
+
+    With a bar where it is known how much there is. Gives what prints a line on stdout meanwhile. A process that
+    `launch` started tells its parent instead, if that has a terminal.
+    """
+    global _shown
+    if (relay := Relay.to_parent()) is not None:
+        with closing(relay), told_to(relay.tell):
+            yield relay.say
         return
-    status = console.status(f"{doing} …")
-    timer = threading.Timer(_PATIENCE, status.start)
-    timer.daemon = True
-    timer.start()
+    if not sys.stderr.isatty():
+        yield partial(print, flush=True)
+        return
+    before, _shown = _shown, _Bar(doing)
     try:
-        yield status.update
+        with _shown, told_to(_shown.tell):
+            yield _shown.print
     finally:
-        timer.cancel()
-        timer.join()
-        status.stop()
+        _shown = before
+
+
+def warn(line: str) -> None:
+    """Print a line on stderr, above what is shown there."""
+    if _shown is None:
+        print(line, file=sys.stderr)
+    else:
+        _shown.print(line, error=True)
+
+
+class _Bar:
+    """A line at the bottom of the terminal: what is done, a bar, and for how long."""
+
+    def __init__(self, doing: str) -> None:
+        self._what, self._done, self._total = doing, 0, 0
+        self._began = time.monotonic()
+        self._spinner = Spinner("dots")
+        self._stderr = sys.stderr
+        self._live = Live(
+            get_renderable=self._render,
+            console=Console(file=self._stderr),
+            transient=True,
+            refresh_per_second=10,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._timer = threading.Timer(_PATIENCE, self._start)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._is_over = True
+            self._timer.cancel()
+            self._live.stop()
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """As `pipegraph.progress.tell`."""
+        self._what, self._done, self._total = what, done, total
+
+    def print(self, line: str, error: bool = False) -> None:
+        """Print above the bar."""
+        with self._lock:
+            is_shown = self._live.is_started
+            self._live.stop()
+            print(line, file=self._stderr if error else sys.stdout, flush=True)
+            if is_shown:
+                self._live.start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._live.start()
+
+    def _render(self) -> Table:
+        what, done, total = self._what, self._done, self._total
+        line = Table.grid(padding=(0, 1))
+        bar = (ProgressBar(total, done, _WIDTH), f"{done} of {total}") if total else ()
+        minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+        line.add_row(self._spinner, f"{what}{'' if total else ' …'}", *bar, f"{minutes}:{seconds:02}")
+        return line
 
 
 @contextmanager

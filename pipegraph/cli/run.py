@@ -21,13 +21,15 @@ from pipegraph.cli.options import (
     PlannedScheduleOption,
     SequenceOption,
 )
-from pipegraph.cli.output import print_json, write_whole
+from pipegraph.cli.output import json_text, write_whole
+from pipegraph.cli.progress import progress
 
 if TYPE_CHECKING:
     from pipegraph.cost.hardware import Hardware
     from pipegraph.graph.model_source import ModelSource
     from pipegraph.package import Package
     from pipegraph.report.training import Training
+    from pipegraph.runtime.relay import Say
     from pipegraph.schedule import Schedule
 
 _STEPS = 1
@@ -134,6 +136,7 @@ def run(
     from pipegraph.report.recalibrate import profile_for
     from pipegraph.report.schedules import choose_schedule
     from pipegraph.runtime.launch import check_processes, exit_with_parent, is_launched, launch, record_failure
+    from pipegraph.runtime.relay import not_from_here, relayed
     from pipegraph.tracing.run_folder import check_parent
 
     try:
@@ -153,10 +156,13 @@ def run(
             links = profile_for(package, recalibrate, links)
         if processes == 1 or launched:
             source = _source(model, batch, seq)
-            from pipegraph.report.training import Training
+            if launched and int(os.environ["RANK"]) != chosen.placement[-1]:
+                not_from_here()  # the rank that knows the loss prints, and tells how far it is
+            with progress("loading") as say:
+                from pipegraph.report.training import Training
 
-            training = Training(package, chosen, source, device, learning_rate, kernels, timeout)
-            _run_here(training, package, chosen, steps, links, recalibrate, profile, json)
+                training = Training(package, chosen, source, device, learning_rate, kernels, timeout)
+                _run_here(training, package, chosen, steps, links, recalibrate, profile, json, say)
             return
         options: dict[str, object] = {
             "schedule": schedule,
@@ -172,7 +178,8 @@ def run(
         options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate}
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         flags = [flag for flag, is_set in (("--json", json), ("--debug", debug)) if is_set]
-        launch(["-m", "pipegraph", "run", str(out), *given, *flags], processes, debug)
+        with progress(f"starting {processes} processes") as say, relayed(say):
+            launch(["-m", "pipegraph", "run", str(out), *given, *flags], processes, debug)
     except Exception as error:
         record_failure(error)
         raise
@@ -208,6 +215,7 @@ def _run_here(
     recalibrate: Path | None,
     profile: Path | None,
     json: bool,
+    say: Say,
 ) -> None:
     """Run this process's stages; the process that holds the last one prints."""
     from pipegraph.report.beside import beside, beside_dict, told
@@ -218,7 +226,7 @@ def _run_here(
         for step in training.steps(steps):
             taken.append(dataclasses.asdict(step))
             if not json:
-                print(step, flush=True)
+                say(str(step))
     measured = training.measured()
     if not training.tells:
         return
@@ -231,7 +239,7 @@ def _run_here(
         "predicted_and_measured": beside_dict(compared),
     }
     if not json:
-        print(f"\n{told(compared)}", flush=True)
+        say(f"\n{told(compared)}")
     if recalibrate is not None and hardware is not None:
         corrected = recalibrated(hardware, package.manifest, compared)
         write_whole([(recalibrate, corrected.to_json())])
@@ -241,13 +249,13 @@ def _run_here(
             "uneven": list(uneven(compared)),
         }
         if not json:
-            print("\n".join([f"wrote {recalibrate}: {ratios(corrected)}", *uneven(compared)]), flush=True)
+            say("\n".join([f"wrote {recalibrate}: {ratios(corrected)}", *uneven(compared)]))
     if recorded is not None:
         result["profile"] = str(recorded)
         if not json:
-            print(f"\n{_look(recorded)}", flush=True)
+            say(f"\n{_look(recorded)}")
     if json:
-        print_json(result)
+        say(json_text(result))
 
 
 def _look(recorded: Path) -> str:

@@ -143,7 +143,7 @@ def split(
         source = load(model, weights=weights and not (dry_run or check), batch=batch, seq=seq)
     with progress(f"capturing {source.name}"), held_back(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)
-    with progress("looking for the best cuts") as say:
+    with progress("looking for the best cuts"):
         if file is not None:
             planned = file.apply(captured, memory)
         else:
@@ -160,7 +160,6 @@ def split(
                 recompute=recompute if "recompute" in given else None,
                 loss=loss_and_target(source),
                 setting=Setting(device),
-                progress=say,
             )
     folder = None if dry_run else out or Path("build", _stem(model))
     if check and folder is not None:

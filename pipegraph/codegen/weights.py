@@ -12,6 +12,7 @@ from pipegraph.errors import PackageError
 from pipegraph.graph.captured import Captured, State
 from pipegraph.graph.stages import StageGraph
 from pipegraph.package import WEIGHTS_INDEX
+from pipegraph.progress import counted
 
 
 def shard_plan(captured: Captured, stages: Sequence[StageGraph], weights: bool) -> dict[str, tuple[str, ...]]:
@@ -43,7 +44,7 @@ def write_weights(captured: Captured, shards: dict[str, tuple[str, ...]], folder
     """
     from safetensors.torch import save_file
 
-    for file, names in shards.items():
+    for file, names in counted("writing weights of stages", shards.items()):
         _check_values(captured, names)
         save_file({name: captured.tensors[name].cpu().contiguous().clone() for name in names}, folder / file)
     weight_map = {name: file for file, names in shards.items() for name in names}

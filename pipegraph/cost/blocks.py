@@ -30,6 +30,7 @@ from pipegraph.kernels.divide import is_view
 from pipegraph.kernels.joint import Joint
 from pipegraph.kernels.state import State
 from pipegraph.kernels.variant import Call, Stage, leaves_of, trace
+from pipegraph.progress import tell
 
 LossOf = Callable[[Any, Any], Tensor]
 """(what the model returns, in its own nesting; one microbatch's target) → the loss of no dimensions."""
@@ -171,8 +172,10 @@ def find_parts(chain: Chain, tracing: Tracing) -> Parts:
     def parts(runs: Iterable[range]) -> tuple[Part, ...]:
         pieces = [(run, piece_of(chain.captured, chain.nodes(run.start, run.stop))) for run in runs]
         counts.update(piece.key for _, piece in pieces)
+        total = len({*blocks, *(piece.key for _, piece in pieces)})
         for run, piece in pieces:
             if piece.key not in blocks:
+                tell("pricing distinct blocks", len(blocks), total)
                 between = repeats and not (run in whole and counts[piece.key] > 1)
                 recompute = "min-cut" if tracing.recompute == "block" and between else tracing.recompute
                 blocks[piece.key] = _block(piece, counts[piece.key], replace(tracing, recompute=recompute))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from pipegraph.cost.module import PieceModule, random_input, random_state
 from pipegraph.cost.neighbours import at_work
 from pipegraph.errors import PlanError
 from pipegraph.kernels import make
+from pipegraph.progress import counted, tell
 
 # A stage runs several equal layers in turn, so that the weights of the next one are seldom in a core's cache. So many
 # sets of weights are run in turn, at most; more than a few change nothing.
@@ -98,7 +99,6 @@ def measure(
     blocks: Sequence[Block],
     setting: Setting | None = None,
     cache: Cache | None = None,
-    progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[Measured, ...]:
     """Seconds of every block. What was measured before, on such a device, is taken from ``cache``.
 
@@ -119,7 +119,7 @@ def measure(
     missing = [block for block in blocks if block.key not in found]
     if missing:
         with _threads(setting.threads):
-            for block, times in zip(missing, _run(missing, setting, progress), strict=True):
+            for block, times in zip(missing, _run(missing, setting), strict=True):
                 found[block.key] = times
                 cache.put(setting.key(block), asdict(times))
     return tuple(found[block.key] for block in blocks)
@@ -144,10 +144,10 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _run(blocks: Sequence[Block], setting: Setting, progress: Callable[[str], None]) -> list[Measured]:
+def _run(blocks: Sequence[Block], setting: Setting) -> list[Measured]:
     device = torch.device(setting.device)
     _check_memory(blocks, device)
-    progress(f"measuring {len(blocks)} distinct blocks on {device_name(device)}: compiling their kernels …")
+    tell(f"measuring {len(blocks)} distinct blocks on {device_name(device)}")
     generator = torch.Generator(device).manual_seed(0)
     rounds = _Rounds([_Run.of(block, setting, device, generator) for block in blocks], device)
     others = 0 if setting.has_own_device else setting.ranks - 1
@@ -158,9 +158,8 @@ def _run(blocks: Sequence[Block], setting: Setting, progress: Callable[[str], No
         rounds.next()
         once = time.perf_counter() - start
         count = min(max(int(setting.seconds / max(once, 1e-9)), _LEAST_ROUNDS), _MOST_ROUNDS)
-        progress(f"measuring {len(blocks)} distinct blocks: {count} rounds, {count * once:.0f} s")
         rounds.clock.readings.clear()
-        for _ in range(count):
+        for _ in counted(f"measuring {len(blocks)} distinct blocks, {count * once:.0f} s", range(count)):
             rounds.next()
     return [Measured(*(rounds.clock.median(index, kind) for kind in "FIW")) for index in range(len(blocks))]
 

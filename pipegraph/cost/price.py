@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +91,6 @@ def price(
     loss: tuple[LossOf, Any] | None = None,
     setting: Setting | None = None,
     cache: Cache | None = None,
-    progress: Callable[[str], None] = lambda line: None,
     kept: Collection[int] = (),
 ) -> Priced:
     """Price every segment of a model for one microbatch, each distinct block once.
@@ -105,7 +104,7 @@ def price(
         hardware: what the roofline is of, with its ``measured_ratio``; ``cpu`` by default.
         recompute: what the backward computes again, as the kernels will.
         loss: a function of output and target, and a target; by default the mean square of the outputs.
-        setting, cache, progress: of ``measured``: how, what was measured before, and who is told how long it takes.
+        setting, cache: of ``measured``: how, and what was measured before.
         kept: positions in ``Captured.nodes`` at which the chain is cut in any case.
 
     Raises:
@@ -134,7 +133,7 @@ def price(
     else:
         of_blocks = {key: _counted(three, name, hardware) for key, three in prices.items()}
         if name == "measured":
-            found = measure(blocks, setting, cache, progress)
+            found = measure(blocks, setting, cache)
             of_blocks = {block.key: each.times for block, each in zip(blocks, found, strict=True)}
         times, crossing = segment_times(parts, of_blocks)
     costs = tuple(

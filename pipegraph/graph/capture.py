@@ -20,6 +20,7 @@ from pipegraph.graph.flatten import flatten
 from pipegraph.graph.modes import differs_by_mode, follow_modes
 from pipegraph.graph.segments import find_segments
 from pipegraph.graph.simplify import simplify
+from pipegraph.progress import counted
 
 _TORCH = Path(torch.__file__).parent
 
@@ -46,16 +47,21 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     if not isinstance(args, tuple):
         raise CaptureError(f"args must be a tuple, not {type(args).__name__}.\nTry: args=(tokens,).")
     kwargs = dict(kwargs or {})
+    phases = counted(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments"))
+    next(phases)
     state, tensors = _state(model)
     modules = _modules(model)
     exported, training = export(model, args, kwargs)
+    next(phases)
     graph = flatten(exported, state, tensors)
     simplify(graph)
+    next(phases)
     if training and differs_by_mode(graph, modules):
         alike = runs_alike(model, args, kwargs)
         other = graph if alike else _in_evaluation(model, args, kwargs, state, tensors)
         if other is not None:
             follow_modes(graph, other, modules)
+    next(phases)
     inputs, constants = _inputs(exported, args, kwargs)
     captured = Captured(
         graph=graph,

@@ -21,6 +21,7 @@ from pipegraph.planner.solve import Solution, solve
 from pipegraph.planner.solver.arguments import byte_limits
 from pipegraph.planner.solver.arrange import arrange
 from pipegraph.planner.solver.shortage import size
+from pipegraph.progress import tell
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.build import find
 from pipegraph.schedule.recipe import counted
@@ -49,7 +50,6 @@ class Aim:
     effort: float = 1.0
     setting: Setting | None = None
     cache: Cache | None = None
-    progress: Callable[[str], None] = field(default=lambda line: None, repr=False)
 
     def __post_init__(self) -> None:
         check_balance(self.balance)
@@ -81,7 +81,6 @@ class Aim:
             self.loss,
             self.setting,
             self.cache,
-            self.progress,
             kept,
         )
         return Costs(priced)
@@ -92,6 +91,7 @@ class Aim:
 
     def solve(self, costs: Costs, stages: int, memory_bytes: float | Sequence[float] | None) -> Solution:
         """The cuts of a priced chain, by what its segments add up to."""
+        tell("looking for the best cuts")
         chain = costs.priced.chain
         if stages > len(chain.segments):
             raise PlanError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,6 @@ def plan(
     effort: float = 1.0,
     setting: Setting | None = None,
     cache: Cache | None = None,
-    progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Cut a captured model.
 
@@ -105,7 +104,7 @@ def plan(
         loss: (function of output and target, target); the mean square of the outputs by default.
         state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
         effort: how long the search goes on; 1 is a few seconds.
-        setting, cache, progress: for ``measured``; see `pipegraph.cost.price.price`.
+        setting, cache: for ``measured``; see `pipegraph.cost.price.price`.
 
     Raises:
         ArgumentError: an argument that no model could be planned with; a PlanError.
@@ -119,7 +118,6 @@ def plan(
     aim = Aim(
         balance or "time", schedule or "1f1b", 8 if microbatches is None else microbatches, ranks,
         memory_limits(memory_bytes), profile, recompute or "min-cut", loss, state_factor, effort, setting, cache,
-        progress,
     )  # fmt: skip
     if stages is not None:
         check_number("stages", stages, 2)

@@ -15,6 +15,7 @@ from torch import Tensor
 from pipegraph.cost.outputs import mean_square, tensors
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Package
+from pipegraph.progress import counted
 from pipegraph.report.profile import profile
 from pipegraph.report.steps import batch_from_manifest, batch_from_source, loss_of
 from pipegraph.runtime.group import TIMEOUT
@@ -128,7 +129,7 @@ class Training:
 
         In the first step of all, which compiles, what is saved is weighed; in the others every action is timed.
         """
-        for index in range(len(self._seconds), len(self._seconds) + count):
+        for index in counted("training steps", range(len(self._seconds), len(self._seconds) + count)):
             self._pipeline.observe(self._times if index else self._weights)
             self._optimizer.zero_grad()
             start = time.perf_counter()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipegraph.errors import PackageError, PipegraphError, nearest
 from pipegraph.kernels.sharded import is_sharded, shards
 from pipegraph.package import Manifest, Package
+from pipegraph.progress import counted
 
 Stages = Mapping[int, nn.Module]
 
@@ -30,7 +31,7 @@ def load_stages(package: Package, indices: list[int], device: torch.device) -> d
         )
     stages = {}
     with torch.random.fork_rng(devices=[]):  # making layers must not move the caller's random numbers
-        for index in indices:
+        for index in counted("loading weights of stages", indices):
             if made_up:
                 stages[index] = _initialised(package.load_stage(index, "cpu", weights=False)).to(device)
             else:

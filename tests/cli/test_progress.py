@@ -1,0 +1,160 @@
+"""Bars on a terminal, and nothing without one. The terminal is a pseudo terminal, the command a process of its own."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pipegraph.cli import progress
+from pipegraph.kernels import internals
+from pipegraph.progress import counted, tell, told_to
+from pipegraph.runtime import relay
+from tests.cli.command import ROOT, Command
+
+AT_ONCE = """
+import sys
+import pipegraph.cli.progress
+pipegraph.cli.progress._PATIENCE = 0.0
+if __name__ == "__main__":
+    pipegraph.cli.main(sys.argv[1:])
+"""
+
+
+def on_a_terminal(*arguments: object) -> tuple[int, list[str]]:
+    """(exit code, what was on each line) of pipegraph with stdout and stderr on a terminal, without its controls."""
+    here, there = pty.openpty()
+    command = [sys.executable, "-c", AT_ONCE, *map(str, arguments)]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
+    shown = []
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=there, stderr=there) as process:
+        os.close(there)
+        with suppress(OSError):  # nobody holds the other end any more
+            while data := os.read(here, 65536):
+                shown.append(data)
+    os.close(here)
+    return process.returncode, lines(b"".join(shown).decode(errors="replace"))
+
+
+def lines(shown: str) -> list[str]:
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
+
+
+def test_split_shows_capture_pricing_and_weights(tmp_path: Path) -> None:
+    code, shown = on_a_terminal("split", "tests/models/chain.py", "--stages", 2, "-o", tmp_path / "out")
+    assert code == 0
+    assert f"wrote {tmp_path / 'out'}" in shown
+    assert any(re.fullmatch(r"\S loading tests/models/chain.py … +0:\d\d *", line) for line in shown)
+    assert any(re.fullmatch(r"\S capturing Chain +━[━╸╺]+ \d of 4 0:\d\d *", line) for line in shown)
+
+
+def test_run_shows_its_children_and_prints_their_lines_above(chain: Path) -> None:
+    code, shown = on_a_terminal("run", chain, "--kernels", "eager", "--steps", 40, "--nproc", 2)
+    assert code == 0
+    assert [line.split("   ")[0] for line in shown if line.startswith("step ")][:40] == [f"step {n}" for n in range(40)]
+    assert any("AdamW's moments" in line for line in shown)
+    assert any(re.fullmatch(r"\S starting 2 processes … +0:\d\d *", line) for line in shown)
+    assert any(re.fullmatch(r"\S training steps +━[━╸╺]+ \d+ of 40 0:\d\d *", line) for line in shown)
+    assert not any("━" in line and "step " in line.replace("training steps", "") for line in shown)
+
+
+class Terminal(io.StringIO):
+    """A stderr that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, patience: float = 0.0) -> Terminal:
+    """In the test itself: pytest puts a stderr of its own in place behind every fixture."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(progress, "_PATIENCE", patience)
+    made = Terminal()
+    monkeypatch.setattr(sys, "stderr", made)
+    return made
+
+
+def shown_until(terminal: Terminal, wanted: str) -> None:
+    deadline = time.monotonic() + 20
+    while wanted not in terminal.getvalue():
+        assert time.monotonic() < deadline, f"{wanted!r} is not shown: {terminal.getvalue()!r}"
+        time.sleep(0.01)
+
+
+def test_lines_and_warnings_stand_above_the_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = on_terminal(monkeypatch)
+    with progress.progress("beginning") as say:
+        shown_until(terminal, "beginning …")
+        tell("counting", 3, 7)
+        shown_until(terminal, "3 of 7")
+        progress.warn("warning: look out")
+        say("a line")
+        tell("counting", 4, 7)
+        shown_until(terminal, "4 of 7")
+    assert "warning: look out" in lines(terminal.getvalue())
+    assert capsys.readouterr().out == "a line\n"
+    so_far = terminal.getvalue()
+    tell("counting", 5, 7)
+    progress.warn("warning: later")
+    assert terminal.getvalue() == f"{so_far}warning: later\n"
+
+
+def test_short_work_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch, patience=1.0)
+    with progress.progress("beginning"):
+        tell("counting", 3, 7)
+    assert terminal.getvalue() == ""
+
+
+def test_nothing_is_shown_without_a_terminal(pipegraph: Command, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    done = pipegraph("run", chain, "--kernels", "eager", "--nproc", 1)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("step 0   loss ")
+    assert "━" not in done.out
+
+
+def test_kernels_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "_compile_graph", lambda module: module)
+    told: list[tuple[str, int, int]] = []
+    with told_to(lambda *each: told.append(each)):
+        assert internals.compile_graphs(["one", "two"]) == ["one", "two"]  # type: ignore[list-item, comparison-overlap]
+    assert told == [(what, done, 2) for what in ("writing kernels", "compiling kernels") for done in range(3)]
+
+
+def test_who_listens_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    tell("nobody hears this")
+    with told_to(lambda *each: told.append(each)):
+        assert list(counted("items", "ab")) == ["a", "b"]
+        tell("something")
+    tell("nobody hears this")
+    assert told == [("items", 0, 2), ("items", 1, 2), ("items", 2, 2), ("something", 0, 0)]
+
+
+def test_what_a_child_says_arrives_in_order() -> None:
+    """All of it, also what was said right before the end."""
+    heard: list[object] = []
+    with told_to(lambda *each: heard.append(each)), relay.relayed(heard.append):
+        child = relay.Relay.to_parent()
+        assert child is not None
+        assert relay.Relay.to_parent() is None  # nor do children of the child have it
+        for index in range(1000):
+            child.tell("steps", index, 1000)
+            child.say(f"line {index}\nand more")
+        child.close()
+    said = ((("steps", index, 1000), f"line {index}\nand more") for index in range(1000))
+    assert heard == [each for pair in said for each in pair]
+    with relay.relayed(heard.append):
+        assert relay.Relay.to_parent() is None  # where nobody listens
