@@ -26,18 +26,19 @@ _shown: _Bar | None = None
 
 
 @contextmanager
-def progress(doing: str) -> Iterator[Say]:
+def progress(doing: str, quiet: bool = False) -> Iterator[Say]:
     """Show ``doing``, and then what is told of it, while the body runs, from the second second on.
 
     With a bar where it is known how much there is. Gives what prints a line on stdout meanwhile. A process that
-    `launch` started tells its parent instead, if that has a terminal.
+    `launch` started tells its parent instead, if that has a terminal. Of ranks, all but one are ``quiet``.
     """
     global _shown
-    if (relay := Relay.to_parent()) is not None:
+    relay = Relay.to_parent(quiet)
+    if relay is not None:
         with closing(relay), told_to(relay.tell):
             yield relay.say
         return
-    if not sys.stderr.isatty():
+    if quiet or not sys.stderr.isatty():
         yield partial(print, flush=True)
         return
     before, _shown = _shown, _Bar(doing)

@@ -136,7 +136,7 @@ def run(
     from pipegraph.report.recalibrate import profile_for
     from pipegraph.report.schedules import choose_schedule
     from pipegraph.runtime.launch import check_processes, exit_with_parent, is_launched, launch, record_failure
-    from pipegraph.runtime.relay import not_from_here, relayed
+    from pipegraph.runtime.relay import relayed
     from pipegraph.tracing.run_folder import check_parent
 
     try:
@@ -156,9 +156,9 @@ def run(
             links = profile_for(package, recalibrate, links)
         if processes == 1 or launched:
             source = _source(model, batch, seq)
-            if launched and int(os.environ["RANK"]) != chosen.placement[-1]:
-                not_from_here()  # the rank that knows the loss prints, and tells how far it is
-            with progress("loading") as say:
+            # The rank that knows the loss prints, and tells how far it is.
+            quiet = launched and int(os.environ["RANK"]) != chosen.placement[-1]
+            with progress("loading", quiet) as say:
                 from pipegraph.report.training import Training
 
                 training = Training(package, chosen, source, device, learning_rate, kernels, timeout)

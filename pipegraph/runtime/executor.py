@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
+from pipegraph.progress import tell
 from pipegraph.runtime.ahead import receives_due
 from pipegraph.runtime.faults import ActionFailed
 from pipegraph.runtime.observer import Observer
@@ -111,6 +112,7 @@ class Executor:
                 differentiable=self._schedule.has_backward,
                 kinds=needed,
             )
+        tell("running the first step")
 
     def _post(self, step: Step, action: Action) -> None:
         message = self._transfers[action]

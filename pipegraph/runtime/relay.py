@@ -30,10 +30,10 @@ class Relay:
         self._file = open(file, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - until `close`
 
     @staticmethod
-    def to_parent() -> Relay | None:
-        """Where the parent wants to hear from this process; not from children of its own."""
+    def to_parent(quiet: bool = False) -> Relay | None:
+        """Where the parent wants to hear from this process, unless that is ``quiet``; not from children of its own."""
         file = os.environ.pop(_FILE, None)
-        return None if file is None else Relay(file)
+        return None if file is None or quiet else Relay(file)
 
     def tell(self, what: str, done: int, total: int) -> None:
         """As `pipegraph.progress.tell`."""
@@ -49,11 +49,6 @@ class Relay:
 
     def _write(self, told: object) -> None:
         self._file.write(json.dumps(told) + "\n")
-
-
-def not_from_here() -> None:
-    """The parent hears from another rank."""
-    os.environ.pop(_FILE, None)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pipegraph.cost.chain import find_chain
 from pipegraph.cost.measure import Setting, measure
 from pipegraph.cost.price import price
 from pipegraph.errors import PlanError
+from pipegraph.progress import told_to
 from tests.cost.models import model
 
 QUICK = Setting(kernels="eager", seconds=0.02)
@@ -43,12 +44,16 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_was_measured_once_is_not_measured_again(runs: list[int], tmp_path: Path) -> None:
-    told: list[str] = []
+    told: list[tuple[str, int, int]] = []
     every = blocks()
-    first = measure(every, QUICK, Cache(tmp_path), told.append)
-    assert len(told) == 2 and told[0].startswith(f"measuring {len(every)} distinct blocks on ")
-    assert measure(every, QUICK, Cache(tmp_path), told.append) == first
-    assert (runs, len(told)) == ([len(every)], 2)
+    with told_to(lambda *each: told.append(each)):
+        first = measure(every, QUICK, Cache(tmp_path))
+        assert told[0][0].startswith(f"measuring {len(every)} distinct blocks on ")
+        what, done, rounds = told[-1]
+        assert what.startswith(f"measuring {len(every)} distinct blocks, ") and done == rounds >= 5
+        before = len(told)
+        assert measure(every, QUICK, Cache(tmp_path)) == first
+    assert (runs, len(told)) == ([len(every)], before)
 
 
 def test_what_a_measurement_depends_on(runs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
