@@ -73,6 +73,23 @@ def steps(trace: dict[str, Any]) -> list[str]:
     return [event["name"] for event in trace["traceEvents"] if event["name"].startswith("ProfilerStep")]
 
 
+def assert_nested(trace: dict[str, Any]) -> None:
+    """Complete events of one thread lie in each other, or apart: what Chrome's format asks for."""
+    threads: dict[Any, list[tuple[int, int]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            start = round(event["ts"] * 1000)  # whole nanoseconds
+            span = start, -start - round(event["dur"] * 1000)
+            threads.setdefault((event["pid"], event["tid"]), []).append(span)
+    for spans in threads.values():
+        within: list[int] = []
+        for start, end in sorted(spans):
+            while within and -within[-1] <= start:
+                within.pop()
+            assert not within or -end <= -within[-1] + 2  # as a float of microseconds counts no finer
+            within.append(end)
+
+
 def observed(pipe: Pipeline) -> bool:
     return any(isinstance(observer, Spans) for observer in pipe._added)
 
@@ -152,6 +169,13 @@ def test_events_are_given_to_the_rank_whose_action_they_lie_in(loop: Loop, tmp_p
         assert len(products) == 4 and all(any(start < at < end for start, end in spans) for at in products)
         optimizers = [event for event in trace["traceEvents"] if event["name"].startswith("Optimizer.step")]
         assert len(optimizers) == (1 if rank == 0 else 0)
+
+
+def test_for_ever(loop: Loop, tmp_path: Path) -> None:
+    with pipegraph.profile(loop.pipe, tmp_path, active=1, repeat=0) as profiler:
+        for _ in range(6):
+            profiler.step(loop.step())
+    assert [steps(trace) for trace in traces(profiler.folder, 1)] == [[f"ProfilerStep#{step}"] for step in (1, 3, 5)]
 
 
 def test_a_loop_that_ends_early_writes_what_it_has(loop: Loop, tmp_path: Path) -> None:
@@ -277,6 +301,7 @@ def test_two_processes(package: Path, tmp_path: Path) -> None:
         compared = [event["name"] for event in trace["traceEvents"] if event["name"] == "gloo:all_reduce"]
         assert len(compared) == 3
         assert {event["ph"] for event in trace["traceEvents"] if event["name"] == "gloo:recv"} == {"b", "e"}
+        assert_nested(trace)
         clocks.append(trace["pipegraph"]["clock"])
     assert clocks[0] == {"offset_ns": 0, "error_ns": 0}
     assert abs(clocks[1]["offset_ns"]) <= clocks[1]["error_ns"] < 100_000_000  # they are one machine's
