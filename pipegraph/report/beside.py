@@ -10,6 +10,7 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.segment import SegmentCost
 from pipegraph.package import Manifest
 from pipegraph.planner.evaluate import memory_parts_of, times_of
+from pipegraph.planner.priced import has_times, stage_costs
 from pipegraph.report.planned import Planned, difference
 from pipegraph.report.tables import size, table
 from pipegraph.report.training import COMPUTING, Measured
@@ -70,8 +71,8 @@ def beside(manifest: Manifest, schedule: Schedule, measured: Measured, hardware:
     ``hardware`` has the links. By default a planned step is what the plan says; one of another schedule has the links
     of the profile that priced the package, where it is one that pipegraph has, or else crossing takes no time.
     """
-    costs, plan = _costs(manifest), manifest.plan
-    timed = costs is not None and all("forward" in stage.cost for stage in manifest.stages)
+    costs, plan = stage_costs(manifest), manifest.plan
+    timed = costs is not None and has_times(manifest)
     name, planned = str(plan.get("hardware", "")), Planned.of(manifest)
     value = None
     if hardware is None and planned is not None and planned.is_run_by(schedule):
@@ -104,31 +105,6 @@ def beside(manifest: Manifest, schedule: Schedule, measured: Measured, hardware:
         basis=f"{plan.get('balance')} on {name}" if timed else "",
         hints=tuple(filter(None, [difference(manifest, schedule), *_hints(manifest, stages, measured, known)])),
     )
-
-
-def _costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
-    """The stages as they were priced; times are 0 where only bytes were. None where nothing was."""
-    cuts = [int(cut["boundary_bytes"]) for cut in manifest.plan.get("cuts", [])]
-    if any("saved_bytes" not in stage.cost for stage in manifest.stages) or len(cuts) + 1 != len(manifest.stages):
-        return None
-    return tuple(
-        SegmentCost(
-            forward=float(stage.cost.get("forward", 0.0)),
-            input_grad=float(stage.cost.get("input_grad", 0.0)),
-            weight_grad=float(stage.cost.get("weight_grad", 0.0)),
-            boundary_bytes=crossing,
-            saved_bytes=int(stage.cost["saved_bytes"]),
-            parameter_bytes=int(stage.cost["parameter_bytes"]),
-            weight_saved_bytes=_whole(stage.cost.get("weight_saved_bytes")),
-            trained_bytes=_whole(stage.cost.get("trained_bytes")),
-            buffer_bytes=int(stage.cost.get("buffer_bytes", 0)),
-        )
-        for stage, crossing in zip(manifest.stages, [*cuts, 0], strict=True)
-    )
-
-
-def _whole(figure: float | None) -> int | None:
-    return None if figure is None else int(figure)
 
 
 def _step(

@@ -1,0 +1,121 @@
+"""What stages would take if a cut lay elsewhere, estimated from what they took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from pipegraph.package import Manifest
+from pipegraph.schedule import Schedule, Times, simulate
+from pipegraph.tracing.analysis.layers import Layer, StageLayers, stage_layers
+
+_Row = tuple[float, float, float]  # F, I, W
+_TRIES = 12
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of one cut, and the times with it."""
+
+    change: str
+    assuming: str
+    times: Times
+
+
+def moves(manifest: Manifest, schedule: Schedule, times: Times, predicted: Times | None) -> Iterator[Move]:
+    """Each cut one layer earlier and later; or, where no whole layer lies beside it, one segment.
+
+    A layer takes its share of the stage that has the least time for each of its layers, if its equals count alike. A
+    segment takes the share of its stage that makes the planner's value of the neighbouring cut: see `_share`.
+    """
+    layers = stage_layers([stage.parameters for stage in manifest.stages])
+    for cut in range(1, schedule.stages):
+        for source, target in ((cut, cut - 1), (cut - 1, cut)):
+            layer = layers[source].first if source > target else layers[source].last
+            if layer is not None and sum(layers[source].counts.values()) > 1:
+                yield _layer_moved(layer, source, target, layers, times)
+            elif predicted is not None and (
+                found := _segment_moved(manifest, schedule, source, target, times, predicted)
+            ):
+                yield found
+
+
+def _layer_moved(layer: Layer, source: int, target: int, layers: Sequence[StageLayers], times: Times) -> Move:
+    def each(stage: int) -> _Row:
+        count = layers[stage].counts[layer.structure]
+        forward, input_grad, weight_grad = _row(times, stage)
+        return forward / count, input_grad / count, weight_grad / count
+
+    holders = [stage for stage, found in enumerate(layers) if found.counts[layer.structure]]
+    best = min(holders, key=lambda stage: sum(each(stage)))
+    count = layers[best].counts[layer.structure]
+    part = "all" if count == 1 else f"1/{count}"
+    moved = _moved(times, source, target, each(best))
+    return Move(f"moving {layer.name} to stage {target}", f"a layer taken as {part} of stage {best}", moved)
+
+
+def _segment_moved(
+    manifest: Manifest, schedule: Schedule, source: int, target: int, times: Times, predicted: Times
+) -> Move | None:
+    """The planner's neighbour of a cut, where the run's schedule is the plan's."""
+    plan, cut = manifest.plan, max(source, target)
+    same = (plan.get("schedule"), plan.get("microbatches")) == (schedule.name, schedule.microbatches)
+    if plan.get("unit") != "s" or not same or tuple(plan.get("placement", ())) != schedule.placement:
+        return None
+    entry = plan["cuts"][cut - 1]
+    neighbour = entry["later" if source > target else "earlier"]
+    if neighbour is None or neighbour["value"] is None:
+        return None
+
+    def makespan(share: float) -> float:
+        return simulate(schedule, _shared(predicted, source, target, share)).makespan
+
+    share = _share(makespan, float(neighbour["value"]))
+    if share is None:
+        return None
+    change = f"starting stage {cut} at {neighbour['point']} instead of {entry['point']}"
+    assuming = f"what moves taken as {share:.0%} of stage {source}, as predicted"
+    return Move(change, assuming, _shared(times, source, target, share))
+
+
+def _share(makespan: Callable[[float], float], value: float) -> float | None:
+    """The part of a stage that must move for a step to take ``value``, as the planner found it would.
+
+    None where that lies below what the step takes without a move: then there may be more than one such part.
+    """
+    low, high = 0.0, 1.0
+    if makespan(low) >= value or makespan(high) <= value:
+        return None
+    for _ in range(_TRIES):
+        middle = (low + high) / 2
+        if makespan(middle) < value:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _shared(times: Times, source: int, target: int, share: float) -> Times:
+    forward, input_grad, weight_grad = _row(times, source)
+    return _moved(times, source, target, (forward * share, input_grad * share, weight_grad * share))
+
+
+def _moved(times: Times, source: int, target: int, part: _Row) -> Times:
+    """Times with a part of one stage in another.
+
+    A stage shares out a backward to I and W in its own way: the first has no I, as its input has no gradient.
+    """
+    rows = [list(_row(times, stage)) for stage in range(times.stages)]
+    for stage, sign in ((source, -1), (target, 1)):
+        _, input_grad, weight_grad = _row(times, stage)
+        backward = input_grad + weight_grad
+        share = input_grad / backward if backward else 0.0
+        change = part[1] + part[2]
+        changes = (part[0], change * share, change * (1 - share))
+        rows[stage] = [max(0.0, figure + sign * each) for figure, each in zip(rows[stage], changes, strict=True)]
+    columns = zip(*rows, strict=True)
+    return replace(times, **dict(zip(("forward", "input_grad", "weight_grad"), columns, strict=True)))
+
+
+def _row(times: Times, stage: int) -> _Row:
+    return times.forward[stage], times.input_grad[stage], times.weight_grad[stage]
