@@ -10,7 +10,7 @@ from pipegraph.package import Manifest
 from pipegraph.schedule import Kind, Schedule, Times, build, names, peak_activations, simulate
 from pipegraph.tracing.analysis.moves import moves
 
-_WORTH = 0.01
+WORTH = 0.01
 """A smaller gain is not told."""
 _FORWARD = "forward"  # the schedule that does not train
 
@@ -40,7 +40,7 @@ class Advice:
     @property
     def best(self) -> Candidate | None:
         """That with the largest gain, if one is worth it."""
-        return next((found for found in self.candidates if found.gain >= _WORTH), None)
+        return next((found for found in self.candidates if found.gain >= WORTH), None)
 
     @property
     def sentence(self) -> str:
@@ -48,11 +48,9 @@ class Advice:
         if not self.candidates:
             return "There is nothing to try: the pipeline has one stage."
         if self.best is None:
-            return (
-                f"Nothing that was tried would save more than {_WORTH:.0%}: other cuts, schedules, more microbatches."
-            )
+            return f"Nothing that was tried would save more than {WORTH:.0%}: other cuts, schedules, more microbatches."
         said = [str(self.best)]
-        same = next((found for found in self.candidates if found.same_batch and found.gain >= _WORTH), None)
+        same = next((found for found in self.candidates if found.same_batch and found.gain >= WORTH), None)
         if same is not None and same is not self.best:
             said.append(f"with the batch as it is, {same}")
         text = "; ".join(said)

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipegraph.errors import PipegraphError, ScheduleError
+from pipegraph.errors import PipegraphError
 from pipegraph.schedule import Kind, Timeline, Times, simulate
 from pipegraph.tracing.analysis.advice import Advice, advise
 from pipegraph.tracing.analysis.bubble import RankBubble, Worlds, mean_bubbles, simulated_bubbles, step_bubbles
 from pipegraph.tracing.analysis.critical import measured_timeline
 from pipegraph.tracing.analysis.steps import MeasuredStep, measured_steps
-from pipegraph.tracing.analysis.times import MeasuredTimes, measured_times, predicted_times
+from pipegraph.tracing.analysis.times import MeasuredTimes, measured_times
+from pipegraph.tracing.predicted import predicted_times
 from pipegraph.tracing.recorded import RecordedRun
 
 
@@ -84,10 +85,7 @@ def analyse(run: RecordedRun) -> Analysis:
     steps, schedule = measured_steps(run), run.schedule
     if not steps:
         raise PipegraphError(f"{run.folder} holds no action that computes.\nTry: a longer run, with more active steps.")
-    try:
-        predicted = predicted_times(run.manifest, schedule)
-    except (ScheduleError, KeyError, TypeError, ValueError):  # a manifest edited by hand
-        predicted = None
+    predicted = predicted_times(run.manifest, schedule)
     in_turn = run.takes_turns
     times = measured_times(steps, schedule, predicted, in_turn)
     simulated = simulate(schedule, times.times)

@@ -7,10 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipegraph.cost.hardware import Hardware
-from pipegraph.package import Manifest
-from pipegraph.planner.evaluate import times_of
-from pipegraph.planner.priced import has_times, stage_costs
 from pipegraph.schedule import Action, Kind, Schedule, Times
 from pipegraph.schedule.dependencies import Edge
 from pipegraph.tracing.analysis.steps import MeasuredStep
@@ -37,20 +33,6 @@ class MeasuredTimes:
     @property
     def without_links(self) -> Times:
         return replace(self.times, hop=0.0, transfer=0.0)
-
-
-def predicted_times(manifest: Manifest | None, schedule: Schedule) -> Times | None:
-    """What the package's prices come to, with the links of the profile that priced it where pipegraph has it.
-
-    None for a package without times.
-    """
-    if manifest is None or len(manifest.stages) != schedule.stages or not has_times(manifest):
-        return None
-    costs = stage_costs(manifest)
-    if costs is None:
-        return None
-    name = str(manifest.plan.get("hardware", ""))
-    return times_of(costs, schedule, Hardware.load(name).link if name in Hardware.names() else None)
 
 
 def measured_times(
