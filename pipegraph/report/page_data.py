@@ -53,7 +53,8 @@ def _kept(analysis: Analysis) -> list[MeasuredStep]:
     """The shown step and those after and before it, as many as a page can hold."""
     sizes = [sum(map(len, (*step.events, *step.transfers))) for step in analysis.steps]
     around = sorted(range(len(sizes)), key=lambda n: (abs(n - analysis.shown), n))
-    room, kept = _MOST, []
+    room = _MOST
+    kept: list[int] = []
     for number in around:
         room -= sizes[number]
         if kept and room < 0:

@@ -191,7 +191,7 @@ def _stages(analysis: Analysis) -> dict[str, Any]:
         f"predicted {unit.name}",
         f"measured {unit.name}",
         "error",
-        "predicted over measured",
+        "one above the other",
     ]
     return {"stages": rows, "stage_headers": headers}
 

@@ -91,17 +91,17 @@ def _schedules(schedule: Schedule, times: Times, step: float, shares: str) -> It
     if not schedule.has_backward:
         return
     held, divided = max(peak_activations(schedule)), _divides(schedule)
-    fastest: dict[float, tuple[int, str, bool]] = {}
-    for name in names():
+    fastest: dict[float, tuple[int, int, bool]] = {}
+    for number, name in enumerate(names()):
         other = None if name in (schedule.name, _FORWARD) else _built(name, schedule, schedule.microbatches)
         if other is not None:
             gain = round(1 - simulate(other, times).makespan / step, 6)
-            this = (max(peak_activations(other)), name, _divides(other))
+            this = (max(peak_activations(other)), number, _divides(other))
             fastest[gain] = min(fastest.get(gain, this), this)
-    for gain, (peak, name, divides) in fastest.items():
+    for gain, (peak, number, divides) in fastest.items():
         holds = f"a rank then holds {peak} saved activations, now {held}" if peak != held else ""
         aside = ", and ".join(filter(None, [holds, shares if divides and not divided else ""]))
-        yield Candidate(f"running {name} instead of {schedule.name}", gain, aside)
+        yield Candidate(f"running {names()[number]} instead of {schedule.name}", gain, aside)
 
 
 def _more(schedule: Schedule, times: Times, step: float) -> Iterator[Candidate]:
