@@ -105,8 +105,9 @@ def _figures(analysis: Analysis) -> Iterator[dict[str, str]]:
     if expected is None:
         yield {"name": "predicted", "value": _UNKNOWN, "aside": "the package has no predicted times"}
     else:
-        error = error_of(expected.makespan, measured)
-        yield {"name": "predicted", "value": unit.text(expected.makespan), "aside": f"{error} of it" if error else ""}
+        off = expected.makespan / measured - 1 if measured else 0.0
+        aside = f"{percent(abs(off))} {'less' if off < 0 else 'more'} than that"
+        yield {"name": "predicted", "value": unit.text(expected.makespan), "aside": aside}
     if analysis.bubble:
         idle = sum(bubble.idle for bubble in analysis.bubble)
         total = sum(bubble.makespan for bubble in analysis.bubble) or 1.0

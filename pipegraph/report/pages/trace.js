@@ -356,7 +356,11 @@
         item.firstChild.after(sign);
       }
     }
-    if (data.tones) entry(data.tones, "none");
+    if (data.tones) {
+      const tones = document.createElement("span");
+      tones.textContent = data.tones;
+      place.append(tones);
+    }
     entry("waiting for a message", "wait");
     entry("critical path", "path");
   }
