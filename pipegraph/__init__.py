@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipegraph.graph.split_points import SplitPoint
     from pipegraph.planner.plan import plan
     from pipegraph.runtime.pipeline import Pipeline
+    from pipegraph.tracing.profile import profile
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "__version__",
     "capture",
     "plan",
+    "profile",
     "schedule",
     "write_package",
 ]
@@ -53,6 +55,7 @@ _DEFINED_IN = {
     "SplitPoint": "pipegraph.graph.split_points",
     "capture": "pipegraph.graph.capture",
     "plan": "pipegraph.planner.plan",
+    "profile": "pipegraph.tracing.profile",
     "write_package": "pipegraph.codegen.package_writer",
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from pipegraph.report.training import Training
     from pipegraph.schedule import Schedule
 
+_STEPS = 1
+_PROFILED_STEPS = 4
+
 
 def run(
     out: PackageArgument,
@@ -43,8 +48,22 @@ def run(
     schedule: PlannedScheduleOption = None,
     microbatches: MicrobatchesOption = None,
     steps: Annotated[
-        int, typer.Option(metavar="K", min=1, help="Steps to run; times are measured from the second one on.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            metavar="K",
+            min=1,
+            show_default=False,
+            help="Steps to run; times are measured from the second one on. [default: 1; with --profile 4]",
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="Record every step but the first, which warms up, in a new folder in DIR: a trace for each rank.",
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -101,16 +120,27 @@ def run(
         raise typer.BadParameter(
             "they belong to --model hf:…; without it the package's own sizes hold.", param_hint="--batch / --seq"
         )
+    if steps is None:
+        steps = _STEPS if profile is None else _PROFILED_STEPS
     if recalibrate is not None:
         _check_recalibrate(steps, kernels)
+    if profile is not None and steps < 2:
+        raise typer.BadParameter(
+            f"{steps} step is too few: the first one warms up and is not recorded. Try --steps {_PROFILED_STEPS}.",
+            param_hint="--profile",
+        )
     from pipegraph.cost.hardware import Hardware
     from pipegraph.package import Package
     from pipegraph.report.recalibrate import profile_for
     from pipegraph.report.schedules import choose_schedule
     from pipegraph.runtime.launch import check_processes, exit_with_parent, is_launched, launch, record_failure
+    from pipegraph.tracing.run_folder import check_parent
 
     try:
         exit_with_parent()
+        if profile is not None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler says on stderr that it starts and stops
+            check_parent(profile)
         package = Package.open(out)
         launched = is_launched()
         asked = int(os.environ["WORLD_SIZE"]) if launched else nproc
@@ -118,15 +148,15 @@ def run(
         processes = asked or chosen.ranks
         check_processes(chosen, processes, launched)
         check_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", processes)), "processes")
-        profile = None if hardware is None else Hardware.load(hardware)
+        links = None if hardware is None else Hardware.load(hardware)
         if recalibrate is not None:
-            profile = profile_for(package, recalibrate, profile)
+            links = profile_for(package, recalibrate, links)
         if processes == 1 or launched:
             source = _source(model, batch, seq)
             from pipegraph.report.training import Training
 
             training = Training(package, chosen, source, device, learning_rate, kernels, timeout)
-            _run_here(training, package, chosen, steps, profile, recalibrate, json)
+            _run_here(training, package, chosen, steps, links, recalibrate, profile, json)
             return
         options: dict[str, object] = {
             "schedule": schedule,
@@ -137,6 +167,7 @@ def run(
             "timeout": timeout,
             "hardware": hardware,
             "recalibrate": recalibrate,
+            "profile": profile,
         }
         options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate}
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -173,8 +204,9 @@ def _run_here(
     package: Package,
     schedule: Schedule,
     steps: int,
-    profile: Hardware | None,
+    hardware: Hardware | None,
     recalibrate: Path | None,
+    profile: Path | None,
     json: bool,
 ) -> None:
     """Run this process's stages; the process that holds the last one prints."""
@@ -182,14 +214,15 @@ def _run_here(
     from pipegraph.report.recalibrate import ratios, recalibrated, uneven
 
     taken = []
-    for step in training.steps(steps):
-        taken.append(dataclasses.asdict(step))
-        if not json:
-            print(step, flush=True)
+    with training.profiled(profile, steps) if profile is not None else nullcontext() as recorded:
+        for step in training.steps(steps):
+            taken.append(dataclasses.asdict(step))
+            if not json:
+                print(step, flush=True)
     measured = training.measured()
     if not training.tells:
         return
-    compared = beside(package.manifest, schedule, measured, profile)
+    compared = beside(package.manifest, schedule, measured, hardware)
     result: dict[str, Any] = {
         "schedule": schedule.name,
         "ranks": schedule.ranks,
@@ -199,8 +232,8 @@ def _run_here(
     }
     if not json:
         print(f"\n{told(compared)}", flush=True)
-    if recalibrate is not None and profile is not None:
-        corrected = recalibrated(profile, package.manifest, compared)
+    if recalibrate is not None and hardware is not None:
+        corrected = recalibrated(hardware, package.manifest, compared)
         write_whole([(recalibrate, corrected.to_json())])
         result["recalibrated"] = {
             "file": str(recalibrate),
@@ -209,5 +242,19 @@ def _run_here(
         }
         if not json:
             print("\n".join([f"wrote {recalibrate}: {ratios(corrected)}", *uneven(compared)]), flush=True)
+    if recorded is not None:
+        result["profile"] = str(recorded)
+        if not json:
+            print(f"\n{_look(recorded)}", flush=True)
     if json:
         print_json(result)
+
+
+def _look(recorded: Path) -> str:
+    """What was recorded, and what to type next."""
+    folder = shlex.quote(str(recorded.parent))
+    return (
+        f"wrote {recorded}: a trace for each rank. Look at it:\n"
+        f"  tensorboard --logdir {folder}\n"
+        f"  pipegraph trace report {folder}"
+    )

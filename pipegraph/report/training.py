@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from pipegraph.runtime.observer import ActionTimes, SavedBytes
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.world import local_device
 from pipegraph.schedule import Kind, Schedule
+from pipegraph.tracing.profile import Profile, profile
 
 COMPUTING = Kind.F, Kind.I, Kind.W, Kind.B
 _NONE = -1.0  # among figures that all processes exchange
@@ -105,11 +108,19 @@ class Training:
         self._kernels = kernels
         self._seconds: list[float] = []
         self._bubbles: list[float] = []
+        self._profile: Profile | None = None
 
     @property
     def tells(self) -> bool:
         """Whether this is the process that knows the loss, and so the one to print."""
         return self._pipeline.package.manifest.stages[-1].index in self._pipeline.stages
+
+    @contextmanager
+    def profiled(self, folder: Path, steps: int) -> Iterator[Path]:
+        """Record the next ``steps`` steps but the first into a new folder inside ``folder``, which is given."""
+        with profile(self._pipeline, folder, warmup=1, active=steps - 1) as self._profile:
+            yield self._profile.folder
+        self._profile = None
 
     def steps(self, count: int) -> Iterator[Step]:
         """Do so many steps. Nothing is yielded where the loss is not known.
@@ -133,6 +144,8 @@ class Training:
                 self._bubbles.append(1 - busiest / seconds)
             if index == 0 and self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
+            if self._profile is not None:
+                self._profile.step(result)
             if result.loss is not None:
                 yield Step(index, float(result.loss), seconds)
 

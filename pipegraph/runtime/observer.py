@@ -6,7 +6,7 @@ import statistics
 import time
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,21 @@ class Observer(Protocol):
     def end(self, rank: int, action: Action, saved: Any) -> None:
         """It is done, and holds `saved` for the backward of the action's stage and microbatch; None: nothing."""
         ...
+
+
+class Observers:
+    """Several observers as one: each one's time around an action lies within that of the one before it."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    def begin(self, rank: int, action: Action) -> None:
+        for observer in self._observers:
+            observer.begin(rank, action)
+
+    def end(self, rank: int, action: Action, saved: Any) -> None:
+        for observer in reversed(self._observers):
+            observer.end(rank, action, saved)
 
 
 class ActionTimes:

@@ -19,6 +19,7 @@ from pipegraph.runtime import parameters
 from pipegraph.runtime.ahead import receives_ahead
 from pipegraph.runtime.choose import choose, forward_only
 from pipegraph.runtime.clip import clip_grad_norm
+from pipegraph.runtime.clock import Clock
 from pipegraph.runtime.distributed import DistributedTransport
 from pipegraph.runtime.drive import drive
 from pipegraph.runtime.executor import Executor
@@ -26,7 +27,7 @@ from pipegraph.runtime.faults import Guard
 from pipegraph.runtime.group import TIMEOUT
 from pipegraph.runtime.local import LocalTransport
 from pipegraph.runtime.microbatch import batch_rows, bind, check, cut, cut_target, join, pack
-from pipegraph.runtime.observer import Observer
+from pipegraph.runtime.observer import Observer, Observers
 from pipegraph.runtime.step import Feed, Results
 from pipegraph.runtime.ties import RemoteTies, share, ties
 from pipegraph.runtime.transport import Transport
@@ -91,8 +92,11 @@ class Pipeline:
         timeout: float = TIMEOUT,
     ) -> None:
         self._loss_fn = loss_fn
-        self._device = local_device(device)
-        self._world = world = find(group, self._device, timeout)
+        self.device = local_device(device)
+        self.kernels = kernels if isinstance(kernels, str) else "custom"
+        self._observer: Observer | None = None
+        self._added: list[Observer] = []
+        self._world = world = find(group, self.device, timeout)
         self._guard = guard = Guard(world.rank, world.size, world.store) if world else Guard(0, 1, None)
         weakref.finalize(self, guard.close)  # also at exit, before torch's own threads are torn down
         if world:
@@ -102,9 +106,9 @@ class Pipeline:
             manifest = self.package.manifest
             self.schedule = choose(schedule, microbatches, len(manifest.stages), world.size if world else None)
             placement = self.schedule.placement
-            ranks = [world.rank] if world else range(self.schedule.ranks)
+            self.ranks = ranks = (world.rank,) if world else tuple(range(self.schedule.ranks))
             own = [stage for stage, rank in enumerate(placement) if rank in ranks]
-            self.stages: dict[int, nn.Module] = parameters.load_stages(self.package, own, self._device)
+            self.stages: dict[int, nn.Module] = parameters.load_stages(self.package, own, self.device)
             if parallelize_fn is not None:
                 self.stages = parameters.parallelized(self.package, self.stages, parallelize_fn)
             shared = share(ties(manifest), self.stages)
@@ -132,10 +136,10 @@ class Pipeline:
                 self._ties = RemoteTies(shared, placement, world)
                 self._transport = DistributedTransport(world, rank_pairs(training), _buffers(training, evaluation))
             guard.closing.callback(self._transport.close)
-            if world and self._device.type == "cuda":
+            if world and self.device.type == "cuda":
                 guard.watch(lambda: world.close(abort=True))
             self._training, self._evaluation = (
-                [Executor(rank, lowered, wiring, made, self._transport, self._device) for rank in ranks]
+                [Executor(rank, lowered, wiring, made, self._transport, self.device) for rank in ranks]
                 for lowered in (training, evaluation)
             )
 
@@ -175,8 +179,23 @@ class Pipeline:
 
         One at a time; None ends it. Without one nothing is looked at, and nothing takes longer.
         """
+        self._observer = observer
+        self._tell_observers()
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell this one as well, whatever `observe` says: it is told first of a beginning, and last of an end."""
+        self._added.append(observer)
+        self._tell_observers()
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Tell one that was added no more."""
+        self._added.remove(observer)
+        self._tell_observers()
+
+    def _tell_observers(self) -> None:
+        observers = [*self._added, *([] if self._observer is None else [self._observer])]
         for executor in (*self._training, *self._evaluation):
-            executor.observer = observer
+            executor.observer = Observers(observers) if len(observers) > 1 else next(iter(observers), None)
 
     def gather(self, figures: Sequence[float]) -> list[list[float]]:
         """A row of figures of every process, in the order of ranks. All processes call this, with equally long rows.
@@ -185,6 +204,16 @@ class Pipeline:
         """
         with self._guard:
             return self._world.gather(figures) if self._world else [list(figures)]
+
+    def told(self, text: str) -> str:
+        """The text that the first process passes, in every process. All of them call this."""
+        with self._guard:
+            return self._world.told(text) if self._world else text
+
+    def clock(self) -> Clock:
+        """How far this process's clock is from that of rank 0, measured by messages. All processes call this."""
+        with self._guard:
+            return self._world.clock() if self._world else Clock()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once."""
@@ -208,7 +237,7 @@ class Pipeline:
             group = self._world.everyone() if self._world else None
             own = list(self.parameters())
             counted = [parameter for parameter in own if id(parameter) not in self._counted_elsewhere]
-            return clip_grad_norm(own, counted, max_norm, norm_type, group, self._device)
+            return clip_grad_norm(own, counted, max_norm, norm_type, group, self.device)
 
     def _run(
         self,
@@ -243,9 +272,9 @@ class Pipeline:
         needed = {name for name in taken if manifest.values[name].producer == CALLER}
         for name in sorted(needed | given.keys()):  # also what only others take, so that every rank says the same
             check(manifest.values[name], given.get(name), microbatches)
-        inputs = {name: cut(manifest.values[name], given[name], microbatches, self._device) for name in needed}
+        inputs = {name: cut(manifest.values[name], given[name], microbatches, self.device) for name in needed}
         targets = cut_target(
-            target, microbatches, self._device if self._has_last_stage else None, batch_rows(manifest, microbatches)
+            target, microbatches, self.device if self._has_last_stage else None, batch_rows(manifest, microbatches)
         )
         return Feed(inputs, targets, with_loss, keep_outputs)
 

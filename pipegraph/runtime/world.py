@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
+from pipegraph.runtime.clock import Clock, measure
 from pipegraph.runtime.group import Group, lost_connections
 from pipegraph.runtime.patience import within
 from pipegraph.runtime.transport import ConnectionLost
@@ -68,6 +69,20 @@ class World:
         self._control.all_reduce(table)
         rows: list[list[float]] = table.tolist()
         return rows
+
+    def told(self, text: str) -> str:
+        """Rank 0's text, on every rank. They call this together."""
+        length = int(self.gather([len(text.encode())])[0][0])
+        letters = torch.zeros(length, dtype=torch.uint8)
+        if self.rank == 0 and text:
+            letters = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        if length:
+            self._control.broadcast(letters, 0)
+        return bytes(letters.tolist()).decode()
+
+    def clock(self) -> Clock:
+        """This process's clock against that of rank 0. They call this together."""
+        return measure(self._control, self.rank, self.size)
 
     def everyone(self) -> Group:
         """All ranks of the pipeline. They ask for it together."""

@@ -1,0 +1,192 @@
+"""Recording a training loop: torch's profiler around it, with a span for every action of the pipeline."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, record_function
+
+from pipegraph.errors import PipegraphError
+from pipegraph.runtime.clock import Clock
+from pipegraph.runtime.pipeline import Pipeline, StepResult
+from pipegraph.runtime.wiring import torch_dtype, transfer, wire
+from pipegraph.schedule import Action
+from pipegraph.tracing.by_rank import by_rank
+from pipegraph.tracing.repair import MARK, Event, collectives, comparable, repaired, until
+from pipegraph.tracing.run_folder import make_run_folder, trace_file
+from pipegraph.tracing.spans import Spans
+
+
+def profile(
+    pipe: Pipeline,
+    folder: str | PathLike[str],
+    *,
+    wait: int = 0,
+    warmup: int = 1,
+    active: int = 3,
+    repeat: int = 1,
+) -> Profile:
+    """Record the steps of a training loop into a new folder inside `folder`, one Chrome trace for each rank.
+
+    As with `torch.profiler.schedule`, `wait` steps are left alone, `warmup` steps warm the profiler up, `active` steps
+    are recorded, and that `repeat` times, or with 0 until the loop ends. A loop that ends earlier writes the steps that
+    it has recorded. A step that is left alone takes no longer than without a profile.
+
+        with pipegraph.profile(pipe, "runs") as profiler:
+            for tokens, labels in batches:
+                result = pipe.step(tokens, target=labels)
+                optimizer.step()
+                optimizer.zero_grad()
+                profiler.step(result)
+        print(profiler.folder)
+
+    All processes of the pipeline do this together. Raises PipegraphError for numbers that record nothing, and on
+    entering it in every process where one of them cannot write there.
+    """
+    given = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
+    for name, number in given.items():
+        least = 1 if name == "active" else 0
+        if number < least:
+            raise PipegraphError(
+                f"{name} is {number}: at least {least} is needed. Try: profile(pipe, folder, active=3)."
+            )
+    return Profile(pipe, Path(folder), torch.profiler.schedule(**given))
+
+
+class Profile:
+    """What `profile` gives: a context around a training loop."""
+
+    folder: Path
+    """The run's own folder, once the context is entered."""
+
+    def __init__(self, pipe: Pipeline, parent: Path, schedule: Callable[[int], ProfilerAction]) -> None:
+        self._pipe = pipe
+        self._parent = parent
+        self._schedule = schedule
+        self._spans = Spans()
+        self._observes = False
+        self._step = 0  # the one that is under way
+        self._losses: dict[int, float | None] = {}  # of the steps that are recorded and not yet written
+        self._began = Clock()
+        self._gives_up = False
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if pipe.device.type == "cuda" else [])]
+        self._torch = torch.profiler.profile(
+            activities=activities, schedule=schedule, on_trace_ready=lambda _: self._write()
+        )
+
+    def __enter__(self) -> Profile:
+        self._run = make_run_folder(self._pipe, self._parent)
+        self.folder = self._run.path
+        if self._is_recorded(0):
+            self._began = self._pipe.clock()
+        self._torch.__enter__()
+        self._observe(self._is_looked_at(0))
+        return self
+
+    def step(self, result: StepResult | None = None) -> None:
+        """Say that a step is done, its optimizer included, and what `Pipeline.step` gave. Every process calls this.
+
+        Of a recorded step every process learns the loss. That is the one collective that every rank makes, by which
+        TensorBoard compares them. What a GPU does for a recorded step is waited for, so that it lies in that step.
+        """
+        if self._pipe.device.type == "cuda" and (self._is_recorded(self._step) or self._is_recorded(self._step + 1)):
+            torch.cuda.synchronize(self._pipe.device)
+        if self._is_recorded(self._step):
+            self._losses[self._step] = self._shared_loss(result)
+        elif self._is_recorded(self._step + 1):
+            self._began = self._pipe.clock()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # those of a window that is written
+            self._torch.step()  # which calls `_write` behind the last step of a window
+        self._step += 1
+        self._observe(self._is_looked_at(self._step))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gives_up = error is not None  # the processes are not at one place then, and can write nothing together
+        self._observe(False)
+        self._spans.close()
+        try:
+            self._torch.__exit__(kind, error, trace)
+        except Exception:
+            if error is None:
+                raise
+        finally:
+            self._run.leave()
+        if error is None and not self._run.windows:
+            warnings.warn(f"{self._step} steps were too few to record one; nothing was written.", stacklevel=2)
+
+    def _is_recorded(self, step: int) -> bool:
+        return self._schedule(step) in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+
+    def _is_looked_at(self, step: int) -> bool:
+        """Whether the step is recorded, or warms up for that."""
+        return self._schedule(step) is not ProfilerAction.NONE
+
+    def _observe(self, wanted: bool) -> None:
+        if wanted and not self._observes:
+            self._pipe.add_observer(self._spans)
+        elif self._observes and not wanted:
+            self._pipe.remove_observer(self._spans)
+        self._observes = wanted
+
+    def _shared_loss(self, result: StepResult | None) -> float | None:
+        own = math.nan if result is None or result.loss is None else float(result.loss)
+        with record_function(MARK):
+            told = self._pipe.gather([own])
+        return next((loss for (loss,) in told if not math.isnan(loss)), None)
+
+    def _write(self) -> None:
+        """Write what torch has recorded: a file for every rank of this process."""
+        if self._gives_up or not self._losses:
+            return
+        clock = self._began.until(ended := self._pipe.clock())
+        digits = self._pipe.told(str(time.time_ns()))
+        first, last = min(self._losses), max(self._losses)
+        with tempfile.TemporaryDirectory(prefix="pipegraph-profile-") as folder:
+            exported = Path(folder, "trace.json")
+            self._torch.export_chrome_trace(str(exported))
+            trace = json.loads(exported.read_text(encoding="utf-8"), strict=False)
+        events: list[Event] = repaired(until(trace.pop("traceEvents"), last), arguments(self._pipe))
+        events = comparable(events, self._pipe.gather(collectives(events)))
+        traces = {}
+        for rank, own in by_rank(events, self._pipe.ranks).items():
+            about = {"run": self._run.run, "rank": rank, "ranks": self._pipe.schedule.ranks, "digits": digits}
+            name = {"traceName": trace_file(rank, digits)}
+            # The events come last: the plugin adds its own to a GPU's, behind the last bracket that it finds.
+            traces[rank] = {**trace, **name, "pipegraph": {**about, "clock": asdict(clock)}, "traceEvents": own}
+        self._run.add_window(traces, digits, {"steps": [first, last], "losses": list(self._losses.values())})
+        self._losses.clear()
+        self._began = ended
+
+
+def arguments(pipe: Pipeline) -> Callable[[Action], dict[str, Any]]:
+    """What is said of an action in a trace: `stage`, `kind`, `microbatch`, `rank`; of a transfer also `peer` (the
+    stage at its other end), `peer_rank` and `bytes`."""
+    wiring, placement = wire(pipe.package.manifest), pipe.schedule.placement
+
+    @cache
+    def of(action: Action) -> dict[str, Any]:
+        stage = action.stage
+        said: dict[str, Any] = {"stage": stage, "kind": action.kind.value, "microbatch": action.microbatch}
+        said["rank"] = placement[stage]
+        if action.peer is not None:
+            values = transfer(action, wiring, placement).values
+            size = sum(math.prod(value.shape) * torch_dtype(value).itemsize for value in values)
+            said |= {"peer": action.peer, "peer_rank": placement[action.peer], "bytes": size}
+        return said
+
+    return of
