@@ -83,7 +83,9 @@ def _manifest(folder: Path, problems: list[str]) -> Manifest | None:
         return Manifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"), MANIFEST)
     except OSError as error:
         problems.append(f"{MANIFEST} cannot be read ({error.strerror}): nothing is known of what was predicted")
-    except (PackageError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        problems.append(f"{MANIFEST} is no text: {error}")
+    except PackageError as error:
         problems.append(str(error))
     return None
 

@@ -82,9 +82,11 @@ class _Text:
                 continue
             except RecursionError:
                 raise Broken("it is no Chrome trace: it is nested too deep") from None
-            if end < len(self._held) or not self._more():
+            if end < len(self._held):
                 self._at = end
                 return found
+            if not self._more():
+                raise Broken("it is truncated")
 
     def _more(self) -> bool:
         chunk = next(self._chunks, "")
