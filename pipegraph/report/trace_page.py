@@ -48,7 +48,7 @@ def trace_page(analysis: Analysis) -> str:
         figures=list(_figures(analysis)),
         advice=one_line(analysis.advice.sentence),
         problems=[one_line(problem) for problem in analysis.run.problems],
-        alternative=_alternative(analysis),
+        alternative=one_line(_alternative(analysis)),
         critical_of=critical_of(analysis),
         critical_path=analysis.critical_path,
         notes=[one_line(each) for each in remarks(analysis) if not each.startswith("problem")],
@@ -81,9 +81,9 @@ def script_json(data: Any) -> Markup:
 
 def _title(analysis: Analysis) -> str:
     run = analysis.run
-    model = "" if run.manifest is None else one_line(str(run.manifest.model.get("class", "")))
+    model = "" if run.manifest is None else str(run.manifest.model.get("class", ""))
     what = words(run.schedule.name, run.schedule.microbatches, run.schedule.ranks)
-    return f"{model}: {what}" if model else what
+    return one_line(f"{model}: {what}" if model else what)
 
 
 def _alternative(analysis: Analysis) -> str:

@@ -96,7 +96,7 @@ def error_of(predicted: float | None, measured: float | None) -> str:
     """Of the prediction, as a part of what was measured: ``−12.3 %``."""
     if not predicted or not measured:
         return ""
-    return f"{(predicted / measured - 1) * 100:+.1f} %".replace("-", "−")
+    return f"{(predicted / measured - 1) * 100:+.1f} %".replace("-0.0", "+0.0").replace("-", "−")
 
 
 def _stages(analysis: Analysis) -> str:

@@ -46,7 +46,7 @@ class Advice:
     def sentence(self) -> str:
         """The best candidate, and beside a larger batch also the best that keeps it."""
         if not self.candidates:
-            return "There is nothing to try: the pipeline has one stage."
+            return "There is nothing to try: no rank waits for another."
         if self.best is None:
             return f"Nothing that was tried would save more than {WORTH:.0%}: other cuts, schedules, more microbatches."
         said = [str(self.best)]

@@ -25,6 +25,9 @@ from pipegraph.tracing.analysis.steps import MeasuredStep
 from pipegraph.tracing.analysis.times import MeasuredTimes
 
 
+_ROUNDING = 1e-12  # seconds
+
+
 @dataclass(frozen=True)
 class Causes:
     """Seconds in which a rank is idle."""
@@ -72,9 +75,9 @@ class Worlds:
     def split(self, rank: int, idle: float) -> Causes:
         """The causes of a rank's idle time."""
         schedule, uneven, linked = self.idle[rank]
-        third = min(linked, idle)
-        second = min(uneven, third)
-        first = min(schedule, second)
+        third = _at_most(linked, idle)
+        second = _at_most(uneven, third)
+        first = _at_most(schedule, second)
         return Causes(first, second - first, third - second, idle - third)
 
 
@@ -114,6 +117,11 @@ def _mean(found: Sequence[RankBubble]) -> RankBubble:
         sum(bubble.busy for bubble in found) / count,
         Causes(*(sum(cause) / count for cause in causes)),
     )
+
+
+def _at_most(time: float, limit: float) -> float:
+    """The lesser of two times; the limit where they differ by no more than additions round."""
+    return limit if time > limit - _ROUNDING else time
 
 
 def _equal(times: Times) -> Times:
