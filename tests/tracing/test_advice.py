@@ -64,9 +64,8 @@ def test_another_schedule_tells_what_it_holds_and_how_i_and_w_were_told_apart() 
     assert advice.sentence == (
         "Running zb-h1 instead of 1f1b would save 13.3 % of a step (I and W taken as halves of B)."
     )
-    assert {"running gpipe instead of 1f1b", "8 microbatches of this size instead of 4"} <= set(
-        changes(advice.candidates)
-    )
+    # interleaved-zb is the same with one stage on a rank, and zb-h2 holds more: one of equals is told.
+    assert [each.change.split()[1] for each in advice.candidates if each.gain > 0.1] == ["zb-h1"]
 
 
 def test_more_microbatches_are_told_beside_what_keeps_the_batch() -> None:

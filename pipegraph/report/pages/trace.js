@@ -53,6 +53,7 @@
     const middle = (from + to) / 2;
     view.from = Math.min(Math.max(middle - span / 2, 0), longest - span);
     view.to = view.from + span;
+    canvas.dataset.shown = `${view.from.toFixed(3)} ${view.to.toFixed(3)}`;
     draw();
   }
 

@@ -24,7 +24,6 @@ from pipegraph.schedule import Schedule, Timeline, Times, simulate
 from pipegraph.tracing.analysis.steps import MeasuredStep
 from pipegraph.tracing.analysis.times import MeasuredTimes
 
-
 _ROUNDING = 1e-12  # seconds
 
 
