@@ -23,6 +23,7 @@ from pipegraph.report.tables import one_line
 from pipegraph.report.traced import (
     CAUSES,
     MEANING_OF_CAUSES,
+    cause_cells,
     critical_of,
     error_of,
     heading,
@@ -122,9 +123,9 @@ def _figures(analysis: Analysis) -> Iterator[dict[str, str]]:
         }
     if analysis.took is not None:
         yield {
-            "name": "with data and optimizer",
+            "name": "a step, ranks in turn" if turns else "with data and optimizer",
             "value": unit_of(analysis.took).text(analysis.took),
-            "aside": "a step",
+            "aside": "with data and optimizer" if turns else "a step",
         }
 
 
@@ -148,7 +149,7 @@ def _bubble(analysis: Analysis) -> dict[str, Any]:
             for name, figure, fill in zip(names, figures, colours, strict=True)
         ]
         cells = [unit.number(bubble.busy), unit.number(bubble.idle), percent(bubble.idle / whole)]
-        return {"rank": bubble.rank, "parts": parts, "cells": [*cells, *map(unit.number, astuple(bubble.causes))]}
+        return {"rank": bubble.rank, "parts": parts, "cells": [*cells, *cause_cells(analysis, bubble, unit)]}
 
     count = len([each for each in analysis.bubbles if each])
     of = "the simulated step" if analysis.run.takes_turns else f"a step (mean of {count})" if count > 1 else "the step"

@@ -132,13 +132,20 @@ def _bubbles(analysis: Analysis) -> str:
             unit.number(bubble.busy),
             unit.number(bubble.idle),
             percent(bubble.idle / bubble.makespan if bubble.makespan else 0.0),
-            *(unit.number(cause) for cause in astuple(bubble.causes)),
+            *cause_cells(analysis, bubble, unit),
         ]
         for bubble in analysis.bubble
     ]
     of = "the simulated step" if analysis.run.takes_turns else "a step (mean)"
     headers = ["rank", "computes", "idle", "of the step", *CAUSES]
     return f"what each rank does in {of}, in {unit.name}, and why it is idle\n{table(headers, rows)}"
+
+
+def cause_cells(analysis: Analysis, bubble: RankBubble, unit: TimeUnit) -> list[str]:
+    """The causes as numbers; of a step that was simulated without them, transfers and overhead are not known."""
+    known = 2 if analysis.run.takes_turns else len(CAUSES)
+    figures = [unit.number(cause) for cause in astuple(bubble.causes)]
+    return [*figures[:known], *[_UNKNOWN] * (len(CAUSES) - known)]
 
 
 def run_dict(analysis: Analysis) -> dict[str, Any]:

@@ -38,6 +38,17 @@ def test_a_layer_moves_away_from_the_longest_stage() -> None:
     )
 
 
+def test_as_many_layers_move_as_it_takes() -> None:
+    schedule = with_edges(build("1f1b", 2, 8))
+    made = manifest(2, layers=4)
+    names = [f"layers.{n}.weight" for n in range(8)]
+    object.__setattr__(made.stages[0], "parameters", tuple(names[:6]))
+    object.__setattr__(made.stages[1], "parameters", tuple(names[6:]))
+    best = advise(schedule, Times((6.0, 2.0), (6.0, 2.0), (6.0, 2.0)), made).best
+    assert best is not None
+    assert best.change == "moving layers.4 – layers.5 to stage 1"
+
+
 def test_a_segment_moves_as_the_planner_priced_it() -> None:
     schedule = with_edges(build("1f1b", 2, 4))
     predicted = Times((4.0, 4.0), (4.0, 4.0), (4.0, 4.0))
@@ -106,9 +117,9 @@ def test_layers_are_what_stands_under_the_first_number() -> None:
             ["blocks.2.a.1.w", "blocks.3.a.0.w", "blocks.3.a.1.w", "norm.weight"],
         ]
     )
-    assert first.first is None and first.last is None  # it ends with half of blocks.2
+    assert first.first == () and first.last == ()  # it ends with half of blocks.2
     assert sum(first.counts.values()) == 2
-    assert second.last is None and sum(second.counts.values()) == 1
+    assert second.last == () and sum(second.counts.values()) == 1
 
 
 def test_layers_of_two_lists_are_not_equal() -> None:

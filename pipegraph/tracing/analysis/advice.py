@@ -82,8 +82,15 @@ def _cuts(
 ) -> Iterator[Candidate]:
     if manifest is None or len(manifest.stages) != schedule.stages:
         return
-    for move in moves(manifest, schedule, times, predicted):
-        yield Candidate(move.change, 1 - simulate(schedule, move.times).makespan / step, move.assuming)
+    for more_and_more in moves(manifest, schedule, times, predicted):
+        best: Candidate | None = None
+        for move in more_and_more:
+            gain = 1 - simulate(schedule, move.times).makespan / step
+            if best is not None and gain <= best.gain:
+                break
+            best = Candidate(move.change, gain, move.assuming)
+        if best is not None:
+            yield best
 
 
 def _schedules(schedule: Schedule, times: Times, step: float, shares: str) -> Iterator[Candidate]:

@@ -21,11 +21,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The whole layers of a stage that others equal; ``first`` and ``last`` where the stage begins or ends with one."""
+    """The whole layers of a stage that others equal, counted by structure.
+
+    ``first`` and ``last`` are the equal ones that the stage begins and ends with, from its border on; empty where that
+    is something else.
+    """
 
     counts: Counter[tuple[str, ...]]
-    first: Layer | None
-    last: Layer | None
+    first: tuple[Layer, ...]
+    last: tuple[Layer, ...]
 
 
 def stage_layers(stages: Sequence[Sequence[str]]) -> list[StageLayers]:
@@ -38,10 +42,20 @@ def stage_layers(stages: Sequence[Sequence[str]]) -> list[StageLayers]:
     known = Counter(layer.structure for row in rows for layer in row if layer is not None)
     found = []
     for row in rows:
-        whole = [layer if layer is not None and known[layer.structure] > 1 else None for layer in row] or [None]
+        whole = [layer if layer is not None and known[layer.structure] > 1 else None for layer in row]
         counts = Counter(layer.structure for layer in whole if layer is not None)
-        found.append(StageLayers(counts, whole[0], whole[-1]))
+        found.append(StageLayers(counts, _equal(whole), _equal(whole[::-1])))
     return found
+
+
+def _equal(layers: Sequence[Layer | None]) -> tuple[Layer, ...]:
+    """Those at the beginning that equal the first one."""
+    found: list[Layer] = []
+    for layer in layers:
+        if layer is None or (found and layer.structure != found[0].structure):
+            break
+        found.append(layer)
+    return tuple(found)
 
 
 def _name(parameter: str) -> str:

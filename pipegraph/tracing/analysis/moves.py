@@ -22,8 +22,8 @@ class Move:
     times: Times
 
 
-def moves(manifest: Manifest, schedule: Schedule, times: Times, predicted: Times | None) -> Iterator[Move]:
-    """Each cut one layer earlier and later; or, where no whole layer lies beside it, one segment.
+def moves(manifest: Manifest, schedule: Schedule, times: Times, predicted: Times | None) -> Iterator[Iterator[Move]]:
+    """Of each cut and direction, moves of more and more layers; or, where no whole layer lies there, of one segment.
 
     A layer takes its share of the stage that has the least time for each of its layers, if its equals count alike. A
     segment takes the share of its stage that makes the planner's value of the neighbouring cut: see `_share`.
@@ -31,51 +31,56 @@ def moves(manifest: Manifest, schedule: Schedule, times: Times, predicted: Times
     layers = stage_layers([stage.parameters for stage in manifest.stages])
     for cut in range(1, schedule.stages):
         for source, target in ((cut, cut - 1), (cut - 1, cut)):
-            layer = layers[source].first if source > target else layers[source].last
-            if layer is not None and sum(layers[source].counts.values()) > 1:
-                yield _layer_moved(layer, source, target, layers, times)
-            elif predicted is not None and (
-                found := _segment_moved(manifest, schedule, source, target, times, predicted)
-            ):
-                yield found
+            border = layers[source].first if source > target else layers[source].last
+            border = border[: sum(layers[source].counts.values()) - 1]  # a stage keeps one
+            if border:
+                yield _layers_moved(border, source, target, layers, times)
+            elif predicted is not None:
+                yield _segment_moved(manifest, schedule, source, target, times, predicted)
 
 
-def _layer_moved(layer: Layer, source: int, target: int, layers: Sequence[StageLayers], times: Times) -> Move:
+def _layers_moved(
+    border: Sequence[Layer], source: int, target: int, layers: Sequence[StageLayers], times: Times
+) -> Iterator[Move]:
+    """One layer, two layers, …, from the border on."""
+    structure = border[0].structure
+
     def each(stage: int) -> _Row:
-        count = layers[stage].counts[layer.structure]
+        count = layers[stage].counts[structure]
         forward, input_grad, weight_grad = _row(times, stage)
         return forward / count, input_grad / count, weight_grad / count
 
-    holders = [stage for stage, found in enumerate(layers) if found.counts[layer.structure]]
-    best = min(holders, key=lambda stage: sum(each(stage)))
-    count = layers[best].counts[layer.structure]
-    part = "all" if count == 1 else f"1/{count}"
-    moved = _moved(times, source, target, each(best))
-    return Move(f"moving {layer.name} to stage {target}", f"a layer taken as {part} of stage {best}", moved)
+    best = min((n for n, stage in enumerate(layers) if stage.counts[structure]), key=lambda stage: sum(each(stage)))
+    count, taken = layers[best].counts[structure], each(best)
+    assuming = f"a layer taken as {'all' if count == 1 else f'1/{count}'} of stage {best}"
+    for number, last in enumerate(border, 1):
+        times = _moved(times, source, target, taken)
+        ends = (border[0], last) if source > target else (last, border[0])
+        what = last.name if number == 1 else f"{ends[0].name} – {ends[1].name}"
+        yield Move(f"moving {what} to stage {target}", assuming, times)
 
 
 def _segment_moved(
     manifest: Manifest, schedule: Schedule, source: int, target: int, times: Times, predicted: Times
-) -> Move | None:
+) -> Iterator[Move]:
     """The planner's neighbour of a cut, where the run's schedule is the plan's."""
     plan, cut = manifest.plan, max(source, target)
     same = (plan.get("schedule"), plan.get("microbatches")) == (schedule.name, schedule.microbatches)
     if plan.get("unit") != "s" or not same or tuple(plan.get("placement", ())) != schedule.placement:
-        return None
+        return
     entry = plan["cuts"][cut - 1]
     neighbour = entry["later" if source > target else "earlier"]
     if neighbour is None or neighbour["value"] is None:
-        return None
+        return
 
     def makespan(share: float) -> float:
         return simulate(schedule, _shared(predicted, source, target, share)).makespan
 
     share = _share(makespan, float(neighbour["value"]))
-    if share is None:
-        return None
-    change = f"starting stage {cut} at {neighbour['point']} instead of {entry['point']}"
-    assuming = f"what moves taken as {share:.0%} of stage {source}, as predicted"
-    return Move(change, assuming, _shared(times, source, target, share))
+    if share is not None:
+        change = f"starting stage {cut} at {neighbour['point']} instead of {entry['point']}"
+        assuming = f"what moves taken as {share:.0%} of stage {source}, as predicted"
+        yield Move(change, assuming, _shared(times, source, target, share))
 
 
 def _share(makespan: Callable[[float], float], value: float) -> float | None:
