@@ -36,7 +36,7 @@ class RankFile:
 
     Attributes:
         run, ranks: of the run that wrote it; "" and None where it does not say.
-        base: what its times count from, in nanoseconds on its rank's clock.
+        base: what its times count from, in nanoseconds on its rank's clock; None where it does not get to saying so.
         host, gpu: actions by (step, action), as the host and as the GPU took them.
         steps: step → (start, end).
     """
@@ -47,7 +47,7 @@ class RankFile:
     problem: str = ""
     run: str = ""
     ranks: int | None = None
-    base: int = 0
+    base: int | None = None
     clock: Clock = field(default_factory=Clock)
     host: dict[tuple[int, Action], RawSpan] = field(default_factory=dict)
     gpu: dict[tuple[int, Action], RawSpan] = field(default_factory=dict)
@@ -56,7 +56,15 @@ class RankFile:
     @property
     def offset(self) -> int:
         """Nanoseconds to add to its times for rank 0's clock."""
-        return self.base + round(self.clock.offset * 1e9)
+        return (self.base or 0) + round(self.clock.offset * 1e9)
+
+    def starts(self) -> dict[int, int]:
+        """Of each step, when its first action starts on rank 0's clock."""
+        found: dict[int, int] = {}
+        for span in self.spans():
+            if not span.action.kind.is_transfer:
+                found.setdefault(span.step, span.start + self.offset)
+        return found
 
     def spans(self) -> list[RawSpan]:
         """Each action once, by its start: the GPU's where there is one.

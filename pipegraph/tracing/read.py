@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def read_run(path: str | PathLike[str]) -> RecordedRun:
     if not files:
         raise PipegraphError(f"{folder} has no trace that can be read: {'; '.join(problems)}.\n{_TRY}")
     files = list(_of_one_run(files, info.run, problems))
+    files = [file if file.base is not None else _laid(file, files, problems) for file in files]
     origin = min(span.start + file.offset for file in files for span in file.spans())
     schedule = _schedule(folder, said, files, problems)
     schedule = _with_edges(schedule, manifest, problems)
@@ -100,6 +102,17 @@ def _of_one_run(files: Sequence[RankFile], run: str, problems: list[str]) -> Ite
             problems.append(f"{file.path.name} is of another run ({file.run}, not {run}), and left out")
         else:
             yield file
+
+
+def _laid(file: RankFile, files: Sequence[RankFile], problems: list[str]) -> RankFile:
+    """A file that does not say what its times count from, laid where the others begin their step of the same number."""
+    starts = file.starts()
+    for step, start in starts.items():
+        others = [found[step] for other in files if other.base is not None and step in (found := other.starts())]
+        if others:
+            problems.append(f"{file.path.name} does not say when it was: its step {step} is laid where the others' is")
+            return replace(file, base=min(others) - start)
+    return replace(file, base=0)
 
 
 def _schedule(folder: Path, said: Mapping[str, Any], files: Sequence[RankFile], problems: list[str]) -> Schedule:

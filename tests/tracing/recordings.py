@@ -134,7 +134,6 @@ def write_run(
         trace = {
             "schemaVersion": 1,
             "distributedInfo": {"rank": rank, "world_size": ranks, "backend": "gloo"},
-            "traceEvents": [*events, *extra],
             "traceName": "trace",
             "baseTimeNanoseconds": BASE,
             "pipegraph": {
@@ -144,6 +143,7 @@ def write_run(
                 "digits": DIGITS,
                 "clock": {"offset_ns": offsets[rank] * 1e9, "error_ns": error * 1e9 if rank else 0},
             },
+            "traceEvents": [*events, *extra],
         }
         file = folder / f"rank_{rank:02d}.{DIGITS}.pt.trace.json.gz"
         file.write_bytes(gzip.compress(json.dumps(trace).encode(), mtime=0))
