@@ -59,9 +59,7 @@ def profile(
     for name, number in given.items():
         least = 1 if name == "active" else 0
         if number < least:
-            raise PipegraphError(
-                f"{name} is {number}: at least {least} is needed. Try: profile(pipe, folder, active=3)."
-            )
+            raise PipegraphError(f"{name} is {number}: give it {least} or more.\nTry: profile(pipe, folder, active=3).")
     return Profile(pipe, Path(folder), torch.profiler.schedule(**given))
 
 

@@ -34,6 +34,7 @@ from pipegraph.schedule import to_csv
 SCHEMA_VERSION: Final = 1
 RUN: Final = "run.json"
 SCHEDULE: Final = "schedule.csv"
+_PART: Final = ".part"  # of a trace that is being written
 
 
 def trace_file(rank: int, digits: str) -> str:
@@ -75,7 +76,7 @@ class RunFolder:
         def write() -> None:
             for rank, trace in traces.items():
                 whole = self.path / trace_file(rank, digits)
-                part = parts[whole] = whole.with_name(f".{whole.name}.part")
+                part = parts[whole] = whole.with_name(f".{whole.name}{_PART}")
                 part.write_bytes(gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), compresslevel=5))
 
         def publish() -> None:
@@ -95,10 +96,12 @@ class RunFolder:
         """Remove the folder again where nothing was recorded."""
         if self.windows or not self.is_first:
             return
+        ours = {MANIFEST, SCHEDULE, RUN}
         with suppress(OSError):
-            if {file.name for file in self.path.iterdir()} <= {MANIFEST, SCHEDULE, RUN}:
-                for file in self.path.iterdir():
-                    file.unlink()
+            files = list(self.path.iterdir())
+            if all(file.name in ours or file.suffix == _PART for file in files):
+                for file in files:
+                    file.unlink(missing_ok=True)  # another process removes its own part of a window
                 self.path.rmdir()
 
     def _write_about(self) -> None:

@@ -1,0 +1,76 @@
+"""``pipegraph run --profile``: what it records, says, and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import Command, Result, program
+from tests.tracing.loops import actions, read
+
+EAGER = ("--kernels", "eager", "--microbatches", 2)
+
+
+def recorded(folder: Path) -> Path:
+    """The folder of the only run, with a trace for each rank."""
+    (run,) = folder.iterdir()
+    names = sorted(file.name for file in run.iterdir())
+    (digits,) = {name.split(".")[1] for name in names if name.startswith("rank_")}
+    traces = [f"rank_{rank:02d}.{digits}.pt.trace.json.gz" for rank in (0, 1)]
+    assert names == ["pipeline.json", *traces, "run.json", "schedule.csv"]
+    return run
+
+
+def processes(pipegraph: Command, how: str, *run: object) -> Result:
+    if how == "torchrun":
+        return program("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "pipegraph", *run)
+    return pipegraph(*run, "--nproc", how)
+
+
+@pytest.mark.parametrize("how", ["1", "2", "torchrun"])
+def test_every_step_behind_the_first_is_recorded(pipegraph: Command, chain: Path, tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "my runs"
+    done = processes(pipegraph, how, "run", chain, *EAGER, "--steps", 3, "--profile", folder)
+    assert done.code == 0, done.err
+    run = recorded(folder)
+    assert done.out.split("\n\n")[-1].splitlines() == [
+        f"wrote {run}: a trace for each rank. Look at it:",
+        f"  tensorboard --logdir '{folder}'",
+        f"  pipegraph trace report '{folder}'",
+    ]
+    assert [line.split()[1] for line in done.out.splitlines() if line.startswith("step ")][:3] == ["0", "1", "2"]
+    assert "profiler_start" not in done.err
+    about = json.loads((run / "run.json").read_text())
+    assert about["windows"][0]["steps"] == [1, 2]
+    assert (about["processes"], about["kernels"]) == (1 if how == "1" else 2, "eager")
+    for rank in (0, 1):
+        (trace,) = (read(file) for file in run.glob(f"rank_{rank:02d}.*"))
+        spans = [span["name"] for span in actions(trace) if span["args"]["step"] == 2]
+        assert {f"F stage {rank} microbatch 1", f"B stage {rank} microbatch 0"} <= set(spans)
+
+
+def test_without_steps_three_are_recorded(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+    done = pipegraph("run", chain, *EAGER, "--nproc", 1, "--profile", tmp_path, "--json")
+    found = json.loads(done.out)
+    assert Path(found["profile"]) == recorded(tmp_path)
+    assert [step["index"] for step in found["steps"]] == [0, 1, 2, 3]
+    assert found["predicted_and_measured"]["measured_steps"] == 3  # who times the actions goes on as well
+
+
+def test_too_few_steps(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+    done = pipegraph("run", chain, *EAGER, "--profile", tmp_path, "--steps", 1)
+    assert done.code == 2
+    assert "1 step is too few: the first one warms up and is not recorded. Try --steps 4." in " ".join(done.err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_folder_that_cannot_be_made_is_told_before_the_training(
+    pipegraph: Command, chain: Path, tmp_path: Path, nproc: int
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    done = pipegraph("run", chain, *EAGER, "--nproc", nproc, "--profile", tmp_path / "file" / "runs")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: no trace can be written to {tmp_path}/file/runs: Not a directory.\nTry: ")
