@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
 
 from pipegraph.report.colours import colour, ink
 from pipegraph.report.page_data import page_data
@@ -55,8 +54,8 @@ def trace_page(analysis: Analysis) -> str:
         notes=[one_line(each) for each in remarks(analysis) if not each.startswith("problem")],
         candidates=list(_candidates(analysis)),
         data=script_json(page_data(analysis)),
-        style=Markup((_PAGES / "trace.css").read_text(encoding="utf-8")),
-        script=Markup((_PAGES / "trace.js").read_text(encoding="utf-8")),
+        style=(_PAGES / "trace.css").read_text(encoding="utf-8"),
+        script=(_PAGES / "trace.js").read_text(encoding="utf-8"),
         **_bubble(analysis),
         **_stages(analysis),
     )  # fmt: skip
@@ -74,10 +73,10 @@ def _environment() -> jinja2.Environment:
     )
 
 
-def script_json(data: Any) -> Markup:
+def script_json(data: Any) -> str:
     """JSON for a script element: ASCII, and without the signs that end one or begin a comment in it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _title(analysis: Analysis) -> str:
@@ -113,7 +112,7 @@ def _figures(analysis: Analysis) -> Iterator[dict[str, str]]:
         idle = sum(bubble.idle for bubble in analysis.bubble)
         total = sum(bubble.makespan for bubble in analysis.bubble) or 1.0
         told = "" if expected is None else f"predicted {percent(_idle_part(analysis))}"
-        yield {"name": "bubble, all ranks", "value": percent(idle / total), "aside": told}
+        yield {"name": "bubble, mean of ranks", "value": percent(idle / total), "aside": told}
         most = max(range(len(CAUSES)), key=lambda n: sum(astuple(bubble.causes)[n] for bubble in analysis.bubble))
         part = sum(astuple(bubble.causes)[most] for bubble in analysis.bubble)
         yield {

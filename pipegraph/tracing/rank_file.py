@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -135,6 +135,16 @@ def _take(found: RankFile, event: Any) -> None:
             return
         action = Action(int(given["stage"]), Kind(given["kind"]), int(given["microbatch"]), given.get("peer"))
         span = RawSpan(action, int(given["rank"]), int(given["step"]), start, end, int(given.get("bytes", 0)))
-        (found.host if event["cat"] == _HOST else found.gpu)[span.step, action] = span
+        if event["cat"] == _HOST:
+            found.host[span.step, action] = span
+        else:
+            found.gpu[span.step, action] = _together(found.gpu.get((span.step, action)), span)
     except (KeyError, TypeError, ValueError, AttributeError, ScheduleError):
         return  # another program's event
+
+
+def _together(earlier: RawSpan | None, span: RawSpan) -> RawSpan:
+    """An action that a GPU did in several streams, which has a span in each."""
+    if earlier is None:
+        return span
+    return replace(span, start=min(earlier.start, span.start), end=max(earlier.end, span.end))

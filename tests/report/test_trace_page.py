@@ -84,7 +84,7 @@ def test_no_name_gets_out_of_its_place(where: str, tmp_path: Path) -> None:
 
 
 def test_data_in_a_script_cannot_end_it() -> None:
-    text = str(script_json({"name": HOSTILE}))
+    text = script_json({"name": HOSTILE})
     assert not set("<>&\u2028") & set(text)
     assert json.loads(text) == {"name": HOSTILE}
 
@@ -155,6 +155,17 @@ def test_a_browser_draws_it_and_its_controls_work(tmp_path: Path) -> None:
     assert body["said"].startswith("Rank 1, forward: stage 1, microbatch 0; from 1.200 ms to 2.200 ms")
     assert body["tip"].startswith(("forward", "input gradient", "weight gradient"))
     assert (body["zoomed"], body["wheel"], body["done"]) == ("true", "true", "yes")
+
+
+@needs_chromium
+def test_a_large_run_is_drawn_as_well(tmp_path: Path) -> None:
+    page = trace_page(analysed(tmp_path, "1f1b", 16, 64))
+    file = tmp_path / "page.html"
+    file.write_text(page)
+    assert len(page) < 2_000_000
+    found = opened(file)
+    assert found.console == ()
+    assert 'data-drawn="2048"' in found.dom
 
 
 @needs_chromium

@@ -187,7 +187,9 @@ def test_spans_of_the_gpu_go_before_those_of_the_host(folder: Path) -> None:
         for event in list(trace["traceEvents"]):
             args = event.get("args", {})
             if event.get("cat") == "user_annotation" and args.get("kind") in ("F", "B"):
-                trace["traceEvents"].append({**event, "cat": "gpu_user_annotation", "ts": event["ts"] + 100})
+                gpu = {**event, "cat": "gpu_user_annotation", "ts": event["ts"] + 100}
+                half = event["dur"] / 2  # in each of two streams
+                trace["traceEvents"] += [{**gpu, "dur": half}, {**gpu, "ts": gpu["ts"] + half, "dur": half}]
 
     changed(file_of(folder, 0), with_gpu)
     run = read_run(folder)
