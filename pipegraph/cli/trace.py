@@ -34,7 +34,10 @@ def merge(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write one trace of all ranks, measured and predicted, for Perfetto (ui.perfetto.dev)."""
+    """Write one trace of all ranks for Perfetto.
+
+    It opens at ui.perfetto.dev, or in chrome://tracing: measured and, beside it, predicted.
+    """
     check_target(out, overwrite)
     with progress(f"reading {folder}"):
         from pipegraph.report.merged import merged_dict, told_merge
@@ -62,7 +65,10 @@ def report(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Tell what each rank did against what was predicted, where the bubble comes from, and what to change."""
+    """Tell why each rank was idle, and what to change.
+
+    With what was predicted beside what was measured; --html draws it over time.
+    """
     check_target(html, overwrite)
     with progress(f"reading {folder}"):
         from pipegraph.report.traced import run_dict, told_run

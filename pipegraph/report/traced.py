@@ -76,6 +76,8 @@ def remarks(analysis: Analysis) -> Iterator[str]:
         yield "note: ranks that take turns wait for each other, which is no bubble: theirs is of the simulated step"
     elif run.clock_error is not None and len(run.ranks) > 1:
         yield f"note: the ranks' clocks agree to ± {unit_of(run.clock_error).text(run.clock_error)}"
+        if any(hop < run.clock_error for hop in analysis.times.hops.values()):
+            yield "note: messages took less than that, so that transfers and overhead are hardly told apart"
     yield from (f"note: {each}" for each in analysis.times.assumed)
     if (incomplete := [step.number for step in analysis.steps if not step.complete]) and not run.problems:
         yield f"problem: of {_counted(incomplete)} actions are missing or out of the schedule's order"

@@ -34,7 +34,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written: numbers of slices and arrows, of operations that cross others and were left out, and of
+    """What was written: numbers of measured slices and arrows, of operations that cross others and were left out, and of
     messages that arrive, by these clocks, before they were sent."""
 
     slices: int
