@@ -17,7 +17,7 @@ _MOST = 60_000  # actions and messages on a page; more steps than that are left 
 
 
 def page_data(analysis: Analysis) -> dict[str, Any]:
-    """The data of ``pages/trace.js``, which says how actions and messages are written."""
+    """The data of ``pages/trace_view.js``, which says how actions and messages are written."""
     schedule = analysis.run.schedule
     most, chunks = chunks_of(schedule)
     unit = unit_of(analysis.step.makespan)

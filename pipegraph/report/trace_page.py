@@ -35,6 +35,7 @@ from pipegraph.tracing.analysis.analyse import Analysis
 from pipegraph.tracing.analysis.bubble import RankBubble
 
 _PAGES = Path(__file__).with_name("pages")
+_SCRIPT = ("trace_view.js", "trace_paint.js", "trace_controls.js")
 _COMPUTES = "#1b5faa"
 _CAUSE_COLOURS = ("#aab4c2", "#8a5bb5", "#1f9e8f", "#4b5262")
 _UNKNOWN = "—"
@@ -55,7 +56,7 @@ def trace_page(analysis: Analysis) -> str:
         candidates=list(_candidates(analysis)),
         data=script_json(page_data(analysis)),
         style=(_PAGES / "trace.css").read_text(encoding="utf-8"),
-        script=(_PAGES / "trace.js").read_text(encoding="utf-8"),
+        script="\n".join((_PAGES / name).read_text(encoding="utf-8") for name in _SCRIPT),
         **_bubble(analysis),
         **_stages(analysis),
     )  # fmt: skip

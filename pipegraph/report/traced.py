@@ -13,6 +13,7 @@ from pipegraph.schedule import Event, Kind
 from pipegraph.tracing.analysis.analyse import Analysis, StageKind
 from pipegraph.tracing.analysis.bubble import RankBubble
 from pipegraph.tracing.analysis.steps import MeasuredStep
+from pipegraph.tracing.predicted import links_known
 
 CAUSES = ("warm-up and drain", "imbalance", "transfers", "overhead")
 """as `Causes` has them"""
@@ -79,6 +80,8 @@ def remarks(analysis: Analysis) -> Iterator[str]:
         if any(hop < run.clock_error for hop in analysis.times.hops.values()):
             yield "note: messages took less than that, so that transfers and overhead are hardly told apart"
     yield from (f"note: {each}" for each in analysis.times.assumed)
+    if analysis.expected is not None and run.manifest is not None and not links_known(run.manifest):
+        yield "note: the links are not known by which the package was priced: predicted messages take no time"
     if (incomplete := [step.number for step in analysis.steps if not step.complete]) and not run.problems:
         yield f"problem: of {_counted(incomplete)} actions are missing or out of the schedule's order"
     yield from (f"problem: {problem}" for problem in run.problems)
@@ -195,24 +198,30 @@ def run_dict(analysis: Analysis) -> dict[str, Any]:
             {**_step_dict(step), "bubble": [bubble_dict(bubble) for bubble in bubbles]}
             for step, bubbles in zip(analysis.steps, analysis.bubbles, strict=True)
         ],
-        "critical_path": {
-            "step": None if analysis.critical is None else analysis.step.number,
-            "actions": [str(event.action) for event in (analysis.critical or analysis.simulated).critical_path],
-            "text": analysis.critical_path,
-        },
-        "advice": {
-            "sentence": analysis.advice.sentence,
-            "candidates": [
-                {
-                    "change": each.change,
-                    "gain": each.gain,
-                    "of": "step" if each.same_batch else "microbatch",
-                    "assuming": each.assuming or None,
-                }
-                for each in analysis.advice.candidates
-            ],
-        },
+        "critical_path": _critical_dict(analysis),
+        "advice": {"sentence": analysis.advice.sentence, "candidates": _candidates(analysis)},
     }
+
+
+def _critical_dict(analysis: Analysis) -> dict[str, Any]:
+    measured = analysis.critical
+    return {
+        "step": None if measured is None else analysis.step.number,
+        "actions": [str(event.action) for event in (measured or analysis.simulated).critical_path],
+        "text": analysis.critical_path,
+    }
+
+
+def _candidates(analysis: Analysis) -> list[dict[str, Any]]:
+    return [
+        {
+            "change": each.change,
+            "gain": each.gain,
+            "of": "step" if each.same_batch else "microbatch",
+            "assuming": each.assuming or None,
+        }
+        for each in analysis.advice.candidates
+    ]
 
 
 def bubble_dict(bubble: RankBubble) -> dict[str, float]:

@@ -34,8 +34,8 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written: numbers of measured slices and arrows, of operations that cross others and were left out, and of
-    messages that arrive, by these clocks, before they were sent."""
+    """What was written: numbers of measured slices and of arrows; of operations that cross others and were left out;
+    and of messages that arrive, by these clocks, before they were sent."""
 
     slices: int
     flows: int

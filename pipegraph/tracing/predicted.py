@@ -21,10 +21,19 @@ def predicted_times(manifest: Manifest | None, schedule: Schedule) -> Times | No
         costs = stage_costs(manifest)
         if costs is None:
             return None
-        name = str(manifest.plan.get("hardware", ""))
-        return times_of(costs, schedule, Hardware.load(name).link if name in Hardware.names() else None)
+        link = Hardware.load(_hardware(manifest)).link if links_known(manifest) else None
+        return times_of(costs, schedule, link)
     except (PipegraphError, KeyError, TypeError, ValueError):
         return None
+
+
+def links_known(manifest: Manifest) -> bool:
+    """Whether pipegraph has the profile that priced the package; otherwise crossing takes no predicted time."""
+    return _hardware(manifest) in Hardware.names()
+
+
+def _hardware(manifest: Manifest) -> str:
+    return str(manifest.plan.get("hardware", ""))
 
 
 def predicted_step(manifest: Manifest | None, schedule: Schedule) -> Timeline | None:

@@ -42,7 +42,8 @@ critical path of step 3
 advice
   Running zb-h1 instead of 1f1b would save 23.3 % of a step (I and W taken as predicted shares of B).
 
-note: the ranks' clocks agree to ± 2 µs"""
+note: the ranks' clocks agree to ± 2 µs
+note: the links are not known by which the package was priced: predicted messages take no time"""
 
 
 def test_data_add_up(tmp_path: Path) -> None:
