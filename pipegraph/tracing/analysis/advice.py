@@ -63,7 +63,6 @@ def advise(
     schedule: Schedule,
     times: Times,
     manifest: Manifest | None = None,
-    predicted: Times | None = None,
     shares: str = "",
     in_turn: bool = False,
 ) -> Advice:
@@ -72,17 +71,15 @@ def advise(
     step = simulate(schedule, times).makespan
     if schedule.ranks < 2 or step <= 0:
         return Advice((), in_turn)
-    found = [*_cuts(schedule, times, manifest, predicted, step), *_schedules(schedule, times, step, shares)]
+    found = [*_cuts(schedule, times, manifest, step), *_schedules(schedule, times, step, shares)]
     found += _more(schedule, times, step)
     return Advice(tuple(sorted(found, key=lambda each: -each.gain)), in_turn)
 
 
-def _cuts(
-    schedule: Schedule, times: Times, manifest: Manifest | None, predicted: Times | None, step: float
-) -> Iterator[Candidate]:
+def _cuts(schedule: Schedule, times: Times, manifest: Manifest | None, step: float) -> Iterator[Candidate]:
     if manifest is None or len(manifest.stages) != schedule.stages:
         return
-    for more_and_more in moves(manifest, schedule, times, predicted):
+    for more_and_more in moves(manifest, times):
         best: Candidate | None = None
         for move in more_and_more:
             gain = 1 - simulate(schedule, move.times).makespan / step

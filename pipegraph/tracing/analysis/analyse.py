@@ -105,7 +105,7 @@ def analyse(run: RecordedRun) -> Analysis:
         simulated=simulated,
         expected=None if predicted is None else simulate(schedule, predicted),
         critical=measured_timeline(steps[shown], schedule, times.hops) if tells else None,
-        advice=advise(schedule, times.times, run.manifest, predicted, times.shares, in_turn),
+        advice=advise(schedule, times.times, run.manifest, times.shares, in_turn),
     )
 
 

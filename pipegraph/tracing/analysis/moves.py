@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from pipegraph.errors import ScheduleError
 from pipegraph.package import Manifest
-from pipegraph.schedule import Schedule, Times, simulate
+from pipegraph.schedule import Schedule, Times, build, simulate
 from pipegraph.tracing.analysis.layers import Layer, StageLayers, stage_layers
+from pipegraph.tracing.predicted import predicted_times
 
 _Row = tuple[float, float, float]  # F, I, W
 _TRIES = 12
@@ -22,21 +24,22 @@ class Move:
     times: Times
 
 
-def moves(manifest: Manifest, schedule: Schedule, times: Times, predicted: Times | None) -> Iterator[Iterator[Move]]:
+def moves(manifest: Manifest, times: Times) -> Iterator[Iterator[Move]]:
     """Of each cut and direction, moves of more and more layers; or, where no whole layer lies there, of one segment.
 
     A layer takes its share of the stage that has the least time for each of its layers, if its equals count alike. A
     segment takes the share of its stage that makes the planner's value of the neighbouring cut: see `_share`.
     """
     layers = stage_layers([stage.parameters for stage in manifest.stages])
-    for cut in range(1, schedule.stages):
+    plan = _Plan.of(manifest)
+    for cut in range(1, len(manifest.stages)):
         for source, target in ((cut, cut - 1), (cut - 1, cut)):
             border = layers[source].first if source > target else layers[source].last
             border = border[: sum(layers[source].counts.values()) - 1]  # a stage keeps one
             if border:
                 yield _layers_moved(border, source, target, layers, times)
-            elif predicted is not None:
-                yield _segment_moved(manifest, schedule, source, target, times, predicted)
+            elif plan is not None:
+                yield _segment_moved(manifest, plan, source, target, times)
 
 
 def _layers_moved(
@@ -60,21 +63,40 @@ def _layers_moved(
         yield Move(f"moving {what} to stage {target}", assuming, times)
 
 
-def _segment_moved(
-    manifest: Manifest, schedule: Schedule, source: int, target: int, times: Times, predicted: Times
-) -> Iterator[Move]:
-    """The planner's neighbour of a cut, where the run's schedule is the plan's."""
-    plan, cut = manifest.plan, max(source, target)
-    same = (plan.get("schedule"), plan.get("microbatches")) == (schedule.name, schedule.microbatches)
-    if plan.get("unit") != "s" or not same or tuple(plan.get("placement", ())) != schedule.placement:
-        return
-    entry = plan["cuts"][cut - 1]
-    neighbour = entry["later" if source > target else "earlier"]
+@dataclass(frozen=True)
+class _Plan:
+    """The step that the planner looked at, with its predicted times."""
+
+    schedule: Schedule
+    times: Times
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> _Plan | None:
+        """None where there was none, or it was not of seconds."""
+        plan = manifest.plan
+        if plan.get("unit") != "s":
+            return None
+        try:
+            placement = tuple(plan["placement"])
+            ranks = len(set(placement))
+            made = build(str(plan["schedule"]), ranks, int(plan["microbatches"]), len(placement) // ranks)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError, ScheduleError):
+            return None
+        made = made.changed(edges=manifest.edges(), gradient_edges=manifest.gradient_edges())
+        times = predicted_times(manifest, made) if made.placement == placement else None
+        return None if times is None else cls(made, times)
+
+
+def _segment_moved(manifest: Manifest, plan: _Plan, source: int, target: int, times: Times) -> Iterator[Move]:
+    """The planner's neighbour of a cut."""
+    cut = max(source, target)
+    entry = manifest.plan["cuts"][cut - 1]
+    neighbour = entry.get("later" if source > target else "earlier")
     if neighbour is None or neighbour["value"] is None:
         return
 
     def makespan(share: float) -> float:
-        return simulate(schedule, _shared(predicted, source, target, share)).makespan
+        return simulate(plan.schedule, _shared(plan.times, source, target, share)).makespan
 
     share = _share(makespan, float(neighbour["value"]))
     if share is not None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipegraph.schedule import Action, Kind, Schedule, Times
+from pipegraph.schedule.action import BACKWARD
 from pipegraph.schedule.dependencies import Edge
 from pipegraph.tracing.analysis.steps import MeasuredStep
 from pipegraph.tracing.recorded import Span
@@ -51,7 +52,7 @@ def measured_times(
     medians = {key: statistics.median(found) for key, found in sorted(taken.items())}
     assumed: list[str] = []
     shares = ""
-    rows = [_of_stage(stage, medians, predicted) for stage in range(schedule.stages)]
+    rows = [_of_stage(stage, taken, predicted) for stage in range(schedule.stages)]
     known = [row for row in rows if row is not None]
     if schedule.has_backward and (Kind.I not in {kind for _, kind in medians}):
         shares = f"I and W taken as {'predicted shares' if predicted else 'halves'} of B"
@@ -68,16 +69,21 @@ def measured_times(
 _Row = tuple[float, float, float]  # F, I, W
 
 
-def _of_stage(stage: int, medians: Mapping[tuple[int, Kind], float], predicted: Times | None) -> _Row | None:
-    forward = medians.get((stage, Kind.F))
-    if forward is None:
+def _of_stage(stage: int, taken: Mapping[tuple[int, Kind], Sequence[float]], predicted: Times | None) -> _Row | None:
+    """Where some backwards are one B and others I and W, all take their mean: the time of the stage stays the same."""
+    median = {kind: statistics.median(found) for (n, kind), found in taken.items() if n == stage and found}
+    if Kind.F not in median:
         return None
-    if (stage, Kind.W) in medians:
-        return forward, medians.get((stage, Kind.I), 0.0), medians[stage, Kind.W]
-    whole, share = medians.get((stage, Kind.B), 0.0), 0.5
-    if predicted is not None and (both := predicted.input_grad[stage] + predicted.weight_grad[stage]) > 0:
+    count = {kind: len(taken[stage, kind]) for kind in median}
+    backwards = count.get(Kind.B, 0) + count.get(Kind.W, 0)
+    total = sum(count[kind] * median[kind] for kind in median if kind in BACKWARD)
+    whole, share = total / backwards if backwards else 0.0, 0.5
+    if Kind.W in median:
+        both = median.get(Kind.I, 0.0) + median[Kind.W]
+        share = median.get(Kind.I, 0.0) / both if both else share
+    elif predicted is not None and (both := predicted.input_grad[stage] + predicted.weight_grad[stage]) > 0:
         share = predicted.input_grad[stage] / both
-    return forward, whole * share, whole * (1 - share)
+    return median[Kind.F], whole * share, whole * (1 - share)
 
 
 def _filled(stage: int, rows: Sequence[_Row | None], known: Sequence[_Row], predicted: Times | None) -> _Row:
