@@ -17,6 +17,7 @@ from pipegraph.cli.run import run
 from pipegraph.cli.schedule import schedule
 from pipegraph.cli.show import show
 from pipegraph.cli.split import split
+from pipegraph.cli.trace import trace
 from pipegraph.cli.verify import verify
 from pipegraph.errors import PipegraphError, RuntimeFault
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 for verb in (split, plan, verify, show, run, schedule, calibrate):
     app.command()(verb)
+app.add_typer(trace, name="trace")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -98,7 +98,7 @@ def model_title(manifest: Manifest) -> str:
     return f"{model.get('class', 'model')} of {model.get('source', '?')} in {stages} stage{'s' if stages > 1 else ''}"
 
 
-def has_times(manifest: Manifest) -> bool:
+def knows_times(manifest: Manifest) -> bool:
     """Whether F, I and W of every stage were predicted or measured."""
     return all(name in stage.cost for stage in manifest.stages for name in (*_TIMES, "saved_bytes"))
 
@@ -107,7 +107,7 @@ def stage_cells(manifest: Manifest) -> tuple[list[str], list[list[str]]]:
     """A table's headers and rows: what each stage holds, and what it costs as far as that is known."""
     rows = [[str(stage.index), clip(holds(manifest, stage.index)), *_costs(stage)] for stage in manifest.stages]
     headers = ["stage", "holds", "parameters", "forward", "weights"]
-    if has_times(manifest):
+    if knows_times(manifest):
         times = [[float(stage.cost[name]) for name in _TIMES] for stage in manifest.stages]
         unit = unit_of(max(map(sum, times)))
         headers[4:4] = ["F", "I", "W", unit.name, "keeps"]

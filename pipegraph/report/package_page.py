@@ -19,7 +19,7 @@ Table = tuple[list[str], list[list[str]]]
 def package_page(package: Package, schedule: Schedule) -> str:
     """The text of an HTML file."""
     manifest = package.manifest
-    template = files("pipegraph.report").joinpath("package.html.jinja").read_text(encoding="utf-8")
+    template = files("pipegraph.report").joinpath("pages/package.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.tests["number"] = is_number
     drawn = package_svg(package, schedule)

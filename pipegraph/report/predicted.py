@@ -8,6 +8,7 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.segment import SegmentCost
 from pipegraph.package import Manifest
 from pipegraph.planner.evaluate import RankMemory, memory_parts_of, times_of
+from pipegraph.planner.priced import has_times, stage_costs
 from pipegraph.report.planned import Planned
 from pipegraph.schedule import Schedule, Times, simulate
 
@@ -42,7 +43,7 @@ def predicted(
     of the profile that priced the package, where it is one that pipegraph has, or else crossing takes no time.
     """
     costs, plan = stage_costs(manifest), manifest.plan
-    timed = costs is not None and all("forward" in stage.cost for stage in manifest.stages)
+    timed = costs is not None and has_times(manifest)
     name, planned = str(plan.get("hardware", "")), Planned.of(manifest)
     value = None
     if hardware is None and planned is not None and planned.is_run_by(schedule):
@@ -60,31 +61,6 @@ def predicted(
         memory=None if costs is None else memory_parts_of(costs, schedule),
         links_known=in_turn or hardware is not None or value is not None,
     )
-
-
-def stage_costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
-    """The stages as they were priced; times are 0 where only bytes were. None where nothing was."""
-    cuts = [int(cut["boundary_bytes"]) for cut in manifest.plan.get("cuts", [])]
-    if any("saved_bytes" not in stage.cost for stage in manifest.stages) or len(cuts) + 1 != len(manifest.stages):
-        return None
-    return tuple(
-        SegmentCost(
-            forward=float(stage.cost.get("forward", 0.0)),
-            input_grad=float(stage.cost.get("input_grad", 0.0)),
-            weight_grad=float(stage.cost.get("weight_grad", 0.0)),
-            boundary_bytes=crossing,
-            saved_bytes=int(stage.cost["saved_bytes"]),
-            parameter_bytes=int(stage.cost["parameter_bytes"]),
-            weight_saved_bytes=_whole(stage.cost.get("weight_saved_bytes")),
-            trained_bytes=_whole(stage.cost.get("trained_bytes")),
-            buffer_bytes=int(stage.cost.get("buffer_bytes", 0)),
-        )
-        for stage, crossing in zip(manifest.stages, [*cuts, 0], strict=True)
-    )
-
-
-def _whole(figure: float | None) -> int | None:
-    return None if figure is None else int(figure)
 
 
 def _step(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from pipegraph.package import CALLER, Manifest, StageEntry, Value
 from pipegraph.report.colours import MEANING, colour, ink
-from pipegraph.report.overview import bytes_of, has_times, holds
+from pipegraph.report.overview import bytes_of, holds, knows_times
 from pipegraph.report.svg import DARK, GREY, LETTER, LINE, px, text
 from pipegraph.report.tables import clip, count, size
 from pipegraph.report.units import unit_of
@@ -42,7 +42,7 @@ def stages_drawing(manifest: Manifest, schedule: Schedule, width: float) -> tupl
         drawing += _card(manifest, stage, schedule.placement[stage.index], left)
         drawing.append(_crossing(manifest, schedule, stage.index, left))
     bars = left + _CARD + _SPACE
-    return height, [*drawing, *(_times if has_times(manifest) else _flops)(manifest, bars, width - bars)]
+    return height, [*drawing, *(_times if knows_times(manifest) else _flops)(manifest, bars, width - bars)]
 
 
 def rank_colour(rank: int) -> str:

@@ -76,8 +76,8 @@ class Timeline:
             place = self.waited[place[0]].get(place[1], (place[0], place[1] - 1))
         return found[::-1]
 
-    def describe_critical_path(self) -> str:
-        """The critical path in words: where it turns, and whose time it is.
+    def describe_critical_path(self, between: str = "transfers") -> str:
+        """The critical path in words: where it turns, and whose time it is; ``between`` names that between actions.
 
         0F0 → 3F0 → 3B7 → 0B7: rank 3 80%, rank 0 9%, rank 1 6%, rank 2 5%
         """
@@ -94,7 +94,7 @@ class Timeline:
         shares = {f"rank {rank}": 0.0 for rank in range(len(self.events))}
         for (rank, _), event in zip(places, path, strict=True):
             shares[f"rank {rank}"] += event.end - event.start
-        shares["transfers"] = self.makespan - sum(shares.values())
+        shares[between] = self.makespan - sum(shares.values())
         parts = [
             f"{what} {share / self.makespan:.0%}"
             for what, share in sorted(shares.items(), key=lambda item: -item[1])

@@ -1,0 +1,88 @@
+"""``pipegraph trace merge|report DIR``: what a recorded run tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipegraph.cli.options import DebugOption, JsonOption
+from pipegraph.cli.output import check_target, print_json, write_target
+from pipegraph.cli.progress import progress
+
+RunArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR", show_default=False, help="A run's folder, or the one given to --profile: then its newest run."
+    ),
+]
+
+trace = typer.Typer(help="Look at a run that --profile recorded.", no_args_is_help=True)
+
+
+@trace.command()
+def merge(
+    folder: RunArgument,
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="FILE", show_default=False, help="The merged trace: trace.json.gz.")
+    ],
+    operations: Annotated[
+        bool, typer.Option("--operations", help="Keep the operations and kernels below the actions.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write one trace of all ranks for Perfetto.
+
+    It opens at ui.perfetto.dev, or in chrome://tracing: measured and, beside it, predicted.
+    """
+    check_target(out, overwrite)
+    with progress(f"reading {folder}"):
+        from pipegraph.report.merged import merged_dict, told_merge
+        from pipegraph.tracing.merge import merge as write
+        from pipegraph.tracing.predicted import predicted_step
+        from pipegraph.tracing.read import read_run
+
+        run = read_run(folder)
+        expected = predicted_step(run.manifest, run.schedule)
+        written = write(run, out, expected, operations)
+    if json:
+        print_json(merged_dict(run, out, written, expected))
+    else:
+        print(told_merge(run, out, written, expected), flush=True)
+
+
+@trace.command()
+def report(
+    folder: RunArgument,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False, help="Write a page with the timeline, for any browser."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it exists.")] = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Tell why each rank was idle, and what to change.
+
+    With what was predicted beside what was measured; --html draws it over time.
+    """
+    check_target(html, overwrite)
+    with progress(f"reading {folder}"):
+        from pipegraph.report.traced import run_dict, told_run
+        from pipegraph.tracing.analysis.analyse import analyse
+        from pipegraph.tracing.read import read_run
+
+        analysis = analyse(read_run(folder))
+        if html is not None:
+            from pipegraph.report.trace_page import trace_page
+
+            write_target(html, trace_page(analysis))
+    if json:
+        print_json(run_dict(analysis))
+        return
+    print(told_run(analysis), flush=True)
+    if html is not None:
+        print(f"\nwrote {html}", flush=True)

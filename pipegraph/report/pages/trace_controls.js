@@ -1,0 +1,186 @@
+// What an action is, and what the user does: the third part.
+
+function find(pixelX, pixelY) {
+  if (pixelX < gutter()) return null;
+  const rank = Math.floor((pixelY - TOP) / lane());
+  if (rank < 0 || rank >= data.ranks.length) return null;
+  const inside = pixelY - top(rank), measured = inside <= MEASURED;
+  if (!measured && (!below || inside > MEASURED + 2 + BELOW)) return null;
+  const actions = measured ? step.rows[rank] : below.rows[rank], when = at(pixelX);
+  const position = actions.findIndex((action) => action[3] <= when && when < action[4]);
+  return position < 0 ? null : { rank, position, measured, action: actions[position] };
+}
+
+function facts(found) {
+  const [kind, stage, microbatch, start, end] = found.action;
+  const lines = [["from", `${time(start)} to ${time(end)}`], [found.measured ? "took" : "takes", time(end - start)]];
+  const other = (found.measured ? (below ? below.rows : []) : step.rows)[found.rank] || [];
+  const same = other.find((action) => action[0] === kind && action[1] === stage && action[2] === microbatch);
+  if (same) {
+    const name = found.measured ? below.short : "measured";
+    lines.push([name, `${time(same[4] - same[3])}, from ${time(same[3])}`]);
+  }
+  if (found.measured) {
+    const before = found.position ? step.rows[found.rank][found.position - 1][4] : 0;
+    if (start - before > 0) lines.push(["idle before", time(start - before)]);
+    const backward = kind !== "F";
+    for (const message of kind === "W" ? [] : step.messages) {
+      if (message[7] === stage && message[8] === microbatch && (message[5] === "SEND_B") === backward) {
+        lines.push(["waited for", `stage ${message[6]}: ${time(Math.max(message[4] - message[3], 0))} (${bytes(message[9])})`]);
+      }
+    }
+  }
+  return { title: `${data.meaning[kind]}: stage ${stage}, microbatch ${microbatch}`, lines };
+}
+
+function showTip(found, pixelX, pixelY) {
+  tip.hidden = !found;
+  if (!found) return;
+  const { title, lines } = facts(found);
+  tip.replaceChildren();
+  const name = document.createElement("b");
+  name.textContent = `${title}${found.measured ? "" : `, ${below.short}`}`;
+  const table = document.createElement("table");
+  for (const cells of lines) {
+    const line = table.insertRow();
+    for (const cell of cells) line.insertCell().textContent = cell;
+  }
+  tip.append(name, table);
+  const left = Math.min(pixelX + 14, frame.clientWidth - tip.offsetWidth - 4);
+  tip.style.left = `${Math.max(0, left)}px`;
+  tip.style.top = `${pixelY + 18}px`;
+}
+
+function choose(rank, position) {
+  const actions = step.rows[rank];
+  if (!actions || actions.length === 0) return;
+  position = Math.min(Math.max(position, 0), actions.length - 1);
+  chosen = { rank, position, measured: true, action: actions[position] };
+  const { title, lines } = facts(chosen);
+  said.textContent = `Rank ${rank}, ${title}; ${lines.map((line) => line.join(" ")).join("; ")}`;
+  const [, , , start, end] = chosen.action;
+  if (start < view.from || end > view.to) {
+    const half = (view.to - view.from) / 2;
+    look((start + end) / 2 - half, (start + end) / 2 + half);
+  }
+  draw();
+}
+
+function goTo(key) {
+  if (!chosen) return choose(step.rows.findIndex((actions) => actions.length), 0);
+  const { rank, position, action } = chosen;
+  if (key === "ArrowLeft") return choose(rank, position - 1);
+  if (key === "ArrowRight") return choose(rank, position + 1);
+  const other = Math.min(Math.max(rank + (key === "ArrowUp" ? -1 : 1), 0), data.ranks.length - 1);
+  const next = step.rows[other].findIndex((each) => each[4] > action[3]);
+  return choose(other, next < 0 ? step.rows[other].length - 1 : next);
+}
+
+function legend() {
+  const place = byId("legend");
+  const entry = (text, className, fill, letter, ink) => {
+    const item = document.createElement("span"), sign = document.createElement("i");
+    if (className) sign.className = className;
+    if (fill) { sign.style.background = fill; sign.style.color = ink; sign.textContent = letter; }
+    item.append(sign);
+    item.append(text);
+    place.append(item);
+    return item;
+  };
+  for (const kind of Object.keys(data.colours)) {
+    const tones = data.colours[kind];
+    const item = entry(data.meaning[kind], "", tones[0].fill, kind, tones[0].ink);
+    for (const tone of tones.slice(1).reverse()) {
+      const sign = document.createElement("i");
+      Object.assign(sign.style, { background: tone.fill, color: tone.ink });
+      sign.textContent = kind;
+      item.firstChild.after(sign);
+    }
+  }
+  if (data.tones) {
+    const tones = document.createElement("span");
+    tones.textContent = data.tones;
+    place.append(tones);
+  }
+  entry("waiting for a message", "wait");
+  entry("critical path", "path");
+}
+
+function set() {
+  step = data.steps[Number(box.step.value)];
+  below = box.below.value === "" ? null : data.below[Number(box.below.value)];
+  hovered = chosen = null;
+  said.textContent = "";
+  showTip(null);
+}
+
+data.steps.forEach((each, number) => option(box.step, number, `${each.number} (${time(each.makespan)})${each.complete ? "" : ", incomplete"}`));
+box.step.value = String(data.shown);
+data.below.forEach((each, number) => option(box.below, number, each.name));
+option(box.below, "", "nothing");
+set();
+legend();
+fit();
+
+box.step.addEventListener("change", () => { set(); fit(); });
+box.below.addEventListener("change", () => { set(); fit(); });
+box.arrows.addEventListener("change", draw);
+box.critical.addEventListener("change", draw);
+byId("in").addEventListener("click", () => zoom(0.6));
+byId("out").addEventListener("click", () => zoom(1 / 0.6));
+byId("fit").addEventListener("click", fit);
+
+canvas.addEventListener("wheel", (event) => {
+  const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+  if (!sideways && !event.ctrlKey && !event.metaKey && document.activeElement !== canvas) return;
+  event.preventDefault();
+  if (sideways) pan((event.deltaX || event.deltaY) / 800);
+  else zoom(Math.exp(event.deltaY / 400), at(event.offsetX));
+}, { passive: false });
+
+canvas.addEventListener("pointerdown", (event) => {
+  drag = { x: event.offsetX, now: event.offsetX, from: view.from, to: view.to, select: event.shiftKey, moved: false };
+  canvas.setPointerCapture(event.pointerId);
+});
+canvas.addEventListener("pointermove", (event) => {
+  if (drag) {
+    drag.now = event.offsetX;
+    drag.moved = drag.moved || Math.abs(drag.now - drag.x) > 3;
+    const by = ((drag.x - drag.now) / width()) * (drag.to - drag.from);
+    if (drag.select) draw(); else if (drag.moved) look(drag.from + by, drag.to + by);
+    showTip(null);
+    return;
+  }
+  hovered = find(event.offsetX, event.offsetY);
+  showTip(hovered, event.offsetX, event.offsetY);
+  draw();
+});
+canvas.addEventListener("pointerup", (event) => {
+  const done = drag;
+  drag = null;
+  if (done && done.select && done.moved) look(Math.min(at(done.x), at(done.now)), Math.max(at(done.x), at(done.now)));
+  else if (done && !done.moved) {
+    const found = find(event.offsetX, event.offsetY);
+    if (found && found.measured) choose(found.rank, found.position);
+  }
+  draw();
+});
+canvas.addEventListener("pointercancel", () => { drag = null; draw(); });
+canvas.addEventListener("pointerleave", () => { hovered = null; showTip(null); draw(); });
+canvas.addEventListener("dblclick", (event) => zoom(0.4, at(event.offsetX)));
+canvas.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const { key } = event;
+  if (key === "+" || key === "=") zoom(0.6);
+  else if (key === "-" || key === "_") zoom(1 / 0.6);
+  else if (key === "0" || key === "f") fit();
+  else if (key === "Home") choose(chosen ? chosen.rank : 0, 0);
+  else if (key === "End") choose(chosen ? chosen.rank : 0, Infinity);
+  else if (event.shiftKey && (key === "ArrowLeft" || key === "ArrowRight")) pan(key === "ArrowLeft" ? -0.2 : 0.2);
+  else if (key.startsWith("Arrow")) goTo(key);
+  else if (key === "Escape") { chosen = null; said.textContent = ""; draw(); }
+  else return;
+  event.preventDefault();
+});
+new ResizeObserver(draw).observe(frame);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

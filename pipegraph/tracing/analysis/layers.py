@@ -1,0 +1,70 @@
+"""The repeated layers of a package's stages, told by the names of their parameters."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+_LAYER = re.compile(r"((?:[^.]+\.)*?[0-9]+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``layers.5`` of a stage. Layers with the same ``structure`` are equal as far as the names of parameters tell."""
+
+    name: str
+    structure: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The whole layers of a stage that others equal, counted by structure.
+
+    ``first`` and ``last`` are the equal ones that the stage begins and ends with, from its border on; empty where that
+    is something else.
+    """
+
+    counts: Counter[tuple[str, ...]]
+    first: tuple[Layer, ...]
+    last: tuple[Layer, ...]
+
+
+def stage_layers(stages: Sequence[Sequence[str]]) -> list[StageLayers]:
+    """Of each stage, given the FQNs of its parameters in the model's order.
+
+    A layer is what stands under an FQN's first number, ``layers.5`` of ``layers.5.norm.weight``. One that is cut in two
+    has fewer names than the others, and so is none.
+    """
+    rows = [[_layer(name, list(names)) for name, names in groupby(parameters, key=_name)] for parameters in stages]
+    known = Counter(layer.structure for row in rows for layer in row if layer is not None)
+    found = []
+    for row in rows:
+        whole = [layer if layer is not None and known[layer.structure] > 1 else None for layer in row]
+        counts = Counter(layer.structure for layer in whole if layer is not None)
+        found.append(StageLayers(counts, _equal(whole), _equal(whole[::-1])))
+    return found
+
+
+def _equal(layers: Sequence[Layer | None]) -> tuple[Layer, ...]:
+    """Those at the beginning that equal the first one."""
+    found: list[Layer] = []
+    for layer in layers:
+        if layer is None or (found and layer.structure != found[0].structure):
+            break
+        found.append(layer)
+    return tuple(found)
+
+
+def _name(parameter: str) -> str:
+    match = _LAYER.fullmatch(parameter)
+    return match[1] if match else ""
+
+
+def _layer(name: str, parameters: Sequence[str]) -> Layer | None:
+    if not name:
+        return None
+    kind = name.rpartition(".")[0]  # layers of two lists, such as an encoder's and a decoder's, are not equal
+    return Layer(name, (kind, *sorted(parameter.removeprefix(name) for parameter in parameters)))

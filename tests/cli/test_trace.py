@@ -1,0 +1,71 @@
+"""``pipegraph trace merge`` and ``report``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import Command
+from tests.tracing.chrome import read_strictly
+from tests.tracing.recordings import DIGITS, manifest, write_run
+from tests.tracing.test_bubble import FAR, SCHEDULE
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "runs" / "run", SCHEDULE, {3: FAR}, manifest(2))
+
+
+def test_merge_writes_a_trace_and_says_how_well_clocks_agree(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
+    result = pipegraph("trace", "merge", folder.parent, "-o", tmp_path / "trace.json.gz")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith(f"wrote {tmp_path / 'trace.json.gz'}: 16 slices, 4 messages")
+    assert "rank 1: stage 1" in result.out and "± 2 µs" in result.out
+    read_strictly(tmp_path / "trace.json.gz")
+
+
+def test_merge_tells_the_same_as_json(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
+    result = pipegraph("trace", "merge", folder, "-o", tmp_path / "trace.json", "--json")
+    found = json.loads(result.out)
+    assert (found["schema_version"], found["slices"], found["flows"], found["problems"]) == (1, 16, 4, [])
+    assert found["clocks"][1]["error"] == pytest.approx(2e-6)
+
+
+def test_merge_replaces_no_file_unasked(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text("mine")
+    result = pipegraph("trace", "merge", folder, "-o", tmp_path / "trace.json")
+    assert result.code == 2 and "--overwrite" in result.err
+    assert (tmp_path / "trace.json").read_text() == "mine"
+    assert pipegraph("trace", "merge", folder, "-o", tmp_path / "trace.json", "--overwrite").code == 0
+
+
+def test_report_tells_and_writes_a_page(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
+    result = pipegraph("trace", "report", folder.parent, "--html", tmp_path / "pages" / "run.html")
+    assert (result.code, result.err) == (0, "")
+    assert "why it is idle" in result.out and result.out.endswith(f"wrote {tmp_path / 'pages' / 'run.html'}\n")
+    assert (tmp_path / "pages" / "run.html").read_text().startswith("<!doctype html>")
+
+
+def test_report_as_json(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
+    result = pipegraph("trace", "report", folder, "--json", "--html", tmp_path / "run.html")
+    found = json.loads(result.out)
+    assert found["schema_version"] == 1
+    assert found["bubble"][1]["transfers"] == pytest.approx(0.001)
+    assert (tmp_path / "run.html").exists()
+
+
+def test_report_shows_what_is_there(pipegraph: Command, folder: Path) -> None:
+    (folder / f"rank_01.{DIGITS}.pt.trace.json.gz").write_bytes(b"\x1f\x8b")
+    result = pipegraph("trace", "report", folder)
+    assert result.code == 0
+    assert f"problem: rank_01.{DIGITS}.pt.trace.json.gz: it is truncated" in result.out
+    assert "problem: rank 1 of 2 has no trace" in result.out
+
+
+@pytest.mark.parametrize("verb", [("merge", "-o", "x.json"), ("report",)])
+def test_a_folder_without_traces_is_an_error(verb: tuple[str, ...], pipegraph: Command, tmp_path: Path) -> None:
+    result = pipegraph("trace", verb[0], tmp_path, *verb[1:])
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: {tmp_path} has no traces") and "Try: pipegraph run" in result.err

@@ -1,0 +1,186 @@
+"""The page of a recorded run: safe against any name, and drawn by a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pipegraph.report.page_data import page_data
+from pipegraph.report.trace_page import script_json, trace_page
+from pipegraph.schedule import Event, Times, build
+from pipegraph.tracing.analysis.analyse import Analysis, analyse
+from pipegraph.tracing.read import read_run
+from tests.report.browser import needs_chromium, opened
+from tests.tracing.recordings import DIGITS, manifest, rows_of, write_run
+
+HOSTILE = "</script><script>alert(1)</script><!--\u2028'\"&{{7*7}}"
+TIMES = Times.equal(2, 0.001, 0.001, 0.001, hop=0.0002)
+SCHEDULE = build("1f1b", 2, 3)
+
+
+def analysed(
+    folder: Path, name: str = "1f1b", ranks: int = 2, microbatches: int = 3, layer: str = "layers"
+) -> Analysis:
+    schedule = build(name, ranks, microbatches)
+    times = Times.equal(schedule.stages, 0.001, 0.001, 0.001, hop=0.0002)
+    rows: Sequence[Sequence[Event]] = rows_of(schedule, times)
+    made = manifest(schedule.stages, times, name=layer)
+    return analyse(read_run(write_run(folder / "run", schedule, {4: rows, 5: rows, 6: rows}, made)))
+
+
+class Outline(HTMLParser):
+    """The elements of a page, and what they name."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    page = trace_page(analysed(tmp_path))
+    for tag, attributes in Outline(page).elements:
+        assert "src" not in attributes, tag
+        assert attributes.get("href", "data:,") == "data:,"
+    assert "default-src 'none'" in page
+    assert not re.search(r"(?:https?:)?//[a-z]", page)
+
+
+def test_the_page_says_what_the_timeline_shows(tmp_path: Path) -> None:
+    page = trace_page(analysed(tmp_path))
+    (canvas,) = (attributes for tag, attributes in Outline(page).elements if tag == "canvas")
+    assert str(canvas["aria-label"]).startswith("Timeline of a step on 2 ranks")
+    assert canvas["tabindex"] == "0"
+    for text in ("1f1b with 3 microbatches on 2 ranks", "warm-up and drain", "What to change", "rank 1"):
+        assert text in page
+
+
+@pytest.mark.parametrize("where", ["folder", "schedule", "run", "layer", "class"])
+def test_no_name_gets_out_of_its_place(where: str, tmp_path: Path) -> None:
+    made = manifest(2, TIMES, name=f"{HOSTILE}.layers" if where == "layer" else "layers")
+    if where == "class":
+        made.model["class"] = HOSTILE
+    folder = write_run(tmp_path / "run", SCHEDULE, {1: rows_of(SCHEDULE, TIMES)}, made)
+    said = json.loads((folder / "run.json").read_text())
+    said |= {"schedule": {"schedule": HOSTILE, "run": "1f1b"}.get(where, "1f1b"), "device": HOSTILE, "kernels": HOSTILE}
+    (folder / "run.json").write_text(json.dumps(said))
+    if where == "run":
+        (folder / f"rank_00.{DIGITS + 1}.pt.trace.json.gz").write_bytes(b"{" + HOSTILE.encode())
+    if where == "folder":
+        folder = folder.rename(tmp_path / HOSTILE.replace("/", "|"))
+    page = trace_page(analyse(read_run(folder)))
+    outline = Outline(page).elements
+    assert len([tag for tag, _ in outline if tag == "script"]) == 2
+    assert "alert(1)</script>" not in page
+    assert "\u2028" not in page
+
+
+def test_data_in_a_script_cannot_end_it() -> None:
+    text = script_json({"name": HOSTILE})
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == {"name": HOSTILE}
+
+
+def test_the_data_are_the_actions_and_messages_of_each_step(tmp_path: Path) -> None:
+    data = page_data(analysed(tmp_path))
+    step = data["steps"][data["shown"]]
+    assert [each["number"] for each in data["steps"]] == [4, 5, 6]
+    assert step["rows"][0][:2] == [["F", 0, 0, 0.0, 1000.0], ["F", 0, 1, 1000.0, 2000.0]]
+    assert step["messages"][0] == [0, 1, 1000.0, 0.0, 1200.0, "SEND_F", 0, 1, 0, 65536]
+    assert step["critical"][:2] == [(0, 0), (1, 0)]
+    assert [each["short"] for each in data["below"]] == ["predicted", "simulated"]
+
+
+def test_a_page_holds_as_many_steps_as_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    analysis = analysed(tmp_path)
+    size = sum(map(len, (*analysis.step.events, *analysis.step.transfers)))
+    monkeypatch.setattr("pipegraph.report.page_data._MOST", 2 * size)
+    data = page_data(analysis)
+    assert len(data["steps"]) == 2
+    assert data["steps"][data["shown"]]["number"] == analysis.step.number
+
+
+PROBE = """
+<script>
+  const canvas = document.getElementById("timeline");
+  const press = (key, more) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key, ...more }));
+  const shown = () => canvas.dataset.shown;
+  const frames = (then) => setTimeout(then, 200);
+  frames(() => {
+    const before = shown();
+    press("ArrowRight"); press("ArrowRight"); press("ArrowDown");
+    document.body.dataset.said = document.getElementById("said").textContent;
+    press("+"); press("+");
+    frames(() => {
+      document.body.dataset.zoomed = String(shown() !== before);
+      const box = canvas.getBoundingClientRect();
+      canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: box.x + 400, clientY: box.y + 40 }));
+      document.body.dataset.tip = document.getElementById("tip").textContent;
+      press("Escape"); press("0");
+      const wheel = new WheelEvent("wheel", { deltaY: -200, ctrlKey: true, cancelable: true });
+      canvas.dispatchEvent(wheel);
+      document.body.dataset.wheel = String(wheel.defaultPrevented);
+      for (const id of ["arrows", "critical"]) document.getElementById(id).click();
+      for (const id of ["step", "below"]) {
+        const select = document.getElementById(id);
+        for (const option of [...select.options]) {
+          select.value = option.value;
+          select.dispatchEvent(new Event("change"));
+        }
+      }
+      frames(() => { document.body.dataset.done = "yes"; });
+    });
+  });
+</script>
+"""
+
+
+@needs_chromium
+def test_a_browser_draws_it_and_its_controls_work(tmp_path: Path) -> None:
+    page = trace_page(analysed(tmp_path, "zb-v", 2, 4))
+    file = tmp_path / "page.html"
+    file.write_text(page.replace("</body>", f"{PROBE}</body>"))
+    found = opened(file)
+    assert found.console == ()
+    body = dict(re.findall(r'data-(\w+)="([^"]*)"', found.dom))
+    assert body["drawn"] == "48"  # F, I and W of 4 stages and 4 microbatches
+    assert body["said"].startswith("Rank 1, forward: stage 1, microbatch 0; from 1.200 ms to 2.200 ms")
+    assert body["tip"].startswith(("forward", "input gradient", "weight gradient"))
+    assert (body["zoomed"], body["wheel"], body["done"]) == ("true", "true", "yes")
+
+
+@needs_chromium
+def test_a_large_run_is_drawn_as_well(tmp_path: Path) -> None:
+    page = trace_page(analysed(tmp_path, "1f1b", 16, 64))
+    file = tmp_path / "page.html"
+    file.write_text(page)
+    assert len(page) < 2_000_000
+    found = opened(file)
+    assert found.console == ()
+    assert 'data-drawn="2048"' in found.dom
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [380, 1900])
+def test_a_hostile_name_does_not_run_in_a_browser(width: int, tmp_path: Path) -> None:
+    page = trace_page(analysed(tmp_path, layer=f"{HOSTILE}.layers"))
+    file = tmp_path / "page.html"
+    file.write_text(page)
+    found = opened(file, width)
+    assert found.console == ()
+    assert 'data-drawn="12"' in found.dom
+
+
+@needs_chromium
+def test_the_console_would_have_told(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text("<script>nonsense()</script>")
+    assert "nonsense is not defined" in opened(file).console[0]

@@ -1,0 +1,128 @@
+"""Advice, and what it is worth."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipegraph.schedule import Schedule, Times, build, simulate
+from pipegraph.tracing.analysis.advice import Candidate, advise
+from pipegraph.tracing.analysis.layers import stage_layers
+from tests.tracing.recordings import manifest
+
+
+def with_edges(schedule: Schedule) -> Schedule:
+    return schedule.changed(edges=schedule.dependencies.edges, gradient_edges=schedule.dependencies.gradient_edges)
+
+
+def changes(found: tuple[Candidate, ...]) -> dict[str, float]:
+    return {each.change: each.gain for each in found}
+
+
+def test_a_layer_moves_away_from_the_longest_stage() -> None:
+    schedule = with_edges(build("1f1b", 2, 8))
+    # Five layers of 1, 1, 1 on stage 1, and three on stage 0.
+    times = Times((3.0, 5.0), (3.0, 5.0), (3.0, 5.0))
+    even = Times.equal(2, 4.0, 4.0, 4.0)
+    gain = 1 - simulate(schedule, even).makespan / simulate(schedule, times).makespan
+    made = manifest(2, layers=4)
+    stages = [made.stages[0], made.stages[1]]
+    names = [f"layers.{n}.weight" for n in range(8)]
+    object.__setattr__(stages[0], "parameters", tuple(names[:3]))
+    object.__setattr__(stages[1], "parameters", tuple(names[3:]))
+    advice = advise(schedule, times, made)
+    assert changes(advice.candidates)["moving layers.3 to stage 0"] == pytest.approx(gain)
+    assert changes(advice.candidates)["moving layers.2 to stage 1"] < 0
+    moved = next(each for each in advice.candidates if each.change.startswith("moving layers.3"))
+    assert str(moved) == (
+        f"moving layers.3 to stage 0 would save {gain * 100:.1f} % of a step (a layer taken as 1/3 of stage 0)"
+    )
+
+
+def test_as_many_layers_move_as_it_takes() -> None:
+    schedule = with_edges(build("1f1b", 2, 8))
+    made = manifest(2, layers=4)
+    names = [f"layers.{n}.weight" for n in range(8)]
+    object.__setattr__(made.stages[0], "parameters", tuple(names[:6]))
+    object.__setattr__(made.stages[1], "parameters", tuple(names[6:]))
+    best = advise(schedule, Times((6.0, 2.0), (6.0, 2.0), (6.0, 2.0)), made).best
+    assert best is not None
+    assert best.change == "moving layers.4 – layers.5 to stage 1"
+
+
+def test_a_segment_moves_as_the_planner_priced_it() -> None:
+    schedule = with_edges(build("1f1b", 2, 4))
+    predicted = Times((4.0, 4.0), (4.0, 4.0), (4.0, 4.0))
+    moved = Times((5.0, 3.0), (5.0, 3.0), (5.0, 3.0))  # a fourth of stage 1 moves
+    value = simulate(with_edges(build("1f1b", 2, 6)), moved).makespan
+    cut = {"boundary_bytes": 8, "point": "b", "earlier": None, "later": {"point": "c", "value": value}}
+    # The planner looked at another number of microbatches than were run.
+    plan = {"schedule": "1f1b", "microbatches": 6, "placement": [0, 1], "unit": "s", "cuts": [cut]}
+    made = manifest(2, predicted, layers=1, plan=plan, name="b")
+    measured = Times((4.0, 8.0), (4.0, 8.0), (4.0, 8.0))
+    gain = (
+        1
+        - simulate(schedule, Times((6.0, 6.0), (6.0, 6.0), (6.0, 6.0))).makespan / simulate(schedule, measured).makespan
+    )
+    found = advise(schedule, measured, made).candidates
+    best = next(each for each in found if each.change == "starting stage 1 at c instead of b")
+    assert best.gain == pytest.approx(gain, abs=1e-3)
+    assert best.assuming == "what moves taken as 25% of stage 1, as predicted"
+
+
+def test_another_schedule_tells_what_it_holds_and_how_i_and_w_were_told_apart() -> None:
+    schedule = with_edges(build("1f1b", 2, 4))
+    advice = advise(schedule, Times.equal(2), shares="I and W taken as halves of B")
+    assert advice.best is not None
+    assert advice.sentence == (
+        "Running zb-h1 instead of 1f1b would save 13.3 % of a step (I and W taken as halves of B)."
+    )
+    # interleaved-zb is the same with one stage on a rank, and zb-h2 holds more: one of equals is told.
+    assert [each.change.split()[1] for each in advice.candidates if each.gain > 0.1] == ["zb-h1"]
+
+
+def test_more_microbatches_are_told_beside_what_keeps_the_batch() -> None:
+    schedule = with_edges(build("gpipe", 4, 4))
+    times = Times((1.0,) * 4, (0.0,) * 4, (0.0,) * 4)
+    advice = advise(build("forward", 4, 4), times)
+    assert advice.sentence == (
+        "8 microbatches of this size instead of 4 would save 21.4 % of the time of a microbatch."
+    )
+    advice = advise(schedule, Times.equal(4, 1.0, 1.9, 0.1))
+    assert advice.sentence.startswith("8 microbatches of this size instead of 4 would save ")
+    assert "; with the batch as it is, running zb-h" in advice.sentence
+
+
+def test_where_nothing_helps_it_is_said() -> None:
+    schedule = with_edges(build("1f1b", 2, 512))
+    advice = advise(schedule, Times.equal(2))
+    assert advice.best is None
+    assert advice.sentence == (
+        "Nothing that was tried would save more than 1%: other cuts, schedules, more microbatches."
+    )
+
+
+def test_ranks_that_take_turns_are_told_what_a_process_each_would_do() -> None:
+    advice = advise(with_edges(build("1f1b", 2, 4)), Times.equal(2), in_turn=True)
+    assert advice.sentence.startswith("With a process for each rank, running zb-h1")
+
+
+@pytest.mark.parametrize("times", [Times.equal(1), Times.equal(1, 0.0, 0.0, 0.0)])
+def test_a_single_rank_has_nothing_to_try(times: Times) -> None:
+    assert advise(build("1f1b", 1, 2), times).sentence == "There is nothing to try: no rank waits for another."
+
+
+def test_layers_are_what_stands_under_the_first_number() -> None:
+    first, second = stage_layers(
+        [
+            ["embed.weight", "blocks.0.a.0.w", "blocks.0.a.1.w", "blocks.1.a.0.w", "blocks.1.a.1.w", "blocks.2.a.0.w"],
+            ["blocks.2.a.1.w", "blocks.3.a.0.w", "blocks.3.a.1.w", "norm.weight"],
+        ]
+    )
+    assert first.first == () and first.last == ()  # it ends with half of blocks.2
+    assert sum(first.counts.values()) == 2
+    assert second.last == () and sum(second.counts.values()) == 1
+
+
+def test_layers_of_two_lists_are_not_equal() -> None:
+    (found,) = stage_layers([["encoder.0.w", "encoder.1.w", "decoder.0.w", "decoder.1.w"]])
+    assert sorted(found.counts.values()) == [2, 2]
