@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from os import PathLike
+from typing import Any
 
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
@@ -97,8 +98,9 @@ class StepWriter:
         """Hyper-parameters of this run. `SummaryWriter.add_hparams` would make a run of its own below the folder."""
         from torch.utils.tensorboard.summary import hparams
 
+        file: Any = self._writer.file_writer
         for summary in hparams(settings, dict.fromkeys(metrics, 0.0)):
-            self._writer._get_file_writer().add_summary(summary)
+            file.add_summary(summary)
 
 
 def _settings(pipe: Pipeline, processes: int) -> dict[str, str | float]:

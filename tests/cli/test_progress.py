@@ -158,3 +158,17 @@ def test_what_a_child_says_arrives_in_order() -> None:
     assert heard == [each for pair in said for each in pair]
     with relay.relayed(heard.append):
         assert relay.Relay.to_parent() is None  # where nobody listens
+
+
+def test_a_quiet_rank_shows_nothing_and_tells_no_parent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PIPEGRAPH_PROGRESS", str(tmp_path / "told"))
+    terminal = on_terminal(monkeypatch)
+    with progress.progress("beginning", quiet=True) as say:
+        tell("counting", 3, 7)
+        say("a line")
+        assert "PIPEGRAPH_PROGRESS" not in os.environ
+    assert terminal.getvalue() == ""
+    assert not (tmp_path / "told").exists()
+    assert capsys.readouterr().out == "a line\n"
