@@ -108,9 +108,7 @@ class Profile:
                 self._shared_loss(result)
             if self._is_recorded(self._step + 1):
                 self._set_clock(self._pipe.clock())
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # those of a window that is written
-            self._torch.step()  # which calls `_write` behind the last step of a window
+        self._torch.step()  # which calls `_write` behind the last step of a window
         self._step += 1
         self._observe(self._is_looked_at(self._step))
         if self._feed is not None:
@@ -180,6 +178,7 @@ class Profile:
         if self._feed is not None:
             self._feed.end_window(last)
         self._set_clock(ended)
+        self._torch.profiler = None  # which holds what is written now; torch makes another one for the next window
 
     def _set_clock(self, clock: Clock) -> None:
         self._began = clock
