@@ -105,9 +105,7 @@ class Profile:
             self._losses[self._step] = self._shared_loss(result)
         elif self._is_recorded(self._step + 1):
             self._began = self._pipe.clock()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # those of a window that is written
-            self._torch.step()  # which calls `_write` behind the last step of a window
+        self._torch.step()  # which calls `_write` behind the last step of a window
         self._step += 1
         self._observe(self._is_looked_at(self._step))
 
@@ -169,6 +167,7 @@ class Profile:
         self._run.add_window(traces, digits, {"steps": [first, last], "losses": list(self._losses.values())})
         self._losses.clear()
         self._began = ended
+        self._torch.profiler = None  # which holds what is written now; torch makes another one for the next window
 
 
 def arguments(pipe: Pipeline) -> Callable[[Action], dict[str, Any]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -54,7 +57,9 @@ def ask(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(run.parent), "--host", "127.0.0.1"]
     log = tmp_path_factory.mktemp("tensorboard") / "log"
     with log.open("w") as errors:
-        process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.DEVNULL, stderr=errors)
+        process = subprocess.Popen(
+            [*command, "--port", "0"], stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
     try:
         address = said(log, r"http://127\.0\.0\.1:\d+/")
 
@@ -73,8 +78,10 @@ def ask(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         yield ask
         assert "intersect" not in log.read_text()  # its word for spans of one thread that do not nest
     finally:
-        process.terminate()  # not killed, as it has a process of its own to end
+        process.terminate()
         process.wait(PATIENCE)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started and left
 
 
 def test_the_run_its_views_and_its_workers(ask: Ask, run: Path) -> None:
