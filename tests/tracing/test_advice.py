@@ -119,10 +119,12 @@ def test_layers_are_what_stands_under_the_first_number() -> None:
         ]
     )
     assert first.first == () and first.last == ()  # it ends with half of blocks.2
-    assert sum(first.counts.values()) == 2
-    assert second.last == () and sum(second.counts.values()) == 1
+    assert (first.count, second.count) == (3, 2)
+    assert second.first == () and second.last == ()
+    assert first.structures == second.structures == {("blocks", ".a.0.w", ".a.1.w")}
 
 
 def test_layers_of_two_lists_are_not_equal() -> None:
     (found,) = stage_layers([["encoder.0.w", "encoder.1.w", "decoder.0.w", "decoder.1.w"]])
-    assert sorted(found.counts.values()) == [2, 2]
+    assert {structure[0] for structure in found.structures} == {"encoder", "decoder"}
+    assert [layer.name for layer in found.first + found.last] == ["encoder.0", "encoder.1", "decoder.1", "decoder.0"]

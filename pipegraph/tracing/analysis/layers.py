@@ -21,13 +21,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The whole layers of a stage that others equal, counted by structure.
+    """The layers of a stage: how many there are, and the structures of those that others equal.
 
-    ``first`` and ``last`` are the equal ones that the stage begins and ends with, from its border on; empty where that
+    ``first`` and ``last`` are such equal ones that the stage begins and ends with, from its border on; empty where that
     is something else.
     """
 
-    counts: Counter[tuple[str, ...]]
+    count: int
+    structures: frozenset[tuple[str, ...]]
     first: tuple[Layer, ...]
     last: tuple[Layer, ...]
 
@@ -35,16 +36,17 @@ class StageLayers:
 def stage_layers(stages: Sequence[Sequence[str]]) -> list[StageLayers]:
     """Of each stage, given the FQNs of its parameters in the model's order.
 
-    A layer is what stands under an FQN's first number, ``layers.5`` of ``layers.5.norm.weight``. One that is cut in two
-    has fewer names than the others, and so is none.
+    A layer is what stands under an FQN's first number, ``layers.5`` of ``layers.5.norm.weight``. A part of one that is
+    cut in two counts, and equals no other: it has fewer names.
     """
     rows = [[_layer(name, list(names)) for name, names in groupby(parameters, key=_name)] for parameters in stages]
     known = Counter(layer.structure for row in rows for layer in row if layer is not None)
     found = []
     for row in rows:
         whole = [layer if layer is not None and known[layer.structure] > 1 else None for layer in row]
-        counts = Counter(layer.structure for layer in whole if layer is not None)
-        found.append(StageLayers(counts, _equal(whole), _equal(whole[::-1])))
+        structures = frozenset(layer.structure for layer in whole if layer is not None)
+        count = sum(layer is not None for layer in row)
+        found.append(StageLayers(count, structures, _equal(whole), _equal(whole[::-1])))
     return found
 
 

@@ -27,15 +27,15 @@ class Move:
 def moves(manifest: Manifest, times: Times) -> Iterator[Iterator[Move]]:
     """Of each cut and direction, moves of more and more layers; or, where no whole layer lies there, of one segment.
 
-    A layer takes its share of the stage that has the least time for each of its layers, if its equals count alike. A
-    segment takes the share of its stage that makes the planner's value of the neighbouring cut: see `_share`.
+    A layer takes as long as any of a stage: of the stages with its equals, the one with the least time for each of its
+    layers. A segment takes the share of its stage that makes the planner's value of the neighbouring cut: see `_share`.
     """
     layers = stage_layers([stage.parameters for stage in manifest.stages])
     plan = _Plan.of(manifest)
     for cut in range(1, len(manifest.stages)):
         for source, target in ((cut, cut - 1), (cut - 1, cut)):
             border = layers[source].first if source > target else layers[source].last
-            border = border[: sum(layers[source].counts.values()) - 1]  # a stage keeps one
+            border = border[: layers[source].count - 1]  # a stage keeps one
             if border:
                 yield _layers_moved(border, source, target, layers, times)
             elif plan is not None:
@@ -49,12 +49,12 @@ def _layers_moved(
     structure = border[0].structure
 
     def each(stage: int) -> _Row:
-        count = layers[stage].counts[structure]
         forward, input_grad, weight_grad = _row(times, stage)
+        count = layers[stage].count
         return forward / count, input_grad / count, weight_grad / count
 
-    best = min((n for n, stage in enumerate(layers) if stage.counts[structure]), key=lambda stage: sum(each(stage)))
-    count, taken = layers[best].counts[structure], each(best)
+    best = min((n for n, stage in enumerate(layers) if structure in stage.structures), key=lambda n: sum(each(n)))
+    count, taken = layers[best].count, each(best)
     assuming = f"a layer taken as {'all' if count == 1 else f'1/{count}'} of stage {best}"
     for number, last in enumerate(border, 1):
         times = _moved(times, source, target, taken)
