@@ -39,7 +39,8 @@ class StepFigures:
         index: of the step, from 0.
         loss: None where the step has none.
         seconds: of the pipeline: from the first action of any rank to the end of the last one.
-        iteration: seconds of the whole turn of the user's loop, the optimizer included: the longest of all processes.
+        iteration: seconds of the whole turn of the user's loop, the optimizer included: from the first process's begin
+            to the last one's end.
         bubble: the part of ``seconds`` in which even the busiest rank computed nothing; None where ranks take turns.
         ranks: of each rank, the seconds that went into each of `PARTS`.
         peak_bytes: of each process, since it began: the most that torch had allocated on its GPU, or, without one, the
@@ -98,14 +99,14 @@ class StepRecorder:
     def begin_step(self) -> None:
         """What comes now is of the next step."""
         self._spans.clear()
-        self._start = time.time()
+        self._start, self._watch = time.time(), time.perf_counter()
         self._zero = self._now()
 
     def end_step(self, loss: float | torch.Tensor | None) -> StepFigures:
         """The figures of the step that ends here, of all ranks; they call this together."""
         self._last, self._last_start = self._read(), self._start + self.offset
-        iteration = time.time() - self._start
-        row = [math.nan if loss is None else float(loss), iteration, float(self._peak_bytes())]
+        stop = self._last_start + time.perf_counter() - self._watch
+        row = [math.nan if loss is None else float(loss), float(self._peak_bytes()), self._last_start, stop]
         for spans in self._last.values():
             row.append(self._last_start + min((begin for _, begin, _ in spans), default=math.inf))
             row.append(self._last_start + max((end for *_, end in spans), default=-math.inf))
@@ -124,15 +125,15 @@ class StepRecorder:
         longest = 2 * max(map(len, actions))
         row: list[float] = []
         for rank, spans in self._last.items():
-            times = [self._last_start + time for kind, *span in spans if not kind.is_transfer for time in span]
+            times = [self._last_start + each for kind, *span in spans if not kind.is_transfer for each in span]
             times = times[-2 * len(actions[rank]) :] if len(times) >= 2 * len(actions[rank]) else []
             row += [*times, *[math.nan] * (longest - len(times))]
         rows = self._pipe.gather(row)
         by_rank = rows if len(rows) > 1 else [rows[0][at : at + longest] for at in range(0, len(rows[0]), longest)]
         found = [times[: 2 * len(each)] for times, each in zip(by_rank, actions, strict=True)]
-        if any(map(math.isnan, (time for times in found for time in times))):
+        if any(map(math.isnan, (each for times in found for each in times))):
             return None
-        first = min(time for times in found for time in times)
+        first = min(each for times in found for each in times)
         events = tuple(
             tuple(
                 Event(action, begin - first, end - first)
@@ -146,7 +147,7 @@ class StepRecorder:
         ranks = self._pipe.schedule.ranks
         in_turn = len(rows) < ranks
         width = 2 + len(self._parts)
-        by_rank = [rows[0][3 + at * width :] for at in range(ranks)] if in_turn else [row[3:] for row in rows]
+        by_rank = [rows[0][4 + at * width :] for at in range(ranks)] if in_turn else [row[4:] for row in rows]
         seconds = max(0.0, max(each[1] for each in by_rank) - min(each[0] for each in by_rank))
         parts = [dict(zip(self._parts, each[2:width], strict=True)) for each in by_rank]
         computing = {PARTS[kind] for kind in PARTS if not kind.is_transfer}
@@ -155,10 +156,10 @@ class StepRecorder:
             index=self._index,
             loss=next((row[0] for row in rows if not math.isnan(row[0])), None),
             seconds=seconds,
-            iteration=max(row[1] for row in rows),
+            iteration=max(row[3] for row in rows) - min(row[2] for row in rows),
             bubble=None if in_turn or not seconds else 1 - busiest / seconds,
             ranks=tuple(parts),
-            peak_bytes=tuple(int(row[2]) for row in rows),
+            peak_bytes=tuple(int(row[1]) for row in rows),
         )
 
     def _read(self) -> dict[int, list[tuple[Kind, float, float]]]:
