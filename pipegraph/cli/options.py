@@ -49,6 +49,15 @@ HardwareOption = Annotated[
     str, typer.Option(metavar="NAME|FILE", help="Profile that prices the model: h100, …, or what calibrate wrote.")
 ]
 DeviceOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="What --balance measured runs on.")]
+CheckpointOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="DIR",
+        show_default=False,
+        help="Folder of a Hugging Face checkpoint to read the weights from: each rank its own. [default: OUT's]",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 # Read by `main`, which also meets the errors of parsing.
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

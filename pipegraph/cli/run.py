@@ -12,6 +12,7 @@ import typer
 from pipegraph.cli.devices import check_device
 from pipegraph.cli.options import (
     BatchOption,
+    CheckpointOption,
     DebugOption,
     JsonOption,
     MicrobatchesOption,
@@ -55,6 +56,7 @@ def run(
     ] = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    weights: CheckpointOption = None,
     learning_rate: Annotated[
         float, typer.Option(metavar="LR", min=0.0, help="AdamW's learning rate; 0 leaves the weights as they are.")
     ] = 1e-3,
@@ -104,7 +106,7 @@ def run(
     if recalibrate is not None:
         _check_recalibrate(steps, kernels)
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.package import Package
+    from pipegraph.package import Package, checkpoint_folder
     from pipegraph.report.recalibrate import profile_for
     from pipegraph.report.schedules import choose_schedule
     from pipegraph.runtime.launch import check_processes, exit_with_parent, is_launched, launch, record_failure
@@ -112,6 +114,8 @@ def run(
     try:
         exit_with_parent()
         package = Package.open(out)
+        if weights is not None:
+            checkpoint_folder(weights)
         launched = is_launched()
         asked = int(os.environ["WORLD_SIZE"]) if launched else nproc
         chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
@@ -125,7 +129,7 @@ def run(
             source = _source(model, batch, seq)
             from pipegraph.report.training import Training
 
-            training = Training(package, chosen, source, device, learning_rate, kernels, timeout)
+            training = Training(package, chosen, source, device, learning_rate, kernels, timeout, weights)
             _run_here(training, package, chosen, steps, profile, recalibrate, json)
             return
         options: dict[str, object] = {
@@ -138,7 +142,7 @@ def run(
             "hardware": hardware,
             "recalibrate": recalibrate,
         }
-        options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate}
+        options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate, "weights": weights}
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         flags = [flag for flag, is_set in (("--json", json), ("--debug", debug)) if is_set]
         launch(["-m", "pipegraph", "run", str(out), *given, *flags], processes, debug)

@@ -78,9 +78,18 @@ def split(
         Path | None,
         typer.Option("--out", "-o", metavar="OUT", show_default=False, help="Folder to write. [default: build/NAME]"),
     ] = None,
-    weights: Annotated[
-        bool, typer.Option("--weights/--no-weights", help="Write the model's weights beside the stages.")
-    ] = True,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights",
+            metavar="DIR",
+            show_default=False,
+            help="Write the weights of this Hugging Face checkpoint, one stage at a time. [default: the model's own]",
+        ),
+    ] = None,
+    no_weights: Annotated[
+        bool, typer.Option("--no-weights", help="Write no weights: `pipegraph run --weights DIR` reads a checkpoint's.")
+    ] = False,
     batch: BatchOption = None,
     seq: SequenceOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the stages and write nothing.")] = False,
@@ -112,6 +121,8 @@ def split(
         raise typer.BadParameter(
             f"a plan stays as it was made: leave out {options}; or leave out --plan.", param_hint="--plan"
         )
+    if checkpoint is not None and no_weights:
+        raise typer.BadParameter("say one of both: --weights writes weights.", param_hint="--weights / --no-weights")
     check_device(device)
     if points is not None and balance not in (None, "time", "measured"):
         raise typer.BadParameter(
@@ -127,6 +138,7 @@ def split(
         from pipegraph.cost.measure import Setting
         from pipegraph.graph.capture import capture
         from pipegraph.graph.source import load
+        from pipegraph.package import checkpoint_folder
         from pipegraph.planner.arguments import check_balance, check_recompute
         from pipegraph.planner.plan import plan
         from pipegraph.planner.plan_file import PlanFile
@@ -140,7 +152,8 @@ def split(
         check_recompute(recompute)
         profile = None if hardware is None else Hardware.load(hardware)
         order, file = named_schedule(schedule), None if plan_file is None else PlanFile.read(plan_file)
-        source = load(model, weights=weights and not (dry_run or check), batch=batch, seq=seq)
+        weights = not no_weights if checkpoint is None else checkpoint_folder(checkpoint)
+        source = load(model, weights=weights is True and not (dry_run or check), batch=batch, seq=seq)
     with progress(f"capturing {source.name}"), held_back(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)
     with progress("looking for the best cuts") as say:
@@ -164,7 +177,7 @@ def split(
             )
     folder = None if dry_run else out or Path("build", _stem(model))
     if check and folder is not None:
-        changes = check_package(folder, *generate(planned, weights, source))
+        changes = check_package(folder, *generate(planned, bool(weights), source))
         if json:
             print_json({"out": str(folder), "changes": changes})
         elif changes:
@@ -173,7 +186,7 @@ def split(
             print(f"{folder} is as it would be written")
         raise typer.Exit(1 if changes else 0)
     if folder is None:
-        _, manifest = generate(planned, weights, source)
+        _, manifest = generate(planned, bool(weights), source)
     else:
         with progress(f"writing {folder}"):
             manifest = write_package(planned, folder, weights, overwrite, source).manifest

@@ -8,6 +8,7 @@ import typer
 
 from pipegraph.cli.options import (
     BatchOption,
+    CheckpointOption,
     DebugOption,
     JsonOption,
     ModelArgument,
@@ -23,6 +24,7 @@ def verify(
     model: ModelArgument,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    weights: CheckpointOption = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -36,7 +38,7 @@ def verify(
 
         source = load(model, weights=True, batch=batch, seq=seq)
     with progress("comparing"):
-        found = compare(package, source)
+        found = compare(package, source, weights)
     if json:
         print_json(found.to_dict())
     else:

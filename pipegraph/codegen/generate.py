@@ -15,11 +15,12 @@ from pipegraph.codegen.families import merge
 from pipegraph.codegen.libraries import libraries
 from pipegraph.codegen.literals import dtype_name
 from pipegraph.codegen.names import prose, unused, variable
-from pipegraph.codegen.source import render_blocks, render_init, render_stage
+from pipegraph.codegen.source import render_blocks, render_init, render_stage, render_weights
 from pipegraph.codegen.stage_class import stage_class
 from pipegraph.codegen.weights import shard_plan
 from pipegraph.graph.bounds import index_bound
 from pipegraph.graph.captured import label_of
+from pipegraph.graph.checkpoint import checkpoint_names
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.graph.stages import Boundary, tensor_of
 from pipegraph.package import Buffer, Manifest, StageEntry, Value
@@ -40,6 +41,9 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     files = {
         "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {pipegraph.__version__}."),
         "blocks.py": render_blocks(shared, f"The blocks that the stages of {about} share.", requires),
+        "weights.py": render_weights(
+            "How a stage gets its tensors: from this folder, or from a Hugging Face checkpoint."
+        ),
     }
     for index, stage in enumerate(stages):
         header = f"Stage {index} of {len(stages)} of {about}."
@@ -95,6 +99,7 @@ def _manifest(
         plan=_plan_entry(plan),
         files={name: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for name, text in files.items()},
         requires=tuple(requires),
+        checkpoint=checkpoint_names(captured.modules[""].module),
     )
 
 

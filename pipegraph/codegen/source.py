@@ -60,6 +60,11 @@ def render_init(stages: Sequence[ClassSource], header: str) -> str:
     return _render("init.py.jinja", header=_docstring(header, 0), stages=[stage.name for stage in stages])
 
 
+def render_weights(header: str) -> str:
+    """``weights.py``."""
+    return _render("weights.py.jinja", header=_docstring(header, 0))
+
+
 def _render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite, isnan
+from os import PathLike
 from typing import Any
 
 import torch
@@ -108,10 +109,11 @@ class Verification:
         }
 
 
-def verify(package: Package, source: ModelSource) -> Verification:
+def verify(package: Package, source: ModelSource, weights: str | PathLike[str] | None = None) -> Verification:
     """Compare one step of ``package`` with the same step of ``source``'s model, which must hold real weights.
 
-    In training mode when that is deterministic, else (dropout) in evaluation mode.
+    The package's weights are its own or, with a path, a Hugging Face checkpoint's; without any, the model's. It runs in
+    training mode when that is deterministic, else (dropout) in evaluation mode.
     """
     loss_fn = loss_of(source)
     reference = _run_model(source, loss_fn)
@@ -119,7 +121,7 @@ def verify(package: Package, source: ModelSource) -> Verification:
     training = source.model.training and not _differ(reference, again)
     if source.model.training and not training:
         reference = _run_model(source, loss_fn, evaluate=True)
-    found, same_weights = _run_package(package, source, loss_fn, evaluate=not training)
+    found, same_weights = _run_package(package, source, loss_fn, not training, weights)
     return Verification(training, tuple(_compare(reference, found)), same_weights, package.edited())
 
 
@@ -147,16 +149,20 @@ def _run_model(source: ModelSource, loss_fn: LossFunction, evaluate: bool = Fals
     return _Run(tensors(output), loss.detach(), gradients, buffers)
 
 
-def _run_package(package: Package, source: ModelSource, loss_fn: LossFunction, evaluate: bool) -> tuple[_Run, bool]:
+def _run_package(
+    package: Package, source: ModelSource, loss_fn: LossFunction, evaluate: bool, weights: str | PathLike[str] | None
+) -> tuple[_Run, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are no weights, which is put right below
-        pipeline = Pipeline(package, schedule="gpipe", microbatches=1, loss_fn=loss_fn, kernels="eager")
-    if not package.has_weights:
+        pipeline = Pipeline(
+            package, schedule="gpipe", microbatches=1, loss_fn=loss_fn, kernels="eager", weights=weights
+        )
+    if weights is None and not package.has_weights:
         pipeline.load_state_dict(source.model.state_dict())
     stages = list(pipeline.stages.values())
-    weights = dict(source.model.named_parameters(remove_duplicate=False))
+    expected = dict(source.model.named_parameters(remove_duplicate=False))
     same_weights = all(
-        name in weights and torch.equal(parameter, weights[name])
+        name in expected and torch.equal(parameter, expected[name])
         for stage in stages
         for name, parameter in stage.named_parameters(remove_duplicate=False)
     )

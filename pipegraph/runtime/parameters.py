@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -20,12 +21,18 @@ Parallelize = Callable[[nn.Module], nn.Module | None]
 """Changes a stage in place, or returns another module for it."""
 
 
-def load_stages(package: Package, indices: list[int], device: torch.device) -> dict[int, nn.Module]:
-    """The stages `indices` on `device`. Weights that the package was written without are made up, with a warning."""
-    made_up = not package.has_weights
+def load_stages(
+    package: Package, indices: list[int], device: torch.device, weights: str | PathLike[str] | None = None
+) -> dict[int, nn.Module]:
+    """The stages `indices` on `device`, with the package's weights or those of a checkpoint.
+
+    Weights that the package was written without are made up, with a warning.
+    """
+    made_up = weights is None and not package.has_weights
     if made_up:
         warnings.warn(
-            f"{package.path} holds no weights: its parameters are initialised at random, on every rank alike.",
+            f"{package.path} holds no weights: its parameters are initialised at random, on every rank alike. A "
+            "checkpoint's are read with --weights DIR, in Python with weights=.",
             stacklevel=3,
         )
     stages = {}
@@ -34,7 +41,7 @@ def load_stages(package: Package, indices: list[int], device: torch.device) -> d
             if made_up:
                 stages[index] = _initialised(package.load_stage(index, "cpu", weights=False)).to(device)
             else:
-                stages[index] = package.load_stage(index, str(device))
+                stages[index] = package.load_stage(index, str(device), True if weights is None else weights)
     for index, stage in stages.items():
         _check_names(package, index, stage)
     return stages

@@ -66,6 +66,9 @@ class Pipeline:
     `timeout` is how many seconds a rank waits for another one until it takes that one for hung: longer than a whole
     step may take, the first one with its compilation included.
 
+    `weights` is the folder of a Hugging Face checkpoint, whose parameters and persistent buffers take the place of the
+    package's, in the stages' dtypes: each process reads those of its own stages, and opens no file without any.
+
     `parallelize_fn(stage)` is called with each stage of this process when its weights are loaded, and before anything
     looks at its parameters: it shards, freezes or replaces what it likes in place, or returns another module with
     parameters of the same names. Kernels are traced from what it left, DTensors included; stages take and return plain
@@ -89,6 +92,7 @@ class Pipeline:
         recompute: str = "min-cut",
         parallelize_fn: parameters.Parallelize | None = None,
         timeout: float = TIMEOUT,
+        weights: str | PathLike[str] | None = None,
     ) -> None:
         self._loss_fn = loss_fn
         self._device = local_device(device)
@@ -104,7 +108,7 @@ class Pipeline:
             placement = self.schedule.placement
             ranks = [world.rank] if world else range(self.schedule.ranks)
             own = [stage for stage, rank in enumerate(placement) if rank in ranks]
-            self.stages: dict[int, nn.Module] = parameters.load_stages(self.package, own, self._device)
+            self.stages: dict[int, nn.Module] = parameters.load_stages(self.package, own, self._device, weights)
             if parallelize_fn is not None:
                 self.stages = parameters.parallelized(self.package, self.stages, parallelize_fn)
             shared = share(ties(manifest), self.stages)
