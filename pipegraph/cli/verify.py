@@ -29,9 +29,11 @@ def verify(
     debug: DebugOption = False,
 ) -> None:
     """Compare a package's outputs, loss and gradients with those of the unsplit model. Exit code 1: they differ."""
-    from pipegraph.package import Package
+    from pipegraph.package import Package, checkpoint_folder
 
     package = Package.open(out)
+    if weights is not None:
+        checkpoint_folder(weights)
     with progress(f"loading {model}"):
         from pipegraph.graph.source import load
         from pipegraph.report.verify import verify as compare

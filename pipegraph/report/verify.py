@@ -47,12 +47,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """Everything that was compared, in training or in evaluation mode."""
+    """Everything that was compared, in training or in evaluation mode; ``weights`` is a checkpoint that was read."""
 
     training: bool
     comparisons: tuple[Comparison, ...]
     same_weights: bool
     edited: tuple[str, ...]
+    weights: str | PathLike[str] | None = None
 
     @property
     def equal(self) -> bool:
@@ -69,6 +70,8 @@ class Verification:
 
     def hint(self) -> str:
         """The likeliest reason for a difference, and one thing to try."""
+        if not self.same_weights and self.weights is not None:
+            return f"{self.weights} holds other weights than the model.\nTry: the checkpoint that MODEL is made from."
         if not self.same_weights:
             return (
                 "The package holds other weights than the model has now.\n"
@@ -122,7 +125,7 @@ def verify(package: Package, source: ModelSource, weights: str | PathLike[str] |
     if source.model.training and not training:
         reference = _run_model(source, loss_fn, evaluate=True)
     found, same_weights = _run_package(package, source, loss_fn, not training, weights)
-    return Verification(training, tuple(_compare(reference, found)), same_weights, package.edited())
+    return Verification(training, tuple(_compare(reference, found)), same_weights, package.edited(), weights)
 
 
 @dataclass(frozen=True)
