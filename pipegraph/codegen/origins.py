@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from pipegraph.graph.buffer_casts import FOLLOWS
 from pipegraph.graph.captured import Captured, path_of
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -56,6 +57,8 @@ class Origins:
         """What the innermost ``forward`` calls a value."""
         chain = self.of_operation(node)
         targets = chain[-1].targets if chain else ()
+        if not targets and FOLLOWS in node.meta and isinstance(node.args[0], fx.Node):
+            return self.own_name(node.args[0])  # ``return cos.to(x.dtype)``
         if node.target is operator.getitem and len(targets) == len(node.args[0].meta["val"]):  # type: ignore[union-attr]
             return targets[int(node.args[1])]  # type: ignore[arg-type]
         return targets[0] if len(targets) == 1 else None

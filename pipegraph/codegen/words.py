@@ -14,6 +14,8 @@ from pipegraph.codegen.origins import Origins
 from pipegraph.graph.calls import Call, call_tree
 from pipegraph.graph.captured import Captured
 
+_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.type_as.default)
+
 
 class Words:
     """Looks names up in the model's source.
@@ -58,7 +60,7 @@ class Words:
         chain = self._origins.of_operation(node)
         if chain and len(chain[-1].targets) == 1:
             return chain[-1].targets[0]
-        if node.target is torch.ops.aten.to.dtype and isinstance(node.args[0], fx.Node):
+        if node.target in _CASTS and isinstance(node.args[0], fx.Node):
             return self.value_name(node.args[0], default)  # a cast keeps the name
         operation = node.target._opname.strip("_") if isinstance(node.target, torch._ops.OpOverload) else "x"
         return default or operation

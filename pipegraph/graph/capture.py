@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pipegraph.errors import CaptureError
+from pipegraph.graph.buffer_casts import follow_buffers
 from pipegraph.graph.captured import Captured, Module, State, label_of
 from pipegraph.graph.compare_modes import runs_alike
 from pipegraph.graph.export import export, export_in
@@ -50,6 +51,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     modules = _modules(model)
     exported, training = export(model, args, kwargs)
     graph = flatten(exported, state, tensors)
+    follow_buffers(graph, state)
     simplify(graph)
     if training and differs_by_mode(graph, modules):
         alike = runs_alike(model, args, kwargs)
@@ -82,9 +84,11 @@ def _in_evaluation(
     """The graph of the model in evaluation mode; None where that cannot be traced."""
     try:
         exported = export_in(dict.fromkeys(model.modules(), False), model, args, kwargs)
-        graph = flatten(exported, dict(state), dict(tensors))
+        state = dict(state)
+        graph = flatten(exported, state, dict(tensors))
     except Exception:  # the mode that the stages follow was captured; this one is only compared with it
         return None
+    follow_buffers(graph, state)
     simplify(graph)
     return graph
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipegraph.graph.buffer_casts import FOLLOWS
 from pipegraph.graph.captured import on_meta
 from pipegraph.graph.masks import plain_masks
 
@@ -23,6 +24,15 @@ _CASTS = (
     aten._to_copy.default,
     aten.type_as.default,
 )
+_WITH_DTYPE = (
+    aten.softmax.int,
+    aten.log_softmax.int,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.cumsum.default,
+)
 _COPIES = (aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
@@ -30,6 +40,7 @@ def simplify(graph: fx.Graph) -> None:
     """Run all passes, in their order."""
     drop_assertions(graph)
     drop_identities(graph)
+    drop_own_dtypes(graph)
     plain_masks(graph)
     place_updates(graph)
     make_functional(graph)
@@ -63,7 +74,7 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
     same = bool(before.dtype == after.dtype and before.shape == after.shape and before.device == after.device)
     target = node.target
     if target in _CASTS:
-        return same and not _copies(node)
+        return same and not _copies(node) and FOLLOWS not in node.meta
     if target in _COPIES:
         return same
     if target is aten.detach_.default:
@@ -77,6 +88,23 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
     if target is aten.dropout.default:
         return bool(node.args[1] == 0.0) and not _in_module(node, "dropout")
     return False
+
+
+def drop_own_dtypes(graph: fx.Graph) -> None:
+    """Leave out a result's dtype that is the argument's: ``softmax(x, -1, dtype=torch.float32)`` of a float32 ``x``.
+
+    After ``.to(torch.bfloat16)`` it would no longer be, and the cast back to ``x``'s dtype is gone. On bfloat16 these
+    operations compute in float32 of their own accord.
+    """
+    for node in graph.nodes:
+        if node.target not in _WITH_DTYPE or not node.args[0].meta["val"].is_floating_point():
+            continue
+        names = [argument.name for argument in node.target._schema.arguments]
+        position, own = names.index("dtype"), node.args[0].meta["val"].dtype
+        if len(node.args) > position and node.args[position] == own:
+            node.args = node.args[:position]
+        elif node.kwargs.get("dtype") == own:
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}
 
 
 def _copies(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -66,6 +67,28 @@ def parallelized(package: Package, stages: Stages, parallelize_fn: Parallelize) 
                 f"fully_shard do."
             )
     return found
+
+
+def dtypes(stages: Stages) -> dict[str, torch.dtype]:
+    """Of every parameter that holds floats."""
+    return {name: each.dtype for name, each in named_parameters(stages) if each.is_floating_point()}
+
+
+def converted(manifest: Manifest, before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> Manifest:
+    """The manifest after `.to(dtype)` on every stage: values of a dtype that all parameters have left take the new one.
+
+    A dtype that some parameters kept, or left for several, stays: then stages cast what they take and return.
+    """
+    found: dict[torch.dtype, set[torch.dtype]] = {}
+    for name, dtype in before.items():
+        found.setdefault(dtype, set()).add(after.get(name, dtype))
+    names = {
+        str(old).removeprefix("torch."): str(*new).removeprefix("torch.") for old, new in found.items() if len(new) == 1
+    }
+    values = {
+        name: replace(value, dtype=names.get(value.dtype, value.dtype)) for name, value in manifest.values.items()
+    }
+    return replace(manifest, values=values)
 
 
 def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,8 @@ class Pipeline:
     `parallelize_fn(stage)` is called with each stage of this process when its weights are loaded, and before anything
     looks at its parameters: it shards, freezes or replaces what it likes in place, or returns another module with
     parameters of the same names. Kernels are traced from what it left, DTensors included; stages take and return plain
-    tensors.
+    tensors. If it gives all parameters another dtype, as `stage.to(torch.bfloat16)` does, on every rank, then what the
+    caller passes and what crosses between stages has that dtype, too.
 
         pipe = Pipeline("out/", schedule="1f1b", microbatches=8, loss_fn=loss)
         optimizer = torch.optim.AdamW(pipe.parameters())
@@ -110,7 +111,10 @@ class Pipeline:
             own = [stage for stage, rank in enumerate(placement) if rank in ranks]
             self.stages: dict[int, nn.Module] = parameters.load_stages(self.package, own, self._device, weights)
             if parallelize_fn is not None:
+                before = parameters.dtypes(self.stages)
                 self.stages = parameters.parallelized(self.package, self.stages, parallelize_fn)
+                manifest = parameters.converted(manifest, before, parameters.dtypes(self.stages))
+                self.package = replace(self.package, manifest=manifest)
             shared = share(ties(manifest), self.stages)
             elsewhere = (parameter for tie, parameter in shared.items() if tie.owner(placement) not in ranks)
             self._counted_elsewhere = set(map(id, elsewhere))

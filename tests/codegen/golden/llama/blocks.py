@@ -21,7 +21,7 @@ class LlamaRotaryEmbedding(nn.Module):
         emb = torch.cat([freqs, freqs], dim=-1)
         cos = emb.cos()
         sin = emb.sin()
-        return cos, sin
+        return cos.type_as(self.inv_freq), sin.type_as(self.inv_freq)
 
 
 class LlamaRMSNorm(nn.Module):
