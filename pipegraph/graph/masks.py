@@ -111,7 +111,7 @@ def _computed(node: fx.Node) -> torch.Tensor:
         args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
         kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
         with torch.no_grad():
-            values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
+            values[each] = each.target(*args, **kwargs)
         del args, kwargs
         for parent in each.all_input_nodes:
             if last[parent] is each:

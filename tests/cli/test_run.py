@@ -259,10 +259,17 @@ def test_another_file_than_a_profile_is_left_alone(pipegraph: Command, priced: P
     assert victim.read_text() == "precious = 1\n"
 
 
-def test_a_profile_that_cannot_be_written(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
-    done = pipegraph("run", priced, "--steps", 3, "--recalibrate", tmp_path / "none" / "mine.json")
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("README.md/mine.json", "README.md is a file, not a folder"),
+        ("tests", "tests cannot be written: it is no regular"),
+    ],
+)
+def test_a_profile_that_cannot_be_written(pipegraph: Command, priced: Path, file: str, said: str) -> None:
+    done = pipegraph("run", priced, "--steps", 3, "--recalibrate", file)
     assert (done.code, done.out) == (2, "")
-    assert "there is no folder" in done.err
+    assert said in done.err
 
 
 @pytest.mark.parametrize(
