@@ -301,7 +301,10 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
         assert "Traceback" in pipegraph("run", broken, *AUTOGRAD, "--debug").err
 
 
-def test_a_rank_that_hangs_is_named_and_ended(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_and_ended(
+    pipegraph: Command, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipegraph.runtime.launch._PATIENCE", 1.0)
     broken = Path(shutil.copytree(chain, tmp_path / "broken"))
     stage = broken / "stage_1.py"
     line = "import os; os.kill(os.getpid(), 19)  # SIGSTOP"
@@ -326,7 +329,9 @@ def test_training_lowers_the_loss(pipegraph: Command, chain: Path) -> None:
 
 
 def test_a_learning_rate_of_zero_leaves_the_weights(pipegraph: Command, chain: Path) -> None:
-    first, second, third = losses(pipegraph("run", chain, *AUTOGRAD, "--steps", 3, "--learning-rate", 0).out)
+    first, second, third = losses(
+        pipegraph("run", chain, *AUTOGRAD, "--nproc", 1, "--steps", 3, "--learning-rate", 0).out
+    )
     assert first == second == third
 
 
