@@ -39,16 +39,16 @@ def follow_modes(training: fx.Graph, evaluation: fx.Graph, modules: Mapping[str,
     )
     waiting = deque(second)
     for node in first:
-        while waiting and waiting[0].target != node.target and _drops_nothing(waiting[0]):
+        while waiting and waiting[0].target != node.target and _changes_nothing(waiting[0]):
             waiting.popleft()
         if waiting and _same_place(node, waiting[0]):
             other = waiting.popleft()
             if (node.target in _DROPOUTS and other.args[2]) or (_attention_dropout(node) and _attention_dropout(other)):
                 node.meta["in_every_mode"] = True
-        elif not (node.target in _DROPOUTS or node.target is aten.contiguous.default):
+        elif node.target not in (*_DROPOUTS, aten.contiguous.default):
             _warn(node)
             return
-    left = [node for node in waiting if not _drops_nothing(node)]
+    left = [node for node in waiting if not _changes_nothing(node)]
     if left:
         _warn(left[0])
 
@@ -59,8 +59,9 @@ def _same_place(node: fx.Node, other: fx.Node) -> bool:
     return node.target == other.target and (node.target not in _DROPOUTS or source_line(node) == source_line(other))
 
 
-def _drops_nothing(node: fx.Node) -> bool:
-    return node.target in _DROPOUTS and not node.args[2]
+def _changes_nothing(node: fx.Node) -> bool:
+    """Of the graph in evaluation mode."""
+    return (node.target in _DROPOUTS and not node.args[2]) or node.target is aten.contiguous.default
 
 
 def _warn(node: fx.Node) -> None:

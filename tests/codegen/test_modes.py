@@ -90,7 +90,7 @@ class ContiguousAttention(Attention):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(3, 4, 3, 2, 4).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if self.training else 0.0, is_causal=True)
-        return self.out(y.transpose(1, 2).contiguous().view(3, 4, 8))
+        return self.out(y.contiguous().view(6, 4, 4).transpose(1, 2).contiguous().view(3, 4, 8))
 
 
 def encoder() -> nn.Module:
