@@ -104,14 +104,14 @@ def _computed(node: fx.Node) -> torch.Tensor:
         if each not in made:
             made.add(each)
             waiting.extend(each.all_input_nodes)
-    order = [each for each in node.graph.nodes if each in made]
+    order = sorted(made)
     last = {parent: each for each in order for parent in each.all_input_nodes}
     values: dict[fx.Node, torch.Tensor] = {}
     for each in order:
         args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
         kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
         with torch.no_grad():
-            values[each] = each.target(*args, **kwargs)
+            values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
         del args, kwargs
         for parent in each.all_input_nodes:
             if last[parent] is each:
