@@ -20,7 +20,7 @@ from pipegraph.cli.options import (
     PlannedScheduleOption,
     SequenceOption,
 )
-from pipegraph.cli.output import print_json, write_whole
+from pipegraph.cli.output import check_target, print_json, write_target
 
 if TYPE_CHECKING:
     from pipegraph.cost.hardware import Hardware
@@ -124,6 +124,7 @@ def run(
         check_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", processes)), "processes")
         profile = None if hardware is None else Hardware.load(hardware)
         if recalibrate is not None:
+            check_target(recalibrate, overwrite=True)
             profile = profile_for(package, recalibrate, profile)
         if processes == 1 or launched:
             source = _source(model, batch, seq)
@@ -205,7 +206,7 @@ def _run_here(
         print(f"\n{told(compared)}", flush=True)
     if recalibrate is not None and profile is not None:
         corrected = recalibrated(profile, package.manifest, compared)
-        write_whole([(recalibrate, corrected.to_json())])
+        write_target(recalibrate, corrected.to_json())
         result["recalibrated"] = {
             "file": str(recalibrate),
             "measured_ratio": dataclasses.asdict(corrected.measured_ratio),

@@ -49,7 +49,7 @@ def write_package(
         CaptureError: an operation comes from a library that a package could not import.
     """
     folder = Path(out)
-    _check_folder(folder, overwrite)
+    check_folder(folder, overwrite)
     checkpoint = None if isinstance(weights, bool) else checkpoint_folder(weights)
     files, manifest = generate(plan, bool(weights), source)
     shards = shard_plan(plan.captured, plan.stages, bool(weights))
@@ -65,9 +65,15 @@ def write_package(
     return Package.open(folder)
 
 
-def _check_folder(folder: Path, overwrite: bool) -> None:
+def check_folder(folder: Path, overwrite: bool) -> None:
+    """Refuse, before any work, a folder that could not be written or must not be replaced. Raises PackageError."""
     if folder.is_file():
         raise PackageError(f"{folder} is a file.\nTry: -o with another folder.")
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=above).cleanup()
+    except OSError as error:
+        raise _unwritable(folder, above, error) from None
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     foreign = _foreign_files(folder)
@@ -79,6 +85,12 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
     if not overwrite:
         held = _held(folder)
         raise PackageError(f"{folder} already holds {held}.\nTry: --overwrite to replace it, or -o with a new folder.")
+
+
+def _unwritable(folder: Path, above: Path, error: OSError) -> PackageError:
+    """``above`` is what stands of the path to the folder."""
+    why = f"takes no new folder ({error.strerror})" if above.is_dir() else "is a file, not a folder"
+    return PackageError(f"{folder} cannot be written: {above} {why}.\nTry: -o with another folder.")
 
 
 def _held(folder: Path) -> str:
@@ -105,8 +117,7 @@ def _beside(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        why = f"takes no new folder ({error.strerror})" if above.is_dir() else "is a file, not a folder"
-        raise PackageError(f"{folder} cannot be written: {above} {why}.\nTry: -o with another folder.") from error
+        raise _unwritable(folder, above, error) from None
     try:
         yield staging
         # As the user's umask wants it: mkdtemp and safetensors write for the owner alone.

@@ -18,6 +18,7 @@ from pipegraph.graph.captured import Captured, Module, State, label_of
 from pipegraph.graph.compare_modes import runs_alike
 from pipegraph.graph.export import export, export_in
 from pipegraph.graph.flatten import flatten
+from pipegraph.graph.layouts import loosen_views
 from pipegraph.graph.modes import differs_by_mode, follow_modes
 from pipegraph.graph.segments import find_segments
 from pipegraph.graph.simplify import simplify
@@ -58,6 +59,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
         other = graph if alike else _in_evaluation(model, args, kwargs, state, tensors)
         if other is not None:
             follow_modes(graph, other, modules)
+    loosen_views(graph)
     inputs, constants = _inputs(exported, args, kwargs)
     captured = Captured(
         graph=graph,

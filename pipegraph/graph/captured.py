@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -99,6 +101,11 @@ class Captured:
     def nodes(self) -> tuple[fx.Node, ...]:
         """The operations, in the order in which the model ran them; markers left out."""
         return tuple(node for node in self.graph.nodes if node.op == "call_function" and node.target is not split_point)
+
+    @cached_property
+    def operations_of(self) -> Mapping[str, int]:
+        """How many operations each call of a module ran, those of inner calls included."""
+        return Counter(call for node in self.nodes for call, _ in path_of(node))
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
