@@ -15,7 +15,7 @@ from pipegraph.codegen.origins import Origins, Statement
 _RESHAPING = frozenset(
     {
         *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
-        *("transpose", "permute", "contiguous", "to", "select"),
+        *("transpose", "permute", "contiguous", "to", "select", "repeat_interleave"),
     }
 )
 

@@ -36,11 +36,11 @@ class T5Attention(nn.Module):
         self.relative_attention_bias = nn.Embedding(8, 4)
 
     def forward(self, hidden_states):
-        query_states = self.q(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        context_position = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(1)
-        memory_position = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        context_position = torch.arange(10, device=hidden_states.device).unsqueeze(1)
+        memory_position = torch.arange(10, device=hidden_states.device).unsqueeze(0)
         relative_position = memory_position - context_position
         relative_position_1 = relative_position.abs()
         mul = ((relative_position_1.to(torch.float32) / 2).log() / 2.0794415416798357 * 2).to(torch.int64)
@@ -50,11 +50,11 @@ class T5Attention(nn.Module):
         relative_buckets = (relative_position > 0).to(torch.int64) * 4
         where = torch.where(is_small, relative_position_1, relative_position_if_large)
         position_bias = self.relative_attention_bias(relative_buckets + where).permute(2, 0, 1).unsqueeze(0)
-        position_bias_1 = position_bias.expand(2, 4, 10, 10).contiguous()
+        position_bias_1 = position_bias.contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=position_bias_1, scale=1.0
         )
-        attn_output = attn_output.reshape(2, -1, 10, 8).transpose(1, 2).contiguous().reshape(2, 10, -1)
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         attn_output = self.o(attn_output)
         return position_bias, attn_output
 
@@ -146,14 +146,14 @@ class T5Attention2(nn.Module):
         self.o = nn.Linear(32, 32, bias=False)
 
     def forward(self, hidden_states, self_attn_position_bias):
-        query_states = self.q(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        self_attn_position_bias = self_attn_position_bias.expand(2, 4, 10, 10).contiguous()
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        self_attn_position_bias = self_attn_position_bias.contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=self_attn_position_bias, scale=1.0
         )
-        attn_output = attn_output.reshape(2, -1, 10, 8).transpose(1, 2).contiguous().reshape(2, 10, -1)
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
 
 
@@ -192,7 +192,7 @@ class T5Block2(nn.Module):
 class T5Attention3(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.0.layer.0.SelfAttention.
 
-    hidden_states f32[2, 7, 32], mask bool[2, 1, 7, 7] → f32[1, 4, 7, 7], f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], mask bool[7, 7] → f32[1, 4, 7, 7], f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -204,11 +204,11 @@ class T5Attention3(nn.Module):
         self.relative_attention_bias = nn.Embedding(8, 4)
 
     def forward(self, hidden_states, mask):
-        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        context_position = torch.arange(7, dtype=torch.int64, device=hidden_states.device).unsqueeze(1)
-        memory_position = torch.arange(7, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        context_position = torch.arange(7, device=hidden_states.device).unsqueeze(1)
+        memory_position = torch.arange(7, device=hidden_states.device).unsqueeze(0)
         relative_position = memory_position - context_position
         relative_position = -relative_position.min(torch.zeros_like(relative_position))
         mul = ((relative_position.to(torch.float32) / 4).log() / 1.3862943611198906 * 4).to(torch.int64)
@@ -219,7 +219,7 @@ class T5Attention3(nn.Module):
         position_bias = self.relative_attention_bias(relative_buckets).permute(2, 0, 1).unsqueeze(0)
         where = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
         attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
-        attn_output = attn_output.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         attn_output = self.o(attn_output)
         return position_bias, attn_output
 
@@ -227,7 +227,7 @@ class T5Attention3(nn.Module):
 class T5LayerSelfAttention3(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.decoder.block.0.layer.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7] → f32[1, 4, 7, 7], f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7] → f32[1, 4, 7, 7], f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -257,15 +257,14 @@ class T5Attention4(nn.Module):
         self.o = nn.Linear(32, 32, bias=False)
 
     def forward(self, hidden_states, hidden_states_1):
-        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
-        position_bias = torch.zeros([1, 4, 7, 10], dtype=torch.float32, device=hidden_states.device)
-        position_bias_mask = position_bias.expand(2, 4, 7, 10)
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states_1).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states_1).unflatten(-1, (-1, 8)).transpose(1, 2)
+        position_bias = torch.zeros(1, 4, 7, 10, device=hidden_states.device)
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias_mask, scale=1.0
+            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
         )
-        attn_output = attn_output.reshape(2, -1, 7, 8).transpose(1, 2).reshape(2, 7, -1)
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
 
 
@@ -289,8 +288,8 @@ class T5LayerCrossAttention(nn.Module):
 class T5Block3(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], hidden_states_1 f32[2, 10, 32] →
-    f32[1, 4, 7, 7], f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], hidden_states_1 f32[2, 10, 32] → f32[1, 4, 7, 7],
+    f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -307,7 +306,7 @@ class T5Block3(nn.Module):
 class T5Attention5(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.0.SelfAttention.
 
-    hidden_states f32[2, 7, 32], mask bool[2, 1, 7, 7], self_attn_position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], mask bool[7, 7], self_attn_position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -318,19 +317,19 @@ class T5Attention5(nn.Module):
         self.o = nn.Linear(32, 32, bias=False)
 
     def forward(self, hidden_states, mask, self_attn_position_bias):
-        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         where = torch.where(mask, self_attn_position_bias, -3.4028234663852886e38).contiguous()
         attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
-        attn_output = attn_output.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
 
 
 class T5LayerSelfAttention4(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.decoder.block.1.layer.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], self_attn_position_bias f32[1, 4, 7, 7] →
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], self_attn_position_bias f32[1, 4, 7, 7] →
     f32[2, 7, 32].
     """
 
@@ -361,14 +360,13 @@ class T5Attention6(nn.Module):
         self.o = nn.Linear(32, 32, bias=False)
 
     def forward(self, hidden_states, hidden_states_1, cross_attn_position_bias):
-        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
-        position_bias_mask = cross_attn_position_bias.expand(2, 4, 7, 10)
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states_1).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states_1).unflatten(-1, (-1, 8)).transpose(1, 2)
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias_mask, scale=1.0
+            query_states, key_states, value_states, attn_mask=cross_attn_position_bias, scale=1.0
         )
-        attn_output = attn_output.reshape(2, -1, 7, 8).transpose(1, 2).reshape(2, 7, -1)
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
 
 
@@ -394,7 +392,7 @@ class T5LayerCrossAttention2(nn.Module):
 class T5Block4(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.1.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], self_attn_position_bias f32[1, 4, 7, 7],
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], self_attn_position_bias f32[1, 4, 7, 7],
     hidden_states_1 f32[2, 10, 32], cross_attn_position_bias f32[1, 4, 7, 10] → f32[2, 7, 32].
     """
 

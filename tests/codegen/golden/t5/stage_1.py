@@ -31,7 +31,7 @@ class Stage1(nn.Module):
         hidden_states = self.t5.encoder.final_layer_norm(hidden_states)
         hidden_states = self.t5.encoder.dropout(hidden_states)
         inputs_embeds = self.t5.decoder.embed_tokens(decoder_input_ids)
-        attention_mask = torch.ones([7, 7], dtype=torch.bool, device=decoder_input_ids.device).tril().expand(2, 1, 7, 7)
+        attention_mask = torch.ones(7, 7, dtype=torch.bool, device=decoder_input_ids.device).tril()
         hidden_states_1 = self.t5.decoder.dropout(inputs_embeds)
         self_attn_position_bias_1, hidden_states_1 = self.t5.decoder.block["0"](
             hidden_states_1, attention_mask, hidden_states

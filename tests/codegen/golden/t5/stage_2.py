@@ -24,8 +24,8 @@ class Stage2(nn.Module):
         self.t5.lm_head = nn.Linear(32, 89, bias=False)
 
     def forward(self, hidden_states_1, self_attn_position_bias_1, hidden_states_2):
-        attention_mask = torch.ones([7, 7], dtype=torch.bool, device=hidden_states_1.device).tril().expand(2, 1, 7, 7)
-        position_bias = torch.zeros([1, 4, 7, 10], dtype=torch.float32, device=hidden_states_1.device)
+        attention_mask = torch.ones(7, 7, dtype=torch.bool, device=hidden_states_1.device).tril()
+        position_bias = torch.zeros(1, 4, 7, 10, device=hidden_states_1.device)
         for block in self.t5.decoder.block.values():
             hidden_states_2 = block(
                 hidden_states_2, attention_mask, self_attn_position_bias_1, hidden_states_1, position_bias
