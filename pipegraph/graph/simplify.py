@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipegraph.graph.call_values import copy_marks
 from pipegraph.graph.captured import on_meta
 from pipegraph.graph.masks import plain_masks
 
@@ -52,6 +53,7 @@ def drop_identities(graph: fx.Graph) -> None:
             continue
         source = node.args[0]
         if _is_identity(node, source) and not _is_written(node):
+            copy_marks(node, source)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
