@@ -88,7 +88,12 @@ class Blocks:
         }
         order = {fqn: position for position, fqn in enumerate(self._captured.modules)}
         ordered = sorted(constructors, key=lambda name: order.get(f"{prefix}.{name}" if prefix else name, len(order)))
-        tree = build_tree({name: constructors[name] for name in ordered}, own)
+        modules = {
+            _relative(fqn, prefix): each.module
+            for fqn, each in self._captured.modules.items()
+            if _is_within(fqn, prefix)
+        }
+        tree = build_tree({name: constructors[name] for name in ordered}, own, modules)
         scope = Scope(
             prefix=prefix,
             items=roll(made, outputs),

@@ -124,11 +124,11 @@ class T5Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention(), "1": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention(), T5LayerFF()])
 
     def forward(self, hidden_states):
-        hidden_states, self_attn_position_bias = self.layer["0"](hidden_states)
-        hidden_states = self.layer["1"](hidden_states)
+        hidden_states, self_attn_position_bias = self.layer[0](hidden_states)
+        hidden_states = self.layer[1](hidden_states)
         return hidden_states, self_attn_position_bias
 
 
@@ -183,11 +183,11 @@ class T5Block2(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention2(), T5LayerFF()])
 
     def forward(self, hidden_states, position_bias):
-        hidden_states = self.layer["0"](hidden_states, position_bias)
-        return self.layer["1"](hidden_states)
+        hidden_states = self.layer[0](hidden_states, position_bias)
+        return self.layer[1](hidden_states)
 
 
 class T5Attention3(nn.Module):
@@ -297,12 +297,12 @@ class T5Block3(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention3(), "1": T5LayerCrossAttention(), "2": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention3(), T5LayerCrossAttention(), T5LayerFF()])
 
     def forward(self, hidden_states, attention_mask, encoder_hidden_states):
-        hidden_states, self_attn_position_bias = self.layer["0"](hidden_states, attention_mask)
-        hidden_states = self.layer["1"](hidden_states, encoder_hidden_states)
-        hidden_states = self.layer["2"](hidden_states)
+        hidden_states, self_attn_position_bias = self.layer[0](hidden_states, attention_mask)
+        hidden_states = self.layer[1](hidden_states, encoder_hidden_states)
+        hidden_states = self.layer[2](hidden_states)
         return hidden_states, self_attn_position_bias
 
 
@@ -401,11 +401,11 @@ class T5Block4(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention4(), "1": T5LayerCrossAttention2(), "2": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention4(), T5LayerCrossAttention2(), T5LayerFF()])
 
     def forward(
         self, hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_decoder_position_bias
     ):
-        hidden_states = self.layer["0"](hidden_states, attention_mask, position_bias)
-        hidden_states = self.layer["1"](hidden_states, encoder_hidden_states, encoder_decoder_position_bias)
-        return self.layer["2"](hidden_states)
+        hidden_states = self.layer[0](hidden_states, attention_mask, position_bias)
+        hidden_states = self.layer[1](hidden_states, encoder_hidden_states, encoder_decoder_position_bias)
+        return self.layer[2](hidden_states)

@@ -18,13 +18,13 @@ class Stage0(nn.Module):
         self.t5.shared = nn.Embedding(89, 32)
         self.t5.encoder = nn.Module()
         self.t5.encoder.embed_tokens = nn.Embedding(89, 32)
-        self.t5.encoder.block = nn.ModuleDict({"0": T5Block(), "1": T5Block2()})
+        self.t5.encoder.block = nn.ModuleList([T5Block(), T5Block2()])
         self.t5.encoder.dropout = nn.Dropout(p=0.0)
         self.t5.encoder.embed_tokens.weight = self.t5.shared.weight
 
     def forward(self, input_ids):
         inputs_embeds = self.t5.encoder.embed_tokens(input_ids)
         hidden_states = self.t5.encoder.dropout(inputs_embeds)
-        hidden_states, self_attention_position_bias = self.t5.encoder.block["0"](hidden_states)
-        hidden_states = self.t5.encoder.block["1"](hidden_states, self_attention_position_bias)
+        hidden_states, self_attention_position_bias = self.t5.encoder.block[0](hidden_states)
+        hidden_states = self.t5.encoder.block[1](hidden_states, self_attention_position_bias)
         return self_attention_position_bias, hidden_states

@@ -24,7 +24,7 @@ class Stage1(nn.Module):
         self.t5.encoder.dropout = nn.Dropout(p=0.0)
         self.t5.decoder = nn.Module()
         self.t5.decoder.embed_tokens = nn.Embedding(89, 32)
-        self.t5.decoder.block = nn.ModuleDict({"0": T5Block3()})
+        self.t5.decoder.block = nn.ModuleList([T5Block3()])
         self.t5.decoder.dropout = nn.Dropout(p=0.0)
 
     def forward(self, decoder_input_ids, self_attention_position_bias, hidden_states):
@@ -33,8 +33,7 @@ class Stage1(nn.Module):
         hidden_states = self.t5.encoder.dropout(hidden_states)
         inputs_embeds = self.t5.decoder.embed_tokens(decoder_input_ids)
         attention_mask = torch.ones([7, 7], dtype=torch.bool, device=decoder_input_ids.device).tril().expand(2, 1, 7, 7)
-        hidden_states_1 = self.t5.decoder.dropout(inputs_embeds)
-        hidden_states_1, self_attention_position_bias = self.t5.decoder.block["0"](
-            hidden_states_1, attention_mask, hidden_states
+        hidden_states_1, self_attention_position_bias = self.t5.decoder.block[0](
+            self.t5.decoder.dropout(inputs_embeds), attention_mask, hidden_states
         )
         return hidden_states, self_attention_position_bias, hidden_states_1
