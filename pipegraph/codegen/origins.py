@@ -25,12 +25,13 @@ _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.
 
 @dataclass(frozen=True)
 class Statement:
-    """A statement and the names it assigns to (none for a ``return``)."""
+    """A statement, the names it assigns to (none for a ``return``), and whether a loop stands around it."""
 
     file: str
     line: int
     end: int
     targets: tuple[str, ...]
+    in_loop: bool
 
 
 class Origins:
@@ -134,11 +135,14 @@ def _tree(file: str) -> ast.Module:
 def _statements(file: str) -> dict[int, Statement]:
     """The simple statement on each line of a file."""
     found: dict[int, Statement] = {}
-    for node in ast.walk(_tree(file)):
+    waiting: list[tuple[ast.AST, bool]] = [(_tree(file), False)]
+    while waiting:
+        node, in_loop = waiting.pop()
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
-            statement = Statement(file, node.lineno, node.end_lineno or node.lineno, _targets(node))
-            for line in range(statement.line, statement.end + 1):
-                found[line] = statement
+            statement = Statement(file, node.lineno, node.end_lineno or node.lineno, _targets(node), in_loop)
+            found |= dict.fromkeys(range(statement.line, statement.end + 1), statement)
+        inside = not isinstance(node, ast.FunctionDef) and (in_loop or isinstance(node, (ast.For, ast.While)))
+        waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
     return found
 
 

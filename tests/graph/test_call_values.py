@@ -71,7 +71,7 @@ class Twice(Outer):
 
 
 def seen(model: nn.Module, name: str = "inner") -> tuple[dict[str, Any], dict[str, Any]]:
-    """(operation → (order, name) of what the call was handed; operation → (order, index, count) of what it returned)."""
+    """Of the call of a module, operation → (order, name) of what it was handed, (order, index, count) of what it gave."""
     captured = pipegraph.capture(model, (torch.rand(3) + 1,))
     calls = {each for node in captured.nodes for each, _ in path_of(node)}
     (call,) = [each for each in calls if each.endswith(name)]
