@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from pipegraph.codegen.attributes import Tree, access
 from pipegraph.codegen.expression import ATOM, Expression, Writer
@@ -176,20 +176,28 @@ class Body:
             names[carried[position]] if position in carried else self._value(node).text
             for position, node in enumerate(item.reads)
         ]
-        numbers = [call.fqn.rpartition(".")[2] for call in item.calls]
-        holder = self._tree.at(container)
-        everything = isinstance(holder, Tree) and list(holder.children) == numbers
+        header, callee = self._turns(item, module, number)
         targets = ", ".join(names[made] for made in range(len(item.makes)))
-        owner = access(self._tree, container)
-        is_dict = isinstance(holder, Tree) and holder.is_dict
-        if everything:
-            header, callee = f"for {module} in {owner}.{'values' if is_dict else 'children'}():", module
-        else:
-            first = f"{numbers[0]}, " if numbers[0] != "0" else ""
-            header = f"for {number} in range({first}{int(numbers[-1]) + 1}):"
-            callee = f"{owner}[str({number})]" if is_dict else f"getattr({owner}, str({number}))"
         self._emit(item, header)
         self._emit(item, f"    {targets} = {callee}({', '.join(arguments)})")
+
+    def _turns(self, item: Loop, module: str, number: str) -> tuple[str, str]:
+        """The header of a loop, and what it calls in every turn."""
+        container = self._relative(item.calls[0].fqn)[:-1]
+        holder, owner = self._tree.at(container), access(self._tree, container)
+        assert isinstance(holder, Tree)
+        numbers = [call.fqn.rpartition(".")[2] for call in item.calls]
+        everything = list(holder.children) == numbers
+        if holder.is_indexed:
+            first = "" if numbers[0] == "0" else numbers[0]
+            last = "" if numbers[-1] == list(holder.children)[-1] else str(int(numbers[-1]) + 1)
+            return f"for {module} in {owner}{'' if everything else f'[{first}:{last}]'}:", module
+        is_dict = holder.container is nn.ModuleDict
+        if everything:
+            return f"for {module} in {owner}.{'values' if is_dict else 'children'}():", module
+        first = f"{numbers[0]}, " if numbers[0] != "0" else ""
+        callee = f"{owner}[str({number})]" if is_dict else f"getattr({owner}, str({number}))"
+        return f"for {number} in range({first}{int(numbers[-1]) + 1}):", callee
 
     def _carry(self, item: Loop, made: int, begin: fx.Node) -> str:
         """The variable that goes round a loop, holding ``begin`` before the first turn."""

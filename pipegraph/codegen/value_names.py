@@ -10,6 +10,7 @@ from torch import fx
 
 from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope
 from pipegraph.codegen.origins import Origins, Statement
+from pipegraph.codegen.turns import turns
 
 # Operations that give the same tensor, or a part of it, in another shape or dtype.
 _RESHAPING = frozenset(
@@ -90,18 +91,19 @@ class ValueNames:
         for item in scope.items:
             for node in dict.fromkeys(item.reads):
                 readers.setdefault(node, []).append(item)
-        results: dict[Statement, list[fx.Node]] = {}
+        results: dict[tuple[Statement, int], list[fx.Node]] = {}
+        turn = turns(self._chain)
         for item, chain in self._chain.items():
             for node in item.makes if chain else ():
                 if isinstance(item, Operation) and isinstance(node.meta.get("val"), (tuple, list)):
                     continue
-                same_turn = [reader for reader in readers.get(node, ()) if not _next_turn(item, reader)]
-                if not any(chain[-1] in self._chain[reader] for reader in same_turn):
-                    results.setdefault(chain[-1], []).append(node)
+                inside = [reader for reader in readers.get(node, ()) if chain[-1] in self._chain[reader]]
+                if all(self._chain[reader][-1] is chain[-1] and turn[reader] != turn[item] for reader in inside):
+                    results.setdefault((chain[-1], turn[item]), []).append(node)
         names: dict[fx.Node, str] = {}
         if self._origins is None:
             return names
-        for statement, nodes in results.items():
+        for (statement, _), nodes in results.items():
             targets = statement.targets
             if len(targets) == 1 and len({maker[node] for node in nodes}) == len(nodes):
                 names |= dict.fromkeys(nodes, targets[0])
@@ -124,15 +126,6 @@ class ValueNames:
             return self._origins.of_operation(item.node)
         call = item.calls[-1] if isinstance(item, Loop) else item
         return self._origins.of_call(call.fqn, call.nodes[-1])
-
-
-def _next_turn(item: Item, reader: Item) -> bool:
-    """Whether a reader in the same statement runs in the next turn of a loop of the model's source."""
-    if isinstance(item, Operation) or isinstance(reader, Operation):
-        return False
-    first = item.calls[-1].fqn if isinstance(item, Loop) else item.fqn
-    second = reader.calls[0].fqn if isinstance(reader, Loop) else reader.fqn
-    return first.rpartition(".")[0] == second.rpartition(".")[0] and second.rpartition(".")[2].isdigit()
 
 
 def _default_name(item: Item) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipegraph.graph.call_values import copy_marks
 from pipegraph.graph.captured import on_meta
 from pipegraph.graph.masks import plain_masks
 from pipegraph.graph.memory import is_written, readers_of, viewed_by, written_by
@@ -54,6 +55,7 @@ def drop_identities(graph: fx.Graph) -> None:
             continue
         source = node.args[0]
         if _is_identity(node, source) and not is_written(node):
+            copy_marks(node, source)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pipegraph.graph.call_values import copy_marks
 from pipegraph.graph.captured import on_meta
 from pipegraph.graph.memory import is_stable
 
@@ -65,6 +66,7 @@ def _shape(node: object) -> torch.Size:
 
 def _replace(node: fx.Node, value: object) -> None:
     assert isinstance(value, fx.Node)
+    copy_marks(node, value)
     node.replace_all_uses_with(value)
     node.graph.erase_node(node)
 

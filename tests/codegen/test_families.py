@@ -96,8 +96,8 @@ def test_a_number_of_forward_becomes_an_attribute(tmp_path: Path) -> None:
     assert "        self.window = window\n" in blocks(tmp_path)
     assert "return self.linear(x).roll(self.window, dims=[-1])" in blocks(tmp_path)
     stage = (package.path / "stage_0.py").read_text()
-    assert 'self.layers = nn.ModuleDict({"0": Windowed(0), "1": Windowed(1)})' in stage
-    assert forward_lines(package) == ["for layer in self.layers.values():", "    x = layer(x)", "return x"]
+    assert "self.layers = nn.ModuleList([Windowed(0), Windowed(1)])" in stage
+    assert forward_lines(package) == ["for layer in self.layers:", "    x = layer(x)", "return x"]
 
 
 def test_numbers_of_inner_modules_become_arguments(tmp_path: Path) -> None:

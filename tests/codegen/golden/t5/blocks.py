@@ -24,7 +24,7 @@ class T5LayerNorm(nn.Module):
 class T5Attention(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.encoder.block.0.layer.0.SelfAttention.
 
-    hidden_states f32[2, 10, 32] → f32[1, 4, 10, 10], f32[2, 10, 32].
+    hidden_states f32[2, 10, 32] → f32[2, 10, 32], f32[1, 4, 10, 10].
     """
 
     def __init__(self):
@@ -56,13 +56,13 @@ class T5Attention(nn.Module):
         )
         attn_output = attn_output.transpose(1, 2).flatten(2)
         attn_output = self.o(attn_output)
-        return position_bias, attn_output
+        return attn_output, position_bias
 
 
 class T5LayerSelfAttention(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.encoder.block.0.layer.0.
 
-    hidden_states f32[2, 10, 32] → f32[1, 4, 10, 10], f32[2, 10, 32].
+    hidden_states f32[2, 10, 32] → f32[2, 10, 32], f32[1, 4, 10, 10].
     """
 
     def __init__(self):
@@ -73,9 +73,9 @@ class T5LayerSelfAttention(nn.Module):
 
     def forward(self, hidden_states):
         normed_hidden_states = self.layer_norm(hidden_states)
-        position_bias, linear = self.SelfAttention(normed_hidden_states)
-        attention_output = hidden_states + self.dropout(linear)
-        return position_bias, attention_output
+        attention_output, position_bias = self.SelfAttention(normed_hidden_states)
+        attention_output = hidden_states + self.dropout(attention_output)
+        return attention_output, position_bias
 
 
 class T5DenseActDense(nn.Module):
@@ -119,23 +119,23 @@ class T5LayerFF(nn.Module):
 class T5Block(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.encoder.block.0.
 
-    hidden_states f32[2, 10, 32] → f32[1, 4, 10, 10], f32[2, 10, 32].
+    hidden_states f32[2, 10, 32] → f32[2, 10, 32], f32[1, 4, 10, 10].
     """
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention(), "1": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention(), T5LayerFF()])
 
     def forward(self, hidden_states):
-        self_attn_position_bias, hidden_states = self.layer["0"](hidden_states)
-        hidden_states = self.layer["1"](hidden_states)
-        return self_attn_position_bias, hidden_states
+        hidden_states, self_attn_position_bias = self.layer[0](hidden_states)
+        hidden_states = self.layer[1](hidden_states)
+        return hidden_states, self_attn_position_bias
 
 
 class T5Attention2(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.encoder.block.1.layer.0.SelfAttention.
 
-    hidden_states f32[2, 10, 32], self_attn_position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
+    hidden_states f32[2, 10, 32], position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
     """
 
     def __init__(self):
@@ -145,13 +145,13 @@ class T5Attention2(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states, self_attn_position_bias):
+    def forward(self, hidden_states, position_bias):
         query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
-        self_attn_position_bias = self_attn_position_bias.contiguous()
+        position_bias = position_bias.contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=self_attn_position_bias, scale=1.0
+            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
         )
         attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
@@ -160,7 +160,7 @@ class T5Attention2(nn.Module):
 class T5LayerSelfAttention2(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.encoder.block.1.layer.0.
 
-    hidden_states f32[2, 10, 32], self_attn_position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
+    hidden_states f32[2, 10, 32], position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
     """
 
     def __init__(self):
@@ -169,30 +169,31 @@ class T5LayerSelfAttention2(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states, self_attn_position_bias):
+    def forward(self, hidden_states, position_bias):
         normed_hidden_states = self.layer_norm(hidden_states)
-        return hidden_states + self.dropout(self.SelfAttention(normed_hidden_states, self_attn_position_bias))
+        attention_output = self.SelfAttention(normed_hidden_states, position_bias)
+        return hidden_states + self.dropout(attention_output)
 
 
 class T5Block2(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.encoder.block.1.
 
-    hidden_states f32[2, 10, 32], self_attn_position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
+    hidden_states f32[2, 10, 32], position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
     """
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention2(), T5LayerFF()])
 
-    def forward(self, hidden_states, self_attn_position_bias):
-        hidden_states = self.layer["0"](hidden_states, self_attn_position_bias)
-        return self.layer["1"](hidden_states)
+    def forward(self, hidden_states, position_bias):
+        hidden_states = self.layer[0](hidden_states, position_bias)
+        return self.layer[1](hidden_states)
 
 
 class T5Attention3(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.0.layer.0.SelfAttention.
 
-    hidden_states f32[2, 7, 32], mask bool[7, 7] → f32[1, 4, 7, 7], f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], mask bool[7, 7] → f32[2, 7, 32], f32[1, 4, 7, 7].
     """
 
     def __init__(self):
@@ -221,13 +222,13 @@ class T5Attention3(nn.Module):
         attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
         attn_output = attn_output.transpose(1, 2).flatten(2)
         attn_output = self.o(attn_output)
-        return position_bias, attn_output
+        return attn_output, position_bias
 
 
 class T5LayerSelfAttention3(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.decoder.block.0.layer.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[7, 7] → f32[1, 4, 7, 7], f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7] → f32[2, 7, 32], f32[1, 4, 7, 7].
     """
 
     def __init__(self):
@@ -238,15 +239,15 @@ class T5LayerSelfAttention3(nn.Module):
 
     def forward(self, hidden_states, attention_mask):
         normed_hidden_states = self.layer_norm(hidden_states)
-        position_bias, linear = self.SelfAttention(normed_hidden_states, attention_mask)
-        attention_output = hidden_states + self.dropout(linear)
-        return position_bias, attention_output
+        attention_output, position_bias = self.SelfAttention(normed_hidden_states, attention_mask)
+        attention_output = hidden_states + self.dropout(attention_output)
+        return attention_output, position_bias
 
 
 class T5Attention4(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.0.layer.1.EncDecAttention.
 
-    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32] → f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32] → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -256,10 +257,10 @@ class T5Attention4(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states, hidden_states_1):
+    def forward(self, hidden_states, key_value_states):
         query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
-        key_states = self.k(hidden_states_1).unflatten(-1, (-1, 8)).transpose(1, 2)
-        value_states = self.v(hidden_states_1).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         position_bias = torch.zeros(1, 4, 7, 10, device=hidden_states.device)
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
@@ -271,7 +272,7 @@ class T5Attention4(nn.Module):
 class T5LayerCrossAttention(nn.Module):
     """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.0.layer.1.
 
-    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32] → f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32] → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -280,33 +281,34 @@ class T5LayerCrossAttention(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states, hidden_states_1):
+    def forward(self, hidden_states, key_value_states):
         normed_hidden_states = self.layer_norm(hidden_states)
-        return hidden_states + self.dropout(self.EncDecAttention(normed_hidden_states, hidden_states_1))
+        attention_output = self.EncDecAttention(normed_hidden_states, key_value_states)
+        return hidden_states + self.dropout(attention_output)
 
 
 class T5Block3(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], hidden_states_1 f32[2, 10, 32] → f32[1, 4, 7, 7],
-    f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], encoder_hidden_states f32[2, 10, 32] →
+    f32[2, 7, 32], f32[1, 4, 7, 7].
     """
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention3(), "1": T5LayerCrossAttention(), "2": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention3(), T5LayerCrossAttention(), T5LayerFF()])
 
-    def forward(self, hidden_states, attention_mask, hidden_states_1):
-        self_attn_position_bias, hidden_states = self.layer["0"](hidden_states, attention_mask)
-        hidden_states = self.layer["1"](hidden_states, hidden_states_1)
-        hidden_states = self.layer["2"](hidden_states)
-        return self_attn_position_bias, hidden_states
+    def forward(self, hidden_states, attention_mask, encoder_hidden_states):
+        hidden_states, self_attn_position_bias = self.layer[0](hidden_states, attention_mask)
+        hidden_states = self.layer[1](hidden_states, encoder_hidden_states)
+        hidden_states = self.layer[2](hidden_states)
+        return hidden_states, self_attn_position_bias
 
 
 class T5Attention5(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.0.SelfAttention.
 
-    hidden_states f32[2, 7, 32], mask bool[7, 7], self_attn_position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], mask bool[7, 7], position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -316,11 +318,11 @@ class T5Attention5(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states, mask, self_attn_position_bias):
+    def forward(self, hidden_states, mask, position_bias):
         query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
-        where = torch.where(mask, self_attn_position_bias, -3.4028234663852886e38).contiguous()
+        where = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
         attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
         attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
@@ -329,8 +331,7 @@ class T5Attention5(nn.Module):
 class T5LayerSelfAttention4(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.decoder.block.1.layer.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], self_attn_position_bias f32[1, 4, 7, 7] →
-    f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -339,16 +340,16 @@ class T5LayerSelfAttention4(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states, attention_mask, self_attn_position_bias):
+    def forward(self, hidden_states, attention_mask, position_bias):
         normed_hidden_states = self.layer_norm(hidden_states)
-        dropout = self.dropout(self.SelfAttention(normed_hidden_states, attention_mask, self_attn_position_bias))
-        return hidden_states + dropout
+        attention_output = self.SelfAttention(normed_hidden_states, attention_mask, position_bias)
+        return hidden_states + self.dropout(attention_output)
 
 
 class T5Attention6(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.1.EncDecAttention.
 
-    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32], cross_attn_position_bias f32[1, 4, 7, 10] →
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10] →
     f32[2, 7, 32].
     """
 
@@ -359,12 +360,12 @@ class T5Attention6(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states, hidden_states_1, cross_attn_position_bias):
+    def forward(self, hidden_states, key_value_states, position_bias):
         query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
-        key_states = self.k(hidden_states_1).unflatten(-1, (-1, 8)).transpose(1, 2)
-        value_states = self.v(hidden_states_1).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=cross_attn_position_bias, scale=1.0
+            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
         )
         attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
@@ -373,7 +374,7 @@ class T5Attention6(nn.Module):
 class T5LayerCrossAttention2(nn.Module):
     """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.1.layer.1.
 
-    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32], cross_attn_position_bias f32[1, 4, 7, 10] →
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10] →
     f32[2, 7, 32].
     """
 
@@ -383,26 +384,26 @@ class T5LayerCrossAttention2(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states, hidden_states_1, cross_attn_position_bias):
+    def forward(self, hidden_states, key_value_states, position_bias):
         normed_hidden_states = self.layer_norm(hidden_states)
-        linear = self.EncDecAttention(normed_hidden_states, hidden_states_1, cross_attn_position_bias)
-        return hidden_states + self.dropout(linear)
+        attention_output = self.EncDecAttention(normed_hidden_states, key_value_states, position_bias)
+        return hidden_states + self.dropout(attention_output)
 
 
 class T5Block4(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.1.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], self_attn_position_bias f32[1, 4, 7, 7],
-    hidden_states_1 f32[2, 10, 32], cross_attn_position_bias f32[1, 4, 7, 10] → f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], position_bias f32[1, 4, 7, 7], encoder_hidden_states
+    f32[2, 10, 32], encoder_decoder_position_bias f32[1, 4, 7, 10] → f32[2, 7, 32].
     """
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention4(), "1": T5LayerCrossAttention2(), "2": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention4(), T5LayerCrossAttention2(), T5LayerFF()])
 
     def forward(
-        self, hidden_states, attention_mask, self_attn_position_bias, hidden_states_1, cross_attn_position_bias
+        self, hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_decoder_position_bias
     ):
-        hidden_states = self.layer["0"](hidden_states, attention_mask, self_attn_position_bias)
-        hidden_states = self.layer["1"](hidden_states, hidden_states_1, cross_attn_position_bias)
-        return self.layer["2"](hidden_states)
+        hidden_states = self.layer[0](hidden_states, attention_mask, position_bias)
+        hidden_states = self.layer[1](hidden_states, encoder_hidden_states, encoder_decoder_position_bias)
+        return self.layer[2](hidden_states)

@@ -14,11 +14,11 @@ class Stage0(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.down = nn.ModuleDict({"0": DoubleConvolution(3, 16), "1": DoubleConvolution(16, 32)})
+        self.down = nn.ModuleList([DoubleConvolution(3, 16), DoubleConvolution(16, 32)])
         self.pool = nn.MaxPool2d(2, stride=2)
 
     def forward(self, images):
-        x = self.down["0"](images)
-        x_1 = self.down["1"](self.pool(x))
+        x = self.down[0](images)
+        x_1 = self.down[1](self.pool(x))
         x_2 = self.pool(x_1)
         return x, x_1, x_2

@@ -13,8 +13,8 @@ class Stage1(nn.Module):
         self.down = nn.ModuleDict({"2": DoubleConvolution(32, 64)})
         self.pool = nn.MaxPool2d(2, stride=2)
         self.bottom = DoubleConvolution(64, 128)
-        self.up = nn.ModuleDict({"0": Up(128, 64)})
+        self.up = nn.ModuleList([Up(128, 64)])
 
     def forward(self, x_2):
         x = self.down["2"](x_2)
-        return self.up["0"](self.bottom(self.pool(x)), x)
+        return self.up[0](self.bottom(self.pool(x)), x)
