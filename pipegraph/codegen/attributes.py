@@ -10,8 +10,11 @@ from torch import nn
 
 from pipegraph.codegen.literals import literal
 from pipegraph.codegen.names import attribute, is_number, is_plain, literal_text
+from pipegraph.codegen.periods import told_apart
 from pipegraph.graph.captured import State
 
+# A row of modules with two constructors is listed up to this length.
+_LISTED = 4
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -124,19 +127,32 @@ def _holder(tree: Tree) -> str:
         return "nn.Module()"
     kind = f"nn.{tree.container.__name__}"
     items = {name: _holder(child) if isinstance(child, Tree) else child for name, child in tree.children.items()}
-    first, *others = items.values()
-    same = bool(others) and all(each == first for each in others)
+    each = _each([int(name) for name in items if is_number(name)], list(items.values()))
     if tree.is_indexed:
-        row = f"[{first} for _ in range({len(items)})]" if same else f"[{', '.join(items.values())}]"
+        name = "_" if len(set(items.values())) == 1 else "i"
+        row = f"[{each} for {name} in range({len(items)})]" if each else f"[{', '.join(items.values())}]"
         if tree.container is nn.ModuleList:
             return f"{kind}({row})"
-        return f"{kind}(*{row})" if same else f"{kind}({row[1:-1]})"
-    numbers = [int(name) for name in items if is_number(name)]
-    if same and len(numbers) == len(items) and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        start = f"{numbers[0]}, " if numbers[0] else ""
-        return f"{kind}({{str(i): {first} for i in range({start}{numbers[-1] + 1})}})"
+        return f"{kind}(*{row})" if each else f"{kind}({row[1:-1]})"
+    if each:
+        start, *_, end = map(int, items)
+        return f"{kind}({{str(i): {each} for i in range({f'{start}, ' if start else ''}{end + 1})}})"
     inside = ", ".join(f"{literal_text(name)}: {constructor}" for name, constructor in items.items())
     return f"{kind}({{{inside}}})"
+
+
+def _each(numbers: Sequence[int], constructors: Sequence[str]) -> str | None:
+    """The one constructor of a row of modules, or of a long row the two that a test of ``i`` tells apart; None where
+    they are not numbered in a row or more than that."""
+    if len(numbers) != len(constructors) or len(numbers) < 2 or numbers != list(range(numbers[0], numbers[-1] + 1)):
+        return None
+    if len(set(constructors)) == 1:
+        return constructors[0]
+    test = told_apart(numbers, constructors) if len(constructors) > _LISTED else None
+    if test is None:
+        return None
+    other = next(each for each in constructors if each != test[1])
+    return f"{test[1]} if {test[0].format('i')} else {other}"
 
 
 def _state(owner: str, name: str, entry: State) -> str:

@@ -13,12 +13,13 @@ from pipegraph.codegen.attention import Arguments, Attentions
 from pipegraph.codegen.attributes import Tree, assignments, build_tree, paths
 from pipegraph.codegen.body import Body
 from pipegraph.codegen.class_source import ClassSource
-from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in, roll
+from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in
 from pipegraph.codegen.leaves import constructor, leaf_call
 from pipegraph.codegen.literals import literal
 from pipegraph.codegen.names import class_name, unused_class
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import common_regions
+from pipegraph.codegen.rows import roll
 from pipegraph.codegen.words import Words
 from pipegraph.graph.call_values import handed, in_order, returned
 from pipegraph.graph.calls import Call, call_tree

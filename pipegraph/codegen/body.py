@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from pipegraph.codegen.attributes import Tree, access
 from pipegraph.codegen.expression import ATOM, Expression, Writer
 from pipegraph.codegen.expressions import express
 from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope
 from pipegraph.codegen.literals import literal
+from pipegraph.codegen.loops import alternating, turns
 from pipegraph.codegen.names import unused, variable
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import headers
@@ -172,32 +173,27 @@ class Body:
                 self._written[node] = Expression(names[made])
             else:
                 names[made] = self._bind(node, self._names.of(item, node))
-        arguments = [
-            names[carried[position]] if position in carried else self._value(node).text
-            for position, node in enumerate(item.reads)
-        ]
-        header, callee = self._turns(item, module, number)
+        header, callee = turns(item, self._tree, container, module, number)
         targets = ", ".join(names[made] for made in range(len(item.makes)))
+        first = self._arguments(item.calls[0].reads, item.carried, names)
         self._emit(item, header)
-        self._emit(item, f"    {targets} = {callee}({', '.join(arguments)})")
+        if item.alternate is None:
+            turn = [f"{targets} = {callee}({', '.join(first)})"]
+        else:
+            other = self._arguments(item.alternate.reads, item.alternate.carried, names)
+            turn = alternating(item.alternate, number, f"{targets} = {callee}", first, other)
+        for line in turn:
+            self._emit(item, f"    {line}")
 
-    def _turns(self, item: Loop, module: str, number: str) -> tuple[str, str]:
-        """The header of a loop, and what it calls in every turn."""
-        container = self._relative(item.calls[0].fqn)[:-1]
-        holder, owner = self._tree.at(container), access(self._tree, container)
-        assert isinstance(holder, Tree)
-        numbers = [call.fqn.rpartition(".")[2] for call in item.calls]
-        everything = list(holder.children) == numbers
-        if holder.is_indexed:
-            first = "" if numbers[0] == "0" else numbers[0]
-            last = "" if numbers[-1] == list(holder.children)[-1] else str(int(numbers[-1]) + 1)
-            return f"for {module} in {owner}{'' if everything else f'[{first}:{last}]'}:", module
-        is_dict = holder.container is nn.ModuleDict
-        if everything:
-            return f"for {module} in {owner}.{'values' if is_dict else 'children'}():", module
-        first = f"{numbers[0]}, " if numbers[0] != "0" else ""
-        callee = f"{owner}[str({number})]" if is_dict else f"getattr({owner}, str({number}))"
-        return f"for {number} in range({first}{int(numbers[-1]) + 1}):", callee
+    def _arguments(
+        self, reads: Sequence[fx.Node], carried: Sequence[tuple[int, int]], names: Mapping[int, str]
+    ) -> list[str]:
+        """What a call in a loop is handed."""
+        going_round = dict(carried)
+        return [
+            names[going_round[position]] if position in going_round else self._value(node).text
+            for position, node in enumerate(reads)
+        ]
 
     def _carry(self, item: Loop, made: int, begin: fx.Node) -> str:
         """The variable that goes round a loop, holding ``begin`` before the first turn."""
