@@ -192,6 +192,14 @@ def _filled(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Express
     return writer.call(f"torch.{name}", positional, arguments)
 
 
+def _arange(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
+    """``torch.arange(10)``, which needs no start."""
+    if arguments.get("start") != 0 or "step" in arguments:
+        return None
+    named = {name: value for name, value in arguments.items() if name not in ("start", "end")}
+    return writer.call("torch.arange", [arguments["end"]], named)
+
+
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +282,7 @@ FORMS: dict[str, Form] = {
     "expand": _expand,
     "permute": _spread,
     "repeat": _spread,
+    "arange": _arange,
     "zeros": _filled,
     "ones": _filled,
     "full": _filled,

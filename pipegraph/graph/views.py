@@ -21,8 +21,8 @@ _VIEWS = (
     *(aten.transpose.int, aten.permute.default, aten.t.default),
     *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
 )
-# Give of each element what its place in the inputs says, although torch does not tag them as pointwise.
-_POINTWISE = (aten.where, aten.masked_fill, aten.to, aten.contiguous)
+# Pointwise, although torch does not tag them so.
+_ELEMENTWISE = (aten.where, aten.masked_fill, aten.to, aten.contiguous)
 # The dimensions of a mask with which attention has all its kernels.
 _MASK_DIMENSIONS = (2, 4)
 
@@ -116,7 +116,7 @@ def _smaller(node: fx.Node) -> dict[fx.Node, Tensor]:
             if not _is_mask_alone(user, smaller):
                 return {}
             continue
-        made = _tried(user, smaller) if _is_pointwise(user) else None
+        made = _tried(user, smaller) if _is_elementwise(user, smaller) else None
         if made is None:
             return {}
         if made.shape != _shape(user):
@@ -136,12 +136,15 @@ def _is_mask_alone(attention: fx.Node, smaller: Mapping[fx.Node, Tensor]) -> boo
     return smaller[mask].dim() in _MASK_DIMENSIONS
 
 
-def _is_pointwise(node: fx.Node) -> bool:
+def _is_elementwise(node: fx.Node, smaller: Mapping[fx.Node, Tensor]) -> bool:
+    """Whether an operation computes each element (or, for an embedding, each row) from those at its place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
+    if node.target is aten.embedding.default:
+        return node.args[0] not in smaller
     tags = node.target.tags
     random = torch.Tag.nondeterministic_seeded in tags
-    return not random and (torch.Tag.pointwise in tags or node.target.overloadpacket in _POINTWISE)
+    return not random and (torch.Tag.pointwise in tags or node.target.overloadpacket in _ELEMENTWISE)
 
 
 def _tried(node: fx.Node, smaller: Mapping[fx.Node, Tensor]) -> Tensor | None:

@@ -125,6 +125,9 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: x.unbind(0)[2], "x.unbind()[2]"),
     # tensors made on the spot, on the device of the stage
     (lambda x, y: x * torch.arange(6, device=x.device), "x * torch.arange(6, device=z.device)"),
+    (lambda x, y: x * torch.arange(0, 6), "x * torch.arange(6, device=z.device)"),
+    (lambda x, y: x * torch.arange(0, 12, 2), "x * torch.arange(0, 12, step=2, device=z.device)"),
+    (lambda x, y: x * torch.arange(1, 7), "x * torch.arange(1, 7, device=z.device)"),
     (lambda x, y: x * torch.arange(6, dtype=torch.int64), "x * torch.arange(6, device=z.device)"),
     (lambda x, y: x * torch.full((6,), -2.0), "x * torch.full((6,), -2.0, device=z.device)"),
     (lambda x, y: x + x.new_zeros(6), "x + x.new_zeros(6)"),

@@ -61,6 +61,7 @@ def expanded_first(x: Tensor) -> Tensor:
     return z * x
 
 
+INDICES = ["select", "select", "to", "clamp", "select"]
 ATTENTION = ["unsqueeze", "unsqueeze", "unsqueeze", "scaled_dot_product_attention"]
 
 
@@ -92,6 +93,11 @@ ATTENTION = ["unsqueeze", "unsqueeze", "unsqueeze", "scaled_dot_product_attentio
         (lambda x: x + x[0].exp().expand(2, 3, 4), ["select", "exp", "add"]),
         (lambda x: x[0].exp().expand(2, 3, 4), ["select", "exp", "expand"]),
         (lambda x: (x[0].expand(2, 3, 4) + 1).sum(0) * x, ["select", "expand", "add", "sum", "mul"]),
+        (lambda x: x + F.embedding(x[0, :, 0].long().clamp(0, 1).expand(2, 3), x[0]), [*INDICES, "embedding", "add"]),
+        (
+            lambda x: x + F.embedding(x[0, :, 0].long().clamp(0, 1), x[0, :1].expand(2, 4)),
+            [*INDICES, "slice", "expand", "embedding", "add"],
+        ),
         (lambda x: F.dropout(x[0].expand(2, 3, 4), 0.0), ["select", "expand"]),
         # what is written into
         (in_place, ["exp", "view", "select", "fill_"]),
