@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,12 +37,43 @@ class _Pending:
     item: Item
 
 
-class Body:
-    """Writes one ``forward``.
+@dataclass(frozen=True)
+class Written:
+    """The statements of a ``forward``, each with the ``with`` headers that it stands under; the names of what it
+    returns; and the names that values wanted in vain, because another had them."""
 
-    ``origins`` gives names and line breaks of the model's own source. Without it every value has a line and a neutral
-    name: two scopes of equal structure then give equal text. ``wanted`` names values that the source leaves unnamed.
+    lines: tuple[tuple[tuple[str, ...], str], ...]
+    results: tuple[str, ...]
+    clashes: tuple[str, ...]
+
+
+def write_body(
+    scope: Scope,
+    tree: Tree,
+    parameters: Sequence[str],
+    origins: Origins | None,
+    wanted: Mapping[fx.Node, str] | None = None,
+) -> Written:
+    """Write one ``forward``.
+
+    Where two values of one name are needed at once, one has the name under which the modules that read it take it, if
+    that helps, or else a number.
+
+    Args:
+        parameters: names of the arguments.
+        origins: gives names and line breaks of the model's own source. Without it every value has a line and a neutral
+            name: two scopes of equal structure then give equal text.
+        wanted: names for values that the source leaves unnamed.
     """
+    written = _Body(scope, tree, parameters, origins, wanted or {}, ()).write()
+    if not written.clashes:
+        return written
+    other = _Body(scope, tree, parameters, origins, wanted or {}, written.clashes).write()
+    return other if len(other.clashes) < len(written.clashes) else written
+
+
+class _Body:
+    """The state of writing one ``forward``."""
 
     def __init__(
         self,
@@ -50,12 +81,14 @@ class Body:
         tree: Tree,
         parameters: Sequence[str],
         origins: Origins | None,
-        wanted: Mapping[fx.Node, str] | None = None,
+        wanted: Mapping[fx.Node, str],
+        clashes: Container[str],
     ) -> None:
         self._scope = scope
         self._tree = tree
         self._folds = origins is not None
-        self._names = ValueNames(scope, origins, wanted or {}, dict(zip(scope.inputs, parameters, strict=True)))
+        self._names = ValueNames(scope, origins, wanted, dict(zip(scope.inputs, parameters, strict=True)), clashes)
+        self._clashes: list[str] = []
         self._left = Counter(node for item in scope.items for node in _operands(item))
         self._left.update(scope.outputs)
         self._variables: dict[str, fx.Node] = {}
@@ -70,8 +103,7 @@ class Body:
             self._written[node] = Expression(name)
         self._device = self._device_expression(parameters)
 
-    def lines(self) -> list[tuple[tuple[str, ...], str]]:
-        """Statements in order, each with the ``with`` headers that it stands under."""
+    def write(self) -> Written:
         for item in self._scope.items:
             if isinstance(item, Loop):
                 self._loop(item)
@@ -79,15 +111,20 @@ class Body:
                 self._call(item)
             else:
                 self._operation(item)
-        self._return()
-        return self._lines
+        results = self._return()
+        return Written(tuple(self._lines), results, tuple(self._clashes))
 
-    def _return(self) -> None:
-        """``return`` of the results; one that was assigned a line before is returned by its expression."""
+    def _return(self) -> tuple[str, ...]:
+        """``return`` of the results; one that was assigned a line before is returned by its expression. Their names:
+        those of the variables, or those that the expressions would have been given."""
         for node in self._scope.outputs:
             if node in self._pending and self._pending[node].regions:
                 self._settle(node)
         texts = [self._value(node).text for node in self._scope.outputs]
+        names: list[str] = []
+        for node, text in zip(self._scope.outputs, texts, strict=True):
+            free = unused(variable(self._names.of_result(node), "x"), {*names, *texts})
+            names.append(text if text.isidentifier() else free)
         regions, last = self._lines[-1] if self._lines else ((), "")
         if not regions and len(texts) == 1 and self._folds and last.startswith(f"{texts[0]} = "):
             texts = [self._lines.pop()[1].removeprefix(f"{texts[0]} = ")]
@@ -95,6 +132,7 @@ class Body:
         self._lines.append(
             ((), f"return ({result})" if len(texts) > 1 and len(result) > _LONGEST else f"return {result}")
         )
+        return tuple(names)
 
     # ---- items -----------------------------------------------------------------------------------------------------
 
@@ -302,6 +340,8 @@ class Body:
     def _bind(self, node: fx.Node, wanted: str) -> str:
         """A variable for a value: the wanted name, or that with a number while the name is still needed."""
         name = unused(variable(wanted, "x"), self._taken())
+        if name != variable(wanted, "x"):
+            self._clashes.append(wanted)
         self._variables[name] = node
         self._written[node] = Expression(name)
         return name

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from pipegraph.graph.call_values import returned
+from pipegraph.graph.call_values import names_handed, returned
 from pipegraph.graph.captured import Captured, path_of
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -72,6 +72,15 @@ class Origins:
             return None
         name = chain[-1].targets[place.index]
         return None if name == "_" else name
+
+    def taken_as(self, node: fx.Node, name: str) -> str | None:
+        """What a ``forward`` of the model's own that takes a value as an argument calls it, other than ``name``."""
+        for fqn, parameter in names_handed(node):
+            module = self._captured.modules.get(fqn)
+            own = module is not None and not type(module.module).forward.__module__.startswith("torch.nn")
+            if own and parameter != name:
+                return parameter
+        return None
 
     def of_call(self, fqn: str, node: fx.Node) -> tuple[Statement, ...]:
         """The statements that led to the call of the module ``fqn``, in which ``node`` ran."""

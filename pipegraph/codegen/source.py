@@ -16,8 +16,8 @@ from pipegraph.codegen.class_source import ClassSource
 from pipegraph.codegen.wrap import wrap
 
 _DOCSTRING_WIDTH = 112
-# Sizes stay on one line: their spaces are no-break spaces while a docstring is filled.
-_SIZES = re.compile(r"\[[\d, ]*\]")
+# A name and its shape stay on one line: their spaces are no-break spaces while a docstring is filled.
+_SIZES = re.compile(r"(?:\w+ )?\w+\[[\d, ]*\]")
 _JOINED = "\u00a0"
 
 

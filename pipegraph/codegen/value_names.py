@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import fx
@@ -25,12 +25,19 @@ class ValueNames:
     """Names for the values of one scope.
 
     Without ``origins`` all values are called ``v``. ``wanted`` names values that the source leaves unnamed,
-    ``parameters`` the arguments of the ``forward``.
+    ``parameters`` the arguments of the ``forward``. Of values whose name is one of ``clashes``, those that modules take
+    under another name are called by that.
     """
 
     def __init__(
-        self, scope: Scope, origins: Origins | None, wanted: Mapping[fx.Node, str], parameters: Mapping[fx.Node, str]
+        self,
+        scope: Scope,
+        origins: Origins | None,
+        wanted: Mapping[fx.Node, str],
+        parameters: Mapping[fx.Node, str],
+        clashes: Container[str] = (),
     ) -> None:
+        self._clashes = clashes
         self._origins = origins
         self._wanted = wanted
         self._parameters = parameters
@@ -41,8 +48,16 @@ class ValueNames:
         """The name of a value that ``item`` makes."""
         if self._origins is None:
             return "v"
+        name = self._in_source(item, node)
+        return (self._origins.taken_as(node, name) or name) if name in self._clashes else name
+
+    def _in_source(self, item: Item, node: fx.Node) -> str:
         named = self._given.get(node) or self._wanted.get(node) or self._inner_name(item, node)
         return named or self._helper_name(node) or self._name_of_content(node) or _default_name(item)
+
+    def of_result(self, node: fx.Node) -> str:
+        """The name of a value that is returned as an expression."""
+        return self._wanted.get(node) or "output"
 
     def is_nameless(self, item: Item, node: fx.Node) -> bool:
         """Whether the source makes a value inside an expression, so that it may stand inside one again."""
