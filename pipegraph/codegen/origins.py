@@ -44,11 +44,9 @@ class Origins:
         """The statements of ``forward`` methods that led to an operation, outermost first."""
         return _known(_frames(node.meta["stack_trace"]))
 
-    def of_helper(self, node: fx.Node) -> Statement | None:
-        """The statement that ran an operation, where it stands in a function that a ``forward`` called."""
-        frames = _frames(node.meta["stack_trace"], everything=True)
-        helper = frames[-1:] if frames != _frames(node.meta["stack_trace"]) else ()
-        return next(iter(_known(helper)), None)
+    def of_helpers(self, node: fx.Node) -> tuple[Statement, ...]:
+        """The statements of functions called by the innermost ``forward`` that led to an operation, outermost first."""
+        return _known(_frames(node.meta["stack_trace"], everything=True)[_innermost(node.meta["stack_trace"]) + 1 :])
 
     def is_within(self, node: fx.Node, statement: Statement) -> bool:
         """Whether a statement led to an operation, through any functions."""
@@ -109,9 +107,19 @@ class Origins:
 @cache
 def _frames(stack_trace: str, everything: bool = False) -> tuple[tuple[str, int], ...]:
     """(file, line) of each frame in a ``forward``, or in any function, outermost first."""
-    found = (_FRAME.match(line.strip()) for line in stack_trace.splitlines())
-    kept = (match for match in found if match and (everything or match["function"] == "forward"))
+    kept = [match for match in _matches(stack_trace) if everything or match["function"] == "forward"]
     return tuple((match["file"], int(match["line"])) for match in kept)
+
+
+def _innermost(stack_trace: str) -> int:
+    """The position, among all frames, of the innermost in a ``forward``."""
+    functions = [match["function"] for match in _matches(stack_trace)]
+    return max((position for position, name in enumerate(functions) if name == "forward"), default=-1)
+
+
+def _matches(stack_trace: str) -> list[re.Match[str]]:
+    found = (_FRAME.match(line.strip()) for line in stack_trace.splitlines())
+    return [match for match in found if match]
 
 
 def _known(frames: Iterable[tuple[str, int]]) -> tuple[Statement, ...]:

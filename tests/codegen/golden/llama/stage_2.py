@@ -22,8 +22,7 @@ class Stage2(nn.Module):
         self.lm_head = nn.Linear(128, 2048, bias=False)
 
     def forward(self, hidden_states):
-        position_ids = torch.arange(128, device=hidden_states.device)
-        position_ids = position_ids.unsqueeze(0)
+        position_ids = torch.arange(128, device=hidden_states.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():
             hidden_states = layer(hidden_states, cos, sin)

@@ -42,17 +42,17 @@ class T5Attention(nn.Module):
         context_position = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(1)
         memory_position = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
         relative_position = memory_position - context_position
-        relative_position_1 = relative_position.abs()
-        mul = ((relative_position_1.to(torch.float32) / 2).log() / 2.0794415416798357 * 2).to(torch.int64)
-        relative_position_if_large = mul + 2
-        is_small = relative_position_1 < 2
-        relative_position_if_large = relative_position_if_large.min(torch.full_like(relative_position_if_large, 3))
         relative_buckets = (relative_position > 0).to(torch.int64) * 4
-        where = torch.where(is_small, relative_position_1, relative_position_if_large)
-        position_bias = self.relative_attention_bias(relative_buckets + where).permute(2, 0, 1).unsqueeze(0)
-        position_bias_1 = position_bias.expand(2, 4, 10, 10).contiguous()
+        relative_position = relative_position.abs()
+        relative_position_if_large = (relative_position.to(torch.float32) / 2).log() / 2.0794415416798357 * 2
+        relative_position_if_large = relative_position_if_large.to(torch.int64) + 2
+        is_small = relative_position < 2
+        relative_position_if_large = relative_position_if_large.min(torch.full_like(relative_position_if_large, 3))
+        relative_buckets = relative_buckets + torch.where(is_small, relative_position, relative_position_if_large)
+        position_bias = self.relative_attention_bias(relative_buckets).permute(2, 0, 1).unsqueeze(0)
+        attention_mask = position_bias.expand(2, 4, 10, 10).contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias_1, scale=1.0
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
         )
         attn_output = attn_output.reshape(2, -1, 10, 8).transpose(1, 2).contiguous().reshape(2, 10, -1)
         attn_output = self.o(attn_output)
@@ -212,14 +212,16 @@ class T5Attention3(nn.Module):
         memory_position = torch.arange(7, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
         relative_position = memory_position - context_position
         relative_position = -relative_position.min(torch.zeros_like(relative_position))
-        mul = ((relative_position.to(torch.float32) / 4).log() / 1.3862943611198906 * 4).to(torch.int64)
-        relative_position_if_large = mul + 4
+        relative_position_if_large = (relative_position.to(torch.float32) / 4).log() / 1.3862943611198906 * 4
+        relative_position_if_large = relative_position_if_large.to(torch.int64) + 4
         is_small = relative_position < 4
         relative_position_if_large = relative_position_if_large.min(torch.full_like(relative_position_if_large, 7))
         relative_buckets = torch.where(is_small, relative_position, relative_position_if_large)
         position_bias = self.relative_attention_bias(relative_buckets).permute(2, 0, 1).unsqueeze(0)
-        where = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
-        attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
+        attention_mask = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
+        attn_output = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
+        )
         attn_output = attn_output.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
         attn_output = self.o(attn_output)
         return attn_output, position_bias
@@ -323,8 +325,10 @@ class T5Attention5(nn.Module):
         query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
         key_states = self.k(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        where = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
-        attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
+        attention_mask = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
+        attn_output = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
+        )
         attn_output = attn_output.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
         return self.o(attn_output)
 

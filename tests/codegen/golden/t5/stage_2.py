@@ -24,8 +24,9 @@ class Stage2(nn.Module):
         self.t5.lm_head = nn.Linear(32, 89, bias=False)
 
     def forward(self, encoder_hidden_states, self_attention_position_bias, hidden_states):
-        tril = torch.ones([7, 7], dtype=torch.bool, device=encoder_hidden_states.device).tril()
-        attention_mask = tril.expand(2, 1, 7, 7)
+        attention_mask = (
+            torch.ones([7, 7], dtype=torch.bool, device=encoder_hidden_states.device).tril().expand(2, 1, 7, 7)
+        )
         position_bias = torch.zeros([1, 4, 7, 10], dtype=torch.float32, device=encoder_hidden_states.device)
         for block in self.t5.decoder.block.values():
             hidden_states = block(
