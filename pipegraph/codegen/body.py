@@ -86,6 +86,7 @@ class _Body:
         self._names = ValueNames(scope, origins, wanted, taken, clashes)
         uses = Counter(node for item in scope.items for node in _operands(item))
         uses.update(scope.outputs)
+        self._drawn: frozenset[str] = frozenset()  # variables that the expression mentions that was built last
         attributes = {node: access(tree, name.split(".")) for node, name in scope.names.items()}
         self._values = Values(self._names, uses, attributes, taken)
         self._made = {node for item in scope.items for node in item.makes}
@@ -142,9 +143,7 @@ class _Body:
         """``a, b = x.split(…)``."""
         by_position = {int(part.args[1]): part for part in parts}  # type: ignore[arg-type]
         names = [
-            self._values.bind(by_position[position], self._names.of(item, by_position[position]))
-            if position in by_position
-            else "_"
+            self._bind(item, by_position[position]) if position in by_position else "_"
             for position in range(len(item.node.meta["val"]))
         ]
         self._emit(item, f"{', '.join(names)} = {expression.text}")
@@ -180,7 +179,7 @@ class _Body:
         if len(item.makes) == 1:
             self._place(item, item.makes[0], expression)
             return
-        names = [self._values.bind(node, self._names.of(item, node)) for node in item.makes]
+        names = [self._bind(item, node) for node in item.makes]
         self._emit(item, f"{', '.join(names)} = {expression.text}")
 
     def _loop(self, item: Loop) -> None:
@@ -284,7 +283,7 @@ class _Body:
             # What the source names stands better on a line of its own.
             named = [node for node in drawn if self._names.is_named(node)]
             for node in named or drawn:
-                self._values.settle(node)
+                self._values.settle(node, kept=operands)
 
     def _fits(self, item: Item, drawn: Sequence[Item], text: str) -> bool:
         """Whether an expression that others were drawn into is short enough; one statement of the source may be
@@ -301,7 +300,11 @@ class _Body:
         elif self._values.left[node] == 0:
             self._emit(item, expression.text)
         else:
-            self._emit(item, f"{self._values.bind(node, self._names.of(item, node))} = {expression.text}")
+            self._emit(item, f"{self._bind(item, node)} = {expression.text}")
+
+    def _bind(self, item: Item, node: fx.Node) -> str:
+        """A variable for what was just built."""
+        return self._values.bind(node, self._names.of(item, node), self._drawn)
 
     def _may_fold(self, item: Item, node: fx.Node, expression: Expression) -> bool:
         """A value with one reader stands inside its expression, unless the model's source gives it a name that is

@@ -66,7 +66,7 @@ class Origins:
         call = next((call for call, inner in path_of(node) if inner == fqn), None)
         place = returned(node, call) if call is not None else None
         chain = self.of_call(fqn, node)
-        if place is None or place.index is None or not chain or len(chain[-1].targets) != place.count:
+        if place is None or place.index is None or not chain or not 1 < len(chain[-1].targets) == place.count:
             return None
         name = chain[-1].targets[place.index]
         return None if name == "_" else name
@@ -170,6 +170,8 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
         target = node.target
     else:
         return ()
+    while isinstance(target, ast.Subscript):  # x[0] = … makes x
+        target = target.value
     if isinstance(target, ast.Name):
         return (target.id,)
     return _names(target) if isinstance(target, ast.Tuple) else ()

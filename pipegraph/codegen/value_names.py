@@ -87,12 +87,16 @@ class ValueNames:
         while _is_reshaping(node) and isinstance(node.args[0], fx.Node):
             node = node.args[0]
             name = self._given.get(node) or self._wanted.get(node) or self._parameters.get(node)
+            if name is None and node.op == "get_attr":
+                name = str(node.target).rpartition(".")[2]
             if name:
                 return name
         return None
 
     def _name_of_statement(self, item: Item) -> str | None:
-        """A step within a statement goes by the name of what the statement makes."""
+        """A step within a statement goes by the name of what the statement makes, if it works on values itself."""
+        if not item.reads:
+            return None
         return next((each.targets[0] for each in reversed(self._statements(item)) if len(each.targets) == 1), None)
 
     def statement(self, item: Item) -> Statement | None:
@@ -124,8 +128,16 @@ class ValueNames:
             if node.target is operator.getitem and len(targets) == len(node.args[0].meta["val"]):  # type: ignore[union-attr]
                 return targets[int(node.args[1])]  # type: ignore[arg-type]
             if targets:
-                return targets[0] if len(targets) == 1 else None
+                return targets[0] if len(targets) == 1 else self._name_in_row(node, statement)
         return None
+
+    def _name_in_row(self, node: fx.Node, statement: Statement) -> str | None:
+        """The name of one of the operations of ``x1, x2 = x[::2], x[1::2]``, which may run several times."""
+        assert self._origins is not None
+        made = [each for each in self._makers if self._origins.of_helpers(each)[-1:] == (statement,)]
+        row = [each for each in made if not any(self._within(user, statement) for user in each.users)]
+        targets = statement.targets
+        return None if len(row) % len(targets) else targets[row.index(node) % len(targets)]
 
     def _within(self, node: fx.Node, statement: Statement) -> bool:
         assert self._origins is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -59,6 +59,7 @@ class Values:
         self.written = {node: Expression(text) for node, text in {**attributes, **parameters}.items()}
         self.pending: dict[fx.Node, Pending] = {}
         self.clashes: list[str] = []
+        self._mentioned: frozenset[str] = frozenset()  # by lines that are about to be written
 
     def use(self, node: fx.Node) -> Expression:
         """The expression of a value, used once more."""
@@ -67,29 +68,40 @@ class Values:
             return self.pending.pop(node).expression
         return self.written[node]
 
-    def bind(self, node: fx.Node, wanted: str) -> str:
-        """A variable for a value: the wanted name, or that with a number while the name is still needed."""
-        self._free(variable(wanted, "x"))
-        name = unused(variable(wanted, "x"), self.taken())
-        if name != variable(wanted, "x"):
+    def bind(
+        self, node: fx.Node, wanted: str, mentioned: frozenset[str] = frozenset(), kept: Collection[fx.Node] = ()
+    ) -> str:
+        """A variable for a value: the wanted name, or that with a number while the name is still needed.
+
+        Args:
+            mentioned: the variables in the expression that it will be assigned.
+            kept: pending values that are not to be written for that name to become free.
+        """
+        name = variable(wanted, "x")
+        self._free(name, mentioned, kept)
+        if name in self.taken():
             self.clashes.append(wanted)
+        name = unused(name, self.taken())
         self.variables[name] = node
         self.written[node] = Expression(name)
         return name
 
-    def _free(self, name: str) -> None:
-        """Write what holds on to a variable only because it is not written yet, where the source has a line for it."""
-        if name not in self._live():
-            for node in [node for node, pending in self.pending.items() if name in pending.names]:
-                if self._names.is_named(node):
-                    self.settle(node)
+    def _free(self, name: str, mentioned: frozenset[str], kept: Collection[fx.Node]) -> None:
+        """Write what holds on to a variable only because it is not written yet."""
+        holders = [node for node, pending in self.pending.items() if name in pending.names]
+        if name in self._live() or name in self._mentioned or any(node in kept for node in holders):
+            return
+        before, self._mentioned = self._mentioned, self._mentioned | mentioned
+        for node in holders:
+            self.settle(node)
+        self._mentioned = before
 
-    def settle(self, node: fx.Node) -> None:
+    def settle(self, node: fx.Node, kept: Collection[fx.Node] = ()) -> None:
         """Write a pending value on a line of its own."""
         pending = self.pending.pop(node, None)
         if pending is None:
             return
-        name = self.bind(node, self._names.of(pending.item, node))
+        name = self.bind(node, self._names.of(pending.item, node), pending.names, kept)
         self.lines.append((pending.regions, f"{name} = {pending.expression.text}"))
 
     def flush(self, except_for: Iterable[fx.Node]) -> None:
@@ -100,7 +112,7 @@ class Values:
 
     def taken(self) -> set[str]:
         """Variables that something still reads, directly or inside a pending expression."""
-        return self._live() | {name for pending in self.pending.values() for name in pending.names}
+        return self._live() | self._mentioned.union(*(pending.names for pending in self.pending.values()))
 
     def _live(self) -> set[str]:
         return {name for name, node in self.variables.items() if self.left[node] > 0 and self._reads_name(name, node)}

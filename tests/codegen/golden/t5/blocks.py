@@ -293,8 +293,8 @@ class T5LayerCrossAttention(nn.Module):
 class T5Block3(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], encoder_hidden_states f32[2, 10, 32] →
-    f32[2, 7, 32], f32[1, 4, 7, 7].
+    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], encoder_hidden_states f32[2, 10, 32]
+    → f32[2, 7, 32], f32[1, 4, 7, 7].
     """
 
     def __init__(self):
@@ -354,8 +354,8 @@ class T5LayerSelfAttention4(nn.Module):
 class T5Attention6(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.1.EncDecAttention.
 
-    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10] →
-    f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10]
+    → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -380,8 +380,8 @@ class T5Attention6(nn.Module):
 class T5LayerCrossAttention2(nn.Module):
     """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.1.layer.1.
 
-    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10] →
-    f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10]
+    → f32[2, 7, 32].
     """
 
     def __init__(self):

@@ -9,8 +9,8 @@ from .blocks import T5Block2, T5Block3, T5LayerNorm
 class Stage1(nn.Module):
     """t5.encoder.block.2, t5.encoder.final_layer_norm, t5.decoder.embed_tokens, t5.decoder.block.0.
 
-    decoder_input_ids i64[2, 7], self_attention_position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32] →
-    encoder_hidden_states f32[2, 10, 32], self_attention_position_bias f32[1, 4, 7, 7],
+    decoder_input_ids i64[2, 7], self_attention_position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32]
+    → encoder_hidden_states f32[2, 10, 32], self_attention_position_bias f32[1, 4, 7, 7],
     hidden_states f32[2, 7, 32].
     23.6 k parameters, 752.4 kFLOP.
     """
