@@ -11,7 +11,7 @@ from torch import fx, nn
 from pipegraph.codegen import attention
 from pipegraph.codegen.attention import Arguments, Attentions
 from pipegraph.codegen.attributes import Tree, assignments, build_tree, paths
-from pipegraph.codegen.body import Body
+from pipegraph.codegen.body import write_body
 from pipegraph.codegen.class_source import ClassSource
 from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in
 from pipegraph.codegen.leaves import constructor, leaf_call
@@ -251,7 +251,7 @@ class Blocks:
         made = tuple(assignments(tree))
         neutral = [f"p{position}" for position in range(len(reads))]
         module = self._captured.modules[call.fqn]
-        structure = (module.class_name, made, len(reads), tuple(Body(scope, tree, neutral, None).lines()))
+        structure = (module.class_name, made, len(reads), write_body(scope, tree, neutral, None).lines)
         parameters = self.words.parameters(call, reads)
         source = self._collect(
             structure,
@@ -260,7 +260,7 @@ class Blocks:
                 docstring=self.words.docstring(call, parameters, reads, makes),
                 assignments=made,
                 parameters=tuple(parameters),
-                body=tuple(Body(scope, tree, parameters, self.origins).lines()),
+                body=write_body(scope, tree, parameters, self.origins).lines,
                 model_class=module.class_name,
                 numbers=_numbers(module.module),
             ),

@@ -83,12 +83,19 @@ class Loop:
     alternate: Alternate | None = None
 
     @property
+    def patterns(self) -> list[list[tuple[fx.Node, int | None]]]:
+        """What the first call takes, and then one like ``alternate``: each value, and the position in ``makes`` of the
+        one that stands there from the second turn on."""
+        rows = [(self.calls[0].reads, dict(self.carried))]
+        if self.alternate is not None:
+            rows.append((self.alternate.reads, dict(self.alternate.carried)))
+        return [[(node, carried.get(position)) for position, node in enumerate(reads)] for reads, carried in rows]
+
+    @property
     def reads(self) -> tuple[fx.Node, ...]:
         """Values that come from outside: those of the first call, then what others take in their place."""
-        other = self.alternate
-        carried = {} if other is None else dict(other.carried)
-        more = () if other is None else (node for place, node in enumerate(other.reads) if place not in carried)
-        return (*self.calls[0].reads, *more)
+        first, *others = self.patterns
+        return (*(node for node, _ in first), *(node for other in others for node, made in other if made is None))
 
     @property
     def makes(self) -> tuple[fx.Node, ...]:

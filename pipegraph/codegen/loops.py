@@ -35,10 +35,13 @@ def turns(loop: Loop, tree: Tree, container: Sequence[str], module: str, number:
     return f"for {number} in {span}:", f"{owner}[str({number})]" if is_dict else f"getattr({owner}, str({number}))"
 
 
-def alternating(
-    alternate: Alternate, number: str, calling: str, first: Sequence[str], other: Sequence[str]
+def turn(
+    alternate: Alternate | None, number: str, calling: str, first: Sequence[str], other: Sequence[str] = ()
 ) -> list[str]:
-    """The lines of a turn whose call takes the arguments ``first`` or ``other``: ``calling(x, a if i % 2 else b)``."""
+    """The lines of a turn, ``calling(first)`` or, where there is an ``alternate``, that or ``calling(other)``: one line
+    where they differ in one argument, ``calling(x, a if i % 2 else b)``."""
+    if alternate is None:
+        return [f"{calling}({', '.join(first)})"]
     test = alternate.test.format(number)
     if not alternate.holds_first:
         first, other = other, first

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from pipegraph.graph.call_values import returned
+from pipegraph.graph.call_values import names_handed, returned
 from pipegraph.graph.captured import Captured, path_of
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -44,11 +44,9 @@ class Origins:
         """The statements of ``forward`` methods that led to an operation, outermost first."""
         return _known(_frames(node.meta["stack_trace"]))
 
-    def of_helper(self, node: fx.Node) -> Statement | None:
-        """The statement that ran an operation, where it stands in a function that a ``forward`` called."""
-        frames = _frames(node.meta["stack_trace"], everything=True)
-        helper = frames[-1:] if frames != _frames(node.meta["stack_trace"]) else ()
-        return next(iter(_known(helper)), None)
+    def of_helpers(self, node: fx.Node) -> tuple[Statement, ...]:
+        """The statements of functions called by the innermost ``forward`` that led to an operation, outermost first."""
+        return _known(_frames(node.meta["stack_trace"], everything=True)[_innermost(node.meta["stack_trace"]) + 1 :])
 
     def is_within(self, node: fx.Node, statement: Statement) -> bool:
         """Whether a statement led to an operation, through any functions."""
@@ -68,10 +66,19 @@ class Origins:
         call = next((call for call, inner in path_of(node) if inner == fqn), None)
         place = returned(node, call) if call is not None else None
         chain = self.of_call(fqn, node)
-        if place is None or place.index is None or not chain or len(chain[-1].targets) != place.count:
+        if place is None or place.index is None or not chain or not 1 < len(chain[-1].targets) == place.count:
             return None
         name = chain[-1].targets[place.index]
         return None if name == "_" else name
+
+    def taken_as(self, node: fx.Node, name: str) -> str | None:
+        """What a ``forward`` of the model's own that takes a value as an argument calls it, other than ``name``."""
+        for fqn, parameter in names_handed(node):
+            module = self._captured.modules.get(fqn)
+            own = module is not None and not type(module.module).forward.__module__.startswith("torch.nn")
+            if own and parameter != name:
+                return parameter
+        return None
 
     def of_call(self, fqn: str, node: fx.Node) -> tuple[Statement, ...]:
         """The statements that led to the call of the module ``fqn``, in which ``node`` ran."""
@@ -100,9 +107,19 @@ class Origins:
 @cache
 def _frames(stack_trace: str, everything: bool = False) -> tuple[tuple[str, int], ...]:
     """(file, line) of each frame in a ``forward``, or in any function, outermost first."""
-    found = (_FRAME.match(line.strip()) for line in stack_trace.splitlines())
-    kept = (match for match in found if match and (everything or match["function"] == "forward"))
+    kept = [match for match in _matches(stack_trace) if everything or match["function"] == "forward"]
     return tuple((match["file"], int(match["line"])) for match in kept)
+
+
+def _innermost(stack_trace: str) -> int:
+    """The position, among all frames, of the innermost in a ``forward``."""
+    functions = [match["function"] for match in _matches(stack_trace)]
+    return max((position for position, name in enumerate(functions) if name == "forward"), default=-1)
+
+
+def _matches(stack_trace: str) -> list[re.Match[str]]:
+    found = (_FRAME.match(line.strip()) for line in stack_trace.splitlines())
+    return [match for match in found if match]
 
 
 def _known(frames: Iterable[tuple[str, int]]) -> tuple[Statement, ...]:
@@ -153,6 +170,8 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
         target = node.target
     else:
         return ()
+    while isinstance(target, ast.Subscript):  # x[0] = … makes x
+        target = target.value
     if isinstance(target, ast.Name):
         return (target.id,)
     return _names(target) if isinstance(target, ast.Tuple) else ()

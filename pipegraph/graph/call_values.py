@@ -50,6 +50,13 @@ def returned(node: fx.Node, call: str) -> Returned | None:
     return found
 
 
+def names_handed(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """(FQN of the module, name of the parameter) for each call that took a value, in the order of the calls."""
+    for call, place in node.meta.get("handed", {}).items():
+        if place.name:
+            yield call.partition("@")[0], place.name
+
+
 def in_order(values: Sequence[fx.Node], places: Iterable[Handed | Returned | None]) -> tuple[fx.Node, ...]:
     """Values in the order of their places; those without one come last, as they were."""
     known = [

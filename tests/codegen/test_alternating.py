@@ -69,7 +69,7 @@ def test_every_third_layer_and_the_first_is_one(tmp_path: Path) -> None:
 def test_a_later_stage_counts_on(tmp_path: Path) -> None:
     assert written(lambda i, a, b: (b if i % 2 else a,), 7, "layers.3", tmp_path, stage=1)[:-1] == [
         "for i in range(3, 7):",
-        "    x_1 = self.layers[str(i)](x_1, b if i % 2 else a)",
+        "    x = self.layers[str(i)](x, b if i % 2 else a)",
     ]
 
 

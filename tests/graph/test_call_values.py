@@ -71,7 +71,7 @@ class Twice(Outer):
 
 
 def seen(model: nn.Module, name: str = "inner") -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of the call of a module, operation → (order, name) of what it was handed, (order, index, count) of what it gave."""
+    """What a module's call was handed, operation → (order, name), and what it returned, → (order, index, count)."""
     captured = pipegraph.capture(model, (torch.rand(3) + 1,))
     calls = {each for node in captured.nodes for each, _ in path_of(node)}
     (call,) = [each for each in calls if each.endswith(name)]

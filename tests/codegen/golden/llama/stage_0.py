@@ -22,8 +22,7 @@ class Stage0(nn.Module):
 
     def forward(self, input_ids):
         inputs_embeds = self.model.embed_tokens(input_ids)
-        position_ids = torch.arange(128, device=input_ids.device)
-        position_ids = position_ids.unsqueeze(0)
+        position_ids = torch.arange(128, device=input_ids.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)
         hidden_states = inputs_embeds
         for layer in self.model.layers:

@@ -42,17 +42,17 @@ class T5Attention(nn.Module):
         context_position = torch.arange(10, device=hidden_states.device).unsqueeze(1)
         memory_position = torch.arange(10, device=hidden_states.device).unsqueeze(0)
         relative_position = memory_position - context_position
-        relative_position_1 = relative_position.abs()
-        mul = ((relative_position_1.to(torch.float32) / 2).log() / 2.0794415416798357 * 2).to(torch.int64)
-        relative_position_if_large = mul + 2
-        is_small = relative_position_1 < 2
-        relative_position_if_large = relative_position_if_large.min(torch.full_like(relative_position_if_large, 3))
         relative_buckets = (relative_position > 0).to(torch.int64) * 4
-        where = torch.where(is_small, relative_position_1, relative_position_if_large)
-        position_bias = self.relative_attention_bias(relative_buckets + where).permute(2, 0, 1).unsqueeze(0)
-        position_bias_1 = position_bias.contiguous()
+        relative_position = relative_position.abs()
+        relative_position_if_large = (relative_position.to(torch.float32) / 2).log() / 2.0794415416798357 * 2
+        relative_position_if_large = relative_position_if_large.to(torch.int64) + 2
+        is_small = relative_position < 2
+        relative_position_if_large = relative_position_if_large.min(torch.full_like(relative_position_if_large, 3))
+        relative_buckets = relative_buckets + torch.where(is_small, relative_position, relative_position_if_large)
+        position_bias = self.relative_attention_bias(relative_buckets).permute(2, 0, 1).unsqueeze(0)
+        attention_mask = position_bias.contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias_1, scale=1.0
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
         )
         attn_output = attn_output.transpose(1, 2).flatten(2)
         attn_output = self.o(attn_output)
@@ -212,14 +212,16 @@ class T5Attention3(nn.Module):
         memory_position = torch.arange(7, device=hidden_states.device).unsqueeze(0)
         relative_position = memory_position - context_position
         relative_position = -relative_position.min(torch.zeros_like(relative_position))
-        mul = ((relative_position.to(torch.float32) / 4).log() / 1.3862943611198906 * 4).to(torch.int64)
-        relative_position_if_large = mul + 4
+        relative_position_if_large = (relative_position.to(torch.float32) / 4).log() / 1.3862943611198906 * 4
+        relative_position_if_large = relative_position_if_large.to(torch.int64) + 4
         is_small = relative_position < 4
         relative_position_if_large = relative_position_if_large.min(torch.full_like(relative_position_if_large, 7))
         relative_buckets = torch.where(is_small, relative_position, relative_position_if_large)
         position_bias = self.relative_attention_bias(relative_buckets).permute(2, 0, 1).unsqueeze(0)
-        where = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
-        attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
+        attention_mask = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
+        attn_output = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
+        )
         attn_output = attn_output.transpose(1, 2).flatten(2)
         attn_output = self.o(attn_output)
         return attn_output, position_bias
@@ -290,8 +292,8 @@ class T5LayerCrossAttention(nn.Module):
 class T5Block3(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], encoder_hidden_states f32[2, 10, 32] →
-    f32[2, 7, 32], f32[1, 4, 7, 7].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], encoder_hidden_states f32[2, 10, 32]
+    → f32[2, 7, 32], f32[1, 4, 7, 7].
     """
 
     def __init__(self):
@@ -322,8 +324,10 @@ class T5Attention5(nn.Module):
         query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
-        where = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
-        attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
+        attention_mask = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
+        attn_output = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
+        )
         attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
 
@@ -349,8 +353,8 @@ class T5LayerSelfAttention4(nn.Module):
 class T5Attention6(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.1.EncDecAttention.
 
-    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10] →
-    f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10]
+    → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -374,8 +378,8 @@ class T5Attention6(nn.Module):
 class T5LayerCrossAttention2(nn.Module):
     """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.1.layer.1.
 
-    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10] →
-    f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10]
+    → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -393,8 +397,8 @@ class T5LayerCrossAttention2(nn.Module):
 class T5Block4(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.1.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], position_bias f32[1, 4, 7, 7], encoder_hidden_states
-    f32[2, 10, 32], encoder_decoder_position_bias f32[1, 4, 7, 10] → f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], position_bias f32[1, 4, 7, 7],
+    encoder_hidden_states f32[2, 10, 32], encoder_decoder_position_bias f32[1, 4, 7, 10] → f32[2, 7, 32].
     """
 
     def __init__(self):

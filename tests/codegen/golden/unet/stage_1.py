@@ -6,7 +6,7 @@ from .blocks import DoubleConvolution, Up
 
 
 class Stage1(nn.Module):
-    """down.2, bottom, up.0.  x_2 f32[2, 32, 8, 8] → x_3 f32[2, 64, 8, 8].  420.9 k parameters, 58.7 MFLOP."""
+    """down.2, bottom, up.0.  x f32[2, 32, 8, 8] → x f32[2, 64, 8, 8].  420.9 k parameters, 58.7 MFLOP."""
 
     def __init__(self):
         super().__init__()
@@ -15,6 +15,6 @@ class Stage1(nn.Module):
         self.bottom = DoubleConvolution(64, 128)
         self.up = nn.ModuleList([Up(128, 64)])
 
-    def forward(self, x_2):
-        x = self.down["2"](x_2)
+    def forward(self, x):
+        x = self.down["2"](x)
         return self.up[0](self.bottom(self.pool(x)), x)
