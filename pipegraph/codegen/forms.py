@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from pipegraph.codegen.expression import (
@@ -150,11 +151,22 @@ def _attention(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expr
     given = dict(arguments)
     positional = [given.pop(name) for name in ("query", "key", "value")]
     dropout = given.pop("dropout_p", 0.0)
+    if _is_usual_scale(arguments["query"], given.get("scale")):
+        del given["scale"]
     text = writer.call("F.scaled_dot_product_attention", positional, given).text
     if dropout:
         mode = "" if node.meta["in_every_mode"] else " if self.training else 0.0"
         text = f"{text[:-1]}, dropout_p={literal(dropout)}{mode})"
     return Expression(text)
+
+
+def _is_usual_scale(query: fx.Node, scale: float | None) -> bool:
+    """Whether attention divides by the root of the size of a head, which it does unasked. Its kernels compute in
+    float32, or in float64."""
+    value = query.meta["val"]
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    usual = value.shape[-1] ** -0.5
+    return scale is not None and torch.equal(torch.tensor(scale, dtype=dtype), torch.tensor(usual, dtype=dtype))
 
 
 def _cast(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:

@@ -38,13 +38,17 @@ def plain_views(graph: fx.Graph) -> None:
 def drop_returns(graph: fx.Graph) -> None:
     """Take out a reshape to the shape that is there, and two views of which the second takes the first back."""
     for node in list(graph.nodes):
-        if node.target not in _VIEWS or not is_stable(node):
+        if node.target not in _VIEWS:
             continue
         before = node.args[0]
         if node.target in _RESHAPES and _shape(before) == _shape(node):
-            _replace(node, before)
+            same = before
         elif before.target in _VIEWS and _takes_back(before, node):
-            _replace(node, before.args[0])
+            same = before.args[0]
+        else:
+            continue
+        if is_stable(node):
+            _replace(node, same)
 
 
 def _takes_back(first: fx.Node, second: fx.Node) -> bool:

@@ -113,6 +113,14 @@ CASES: list[tuple[Function, str]] = [
         lambda x, y: F.scaled_dot_product_attention(x, y, y, is_causal=True),
         "F.scaled_dot_product_attention(x, y, y, is_causal=True)",
     ),
+    (
+        lambda x, y: F.scaled_dot_product_attention(x, y, y, scale=6**-0.5),
+        "F.scaled_dot_product_attention(x, y, y)",
+    ),
+    (
+        lambda x, y: F.scaled_dot_product_attention(x, y, y, scale=0.4),
+        "F.scaled_dot_product_attention(x, y, y, scale=0.4)",
+    ),
     (lambda x, y: torch.einsum("ij,kj->ik", x, y), 'torch.einsum("ij,kj->ik", [x, y])'),
     (lambda x, y: torch.outer(x[0], y[0]).tril(), "x[0].outer(y[0]).tril()"),
     (lambda x, y: torch.linalg.vector_norm(x, dim=1), "torch.linalg.vector_norm(x, dim=[1])"),

@@ -63,7 +63,7 @@ class LlamaAttention(nn.Module):
         key_states = key_states * cos + torch.cat([-key_states[..., 8:], key_states[..., :8]], dim=-1) * sin
         key_states = key_states.repeat_interleave(2, dim=1)
         value_states = value_states.repeat_interleave(2, dim=1)
-        attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, is_causal=True, scale=0.25)
+        attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, is_causal=True)
         attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o_proj(attn_output)
 
