@@ -11,15 +11,17 @@ from torch import fx, nn
 from pipegraph.codegen import attention
 from pipegraph.codegen.attention import Arguments, Attentions
 from pipegraph.codegen.attributes import Tree, assignments, build_tree, paths
-from pipegraph.codegen.body import Body
+from pipegraph.codegen.body import write_body
 from pipegraph.codegen.class_source import ClassSource
-from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in, roll
+from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in
 from pipegraph.codegen.leaves import constructor, leaf_call
 from pipegraph.codegen.literals import literal
 from pipegraph.codegen.names import class_name, unused_class
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import common_regions
+from pipegraph.codegen.rows import roll
 from pipegraph.codegen.words import Words
+from pipegraph.graph.call_values import handed, in_order, returned
 from pipegraph.graph.calls import Call, call_tree
 from pipegraph.graph.captured import Captured, State, path_of
 from pipegraph.graph.segments import opened_calls
@@ -87,7 +89,12 @@ class Blocks:
         }
         order = {fqn: position for position, fqn in enumerate(self._captured.modules)}
         ordered = sorted(constructors, key=lambda name: order.get(f"{prefix}.{name}" if prefix else name, len(order)))
-        tree = build_tree({name: constructors[name] for name in ordered}, own)
+        modules = {
+            _relative(fqn, prefix): each.module
+            for fqn, each in self._captured.modules.items()
+            if _is_within(fqn, prefix)
+        }
+        tree = build_tree({name: constructors[name] for name in ordered}, own, modules)
         scope = Scope(
             prefix=prefix,
             items=roll(made, outputs),
@@ -117,7 +124,7 @@ class Blocks:
     def _call(self, inside: _Inside, prefix: str, call: Call) -> ModuleCall | None:
         """A call of a torch.nn module, or of a class that is written for it; None for what is better spread out."""
         nodes = tuple(call.nodes())
-        reads, makes = self._reads(call, nodes), _makes(inside, nodes)
+        reads, makes = self._reads(call, nodes), _makes(inside, call, nodes)
         if not makes:
             return None
         if len(makes) > 1:
@@ -203,7 +210,7 @@ class Blocks:
             (module.class_name, children),
             lambda name: ClassSource(
                 name=name,
-                docstring=self.words.docstring(call, self.words.parameters(call.fqn, reads, nodes[-1]), reads, makes),
+                docstring=self.words.docstring(call, self.words.parameters(call, reads), reads, makes),
                 base="nn.Sequential",
                 children=children,
                 model_class=module.class_name,
@@ -220,17 +227,16 @@ class Blocks:
         return self._by_structure[structure]
 
     def _reads(self, call: Call, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-        """Values from outside, in the order in which they are first read; state of the module itself is none."""
+        """Values from outside, in the order in which the module takes them, or else reads them; its own state is
+        none."""
         inner = set(nodes)
-        read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes)
-        return tuple(
+        read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes if node not in inner)
+        foreign = [
             node
             for node in read
-            if node not in inner
-            and not (
-                node.op == "get_attr" and any(_is_within(name, call.fqn) for name in self._names[str(node.target)])
-            )
-        )
+            if node.op != "get_attr" or not any(_is_within(name, call.fqn) for name in self._names[str(node.target)])
+        ]
+        return in_order(foreign, (handed(node, call.call) for node in foreign))
 
     def _class(
         self,
@@ -245,8 +251,8 @@ class Blocks:
         made = tuple(assignments(tree))
         neutral = [f"p{position}" for position in range(len(reads))]
         module = self._captured.modules[call.fqn]
-        structure = (module.class_name, made, len(reads), tuple(Body(scope, tree, neutral, None).lines()))
-        parameters = self.words.parameters(call.fqn, reads, nodes[-1])
+        structure = (module.class_name, made, len(reads), write_body(scope, tree, neutral, None).lines)
+        parameters = self.words.parameters(call, reads)
         source = self._collect(
             structure,
             lambda name: ClassSource(
@@ -254,7 +260,7 @@ class Blocks:
                 docstring=self.words.docstring(call, parameters, reads, makes),
                 assignments=made,
                 parameters=tuple(parameters),
-                body=tuple(Body(scope, tree, parameters, self.origins).lines()),
+                body=write_body(scope, tree, parameters, self.origins).lines,
                 model_class=module.class_name,
                 numbers=_numbers(module.module),
             ),
@@ -317,14 +323,15 @@ def modules_of(scope: Scope, tree: Tree) -> frozenset[str]:
     return frozenset(f"{prefix}{path}" for path in paths(tree)).union(*map(modules_in, scope.items))
 
 
-def _makes(inside: _Inside, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """Values that something outside ``nodes`` reads."""
+def _makes(inside: _Inside, call: Call, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """Values that something outside a call reads, in the order in which its module returns them, or else makes them."""
     inner = set(nodes)
-    return tuple(
+    made = [
         node
         for node in nodes
         if node in inside.outputs or any(user in inside.nodes and user not in inner for user in node.users)
-    )
+    ]
+    return in_order(made, (returned(node, call.call) for node in made))
 
 
 def _conflicts(items: Iterable[Item]) -> frozenset[str]:

@@ -11,6 +11,7 @@ from torch import fx
 from pipegraph.codegen.class_source import signature
 from pipegraph.codegen.names import prose, unused, variable
 from pipegraph.codegen.origins import Origins
+from pipegraph.graph.call_values import handed
 from pipegraph.graph.calls import Call, call_tree
 from pipegraph.graph.captured import Captured
 
@@ -31,15 +32,12 @@ class Words:
         self._size = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
         self.returned_together: set[fx.Node] = set()
 
-    def parameters(self, fqn: str, reads: Sequence[fx.Node], inside: fx.Node | None = None) -> list[str]:
-        """Names for the arguments of ``forward``: the module's own, as far as its caller's source tells which is which
-        (and for the first one in any case), else the values' names."""
-        values = [self.value_name(node) for node in reads]
-        formal = self._origins.formal_names(fqn, inside) if inside is not None else {}
-        first = None if set(values) & set(formal) else self._origins.parameter_name(fqn)
+    def parameters(self, call: Call, reads: Sequence[fx.Node]) -> list[str]:
+        """Names for the arguments of ``forward``: the module's own for what it was handed, else the values' names."""
         names: list[str] = []
-        for position, value in enumerate(values):
-            wanted = formal.get(value) or (first if position == 0 else None) or value
+        for node in reads:
+            place = handed(node, call.call)
+            wanted = place.name if place is not None and place.name else self.value_name(node)
             names.append(unused(variable(wanted or "x", "x"), names))
         return names
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.buffer_casts import follow_buffers
+from pipegraph.graph.call_values import plain
 from pipegraph.graph.captured import Captured, Module, State, label_of
 from pipegraph.graph.compare_modes import runs_alike
 from pipegraph.graph.export import export, export_in
@@ -166,7 +166,7 @@ def _inputs(
                 )
             constants[name] = leaf
         labels.append(name)
-    nested = _plain(pytree.tree_unflatten(labels, spec))
+    nested = plain(pytree.tree_unflatten(labels, spec))
     return (tuple(nested[0]), nested[1]), constants
 
 
@@ -185,15 +185,4 @@ def _outputs(graph: fx.Graph, exported: torch.export.ExportedProgram) -> Any:
             )
     spec = exported.call_spec.out_spec
     assert spec is not None
-    return _plain(pytree.tree_unflatten(leaves, spec))
-
-
-def _plain(tree: Any) -> Any:
-    """Lists and dicts only: a named tuple becomes a list, a dataclass or a ``ModelOutput`` a dict."""
-    if isinstance(tree, Mapping):
-        return {str(key): _plain(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_plain(value) for value in tree]
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return {entry.name: _plain(getattr(tree, entry.name)) for entry in fields(tree)}
-    return tree
+    return plain(pytree.tree_unflatten(leaves, spec))

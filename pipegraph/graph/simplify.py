@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
 from pipegraph.graph.buffer_casts import FOLLOWS
+from pipegraph.graph.call_values import copy_marks
 from pipegraph.graph.captured import on_meta
 from pipegraph.graph.masks import plain_masks
+from pipegraph.graph.memory import is_written, readers_of, viewed_by, written_by
+from pipegraph.graph.views import plain_views
 
 aten = torch.ops.aten
 
@@ -45,6 +47,7 @@ def simplify(graph: fx.Graph) -> None:
     place_updates(graph)
     make_functional(graph)
     drop_identities(graph)  # once more: x + 0 is one only when nothing writes into its result any longer
+    plain_views(graph)
     drop_dead(graph)
     mark_gradients(graph)
 
@@ -62,7 +65,8 @@ def drop_identities(graph: fx.Graph) -> None:
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
         source = node.args[0]
-        if _is_identity(node, source) and not _is_written(node):
+        if _is_identity(node, source) and not is_written(node):
+            copy_marks(node, source)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
@@ -119,42 +123,6 @@ def _in_module(node: fx.Node, file: str) -> bool:
     return f"nn/modules/{file}.py" in node.meta["stack_trace"]
 
 
-def _is_written(node: fx.Node) -> bool:
-    """Whether anything writes into the node's result, or into a view of it."""
-    return any(node in _written(user) or (node in _viewed(user) and _is_written(user)) for user in node.users)
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operation changes in place; ``detach_`` leaves their values alone."""
-    if node.target is aten.detach_.default:
-        return []
-    return _arguments(node, lambda info: info is not None and info.is_write)
-
-
-def _viewed(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose memory the result of an operation may share."""
-    return _arguments(node, lambda info: info is not None and not info.is_write)
-
-
-def _arguments(node: fx.Node, wanted: Any) -> list[fx.Node]:
-    if node.target is operator.getitem:
-        return [node.args[0]] if wanted(_ALIAS) else []  # type: ignore[list-item]
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    found = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if isinstance(value, fx.Node) and wanted(argument.alias_info):
-            found.append(value)
-    return found
-
-
-class _ALIAS:
-    """Stands for the alias annotation that ``operator.getitem`` lacks: a part of a tuple shares its memory."""
-
-    is_write = False
-
-
 def place_updates(graph: fx.Graph) -> None:
     """Move the update of a buffer that ``forward`` assigns to (``self.mean = …``) to where its value is made.
 
@@ -169,7 +137,7 @@ def place_updates(graph: fx.Graph) -> None:
             node.replace_all_uses_with(value)
             graph.erase_node(node)
             continue
-        last = max([value, *(reader for reader in _readers(buffer) if reader is not node)])
+        last = max([value, *(reader for reader in readers_of(buffer) if reader is not node)])
         if last.op == "call_function" and last.meta["path"] == value.meta.get("path"):
             last.append(node)
             node.meta |= {"path": last.meta["path"], "regions": last.meta["regions"]}
@@ -178,24 +146,11 @@ def place_updates(graph: fx.Graph) -> None:
 def _is_update(value: fx.Node, buffer: fx.Node) -> bool:
     """Whether ``value`` is ``buffer`` itself, after writes into it."""
     while value is not buffer:
-        written = _written(value)
+        written = written_by(value)
         if not written:
             return False
         value = written[0]
     return True
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a node's memory, through views as well."""
-    found: list[fx.Node] = []
-    waiting = [node]
-    while waiting:
-        current = waiting.pop()
-        for user in current.users:
-            found.append(user)
-            if current in _viewed(user) or current in _written(user):
-                waiting.append(user)
-    return found
 
 
 def make_functional(graph: fx.Graph) -> None:
@@ -208,7 +163,7 @@ def make_functional(graph: fx.Graph) -> None:
     memory: dict[fx.Node, fx.Node] = {}
     sharing: dict[fx.Node, list[fx.Node]] = {}
     for node in list(graph.nodes):
-        written = _written(node)
+        written = written_by(node)
         if written:
             target = written[0]
             root = memory.get(target, target)
@@ -222,7 +177,7 @@ def make_functional(graph: fx.Graph) -> None:
                 node.meta["writes"] = root.name
                 _replace_later_uses(target, node)
             continue
-        viewed = _viewed(node)
+        viewed = viewed_by(node)
         root = memory.get(viewed[0], viewed[0]) if viewed else node
         memory[node] = root
         sharing.setdefault(root, [root] if root is not node else []).append(node)
