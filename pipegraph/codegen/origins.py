@@ -111,6 +111,7 @@ def _frames(stack_trace: str, everything: bool = False) -> tuple[tuple[str, int]
     return tuple((match["file"], int(match["line"])) for match in kept)
 
 
+@cache
 def _innermost(stack_trace: str) -> int:
     """The position, among all frames, of the innermost in a ``forward``."""
     functions = [match["function"] for match in _matches(stack_trace)]

@@ -163,3 +163,24 @@ def test_a_line_reads_well_if_no_method_follows_its_break(value: str, well: bool
     text = value.format(", ".join(f"argument_number_{number}" for number in range(5)))
     assert reads_well(f"a_rather_long_name_for_a_value = {text}", 8) == well
     assert reads_well(f"x = {value.format('y')}", 8)
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[..., ::2].exp(), x[..., 1::2]
+
+
+def swapped(x: Tensor) -> Tensor:
+    even, odd = halves(x)
+    return torch.cat([odd * even.sum() + odd.cos(), even * even.sin()], dim=-1)
+
+
+class InFunctionsOfFunctions(Steps):
+    """Several results of a function that a function calls: which is which is not known."""
+
+    def steps(self, x: Tensor) -> Tensor:
+        return swapped(x)
+
+
+def test_results_of_a_function_that_a_function_calls(tmp_path: Path) -> None:
+    model = InFunctionsOfFunctions()
+    assert differences(split(tmp_path, model, (batch(),), cut="head"), model, (batch(),)) == []
