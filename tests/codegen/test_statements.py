@@ -66,6 +66,15 @@ class InTurns(Steps):
         return x
 
 
+class Again(Steps):
+    """The same modules in every turn."""
+
+    def steps(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self.second_projection(self.first(x))
+        return x
+
+
 def rotate(x: Tensor, factor: Tensor) -> Tensor:
     x1, x2 = x[..., ::2], x[..., 1::2]
     return torch.cat([x1 * factor - x2 * factor.cos(), x2 * factor + x1 * factor.cos()], dim=-1)
@@ -109,6 +118,10 @@ CASES = {
         "return x * positions",
     ],
     InTurns: ["x = x + self.first(x)", "return x + self.second_projection(x)"],
+    Again: [
+        "x = x + self.second_projection(self.first(x))",
+        "return x + self.second_projection(self.first(x))",
+    ],
     InFunctions: [
         "factor = x.mean() + 1",
         "x1 = x[:, ::2]",
