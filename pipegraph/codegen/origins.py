@@ -35,6 +35,11 @@ class Statement:
     calls: frozenset[str]
     in_loop: bool
 
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it stands in a layer of ``torch.nn``."""
+        return self.file.startswith(_TORCH)
+
 
 class Origins:
     """Looks statements up; nothing is found for a model whose source is not at hand."""
@@ -162,12 +167,16 @@ def _statements(file: str) -> dict[int, Statement]:
             end = node.end_lineno or node.lineno
             statement = Statement(file, node.lineno, end, _targets(node), _attributes_called(node), in_loop)
             found |= dict.fromkeys(range(statement.line, statement.end + 1), statement)
+        elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):  # for step in x.unbind(1)
+            end = node.iter.end_lineno or node.lineno
+            header = Statement(file, node.lineno, end, (node.target.id,), _attributes_called(node.iter), in_loop)
+            found |= dict.fromkeys(range(header.line, header.end + 1), header)
         inside = not isinstance(node, ast.FunctionDef) and (in_loop or isinstance(node, (ast.For, ast.While)))
         waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
     return found
 
 
-def _attributes_called(node: ast.stmt) -> frozenset[str]:
+def _attributes_called(node: ast.AST) -> frozenset[str]:
     functions = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
     return frozenset(function.attr for function in functions if isinstance(function, ast.Attribute))
 

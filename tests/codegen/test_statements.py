@@ -75,6 +75,16 @@ class Again(Steps):
         return x
 
 
+class Unbound(Steps):
+    """What a loop runs over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.first(x[0])
+        for row in x.unbind(0):
+            total = total * total.sigmoid() + row
+        return self.head(total)
+
+
 def rotate(x: Tensor, factor: Tensor) -> Tensor:
     x1, x2 = x[..., ::2], x[..., 1::2]
     return torch.cat([x1 * factor - x2 * factor.cos(), x2 * factor + x1 * factor.cos()], dim=-1)
@@ -121,6 +131,13 @@ CASES = {
     Again: [
         "x = x + self.second_projection(self.first(x))",
         "return x + self.second_projection(self.first(x))",
+    ],
+    Unbound: [
+        "total = self.first(x[0])",
+        "row, row_1, row_2 = x.unbind()",
+        "total = total * total.sigmoid() + row",
+        "total = total * total.sigmoid() + row_1",
+        "return total * total.sigmoid() + row_2",
     ],
     InFunctions: [
         "factor = x.mean() + 1",
