@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,9 +62,10 @@ class Tree:
 
 
 def build_tree(
-    constructors: Mapping[str, str], state: Mapping[str, State], containers: Mapping[str, nn.Module]
+    constructors: Mapping[str, str], state: Mapping[str, State], module_at: Callable[[str], nn.Module | None]
 ) -> Tree:
-    """Arrange constructors and state by their names relative to the class; ``containers`` are the model's modules."""
+    """Arrange constructors and state by their names relative to the class; ``module_at`` gives the model's own module
+    of a name."""
     root = Tree(is_class=True)
     for name, constructor in constructors.items():
         *above, last = name.split(".")
@@ -73,8 +74,9 @@ def build_tree(
         *above, last = name.split(".")
         _descend(root, above).state[last] = entry
     for path in paths(root):
-        here, module = root.at(path.split(".")), containers.get(path)
+        here = root.at(path.split("."))
         if isinstance(here, Tree):
+            module = module_at(path)
             here.model_class = next((each for each in _CONTAINERS if isinstance(module, each)), None)
     return root
 

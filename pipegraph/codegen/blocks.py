@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx, nn
 
@@ -13,10 +14,10 @@ from pipegraph.codegen.attention import Arguments, Attentions
 from pipegraph.codegen.attributes import Tree, assignments, build_tree, paths
 from pipegraph.codegen.body import write_body
 from pipegraph.codegen.class_source import ClassSource
-from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in
+from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, conflicts, modules_in
 from pipegraph.codegen.leaves import constructor, leaf_call
 from pipegraph.codegen.literals import literal
-from pipegraph.codegen.names import class_name, unused_class
+from pipegraph.codegen.names import class_name, is_within, relative, unused_class
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import common_regions
 from pipegraph.codegen.rows import roll
@@ -74,27 +75,22 @@ class Blocks:
     ) -> tuple[Scope, Tree]:
         inlined: frozenset[str] = frozenset()
         made = self._items(inside, prefix, items, inlined)
-        while conflicts := _conflicts(made):
-            inlined |= conflicts
+        while found := conflicts(made):
+            inlined |= found
             made = self._items(inside, prefix, items, inlined)
-        constructors = {_relative(item.fqn, prefix): item.constructor for item in made if isinstance(item, ModuleCall)}
+        constructors = {relative(item.fqn, prefix): item.constructor for item in made if isinstance(item, ModuleCall)}
         state = {
-            _relative(fqn, prefix): self._captured.state[fqn]
+            relative(fqn, prefix): self._captured.state[fqn]
             for fqn in self._captured.state
-            if fqn in inside.state and _is_within(fqn, prefix)
+            if fqn in inside.state and is_within(fqn, prefix)
         }
         constructors |= self._silent_leaves(prefix, state, constructors)
         own = {
-            name: entry for name, entry in state.items() if not any(_is_within(name, module) for module in constructors)
+            name: entry for name, entry in state.items() if not any(is_within(name, module) for module in constructors)
         }
         order = {fqn: position for position, fqn in enumerate(self._captured.modules)}
         ordered = sorted(constructors, key=lambda name: order.get(f"{prefix}.{name}" if prefix else name, len(order)))
-        modules = {
-            _relative(fqn, prefix): each.module
-            for fqn, each in self._captured.modules.items()
-            if _is_within(fqn, prefix)
-        }
-        tree = build_tree({name: constructors[name] for name in ordered}, own, modules)
+        tree = build_tree({name: constructors[name] for name in ordered}, own, partial(self._module_at, prefix))
         scope = Scope(
             prefix=prefix,
             items=roll(made, outputs),
@@ -106,6 +102,10 @@ class Blocks:
         )
         return scope, tree
 
+    def _module_at(self, prefix: str, name: str) -> nn.Module | None:
+        module = self._captured.modules.get(f"{prefix}.{name}" if prefix else name)
+        return module.module if module is not None else None
+
     def _items(
         self, inside: _Inside, prefix: str, items: Iterable[fx.Node | Call], inlined: frozenset[str]
     ) -> list[Item]:
@@ -116,7 +116,7 @@ class Blocks:
                 made.append(Operation(item))
                 continue
             call = None
-            if item.call not in self._opened and item.fqn not in inlined and _is_within(item.fqn, prefix):
+            if item.call not in self._opened and item.fqn not in inlined and is_within(item.fqn, prefix):
                 call = self._call(inside, prefix, item)
             made += [call] if call is not None else self._items(inside, prefix, item.items, inlined)
         return made
@@ -234,7 +234,7 @@ class Blocks:
         foreign = [
             node
             for node in read
-            if node.op != "get_attr" or not any(_is_within(name, call.fqn) for name in self._names[str(node.target)])
+            if node.op != "get_attr" or not any(is_within(name, call.fqn) for name in self._names[str(node.target)])
         ]
         return in_order(foreign, (handed(node, call.call) for node in foreign))
 
@@ -273,7 +273,7 @@ class Blocks:
         found: dict[str, str] = {}
         for name in state:
             owner, _, _ = name.rpartition(".")
-            if not owner or owner in found or any(_is_within(name, module) for module in constructors):
+            if not owner or owner in found or any(is_within(name, module) for module in constructors):
                 continue
             module = self._captured.modules.get(f"{prefix}.{owner}" if prefix else owner)
             text = constructor(module.module) if module is not None else None
@@ -303,8 +303,8 @@ class Blocks:
     def _hold(self, inside: _Inside, held: dict[fx.Node, str], node: fx.Node, prefix: str, wanted: str) -> None:
         names = [wanted, *self._names[str(node.target)]]
         for name in names:
-            if name in inside.state and _is_within(name, prefix):
-                held[node] = _relative(name, prefix)
+            if name in inside.state and is_within(name, prefix):
+                held[node] = relative(name, prefix)
                 return
 
 
@@ -332,25 +332,6 @@ def _makes(inside: _Inside, call: Call, nodes: Sequence[fx.Node]) -> tuple[fx.No
         if node in inside.outputs or any(user in inside.nodes and user not in inner for user in node.users)
     ]
     return in_order(made, (returned(node, call.call) for node in made))
-
-
-def _conflicts(items: Iterable[Item]) -> frozenset[str]:
-    """Modules that are called twice in ways that one class cannot serve, and those of which a part is called beside."""
-    constructors: dict[str, str] = {}
-    conflicts = set()
-    for item in items:
-        if isinstance(item, ModuleCall) and constructors.setdefault(item.fqn, item.constructor) != item.constructor:
-            conflicts.add(item.fqn)
-    conflicts.update(outer for outer in constructors if any(_is_within(inner, outer) for inner in constructors))
-    return frozenset(conflicts)
-
-
-def _is_within(name: str, prefix: str) -> bool:
-    return not prefix or name.startswith(f"{prefix}.")
-
-
-def _relative(fqn: str, prefix: str) -> str:
-    return fqn.removeprefix(f"{prefix}.") if prefix else fqn
 
 
 def _numbers(module: nn.Module) -> dict[str, str]:

@@ -13,10 +13,10 @@ from torch import fx
 from pipegraph.codegen.attributes import Tree, access
 from pipegraph.codegen.expression import ATOM, Expression, Writer
 from pipegraph.codegen.expressions import express
-from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope
+from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope, has_effects, operands
 from pipegraph.codegen.literals import literal
 from pipegraph.codegen.loops import turn, turns
-from pipegraph.codegen.names import unused, variable
+from pipegraph.codegen.names import relative, unused, variable
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import headers
 from pipegraph.codegen.value_names import ValueNames
@@ -85,7 +85,7 @@ class _Body:
         self._folds = origins is not None
         taken = dict(zip(scope.inputs, parameters, strict=True))
         self._names = ValueNames(scope, origins, wanted, taken, clashes)
-        uses = Counter(node for item in scope.items for node in _operands(item))
+        uses = Counter(node for item in scope.items for node in operands(item))
         uses.update(scope.outputs)
         self._drawn: frozenset[str] = frozenset()  # variables that the expression mentions that was built last
         attributes = {node: access(tree, name.split(".")) for node, name in scope.names.items()}
@@ -154,7 +154,7 @@ class _Body:
         node, regions = item.node, self._headers(item)
         kept = [
             each
-            for each in _operands(item)
+            for each in operands(item)
             if each in self._values.pending and self._values.pending[each].regions == regions
         ]
         self._values.flush(except_for=kept)
@@ -246,10 +246,10 @@ class _Body:
     def _build(self, item: Item, build: Callable[[], Expression]) -> Expression:
         """Build the expression of an item. What it draws in is written on lines of its own if it would grow too
         long, or if the item's effects must come after."""
-        operands = dict.fromkeys(_operands(item))
-        if _has_effects(item):
-            self._values.flush(except_for=operands)
-        drawn = [node for node in self._values.pending if node in operands]
+        read = dict.fromkeys(operands(item))
+        if has_effects(item):
+            self._values.flush(except_for=read)
+        drawn = [node for node in self._values.pending if node in read]
         regions = self._headers(item)
         if any(self._values.pending[node].regions != regions for node in drawn):
             for node in drawn:
@@ -257,8 +257,8 @@ class _Body:
         makers = {node: self._values.pending[node].item for node in drawn if node in self._values.pending}
         while True:
             drawn = [node for node in drawn if node in self._values.pending]
-            left, pending = {node: self._values.left[node] for node in operands}, dict(self._values.pending)
-            self._drawn = frozenset(name for node in operands for name in self._values.held_names(node))
+            left, pending = {node: self._values.left[node] for node in read}, dict(self._values.pending)
+            self._drawn = frozenset(name for node in read for name in self._values.held_names(node))
             expression = build()
             if not drawn or self._fits(item, [makers[node] for node in drawn], expression.text):
                 return expression
@@ -267,7 +267,7 @@ class _Body:
             # What the source names stands better on a line of its own.
             named = [node for node in drawn if self._names.is_named(node)]
             for node in named or drawn:
-                self._values.settle(node, kept=operands)
+                self._values.settle(node, kept=read)
 
     def _fits(self, item: Item, drawn: Sequence[Item], text: str) -> bool:
         """Whether an expression that others were drawn into is short enough; one statement of the source may be
@@ -303,8 +303,7 @@ class _Body:
         return not returned and variable(self._names.of(item, node), "x") in self._values.taken()
 
     def _relative(self, fqn: str) -> list[str]:
-        prefix = self._scope.prefix
-        return (fqn.removeprefix(f"{prefix}.") if prefix else fqn).split(".")
+        return relative(fqn, self._scope.prefix).split(".")
 
     # ---- surroundings ----------------------------------------------------------------------------------------------
 
@@ -321,20 +320,3 @@ class _Body:
         if self._scope.names:
             return f"{access(self._tree, next(iter(self._scope.names.values())).split('.'))}.device"
         return "torch.get_default_device()"
-
-
-def _operands(item: Item) -> list[fx.Node]:
-    """Values that an item mentions, as often as it does."""
-    if isinstance(item, Operation):
-        found: list[fx.Node] = []
-        fx.map_arg((item.node.args, item.node.kwargs), found.append)
-        return found
-    return list(item.reads if isinstance(item, Loop) else item.handed)
-
-
-def _has_effects(item: Item) -> bool:
-    """Whether the place of an item in the order matters: it draws random numbers or changes state."""
-    return any(
-        "writes" in node.meta or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        for node in item.nodes
-    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from pipegraph.codegen.attention import Arguments
+from pipegraph.codegen.names import is_within
 from pipegraph.graph.captured import State
 
 
@@ -116,6 +119,34 @@ def modules_in(item: Item) -> frozenset[str]:
     if isinstance(item, Loop):
         return frozenset[str]().union(*(call.modules for call in item.calls))
     return item.modules if isinstance(item, ModuleCall) else frozenset()
+
+
+def conflicts(items: Iterable[Item]) -> frozenset[str]:
+    """Modules that are called twice in ways that one class cannot serve, and those of which a part is called beside."""
+    constructors: dict[str, str] = {}
+    found = set()
+    for item in items:
+        if isinstance(item, ModuleCall) and constructors.setdefault(item.fqn, item.constructor) != item.constructor:
+            found.add(item.fqn)
+    found.update(outer for outer in constructors if any(is_within(inner, outer) for inner in constructors))
+    return frozenset(found)
+
+
+def operands(item: Item) -> list[fx.Node]:
+    """Values that an item mentions, as often as it does."""
+    if isinstance(item, Operation):
+        found: list[fx.Node] = []
+        fx.map_arg((item.node.args, item.node.kwargs), found.append)
+        return found
+    return list(item.reads if isinstance(item, Loop) else item.handed)
+
+
+def has_effects(item: Item) -> bool:
+    """Whether the place of an item in the order matters: it draws random numbers or changes state."""
+    return any(
+        "writes" in node.meta or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        for node in item.nodes
+    )
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,20 @@ _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.
 
 @dataclass(frozen=True)
 class Statement:
-    """A statement, the names it assigns to (none for a ``return``), and whether a loop stands around it."""
+    """A statement, the names it assigns to (none for a ``return``), the attributes it calls (``norm`` of
+    ``self.norm(x)``), and whether a loop stands around it."""
 
     file: str
     line: int
     end: int
     targets: tuple[str, ...]
+    calls: frozenset[str]
     in_loop: bool
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it stands in a layer of ``torch.nn``."""
+        return self.file.startswith(_TORCH)
 
 
 class Origins:
@@ -114,6 +121,7 @@ def _frames(stack_trace: str, everything: bool = False) -> tuple[tuple[str, int]
     return tuple((match["file"], int(match["line"])) for match in kept)
 
 
+@cache
 def _innermost(stack_trace: str) -> int:
     """The position, among all frames, of the innermost in a ``forward``."""
     functions = [match["function"] for match in _matches(stack_trace)]
@@ -159,11 +167,21 @@ def _statements(file: str) -> dict[int, Statement]:
     while waiting:
         node, in_loop = waiting.pop()
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
-            statement = Statement(file, node.lineno, node.end_lineno or node.lineno, _targets(node), in_loop)
+            end = node.end_lineno or node.lineno
+            statement = Statement(file, node.lineno, end, _targets(node), _attributes_called(node), in_loop)
             found |= dict.fromkeys(range(statement.line, statement.end + 1), statement)
+        elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):  # for step in x.unbind(1)
+            end = node.iter.end_lineno or node.lineno
+            header = Statement(file, node.lineno, end, (node.target.id,), _attributes_called(node.iter), in_loop)
+            found |= dict.fromkeys(range(header.line, header.end + 1), header)
         inside = not isinstance(node, ast.FunctionDef) and (in_loop or isinstance(node, (ast.For, ast.While)))
         waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
     return found
+
+
+def _attributes_called(node: ast.AST) -> frozenset[str]:
+    functions = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    return frozenset(function.attr for function in functions if isinstance(function, ast.Attribute))
 
 
 def _targets(node: ast.stmt) -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import pairwise
 
 from pipegraph.codegen.items import Item, Loop, Operation
 from pipegraph.codegen.origins import Statement
@@ -13,8 +15,8 @@ Chain = tuple[Statement, ...]
 def turns(chains: Mapping[Item, Chain]) -> dict[Item, int]:
     """Item → the turn, counted from 0, in which the statement that made it ran; 0 for one outside of loops.
 
-    A statement runs anew when another of the same ``forward`` ran between, or when it calls another module of the same
-    list: ``for layer in self.layers: x = x + layer(x)``.
+    A statement runs anew when another of the same ``forward`` ran between, when it calls the same module again, or when
+    it calls another of the same list: ``for layer in self.layers: x = x + layer(x)``.
 
     Args:
         chains: the items of a scope in order, each with the statements that led to it, outermost first.
@@ -31,26 +33,30 @@ def turns(chains: Mapping[Item, Chain]) -> dict[Item, int]:
                 rows = runs.setdefault(chain[-1], [])
                 rows.extend([[]] if again else [])
                 rows[-1].append(item)
-    for rows in runs.values():
-        for number, row in enumerate(turn for each in rows for turn in _turns_of(each)):
+    for statement, rows in runs.items():
+        for number, row in enumerate(turn for each in rows for turn in _turns_of(each, statement.calls)):
             found |= dict.fromkeys(row, number)
     return found
 
 
-def _turns_of(row: Sequence[Item]) -> list[Sequence[Item]]:
-    """The turns in a row of items of one statement: each calls a module of the list that the first call is from."""
-    calls = [(position, _place(item)) for position, item in enumerate(row)]
-    listed = [(position, place) for position, place in calls if place is not None]
-    if not listed:
+def _turns_of(row: Sequence[Item], called: AbstractSet[str]) -> list[Sequence[Item]]:
+    """The turns in a row of items of one statement: each begins like the first, up to the module that it calls.
+
+    Args:
+        called: the attributes that the statement calls; another module was in a variable of the loop.
+    """
+    calls = [(position, place) for position, item in enumerate(row) if (place := _place(item)) is not None]
+    if not calls:
         return [row]
-    before, (container, _) = listed[0]
-    seen: set[str] = set()
-    starts: list[int] = []
-    for position, (other, number) in listed:
-        if other == container and number not in seen:
-            seen.add(number)
-            starts.append(max(position - before, 0))
-    return [row[start:stop] for start, stop in zip(starts, [*starts[1:], len(row)], strict=True)]
+    before, (container, first) = calls[0]
+    seen = {first}
+    starts = [0]
+    for position, (other, name) in calls[1:]:
+        next_of_loop = other == container and not {first, name} & called and name not in seen
+        if next_of_loop or (other, name) == (container, first):
+            seen.add(name)
+            starts.append(position - before)
+    return [row[start:stop] for start, stop in pairwise((*starts, len(row)))]
 
 
 def _place(item: Item) -> tuple[str, str] | None:

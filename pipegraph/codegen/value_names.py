@@ -137,7 +137,7 @@ class ValueNames:
         made = [each for each in self._makers if self._origins.of_helpers(each)[-1:] == (statement,)]
         row = [each for each in made if not any(self._within(user, statement) for user in each.users)]
         targets = statement.targets
-        return None if len(row) % len(targets) else targets[row.index(node) % len(targets)]
+        return targets[row.index(node) % len(targets)] if node in row and len(row) % len(targets) == 0 else None
 
     def _within(self, node: fx.Node, statement: Statement) -> bool:
         assert self._origins is not None

@@ -55,7 +55,7 @@ class Words:
             chain = self._origins.of_call(fqn, node) if ends and call not in self._opened else ()
             if chain and len(chain[-1].targets) == 1:
                 return chain[-1].targets[0]
-        chain = self._origins.of_operation(node)
+        chain = tuple(each for each in self._origins.of_operation(node) if not each.is_of_torch)
         if chain and len(chain[-1].targets) == 1:
             return chain[-1].targets[0]
         if node.target in _CASTS and isinstance(node.args[0], fx.Node):

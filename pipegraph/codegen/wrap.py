@@ -9,8 +9,17 @@ from itertools import pairwise
 LINE_LENGTH = 120
 _OPEN, _CLOSE = "([{", ")]}"
 # From the loosest to the strongest.
-_OPERATORS = (("==", "!=", "<", "<=", ">", ">="), ("|",), ("^",), ("&",), ("+", "-"), ("*", "/", "@", "%"), ("**",))
-_OPERATOR = re.compile(r" ([^\w\s()\[\]{},.:\"']+) ")
+_OPERATORS = (
+    ("==", "!=", "<=", ">=", "<", ">"),
+    ("|",),
+    ("^",),
+    ("&",),
+    ("<<", ">>"),
+    ("+", "-"),
+    ("*", "/", "@", "%", "//"),
+    ("**",),
+)
+_OPERATOR = re.compile(f" ({'|'.join(re.escape(symbol) for symbols in _OPERATORS for symbol in symbols)}) ")
 
 
 def wrap(line: str, indent: int) -> list[str]:

@@ -71,8 +71,9 @@ class Captured:
     ``call_function`` nodes (ATen operations in the order the model ran them) and one ``output`` node. Of the
     metadata of a node, ``val`` is a fake tensor with its shape and dtype, ``path`` the module calls it ran in,
     outermost first, as (call, FQN) pairs, ``requires_grad`` whether a gradient flows through it, ``regions`` the
-    ``no_grad`` and ``autocast`` blocks around it, ``in_every_mode`` whether it drops values in evaluation mode too, and
-    ``stack_trace`` the lines of source that made it.
+    ``no_grad`` and ``autocast`` blocks around it, ``in_every_mode`` whether it drops values in evaluation mode too,
+    ``stack_trace`` the lines of source that made it, and ``handed`` and ``returned`` the calls that took it as an
+    argument or gave it back.
 
     Attributes:
         model_name: class name of the model.

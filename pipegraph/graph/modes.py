@@ -39,7 +39,7 @@ def follow_modes(training: fx.Graph, evaluation: fx.Graph, modules: Mapping[str,
     )
     waiting = deque(second)
     for node in first:
-        while waiting and waiting[0].target != node.target and _changes_nothing(waiting[0]):
+        while waiting and _operation(waiting[0]) != _operation(node) and _changes_nothing(waiting[0]):
             waiting.popleft()
         if waiting and _same_place(node, waiting[0]):
             other = waiting.popleft()
@@ -56,7 +56,13 @@ def follow_modes(training: fx.Graph, evaluation: fx.Graph, modules: Mapping[str,
 def _same_place(node: fx.Node, other: fx.Node) -> bool:
     """Whether two operations are one in two modes. A dropout may be missing in evaluation mode, where the next one must
     not be taken for it; so may ``contiguous()``, where the kernel that the mode calls left nothing to rearrange."""
-    return node.target == other.target and (node.target not in _DROPOUTS or source_line(node) == source_line(other))
+    same = _operation(node) == _operation(other)
+    return same and (node.target not in _DROPOUTS or source_line(node) == source_line(other))
+
+
+def _operation(node: fx.Node) -> Any:
+    """A ``view`` that a mode needs no ``contiguous()`` for is the ``reshape`` of the mode that needed one."""
+    return aten.reshape.default if node.target is aten.view.default else node.target
 
 
 def _changes_nothing(node: fx.Node) -> bool:
