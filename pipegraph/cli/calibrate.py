@@ -43,8 +43,11 @@ def calibrate(
     check_target(out, overwrite)
     with progress("measuring this machine"):
         from pipegraph.cost.calibrate import calibrate as measure
+        from pipegraph.cost.hardware import check_new
         from pipegraph.report.hardware import described
 
+        if out is not None:
+            check_new(out)
         hardware = measure(device, threads, ranks, name=out.stem if out is not None else "here")
     if json:
         print_json({key: value for key, value in hardware.as_dict().items() if key != "schema_version"})

@@ -1,4 +1,4 @@
-"""Arguments and options that several verbs share."""
+"""Arguments and options of the verbs: those that several share, and those of ``split``, which has many."""
 
 from __future__ import annotations
 
@@ -49,6 +49,70 @@ HardwareOption = Annotated[
     str, typer.Option(metavar="NAME|FILE", help="Profile that prices the model: h100, …, or what calibrate wrote.")
 ]
 DeviceOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="What --balance measured runs on.")]
+CheckpointOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="DIR",
+        show_default=False,
+        help="Folder of a Hugging Face checkpoint to read the weights from: each rank its own. [default: OUT's]",
+    ),
+]
+PointsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FQN,…",
+        show_default=False,
+        help="Modules that start a stage, in the model's order; layers.3:end starts one behind layers.3.",
+    ),
+]
+StagesOption = Annotated[
+    int | None, typer.Option(metavar="N", min=1, show_default=False, help="Cut into N stages, where that is best.")
+]
+PlanFileOption = Annotated[
+    Path | None,
+    typer.Option("--plan", metavar="FILE", show_default=False, help="Cut where `pipegraph plan -o FILE` says."),
+]
+BalanceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHAT",
+        show_default=False,
+        help="With --stages, what to balance: time, measured (here), flops, parameters, memory, uniform (equally "
+        "many segments), type:REGEX (layers of a class). [default: time]",
+    ),
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        show_default=False,
+        help="Ranks, for schedules with any number of stages on a rank. [default: as the schedule has it]",
+    ),
+]
+RecomputeOption = Annotated[str, typer.Option(metavar="R", help="none, min-cut or block, as it will run.")]
+PackageOption = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="OUT", show_default=False, help="Folder to write. [default: build/NAME]"),
+]
+WrittenCheckpointOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="DIR",
+        show_default=False,
+        help="Write the weights of this Hugging Face checkpoint, one stage at a time. [default: the model's own]",
+    ),
+]
+NoWeightsOption = Annotated[
+    bool, typer.Option("--no-weights", help="Write no weights: `pipegraph run --weights DIR` reads a checkpoint's.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show the stages and write nothing.")]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Write nothing; a diff and exit code 1 where OUT would change.")
+]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a package that pipegraph wrote.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 # Read by `main`, which also meets the errors of parsing.
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -14,6 +14,7 @@ import typer
 from pipegraph.cli.devices import check_device
 from pipegraph.cli.options import (
     BatchOption,
+    CheckpointOption,
     DebugOption,
     JsonOption,
     MicrobatchesOption,
@@ -21,7 +22,7 @@ from pipegraph.cli.options import (
     PlannedScheduleOption,
     SequenceOption,
 )
-from pipegraph.cli.output import json_text, write_whole
+from pipegraph.cli.output import check_target, json_text, write_target
 from pipegraph.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def run(
     ] = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    weights: CheckpointOption = None,
     learning_rate: Annotated[
         float, typer.Option(metavar="LR", min=0.0, help="AdamW's learning rate; 0 leaves the weights as they are.")
     ] = 1e-3,
@@ -132,7 +134,7 @@ def run(
             param_hint="--profile",
         )
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.package import Package
+    from pipegraph.package import Package, checkpoint_folder
     from pipegraph.report.recalibrate import profile_for
     from pipegraph.report.schedules import choose_schedule
     from pipegraph.runtime.launch import check_processes, exit_with_parent, is_launched, launch, record_failure
@@ -145,6 +147,8 @@ def run(
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler says on stderr that it starts and stops
             check_parent(profile)
         package = Package.open(out)
+        if weights is not None:
+            checkpoint_folder(weights)
         launched = is_launched()
         asked = int(os.environ["WORLD_SIZE"]) if launched else nproc
         chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
@@ -153,6 +157,7 @@ def run(
         check_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", processes)), "processes")
         links = None if hardware is None else Hardware.load(hardware)
         if recalibrate is not None:
+            check_target(recalibrate, overwrite=True)
             links = profile_for(package, recalibrate, links)
         if processes == 1 or launched:
             source = _source(model, batch, seq)
@@ -161,7 +166,7 @@ def run(
             with progress("loading", quiet) as say:
                 from pipegraph.report.training import Training
 
-                training = Training(package, chosen, source, device, learning_rate, kernels, timeout)
+                training = Training(package, chosen, source, device, learning_rate, kernels, timeout, weights)
                 _run_here(training, package, chosen, steps, links, recalibrate, profile, json, say)
             return
         options: dict[str, object] = {
@@ -175,7 +180,7 @@ def run(
             "recalibrate": recalibrate,
             "profile": profile,
         }
-        options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate}
+        options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate, "weights": weights}
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         flags = [flag for flag, is_set in (("--json", json), ("--debug", debug)) if is_set]
         with progress(f"starting {processes} processes") as say, relayed(say):
@@ -242,7 +247,7 @@ def _run_here(
         say(f"\n{told(compared)}")
     if recalibrate is not None and hardware is not None:
         corrected = recalibrated(hardware, package.manifest, compared)
-        write_whole([(recalibrate, corrected.to_json())])
+        write_target(recalibrate, corrected.to_json())
         result["recalibrated"] = {
             "file": str(recalibrate),
             "measured_ratio": dataclasses.asdict(corrected.measured_ratio),

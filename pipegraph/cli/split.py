@@ -2,93 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipegraph.cli.devices import check_device
 from pipegraph.cli.options import (
+    BalanceOption,
     BatchOption,
+    CheckOption,
     DebugOption,
     DeviceOption,
+    DryRunOption,
+    HardwareOption,
     JsonOption,
     MemoryOption,
     ModelArgument,
+    NoWeightsOption,
+    OverwriteOption,
+    PackageOption,
+    PlanFileOption,
+    PointsOption,
+    RanksOption,
+    RecomputeOption,
     ScheduleOption,
     SequenceOption,
+    StagesOption,
+    WrittenCheckpointOption,
 )
 from pipegraph.cli.output import print_json
 from pipegraph.cli.progress import held_back, progress
 
-_OF_A_SEARCH = ("balance", "schedule", "microbatches", "ranks", "hardware", "recompute", "device")
+if TYPE_CHECKING:
+    from pipegraph.graph.model_source import ModelSource
+    from pipegraph.package import Manifest
+    from pipegraph.planner.plan import Plan
+    from pipegraph.planner.plan_file import PlanFile
 
 
 def split(
     context: typer.Context,
     model: ModelArgument,
-    points: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FQN,…",
-            show_default=False,
-            help="Modules that start a stage, in the model's order; layers.3:end starts one behind layers.3.",
-        ),
-    ] = None,
-    stages: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, show_default=False, help="Cut into N stages, where that is best."),
-    ] = None,
-    plan_file: Annotated[
-        Path | None,
-        typer.Option("--plan", metavar="FILE", show_default=False, help="Cut where `pipegraph plan -o FILE` says."),
-    ] = None,
-    balance: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHAT",
-            show_default=False,
-            help="With --stages, what to balance: time, measured (here), flops, parameters, memory, uniform (equally "
-            "many segments), type:REGEX (layers of a class). [default: time]",
-        ),
-    ] = None,
+    points: PointsOption = None,
+    stages: StagesOption = None,
+    plan_file: PlanFileOption = None,
+    balance: BalanceOption = None,
     schedule: ScheduleOption = "1f1b",
     microbatches: Annotated[int, typer.Option(metavar="M", min=1, help="Microbatches of a step.")] = 8,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            show_default=False,
-            help="Ranks, for schedules with any number of stages on a rank. [default: as the schedule has it]",
-        ),
-    ] = None,
+    ranks: RanksOption = None,
     memory: MemoryOption = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            show_default=False,
-            help="Profile that prices the model: h100, …, or what calibrate wrote. [default: cpu]",
-        ),
-    ] = None,
+    hardware: HardwareOption = "cpu",
     device: DeviceOption = "cpu",
-    recompute: Annotated[str, typer.Option(metavar="R", help="none, min-cut or block, as it will run.")] = "min-cut",
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="OUT", show_default=False, help="Folder to write. [default: build/NAME]"),
-    ] = None,
-    weights: Annotated[
-        bool, typer.Option("--weights/--no-weights", help="Write the model's weights beside the stages.")
-    ] = True,
+    recompute: RecomputeOption = "min-cut",
+    out: PackageOption = None,
+    checkpoint: WrittenCheckpointOption = None,
+    no_weights: NoWeightsOption = False,
     batch: BatchOption = None,
     seq: SequenceOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the stages and write nothing.")] = False,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Write nothing; a diff and exit code 1 where OUT would change."),
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a package that pipegraph wrote.")] = False,
+    dry_run: DryRunOption = False,
+    check: CheckOption = False,
+    overwrite: OverwriteOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -97,85 +72,136 @@ def split(
     What a step takes is predicted with --stages; with --points, if --balance, --schedule, --microbatches, --memory,
     --hardware or --recompute is given. With --plan, --memory checks that the plan fits.
     """
+    search = {"balance": balance, "schedule": schedule, "microbatches": microbatches, "ranks": ranks}
+    search |= {"hardware": hardware, "recompute": recompute, "device": device}
+    given = {name: value for name, value in search.items() if _is_given(context, name)}
+    _check_cuts(points, stages, plan_file, given)
+    if check and (dry_run or overwrite):
+        raise typer.BadParameter("it writes nothing: leave out --dry-run and --overwrite.", param_hint="--check")
+    if checkpoint is not None and no_weights:
+        raise typer.BadParameter("say one of both: --weights writes weights.", param_hint="--weights / --no-weights")
+    check_device(device)
+    folder = None if dry_run else out or Path("build", _stem(model))
+    with progress(f"loading {model}"):
+        from pipegraph.codegen.check import check_there
+        from pipegraph.codegen.package_writer import check_folder
+        from pipegraph.graph.source import load
+        from pipegraph.package import checkpoint_folder
+        from pipegraph.planner.plan_file import PlanFile
+
+        settings = _settings(given)
+        file = None if plan_file is None else PlanFile.read(plan_file)
+        if folder is not None:
+            check_there(folder) if check else check_folder(folder, overwrite)
+        weights = not no_weights if checkpoint is None else checkpoint_folder(checkpoint)
+        source = load(model, weights=weights is True and not (dry_run or check), batch=batch, seq=seq)
+    planned = _planned(source, points, stages, file, memory, settings, debug)
+    if check and folder is not None:
+        raise typer.Exit(_check(planned, folder, bool(weights), source, json))
+    _print(planned, folder, _write(planned, folder, weights, overwrite, source), json)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _check_cuts(points: str | None, stages: int | None, plan_file: Path | None, given: Mapping[str, Any]) -> None:
+    """Raises typer.BadParameter unless one option says where to cut, and the others leave it to that."""
     if sum(each is not None for each in (points, stages, plan_file)) != 1 or points == "":
         raise typer.BadParameter(
             "say where to cut: --points layers.4 (modules that start a stage), or --stages 2, and not both; or --plan "
             "plan.json, which `pipegraph plan` wrote.",
             param_hint="--points / --stages / --plan",
         )
-    if check and (dry_run or overwrite):
-        raise typer.BadParameter("it writes nothing: leave out --dry-run and --overwrite.", param_hint="--check")
-    sources = {name: context.get_parameter_source(name) for name in _OF_A_SEARCH}
-    given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
     if plan_file is not None and given:
         options = ", ".join(f"--{name}" for name in given)
         raise typer.BadParameter(
             f"a plan stays as it was made: leave out {options}; or leave out --plan.", param_hint="--plan"
         )
-    check_device(device)
-    if points is not None and balance not in (None, "time", "measured"):
+    if points is not None and given.get("balance") not in (None, "time", "measured"):
         raise typer.BadParameter(
-            f"{balance} chooses points, and they were given: give --stages instead, or --balance time, which tells "
-            "what a step takes with these points.",
+            f"{given['balance']} chooses points, and they were given: give --stages instead, or --balance time, which "
+            "tells what a step takes with these points.",
             param_hint="--balance",
         )
-    with progress(f"loading {model}"):
-        from pipegraph.codegen.check import check_package
-        from pipegraph.codegen.generate import generate
-        from pipegraph.codegen.package_writer import write_package
-        from pipegraph.cost.hardware import Hardware
-        from pipegraph.cost.measure import Setting
-        from pipegraph.graph.capture import capture
-        from pipegraph.graph.source import load
-        from pipegraph.planner.arguments import check_balance, check_recompute
-        from pipegraph.planner.plan import plan
-        from pipegraph.planner.plan_file import PlanFile
-        from pipegraph.report.overview import manifest_dict
-        from pipegraph.report.plan import summary
-        from pipegraph.report.schedules import named_schedule
-        from pipegraph.report.steps import loss_and_target
-        from pipegraph.report.tables import one_line
 
-        check_balance(balance or "time")
-        check_recompute(recompute)
-        profile = None if hardware is None else Hardware.load(hardware)
-        order, file = named_schedule(schedule), None if plan_file is None else PlanFile.read(plan_file)
-        source = load(model, weights=weights and not (dry_run or check), batch=batch, seq=seq)
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a search as arguments of `plan`, checked before anything is loaded."""
+    from pipegraph.cost.hardware import Hardware
+    from pipegraph.cost.measure import Setting
+    from pipegraph.planner.arguments import check_balance, check_recompute
+    from pipegraph.report.schedules import named_schedule
+
+    settings = dict(given)
+    readers = {"schedule": named_schedule, "hardware": Hardware.load}
+    settings |= {name: read(settings[name]) for name, read in readers.items() if name in given}
+    check_balance(settings.get("balance", "time"))
+    check_recompute(settings.get("recompute", "none"))
+    return {**settings, "setting": Setting(settings.pop("device", "cpu"))}
+
+
+def _planned(
+    source: ModelSource,
+    points: str | None,
+    stages: int | None,
+    file: PlanFile | None,
+    memory: int | None,
+    settings: Mapping[str, Any],
+    debug: bool,
+) -> Plan:
+    """Capture the model and cut it."""
+    from pipegraph.graph.capture import capture
+    from pipegraph.planner.plan import plan
+    from pipegraph.report.steps import loss_and_target
+
     with progress(f"capturing {source.name}"), held_back(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)
     with progress("looking for the best cuts"):
         if file is not None:
-            planned = file.apply(captured, memory)
-        else:
-            planned = plan(
-                captured,
-                points=None if points is None else points.split(","),
-                stages=stages,
-                balance=balance,
-                schedule=order if "schedule" in given else None,
-                microbatches=microbatches if "microbatches" in given else None,
-                ranks=ranks,
-                memory_bytes=memory,
-                hardware=profile,
-                recompute=recompute if "recompute" in given else None,
-                loss=loss_and_target(source),
-                setting=Setting(device),
-            )
-    folder = None if dry_run else out or Path("build", _stem(model))
-    if check and folder is not None:
-        changes = check_package(folder, *generate(planned, weights, source))
-        if json:
-            print_json({"out": str(folder), "changes": changes})
-        elif changes:
-            print("".join(changes.values()), end="")
-        else:
-            print(f"{folder} is as it would be written")
-        raise typer.Exit(1 if changes else 0)
-    if folder is None:
-        _, manifest = generate(planned, weights, source)
+            return file.apply(captured, memory)
+        return plan(
+            captured,
+            points=None if points is None else points.split(","),
+            stages=stages,
+            memory_bytes=memory,
+            loss=loss_and_target(source),
+            **settings,
+        )
+
+
+def _check(planned: Plan, folder: Path, weights: bool, source: ModelSource, json: bool) -> int:
+    """Print what would change in a package; 1 if anything does."""
+    from pipegraph.codegen.check import check_package
+    from pipegraph.codegen.generate import generate
+
+    changes = check_package(folder, *generate(planned, weights, source))
+    if json:
+        print_json({"out": str(folder), "changes": changes})
+    elif changes:
+        print("".join(changes.values()), end="")
     else:
-        with progress(f"writing {folder}"):
-            manifest = write_package(planned, folder, weights, overwrite, source).manifest
+        print(f"{folder} is as it would be written")
+    return 1 if changes else 0
+
+
+def _write(planned: Plan, folder: Path | None, weights: bool | Path, overwrite: bool, source: ModelSource) -> Manifest:
+    """Write the package, if there is a folder for it."""
+    from pipegraph.codegen.generate import generate
+    from pipegraph.codegen.package_writer import write_package
+
+    if folder is None:
+        return generate(planned, bool(weights), source)[1]
+    with progress(f"writing {folder}"):
+        return write_package(planned, folder, weights, overwrite, source).manifest
+
+
+def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -> None:
+    from pipegraph.report.overview import manifest_dict
+    from pipegraph.report.plan import summary
+    from pipegraph.report.tables import one_line
+
     if json:
         print_json({"out": None if folder is None else str(folder), **manifest_dict(manifest)})
         return

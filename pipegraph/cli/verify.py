@@ -8,6 +8,7 @@ import typer
 
 from pipegraph.cli.options import (
     BatchOption,
+    CheckpointOption,
     DebugOption,
     JsonOption,
     ModelArgument,
@@ -23,20 +24,23 @@ def verify(
     model: ModelArgument,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    weights: CheckpointOption = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Compare a package's outputs, loss and gradients with those of the unsplit model. Exit code 1: they differ."""
-    from pipegraph.package import Package
+    from pipegraph.package import Package, checkpoint_folder
 
     package = Package.open(out)
+    if weights is not None:
+        checkpoint_folder(weights)
     with progress(f"loading {model}"):
         from pipegraph.graph.source import load
         from pipegraph.report.verify import verify as compare
 
         source = load(model, weights=True, batch=batch, seq=seq)
     with progress("comparing"):
-        found = compare(package, source)
+        found = compare(package, source, weights)
     if json:
         print_json(found.to_dict())
     else:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx, nn
 
 from pipegraph.codegen import attention
 from pipegraph.codegen.attention import Arguments, Attentions
 from pipegraph.codegen.attributes import Tree, assignments, build_tree, paths
-from pipegraph.codegen.body import Body
+from pipegraph.codegen.body import write_body
 from pipegraph.codegen.class_source import ClassSource
-from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, modules_in, roll
+from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, conflicts, modules_in
 from pipegraph.codegen.leaves import constructor, leaf_call
 from pipegraph.codegen.literals import literal
-from pipegraph.codegen.names import class_name, unused_class
+from pipegraph.codegen.names import class_name, is_within, relative, unused_class
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import common_regions
+from pipegraph.codegen.rows import roll
 from pipegraph.codegen.words import Words
+from pipegraph.graph.call_values import handed, in_order, returned
 from pipegraph.graph.calls import Call, call_tree
 from pipegraph.graph.captured import Captured, State, path_of
 from pipegraph.graph.segments import opened_calls
@@ -72,22 +75,22 @@ class Blocks:
     ) -> tuple[Scope, Tree]:
         inlined: frozenset[str] = frozenset()
         made = self._items(inside, prefix, items, inlined)
-        while conflicts := _conflicts(made):
-            inlined |= conflicts
+        while found := conflicts(made):
+            inlined |= found
             made = self._items(inside, prefix, items, inlined)
-        constructors = {_relative(item.fqn, prefix): item.constructor for item in made if isinstance(item, ModuleCall)}
+        constructors = {relative(item.fqn, prefix): item.constructor for item in made if isinstance(item, ModuleCall)}
         state = {
-            _relative(fqn, prefix): self._captured.state[fqn]
+            relative(fqn, prefix): self._captured.state[fqn]
             for fqn in self._captured.state
-            if fqn in inside.state and _is_within(fqn, prefix)
+            if fqn in inside.state and is_within(fqn, prefix)
         }
         constructors |= self._silent_leaves(prefix, state, constructors)
         own = {
-            name: entry for name, entry in state.items() if not any(_is_within(name, module) for module in constructors)
+            name: entry for name, entry in state.items() if not any(is_within(name, module) for module in constructors)
         }
         order = {fqn: position for position, fqn in enumerate(self._captured.modules)}
         ordered = sorted(constructors, key=lambda name: order.get(f"{prefix}.{name}" if prefix else name, len(order)))
-        tree = build_tree({name: constructors[name] for name in ordered}, own)
+        tree = build_tree({name: constructors[name] for name in ordered}, own, partial(self._module_at, prefix))
         scope = Scope(
             prefix=prefix,
             items=roll(made, outputs),
@@ -99,6 +102,10 @@ class Blocks:
         )
         return scope, tree
 
+    def _module_at(self, prefix: str, name: str) -> nn.Module | None:
+        module = self._captured.modules.get(f"{prefix}.{name}" if prefix else name)
+        return module.module if module is not None else None
+
     def _items(
         self, inside: _Inside, prefix: str, items: Iterable[fx.Node | Call], inlined: frozenset[str]
     ) -> list[Item]:
@@ -109,7 +116,7 @@ class Blocks:
                 made.append(Operation(item))
                 continue
             call = None
-            if item.call not in self._opened and item.fqn not in inlined and _is_within(item.fqn, prefix):
+            if item.call not in self._opened and item.fqn not in inlined and is_within(item.fqn, prefix):
                 call = self._call(inside, prefix, item)
             made += [call] if call is not None else self._items(inside, prefix, item.items, inlined)
         return made
@@ -117,7 +124,7 @@ class Blocks:
     def _call(self, inside: _Inside, prefix: str, call: Call) -> ModuleCall | None:
         """A call of a torch.nn module, or of a class that is written for it; None for what is better spread out."""
         nodes = tuple(call.nodes())
-        reads, makes = self._reads(call, nodes), _makes(inside, nodes)
+        reads, makes = self._reads(call, nodes), _makes(inside, call, nodes)
         if not makes:
             return None
         if len(makes) > 1:
@@ -203,7 +210,7 @@ class Blocks:
             (module.class_name, children),
             lambda name: ClassSource(
                 name=name,
-                docstring=self.words.docstring(call, self.words.parameters(call.fqn, reads, nodes[-1]), reads, makes),
+                docstring=self.words.docstring(call, self.words.parameters(call, reads), reads, makes),
                 base="nn.Sequential",
                 children=children,
                 model_class=module.class_name,
@@ -220,17 +227,16 @@ class Blocks:
         return self._by_structure[structure]
 
     def _reads(self, call: Call, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-        """Values from outside, in the order in which they are first read; state of the module itself is none."""
+        """Values from outside, in the order in which the module takes them, or else reads them; its own state is
+        none."""
         inner = set(nodes)
-        read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes)
-        return tuple(
+        read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes if node not in inner)
+        foreign = [
             node
             for node in read
-            if node not in inner
-            and not (
-                node.op == "get_attr" and any(_is_within(name, call.fqn) for name in self._names[str(node.target)])
-            )
-        )
+            if node.op != "get_attr" or not any(is_within(name, call.fqn) for name in self._names[str(node.target)])
+        ]
+        return in_order(foreign, (handed(node, call.call) for node in foreign))
 
     def _class(
         self,
@@ -245,8 +251,8 @@ class Blocks:
         made = tuple(assignments(tree))
         neutral = [f"p{position}" for position in range(len(reads))]
         module = self._captured.modules[call.fqn]
-        structure = (module.class_name, made, len(reads), tuple(Body(scope, tree, neutral, None).lines()))
-        parameters = self.words.parameters(call.fqn, reads, nodes[-1])
+        structure = (module.class_name, made, len(reads), write_body(scope, tree, neutral, None).lines)
+        parameters = self.words.parameters(call, reads)
         source = self._collect(
             structure,
             lambda name: ClassSource(
@@ -254,7 +260,7 @@ class Blocks:
                 docstring=self.words.docstring(call, parameters, reads, makes),
                 assignments=made,
                 parameters=tuple(parameters),
-                body=tuple(Body(scope, tree, parameters, self.origins).lines()),
+                body=write_body(scope, tree, parameters, self.origins).lines,
                 model_class=module.class_name,
                 numbers=_numbers(module.module),
             ),
@@ -267,7 +273,7 @@ class Blocks:
         found: dict[str, str] = {}
         for name in state:
             owner, _, _ = name.rpartition(".")
-            if not owner or owner in found or any(_is_within(name, module) for module in constructors):
+            if not owner or owner in found or any(is_within(name, module) for module in constructors):
                 continue
             module = self._captured.modules.get(f"{prefix}.{owner}" if prefix else owner)
             text = constructor(module.module) if module is not None else None
@@ -297,8 +303,8 @@ class Blocks:
     def _hold(self, inside: _Inside, held: dict[fx.Node, str], node: fx.Node, prefix: str, wanted: str) -> None:
         names = [wanted, *self._names[str(node.target)]]
         for name in names:
-            if name in inside.state and _is_within(name, prefix):
-                held[node] = _relative(name, prefix)
+            if name in inside.state and is_within(name, prefix):
+                held[node] = relative(name, prefix)
                 return
 
 
@@ -317,33 +323,15 @@ def modules_of(scope: Scope, tree: Tree) -> frozenset[str]:
     return frozenset(f"{prefix}{path}" for path in paths(tree)).union(*map(modules_in, scope.items))
 
 
-def _makes(inside: _Inside, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """Values that something outside ``nodes`` reads."""
+def _makes(inside: _Inside, call: Call, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """Values that something outside a call reads, in the order in which its module returns them, or else makes them."""
     inner = set(nodes)
-    return tuple(
+    made = [
         node
         for node in nodes
         if node in inside.outputs or any(user in inside.nodes and user not in inner for user in node.users)
-    )
-
-
-def _conflicts(items: Iterable[Item]) -> frozenset[str]:
-    """Modules that are called twice in ways that one class cannot serve, and those of which a part is called beside."""
-    constructors: dict[str, str] = {}
-    conflicts = set()
-    for item in items:
-        if isinstance(item, ModuleCall) and constructors.setdefault(item.fqn, item.constructor) != item.constructor:
-            conflicts.add(item.fqn)
-    conflicts.update(outer for outer in constructors if any(_is_within(inner, outer) for inner in constructors))
-    return frozenset(conflicts)
-
-
-def _is_within(name: str, prefix: str) -> bool:
-    return not prefix or name.startswith(f"{prefix}.")
-
-
-def _relative(fqn: str, prefix: str) -> str:
-    return fqn.removeprefix(f"{prefix}.") if prefix else fqn
+    ]
+    return in_order(made, (returned(node, call.call) for node in made))
 
 
 def _numbers(module: nn.Module) -> dict[str, str]:

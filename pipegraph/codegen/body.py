@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,35 +13,63 @@ from torch import fx
 from pipegraph.codegen.attributes import Tree, access
 from pipegraph.codegen.expression import ATOM, Expression, Writer
 from pipegraph.codegen.expressions import express
-from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope
+from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope, has_effects, operands
 from pipegraph.codegen.literals import literal
-from pipegraph.codegen.names import unused, variable
+from pipegraph.codegen.loops import turn, turns
+from pipegraph.codegen.names import relative, unused, variable
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import headers
 from pipegraph.codegen.value_names import ValueNames
+from pipegraph.codegen.values import Pending, Values
+from pipegraph.codegen.wrap import reads_well
 
 # An expression that was put together from several is no longer than this; one that goes into another, than that.
 _LONGEST, _FOLDED_LENGTH = 96, 88
-_NAME = re.compile(r"[A-Za-z_]\w*")
+# One that was a single statement in the model's source may be longer.
+_LONGEST_STATEMENT = 108
+# One that the model's source writes on a line before it gives it another shape.
+_RENEWED_LENGTH = 72
+_INDENT = 8
 _WRITES = (torch.ops.aten.fill_, torch.ops.aten.copy_)
 
 
 @dataclass(frozen=True)
-class _Pending:
-    """A value that is not written yet: it may stand inside the expression of its only reader."""
+class Written:
+    """The statements of a ``forward``, each with the ``with`` headers that it stands under; the names of what it
+    returns; and the names that values wanted in vain, because another had them."""
 
-    expression: Expression
-    names: frozenset[str]
-    regions: tuple[str, ...]
-    item: Item
+    lines: tuple[tuple[tuple[str, ...], str], ...]
+    results: tuple[str, ...]
+    clashes: tuple[str, ...]
 
 
-class Body:
-    """Writes one ``forward``.
+def write_body(
+    scope: Scope,
+    tree: Tree,
+    parameters: Sequence[str],
+    origins: Origins | None,
+    wanted: Mapping[fx.Node, str] | None = None,
+) -> Written:
+    """Write one ``forward``.
 
-    ``origins`` gives names and line breaks of the model's own source. Without it every value has a line and a neutral
-    name: two scopes of equal structure then give equal text. ``wanted`` names values that the source leaves unnamed.
+    Where two values of one name are needed at once, one has the name under which the modules that read it take it, if
+    that helps, or else a number.
+
+    Args:
+        parameters: names of the arguments.
+        origins: gives names and line breaks of the model's own source. Without it every value has a line and a neutral
+            name: two scopes of equal structure then give equal text.
+        wanted: names for values that the source leaves unnamed.
     """
+    written = _Body(scope, tree, parameters, origins, wanted or {}, ()).write()
+    if not written.clashes:
+        return written
+    other = _Body(scope, tree, parameters, origins, wanted or {}, written.clashes).write()
+    return other if len(other.clashes) < len(written.clashes) else written
+
+
+class _Body:
+    """The state of writing one ``forward``."""
 
     def __init__(
         self,
@@ -50,28 +77,23 @@ class Body:
         tree: Tree,
         parameters: Sequence[str],
         origins: Origins | None,
-        wanted: Mapping[fx.Node, str] | None = None,
+        wanted: Mapping[fx.Node, str],
+        clashes: Container[str],
     ) -> None:
         self._scope = scope
         self._tree = tree
         self._folds = origins is not None
-        self._names = ValueNames(scope, origins, wanted or {}, dict(zip(scope.inputs, parameters, strict=True)))
-        self._left = Counter(node for item in scope.items for node in _operands(item))
-        self._left.update(scope.outputs)
-        self._variables: dict[str, fx.Node] = {}
-        self._written: dict[fx.Node, Expression] = {}
-        self._pending: dict[fx.Node, _Pending] = {}
-        self._lines: list[tuple[tuple[str, ...], str]] = []
+        taken = dict(zip(scope.inputs, parameters, strict=True))
+        self._names = ValueNames(scope, origins, wanted, taken, clashes)
+        uses = Counter(node for item in scope.items for node in operands(item))
+        uses.update(scope.outputs)
+        self._drawn: frozenset[str] = frozenset()  # variables that the expression mentions that was built last
+        attributes = {node: access(tree, name.split(".")) for node, name in scope.names.items()}
+        self._values = Values(self._names, uses, attributes, taken)
         self._made = {node for item in scope.items for node in item.makes}
-        for node, name in scope.names.items():
-            self._written[node] = Expression(access(tree, name.split(".")))
-        for node, name in zip(scope.inputs, parameters, strict=True):
-            self._variables[name] = node
-            self._written[node] = Expression(name)
         self._device = self._device_expression(parameters)
 
-    def lines(self) -> list[tuple[tuple[str, ...], str]]:
-        """Statements in order, each with the ``with`` headers that it stands under."""
+    def write(self) -> Written:
         for item in self._scope.items:
             if isinstance(item, Loop):
                 self._loop(item)
@@ -79,33 +101,39 @@ class Body:
                 self._call(item)
             else:
                 self._operation(item)
-        self._return()
-        return self._lines
+        results = self._return()
+        return Written(tuple(self._values.lines), results, tuple(self._values.clashes))
 
-    def _return(self) -> None:
-        """``return`` of the results; one that was assigned a line before is returned by its expression."""
+    def _return(self) -> tuple[str, ...]:
+        """``return`` of the results; one that was assigned a line before is returned by its expression. Their names:
+        those of the variables, or those that the expressions would have been given."""
         for node in self._scope.outputs:
-            if node in self._pending and self._pending[node].regions:
-                self._settle(node)
-        texts = [self._value(node).text for node in self._scope.outputs]
-        regions, last = self._lines[-1] if self._lines else ((), "")
+            if node in self._values.pending and self._values.pending[node].regions:
+                self._values.settle(node)
+        texts = [self._values.use(node).text for node in self._scope.outputs]
+        names: list[str] = []
+        for node, text in zip(self._scope.outputs, texts, strict=True):
+            free = unused(variable(self._names.of_result(node), "x"), {*names, *texts})
+            names.append(text if text.isidentifier() else free)
+        regions, last = self._values.lines[-1] if self._values.lines else ((), "")
         if not regions and len(texts) == 1 and self._folds and last.startswith(f"{texts[0]} = "):
-            texts = [self._lines.pop()[1].removeprefix(f"{texts[0]} = ")]
+            texts = [self._values.lines.pop()[1].removeprefix(f"{texts[0]} = ")]
         result = ", ".join(texts)
-        self._lines.append(
+        self._values.lines.append(
             ((), f"return ({result})" if len(texts) > 1 and len(result) > _LONGEST else f"return {result}")
         )
+        return tuple(names)
 
     # ---- items -----------------------------------------------------------------------------------------------------
 
     def _operation(self, item: Operation) -> None:
         node = item.node
-        if node in self._written:  # a part of a tuple that was unpacked
+        if node in self._values.written:  # a part of a tuple that was unpacked
             return
         if "writes" in node.meta:
             self._write(item)
             return
-        expression = self._build(item, lambda: express(node, Writer(self._value, self._device)))
+        expression = self._build(item, lambda: express(node, Writer(self._values.use, self._device)))
         parts = [user for user in node.users if user.target is operator.getitem and user in self._made]
         if isinstance(node.meta.get("val"), (tuple, list)) and len(parts) > 1:
             self._unpack(item, expression, parts)
@@ -116,9 +144,7 @@ class Body:
         """``a, b = x.split(…)``."""
         by_position = {int(part.args[1]): part for part in parts}  # type: ignore[arg-type]
         names = [
-            self._bind(by_position[position], self._names.of(item, by_position[position]))
-            if position in by_position
-            else "_"
+            self._bind(item, by_position[position]) if position in by_position else "_"
             for position in range(len(item.node.meta["val"]))
         ]
         self._emit(item, f"{', '.join(names)} = {expression.text}")
@@ -126,22 +152,26 @@ class Body:
     def _write(self, item: Operation) -> None:
         """An operation in place is a statement; its result is the tensor that it wrote into."""
         node, regions = item.node, self._headers(item)
-        kept = [each for each in _operands(item) if each in self._pending and self._pending[each].regions == regions]
-        self._flush(except_for=kept)
+        kept = [
+            each
+            for each in operands(item)
+            if each in self._values.pending and self._values.pending[each].regions == regions
+        ]
+        self._values.flush(except_for=kept)
         target = node.kwargs.get("out", node.args[0])
         assert isinstance(target, fx.Node) and isinstance(node.target, torch._ops.OpOverload)
-        owner = self._value(target)
-        self._written[target] = owner
-        self._left[target] += 1
+        owner = self._values.use(target)
+        self._values.written[target] = owner
+        self._values.left[target] += 1
         if node.target.overloadpacket in _WRITES and owner.text.endswith("]"):
             source = node.args[1]
-            text = f"{owner.text} = {self._value(source).text if isinstance(source, fx.Node) else literal(source)}"
-            self._left[target] -= 1
+            text = f"{owner.text} = {self._values.use(source).text if isinstance(source, fx.Node) else literal(source)}"
+            self._values.left[target] -= 1
         else:
-            text = express(node, Writer(self._value, self._device)).text
-        self._written[node] = owner
-        if owner.text in self._variables:
-            self._variables[owner.text] = node
+            text = express(node, Writer(self._values.use, self._device)).text
+        self._values.written[node] = owner
+        if owner.text in self._values.variables:
+            self._values.variables[owner.text] = node
         self._emit(item, text)
 
     def _call(self, item: ModuleCall) -> None:
@@ -150,7 +180,7 @@ class Body:
         if len(item.makes) == 1:
             self._place(item, item.makes[0], expression)
             return
-        names = [self._bind(node, self._names.of(item, node)) for node in item.makes]
+        names = [self._bind(item, node) for node in item.makes]
         self._emit(item, f"{', '.join(names)} = {expression.text}")
 
     def _loop(self, item: Loop) -> None:
@@ -160,155 +190,120 @@ class Body:
         begin = {made: item.reads[position] for position, made in item.carried}
         for position, node in enumerate(item.reads):
             if position not in carried:
-                self._settle(node)
+                self._values.settle(node)
         # All names are chosen while what the loop reads in every turn still counts as needed.
         names = {made: self._carry(item, made, node) for made, node in sorted(begin.items())}
-        taken = self._taken() | set(names.values())
+        taken = self._values.taken() | set(names.values())
         module = unused(variable(container[-1].removesuffix("s") if container else "module", "module"), taken)
         number = unused("i", taken)
         for made, node in enumerate(item.makes):
             if made in names:
-                self._variables[names[made]] = node
-                self._written[node] = Expression(names[made])
+                self._values.variables[names[made]] = node
+                self._values.written[node] = Expression(names[made])
             else:
-                names[made] = self._bind(node, self._names.of(item, node))
-        arguments = [
-            names[carried[position]] if position in carried else self._value(node).text
-            for position, node in enumerate(item.reads)
-        ]
-        numbers = [call.fqn.rpartition(".")[2] for call in item.calls]
-        holder = self._tree.at(container)
-        everything = isinstance(holder, Tree) and list(holder.children) == numbers
+                names[made] = self._values.bind(node, self._names.of(item, node))
+        header, callee = turns(item, self._tree, container, module, number)
         targets = ", ".join(names[made] for made in range(len(item.makes)))
-        owner = access(self._tree, container)
-        is_dict = isinstance(holder, Tree) and holder.is_dict
-        if everything:
-            header, callee = f"for {module} in {owner}.{'values' if is_dict else 'children'}():", module
-        else:
-            first = f"{numbers[0]}, " if numbers[0] != "0" else ""
-            header = f"for {number} in range({first}{int(numbers[-1]) + 1}):"
-            callee = f"{owner}[str({number})]" if is_dict else f"getattr({owner}, str({number}))"
+        handed = [
+            [names[made] if made is not None else self._values.use(node).text for node, made in pattern]
+            for pattern in item.patterns
+        ]
         self._emit(item, header)
-        self._emit(item, f"    {targets} = {callee}({', '.join(arguments)})")
+        for line in turn(item.alternate, number, f"{targets} = {callee}", *handed):
+            self._emit(item, f"    {line}")
 
     def _carry(self, item: Loop, made: int, begin: fx.Node) -> str:
         """The variable that goes round a loop, holding ``begin`` before the first turn."""
         uses = sum(item.reads[position] is begin for position, _ in item.carried)
         wanted = variable(self._names.of(item, item.makes[made]), "x")
-        pending = self._pending.get(begin)
+        pending = self._values.pending.get(begin)
         if pending is not None:
-            self._left[begin] -= uses
-            del self._pending[begin]
-            name = unused(wanted, self._taken())
-            self._lines.append((pending.regions, f"{name} = {pending.expression.text}"))
-            self._variables[name] = begin
+            self._values.left[begin] -= uses
+            del self._values.pending[begin]
+            name = unused(wanted, self._values.taken())
+            self._values.lines.append((pending.regions, f"{name} = {pending.expression.text}"))
+            self._values.variables[name] = begin
             return name
-        self._left[begin] -= uses
-        held = self._written[begin].text
+        self._values.left[begin] -= uses
+        held = self._values.written[begin].text
         if (
-            self._left[begin] == 0
-            and held in self._variables
+            self._values.left[begin] == 0
+            and held in self._values.variables
             and (held.startswith(wanted) or begin in self._scope.inputs)
         ):
             return held
-        name = unused(wanted, self._taken() | {held})
+        name = unused(wanted, self._values.taken() | {held})
         self._emit(item, f"{name} = {held}")
-        self._variables[name] = begin
+        self._values.variables[name] = begin
         return name
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def _invoke(self, owner: str, item: ModuleCall) -> Expression:
-        values = [self._value(node).text for node in item.handed]
+        values = [self._values.use(node).text for node in item.handed]
         return Expression(owner + (item.arguments.text(values) if item.arguments else f"({', '.join(values)})"), ATOM)
-
-    def _value(self, node: fx.Node) -> Expression:
-        """The expression of a value, used once more."""
-        self._left[node] -= 1
-        if node in self._pending:
-            return self._pending.pop(node).expression
-        return self._written[node]
 
     def _build(self, item: Item, build: Callable[[], Expression]) -> Expression:
         """Build the expression of an item. What it draws in is written on lines of its own if it would grow too
         long, or if the item's effects must come after."""
-        operands = dict.fromkeys(_operands(item))
-        if _has_effects(item):
-            self._flush(except_for=operands)
-        drawn = [node for node in self._pending if node in operands]
+        read = dict.fromkeys(operands(item))
+        if has_effects(item):
+            self._values.flush(except_for=read)
+        drawn = [node for node in self._values.pending if node in read]
         regions = self._headers(item)
-        if all(self._pending[node].regions == regions for node in drawn):
-            left, pending = {node: self._left[node] for node in operands}, dict(self._pending)
-            self._drawn = frozenset(name for node in operands for name in self._held_names(node))
+        if any(self._values.pending[node].regions != regions for node in drawn):
+            for node in drawn:
+                self._values.settle(node)
+        makers = {node: self._values.pending[node].item for node in drawn if node in self._values.pending}
+        while True:
+            drawn = [node for node in drawn if node in self._values.pending]
+            left, pending = {node: self._values.left[node] for node in read}, dict(self._values.pending)
+            self._drawn = frozenset(name for node in read for name in self._values.held_names(node))
             expression = build()
-            if not drawn or len(expression.text) <= _LONGEST:
+            if not drawn or self._fits(item, [makers[node] for node in drawn], expression.text):
                 return expression
-            self._left.update({node: count - self._left[node] for node, count in left.items()})
-            self._pending = pending
-        for node in drawn:
-            self._settle(node)
-        self._drawn = frozenset(name for node in operands for name in self._held_names(node))
-        return build()
+            self._values.left.update({node: count - self._values.left[node] for node, count in left.items()})
+            self._values.pending = pending
+            # What the source names stands better on a line of its own.
+            named = [node for node in drawn if self._names.is_named(node)]
+            for node in named or drawn:
+                self._values.settle(node, kept=read)
 
-    def _held_names(self, node: fx.Node) -> frozenset[str]:
-        """The variables that the expression of a value mentions."""
-        if node in self._pending:
-            return self._pending[node].names
-        text = self._written[node].text if node in self._written else ""
-        return frozenset(_NAME.findall(text)) & self._variables.keys()
+    def _fits(self, item: Item, drawn: Sequence[Item], text: str) -> bool:
+        """Whether an expression that others were drawn into is short enough; one statement of the source may be
+        longer."""
+        one = all(self._names.statement(each) == self._names.statement(item) for each in drawn)
+        name = self._names.of(item, item.makes[0])
+        indent = _INDENT + 4 * len(self._headers(item))
+        return len(text) <= (_LONGEST_STATEMENT if one else _LONGEST) and reads_well(f"{name} = {text}", indent)
 
     def _place(self, item: Item, node: fx.Node, expression: Expression) -> None:
         """Keep an expression for its only reader, or write it on a line."""
         if self._may_fold(item, node, expression):
-            self._pending[node] = _Pending(expression, self._drawn, self._headers(item), item)
-        elif self._left[node] == 0:
+            self._values.pending[node] = Pending(expression, self._drawn, self._headers(item), item)
+        elif self._values.left[node] == 0:
             self._emit(item, expression.text)
         else:
-            self._emit(item, f"{self._bind(node, self._names.of(item, node))} = {expression.text}")
+            self._emit(item, f"{self._bind(item, node)} = {expression.text}")
+
+    def _bind(self, item: Item, node: fx.Node) -> str:
+        """A variable for what was just built."""
+        return self._values.bind(node, self._names.of(item, node), self._drawn)
 
     def _may_fold(self, item: Item, node: fx.Node, expression: Expression) -> bool:
         """A value with one reader stands inside its expression, unless the model's source gives it a name that is
         free: with a number behind it, it says no more than the expression."""
-        if not self._folds or self._left[node] != 1 or len(expression.text) > _FOLDED_LENGTH:
+        if not self._folds or self._values.left[node] != 1 or len(expression.text) > _FOLDED_LENGTH:
             return False
         if self._names.is_nameless(item, node):
             return True
+        if self._names.is_renewed(node) and len(expression.text) <= _RENEWED_LENGTH:
+            return True
         returned = len(self._scope.outputs) > 1 and node in self._scope.outputs
-        return not returned and variable(self._names.of(item, node), "x") in self._taken()
-
-    def _settle(self, node: fx.Node) -> None:
-        """Write a pending value on a line of its own."""
-        pending = self._pending.pop(node, None)
-        if pending is None:
-            return
-        name = self._bind(node, self._names.of(pending.item, node))
-        self._lines.append((pending.regions, f"{name} = {pending.expression.text}"))
-
-    def _flush(self, except_for: Iterable[fx.Node]) -> None:
-        kept = set(except_for)
-        for node in [node for node in self._pending if node not in kept]:
-            self._settle(node)
-
-    # ---- names -----------------------------------------------------------------------------------------------------
-
-    def _bind(self, node: fx.Node, wanted: str) -> str:
-        """A variable for a value: the wanted name, or that with a number while the name is still needed."""
-        name = unused(variable(wanted, "x"), self._taken())
-        self._variables[name] = node
-        self._written[node] = Expression(name)
-        return name
-
-    def _taken(self) -> set[str]:
-        """Variables that something still reads, directly or inside a pending expression."""
-        live = {name for name, node in self._variables.items() if self._left[node] > 0 and self._reads_name(name, node)}
-        return live | {name for pending in self._pending.values() for name in pending.names}
-
-    def _reads_name(self, name: str, node: fx.Node) -> bool:
-        return node not in self._written or self._written[node].text == name
+        return not returned and variable(self._names.of(item, node), "x") in self._values.taken()
 
     def _relative(self, fqn: str) -> list[str]:
-        prefix = self._scope.prefix
-        return (fqn.removeprefix(f"{prefix}.") if prefix else fqn).split(".")
+        return relative(fqn, self._scope.prefix).split(".")
 
     # ---- surroundings ----------------------------------------------------------------------------------------------
 
@@ -316,7 +311,7 @@ class Body:
         return headers(item.nodes, self._scope.regions, self._device)
 
     def _emit(self, item: Item, text: str) -> None:
-        self._lines.append((self._headers(item), text))
+        self._values.lines.append((self._headers(item), text))
 
     def _device_expression(self, parameters: Sequence[str]) -> str:
         """Where this class runs: the device of its first tensor."""
@@ -325,20 +320,3 @@ class Body:
         if self._scope.names:
             return f"{access(self._tree, next(iter(self._scope.names.values())).split('.'))}.device"
         return "torch.get_default_device()"
-
-
-def _operands(item: Item) -> list[fx.Node]:
-    """Values that an item mentions, as often as it does."""
-    if isinstance(item, Operation):
-        found: list[fx.Node] = []
-        fx.map_arg((item.node.args, item.node.kwargs), found.append)
-        return found
-    return list(item.reads if isinstance(item, Loop) else item.handed)
-
-
-def _has_effects(item: Item) -> bool:
-    """Whether the place of an item in the order matters: it draws random numbers or changes state."""
-    return any(
-        "writes" in node.meta or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        for node in item.nodes
-    )

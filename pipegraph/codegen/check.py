@@ -23,8 +23,7 @@ def check_package(out: str | PathLike[str], files: Mapping[str, str], manifest: 
         PackageError: there is no package.
     """
     folder = Path(out)
-    if not (folder / MANIFEST).is_file():
-        raise PackageError(f"{folder} holds no package to check.\nTry: the same command without --check writes it.")
+    check_there(folder)
     wanted = {**files, MANIFEST: manifest.to_json()}
     there = {path.name for path in folder.glob("*.py")} | {MANIFEST}
     found: dict[str, str] = {}
@@ -33,6 +32,12 @@ def check_package(out: str | PathLike[str], files: Mapping[str, str], manifest: 
         if before != after:
             found[name] = "".join(difflib.unified_diff(before, after, f"{folder / name}", f"{name}, as it would be"))
     return found
+
+
+def check_there(folder: Path) -> None:
+    """Refuse, before any work, a folder without a package. Raises PackageError."""
+    if not (folder / MANIFEST).is_file():
+        raise PackageError(f"{folder} holds no package to check.\nTry: the same command without --check writes it.")
 
 
 def _lines(path: Path) -> list[str]:

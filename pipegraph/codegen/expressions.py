@@ -14,6 +14,9 @@ from pipegraph.codegen.expression import ATOM, Expression, Writer
 from pipegraph.codegen.forms import FORMS
 from pipegraph.graph.captured import on_meta
 
+# What Python's numbers become, and float32 as in every other constructor of a package.
+_USUAL_DTYPES = (torch.float32, torch.int64, torch.bool)
+
 
 def express(node: fx.Node, writer: Writer) -> Expression:
     """The expression of an operation: an operator, a method, a function of ``torch`` or ``F``, or, for what has no
@@ -52,7 +55,21 @@ def _bind(node: fx.Node) -> dict[str, Any]:
         if argument.name in ("train", "training") and isinstance(value, bool) and not node.meta["in_every_mode"]:
             value = _Training()
         bound[argument.name] = value
+    if bound.get("dtype") in _USUAL_DTYPES and _has_dtype_without(node, bound):
+        del bound["dtype"]
     return bound
+
+
+def _has_dtype_without(node: fx.Node, bound: dict[str, Any]) -> bool:
+    """Whether an operation gives the dtype that it is asked for in any case, as ``arange(10)`` gives integers."""
+    others = {name: torch.device("meta") if name == "device" else value for name, value in bound.items()}
+    others.pop("dtype")
+    try:
+        with torch.no_grad():
+            made = node.target(**fx.map_arg(others, on_meta))  # type: ignore[operator]
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return bool(made.dtype == bound["dtype"])
 
 
 class _Training:

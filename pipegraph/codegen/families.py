@@ -9,8 +9,8 @@ from pipegraph.codegen.class_source import ClassSource
 from pipegraph.codegen.names import class_name, unused, unused_class, variable
 from pipegraph.codegen.pieces import Hole, Options, Piece, call_texts, pieces, rename_calls
 
-# A class with more arguments than this says less than its copies do.
-_MOST = 6
+# A class with more arguments than this says less than two copies of it do; each further copy is worth two more.
+_MOST, _PER_COPY = 6, 2
 
 
 def merge(blocks: Sequence[ClassSource], stages: Sequence[ClassSource]) -> tuple[list[ClassSource], list[ClassSource]]:
@@ -48,7 +48,11 @@ def _families(classes: Sequence[ClassSource]) -> list[_Family]:
         if not each.arguments:
             rows.setdefault(_template(each, arguments), []).append(each)
     found = [_Family(tuple(members), _varying(members, arguments), arguments) for members in rows.values()]
-    return [family for family in found if len(family.members) > 1 and len(family.varying) <= _MOST]
+    return [
+        family
+        for family in found
+        if len(family.members) > 1 and len(family.varying) <= _MOST + _PER_COPY * (len(family.members) - 2)
+    ]
 
 
 def _texts(source: ClassSource) -> list[str]:
@@ -84,7 +88,8 @@ def _varying(members: Sequence[ClassSource], arguments: Mapping[str, tuple[str, 
         values = tuple(value for value, _, _ in row)
         if len(set(values)) > 1 and values not in found:
             own = [name for name in members[0].numbers if _has(members, name, values)]
-            found[values] = unused(variable(own[0] if own else row[0][1], "size"), {*taken, *found.values()})
+            name = row[0][1] if row[0][1] in own or not own else own[0]
+            found[values] = unused(variable(name, "size"), {*taken, *found.values()})
     return found
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from pipegraph.codegen.expression import (
@@ -26,6 +27,7 @@ from pipegraph.codegen.expression import (
     Writer,
 )
 from pipegraph.codegen.literals import literal
+from pipegraph.codegen.shapes import expanded, merged, reshaped, spelled
 
 Form = Callable[[fx.Node, dict[str, Any], Writer], Expression | None]
 
@@ -149,11 +151,22 @@ def _attention(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expr
     given = dict(arguments)
     positional = [given.pop(name) for name in ("query", "key", "value")]
     dropout = given.pop("dropout_p", 0.0)
+    if _is_usual_scale(arguments["query"], given.get("scale")):
+        del given["scale"]
     text = writer.call("F.scaled_dot_product_attention", positional, given).text
     if dropout:
         mode = "" if node.meta["in_every_mode"] else " if self.training else 0.0"
         text = f"{text[:-1]}, dropout_p={literal(dropout)}{mode})"
     return Expression(text)
+
+
+def _is_usual_scale(query: fx.Node, scale: float | None) -> bool:
+    """Whether attention divides by the root of the size of a head, which it does unasked. Its kernels compute in
+    float32, or in float64."""
+    value = query.meta["val"]
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    usual = value.shape[-1] ** -0.5
+    return scale is not None and torch.equal(torch.tensor(scale, dtype=dtype), torch.tensor(usual, dtype=dtype))
 
 
 def _cast(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
@@ -170,12 +183,67 @@ def _softmax(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expres
 
 
 def _spread(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
-    """``x.view(b, t, -1)``: sizes as arguments of their own."""
+    """``x.permute(0, 2, 1)``: sizes as arguments of their own."""
     name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
     owner, sizes, *others = arguments.values()
     if others or not isinstance(sizes, list):
         return None
-    return writer.method(owner, name, sizes or [[]], {})
+    return writer.method(owner, name, sizes or [()], {})
+
+
+def _filled(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
+    """``torch.zeros(2, 3, device=…)``, ``x.new_full((2, 3), 1.0)``."""
+    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    sizes = arguments.pop("size")
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    value = [arguments.pop("fill_value")] if "fill_value" in arguments else []
+    positional = [tuple(sizes), *value] if value or not sizes else sizes
+    if "self" in arguments:
+        return writer.method(arguments.pop("self"), name, positional, arguments)
+    return writer.call(f"torch.{name}", positional, arguments)
+
+
+def _arange(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
+    """``torch.arange(10)``, which needs no start."""
+    if arguments.get("start") != 0 or "step" in arguments:
+        return None
+    named = {name: value for name, value in arguments.items() if name not in ("start", "end")}
+    return writer.call("torch.arange", [arguments["end"]], named)
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def _reshape(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
+    """``x.unflatten(-1, (-1, 64))``, or ``x.view(…)`` with its sizes."""
+    owner, *dim, given = arguments.values()
+    if not isinstance(given, list) or not all(isinstance(size, int) for size in given):
+        return None
+    before, after = _shapes(node)
+    if dim:  # an unflatten in the model's source
+        position = dim[0] % len(before)
+        given = [*before[:position], *given, *before[position + 1 :]]
+    words = reshaped(before, after, given)
+    if words is None:
+        name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+        words = name, spelled(before, after, given) or [()]
+    return writer.method(owner, *words, {})
+
+
+def _flatten(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
+    if "out_dim" in arguments:
+        return None
+    dims = merged(arguments.get("start_dim", 0), arguments.get("end_dim", -1), _shapes(node)[0])
+    return writer.method(arguments["self"], "flatten", dims, {})
+
+
+def _expand(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
+    return writer.method(arguments["self"], "expand", expanded(*_shapes(node)) or [()], {})
+
+
+def _shapes(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(node.args[0].meta["val"].shape), tuple(node.meta["val"].shape)  # type: ignore[union-attr]
 
 
 FORMS: dict[str, Form] = {
@@ -219,9 +287,18 @@ FORMS: dict[str, Form] = {
     "to": _cast,
     "softmax": _softmax,
     "log_softmax": _softmax,
-    "view": _spread,
-    "reshape": _spread,
+    "view": _reshape,
+    "reshape": _reshape,
+    "unflatten": _reshape,
+    "flatten": _flatten,
+    "expand": _expand,
     "permute": _spread,
-    "expand": _spread,
     "repeat": _spread,
+    "arange": _arange,
+    "zeros": _filled,
+    "ones": _filled,
+    "full": _filled,
+    "new_zeros": _filled,
+    "new_ones": _filled,
+    "new_full": _filled,
 }

@@ -15,11 +15,12 @@ from pipegraph.codegen.families import merge
 from pipegraph.codegen.libraries import libraries
 from pipegraph.codegen.literals import dtype_name
 from pipegraph.codegen.names import prose, unused, variable
-from pipegraph.codegen.source import render_blocks, render_init, render_stage
+from pipegraph.codegen.source import render_blocks, render_init, render_stage, render_weights
 from pipegraph.codegen.stage_class import stage_class
 from pipegraph.codegen.weights import shard_plan
 from pipegraph.graph.bounds import index_bound
 from pipegraph.graph.captured import label_of
+from pipegraph.graph.checkpoint import checkpoint_names
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.graph.stages import Boundary, tensor_of
 from pipegraph.package import Buffer, Manifest, StageEntry, Value
@@ -30,8 +31,9 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     """The source files of a package by name, and its manifest; nothing is written."""
     captured = plan.captured
     blocks = Blocks(captured)
-    names = _value_names(plan, blocks)
-    stages = [stage_class(plan, blocks, stage, names) for stage in plan.stages]
+    words = _source_names(plan, blocks)
+    names = _unique(words, set(captured.constants))
+    stages = [stage_class(plan, blocks, stage, words) for stage in plan.stages]
     shared, stages = merge(blocks.used_by(stages), stages)
     requires = libraries(captured)
     model = source.name if source is not None else captured.model_name
@@ -40,6 +42,9 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     files = {
         "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {pipegraph.__version__}."),
         "blocks.py": render_blocks(shared, f"The blocks that the stages of {about} share.", requires),
+        "weights.py": render_weights(
+            "How a stage gets its tensors: from this folder, or from a Hugging Face checkpoint."
+        ),
     }
     for index, stage in enumerate(stages):
         header = f"Stage {index} of {len(stages)} of {about}."
@@ -95,6 +100,7 @@ def _manifest(
         plan=_plan_entry(plan),
         files={name: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for name, text in files.items()},
         requires=tuple(requires),
+        checkpoint=checkpoint_names(captured.modules[""].module),
     )
 
 
@@ -123,11 +129,10 @@ def _value(name: str, boundary: Boundary) -> Value:
     )
 
 
-def _value_names(plan: Plan, blocks: Blocks) -> dict[fx.Node, str]:
-    """A name for everything that crosses: the model's own for its arguments, the key for what it returns in a dict, and
-    else what its source calls the value."""
+def _source_names(plan: Plan, blocks: Blocks) -> dict[fx.Node, str]:
+    """What everything that crosses is called: the model's own name for its arguments, the key for what it returns in a
+    dict, and else what its source calls the value. Several may have one name."""
     captured = plan.captured
-    taken = set(captured.constants)
     keys = {label: key for key, label in _labelled(captured.outputs)}
     names: dict[fx.Node, str] = {}
     for boundary in plan.boundaries:
@@ -138,8 +143,15 @@ def _value_names(plan: Plan, blocks: Blocks) -> dict[fx.Node, str]:
             wanted = keys.get(label_of(node)) or blocks.words.value_name(node, default="output")
         else:
             wanted = blocks.words.value_name(node)
-        names[node] = unused(variable(wanted, "x"), taken)
-        taken.add(names[node])
+        names[node] = variable(wanted, "x")
+    return names
+
+
+def _unique(wanted: Mapping[fx.Node, str], taken: set[str]) -> dict[fx.Node, str]:
+    """The names of values in the manifest, where each value of the whole model has its own."""
+    names: dict[fx.Node, str] = {}
+    for node, name in wanted.items():
+        names[node] = unused(name, taken | set(names.values()))
     return names
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from pipegraph.codegen.attention import Arguments
-from pipegraph.codegen.names import is_number
+from pipegraph.codegen.names import is_within
 from pipegraph.graph.captured import State
 
 
@@ -57,21 +58,47 @@ class ModuleCall:
         return tuple(self.reads[position] for _, position in self.arguments.handed)
 
 
+@dataclass(frozen=True)
+class Alternate:
+    """How a loop calls its modules in some turns.
+
+    ``test`` tells the turns by the module's number, as ``{} % 6 == 5``; it ``holds_first`` where it holds for those
+    that are like the first turn, and not for these. ``reads`` and ``carried`` are as in the loop, of a call in such a
+    turn.
+    """
+
+    test: str
+    holds_first: bool
+    reads: tuple[fx.Node, ...]
+    carried: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Loop:
     """Calls of modules of one class in a row, each fed by the one before.
 
     ``carried`` maps a position in ``reads`` to the position in ``makes`` of the call before; every other position takes
-    the same value in each call.
+    the same value in each call, but for those that are like ``alternate``.
     """
 
     calls: tuple[ModuleCall, ...]
     carried: tuple[tuple[int, int], ...]
+    alternate: Alternate | None = None
+
+    @property
+    def patterns(self) -> list[list[tuple[fx.Node, int | None]]]:
+        """What the first call takes, and then one like ``alternate``: each value, and the position in ``makes`` of the
+        one that stands there from the second turn on."""
+        rows = [(self.calls[0].reads, dict(self.carried))]
+        if self.alternate is not None:
+            rows.append((self.alternate.reads, dict(self.alternate.carried)))
+        return [[(node, carried.get(position)) for position, node in enumerate(reads)] for reads, carried in rows]
 
     @property
     def reads(self) -> tuple[fx.Node, ...]:
-        """Values that come from outside."""
-        return self.calls[0].reads
+        """Values that come from outside: those of the first call, then what others take in their place."""
+        first, *others = self.patterns
+        return (*(node for node, _ in first), *(node for other in others for node, made in other if made is None))
 
     @property
     def makes(self) -> tuple[fx.Node, ...]:
@@ -94,6 +121,34 @@ def modules_in(item: Item) -> frozenset[str]:
     return item.modules if isinstance(item, ModuleCall) else frozenset()
 
 
+def conflicts(items: Iterable[Item]) -> frozenset[str]:
+    """Modules that are called twice in ways that one class cannot serve, and those of which a part is called beside."""
+    constructors: dict[str, str] = {}
+    found = set()
+    for item in items:
+        if isinstance(item, ModuleCall) and constructors.setdefault(item.fqn, item.constructor) != item.constructor:
+            found.add(item.fqn)
+    found.update(outer for outer in constructors if any(is_within(inner, outer) for inner in constructors))
+    return frozenset(found)
+
+
+def operands(item: Item) -> list[fx.Node]:
+    """Values that an item mentions, as often as it does."""
+    if isinstance(item, Operation):
+        found: list[fx.Node] = []
+        fx.map_arg((item.node.args, item.node.kwargs), found.append)
+        return found
+    return list(item.reads if isinstance(item, Loop) else item.handed)
+
+
+def has_effects(item: Item) -> bool:
+    """Whether the place of an item in the order matters: it draws random numbers or changes state."""
+    return any(
+        "writes" in node.meta or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        for node in item.nodes
+    )
+
+
 @dataclass(frozen=True)
 class Scope:
     """A class to be written.
@@ -114,78 +169,3 @@ class Scope:
     state: dict[str, State]
     names: dict[fx.Node, str]
     regions: int = 0
-
-
-def roll(items: Sequence[Item], outputs: Iterable[fx.Node]) -> tuple[Item, ...]:
-    """Turn rows of like calls into loops, the longest first in order."""
-    rolled: list[Item] = []
-    position = 0
-    while position < len(items):
-        stop = _end_of_row(items, position)
-        while stop - position > 1 and not _private(items, position, stop, outputs):
-            stop -= 1
-        if stop - position > 1:
-            calls = tuple(item for item in items[position:stop] if isinstance(item, ModuleCall))
-            rolled.append(Loop(calls, _carried(calls[0], calls[1])))
-            position = stop
-        else:
-            rolled.append(items[position])
-            position += 1
-    return tuple(rolled)
-
-
-def _end_of_row(items: Sequence[Item], start: int) -> int:
-    """Behind the last call that continues the row which begins at ``start``."""
-    first = items[start]
-    if not isinstance(first, ModuleCall):
-        return start + 1
-    stop, pattern = start + 1, None
-    while stop < len(items):
-        before, after = items[stop - 1], items[stop]
-        if not isinstance(before, ModuleCall) or not isinstance(after, ModuleCall) or not _continues(before, after):
-            break
-        carried = _carried(before, after)
-        if not carried or (pattern is not None and carried != pattern) or not _starts_alike(first, carried):
-            break
-        pattern, stop = carried, stop + 1
-    return stop
-
-
-def _continues(before: ModuleCall, after: ModuleCall) -> bool:
-    """Whether two calls run modules of one class that follow each other in one container."""
-    (container, _, name), (other, _, next_name) = before.fqn.rpartition("."), after.fqn.rpartition(".")
-    if before.arguments is not None or after.arguments is not None:
-        return False
-    counted = is_number(name) and is_number(next_name) and int(next_name) == int(name) + 1
-    same = before.model_class == after.model_class and len(before.reads) == len(after.reads)
-    return counted and container == other and same and len(before.makes) == len(after.makes)
-
-
-def _carried(before: ModuleCall, after: ModuleCall) -> tuple[tuple[int, int], ...]:
-    """The positions that take an output of the call before; nothing if any other position changes."""
-    carried = []
-    for position, (earlier, later) in enumerate(zip(before.reads, after.reads, strict=True)):
-        if later in before.makes:
-            carried.append((position, before.makes.index(later)))
-        elif earlier is not later:
-            return ()
-    return tuple(carried)
-
-
-def _starts_alike(first: ModuleCall, carried: Sequence[tuple[int, int]]) -> bool:
-    """Whether positions that carry one value also begin with one value, so that one variable serves them."""
-    begin: dict[int, fx.Node] = {}
-    return all(begin.setdefault(made, first.reads[position]) is first.reads[position] for position, made in carried)
-
-
-def _private(items: Sequence[Item], start: int, stop: int, outputs: Iterable[fx.Node]) -> bool:
-    """Whether nothing outside reads what the row hands on inside."""
-    inner = {node for item in items[start : stop - 1] for node in item.makes}
-    outside = [node for item in (*items[:start], *items[stop:]) for node in item.reads]
-    skipped = [
-        node
-        for before, after in zip(items[start:stop], items[start + 2 : stop], strict=False)
-        for node in before.makes
-        if node in after.reads
-    ]
-    return not skipped and inner.isdisjoint(outside) and inner.isdisjoint(outputs)

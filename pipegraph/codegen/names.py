@@ -71,6 +71,16 @@ def is_number(name: str) -> bool:
     return name.isdecimal() and str(int(name)) == name
 
 
+def is_within(name: str, prefix: str) -> bool:
+    """Whether a dotted name stands for something inside ``prefix``; everything is inside the model, ""."""
+    return not prefix or name.startswith(f"{prefix}.")
+
+
+def relative(fqn: str, prefix: str) -> str:
+    """A dotted name without ``prefix``, in which it is."""
+    return fqn.removeprefix(f"{prefix}.") if prefix else fqn
+
+
 def literal_text(text: str) -> str:
     """A string literal: ASCII, on one line, in the quotes that a formatter would choose."""
     body = text.encode("unicode_escape").decode("ascii")

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from pipegraph.graph.buffer_casts import FOLLOWS
+from pipegraph.graph.call_values import names_handed, returned
 from pipegraph.graph.captured import Captured, path_of
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -24,12 +26,20 @@ _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.
 
 @dataclass(frozen=True)
 class Statement:
-    """A statement and the names it assigns to (none for a ``return``)."""
+    """A statement, the names it assigns to (none for a ``return``), the attributes it calls (``norm`` of
+    ``self.norm(x)``), and whether a loop stands around it."""
 
     file: str
     line: int
     end: int
     targets: tuple[str, ...]
+    calls: frozenset[str]
+    in_loop: bool
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it stands in a layer of ``torch.nn``."""
+        return self.file.startswith(_TORCH)
 
 
 class Origins:
@@ -42,11 +52,9 @@ class Origins:
         """The statements of ``forward`` methods that led to an operation, outermost first."""
         return _known(_frames(node.meta["stack_trace"]))
 
-    def of_helper(self, node: fx.Node) -> Statement | None:
-        """The statement that ran an operation, where it stands in a function that a ``forward`` called."""
-        frames = _frames(node.meta["stack_trace"], everything=True)
-        helper = frames[-1:] if frames != _frames(node.meta["stack_trace"]) else ()
-        return next(iter(_known(helper)), None)
+    def of_helpers(self, node: fx.Node) -> tuple[Statement, ...]:
+        """The statements of functions called by the innermost ``forward`` that led to an operation, outermost first."""
+        return _known(_frames(node.meta["stack_trace"], everything=True)[_innermost(node.meta["stack_trace"]) + 1 :])
 
     def is_within(self, node: fx.Node, statement: Statement) -> bool:
         """Whether a statement led to an operation, through any functions."""
@@ -56,6 +64,8 @@ class Origins:
         """What the innermost ``forward`` calls a value."""
         chain = self.of_operation(node)
         targets = chain[-1].targets if chain else ()
+        if not targets and FOLLOWS in node.meta and isinstance(node.args[0], fx.Node):
+            return self.own_name(node.args[0])  # ``return cos.to(x.dtype)``
         if node.target is operator.getitem and len(targets) == len(node.args[0].meta["val"]):  # type: ignore[union-attr]
             return targets[int(node.args[1])]  # type: ignore[arg-type]
         return targets[0] if len(targets) == 1 else None
@@ -63,22 +73,22 @@ class Origins:
     def unpacked_name(self, fqn: str, node: fx.Node) -> str | None:
         """What the caller of a module calls one of several values that the module returns:
         ``_, weights, chosen = self.router(x)``."""
-        outside, inside, module = self.of_call(fqn, node), self.own_name(node), self._captured.modules.get(fqn)
-        if not outside or inside is None or module is None:
+        call = next((call for call, inner in path_of(node) if inner == fqn), None)
+        place = returned(node, call) if call is not None else None
+        chain = self.of_call(fqn, node)
+        if place is None or place.index is None or not chain or not 1 < len(chain[-1].targets) == place.count:
             return None
-        targets, returned = outside[-1].targets, _returned(type(module.module).forward)
-        same = len(targets) == len(returned) > 1 and returned.count(inside) == 1
-        name = targets[returned.index(inside)] if same else "_"
+        name = chain[-1].targets[place.index]
         return None if name == "_" else name
 
-    def formal_names(self, fqn: str, node: fx.Node) -> dict[str, str]:
-        """The caller's names for the arguments of a module's call → those of its ``forward``."""
-        statement, module = self.of_call(fqn, node)[-1:], self._captured.modules.get(fqn)
-        if not statement or module is None:
-            return {}
-        forward = type(module.module).forward
-        formal = [name for name in inspect.signature(forward).parameters if name != "self"]
-        return _arguments(statement[0], fqn.rpartition(".")[2], tuple(formal))
+    def taken_as(self, node: fx.Node, name: str) -> str | None:
+        """What a ``forward`` of the model's own that takes a value as an argument calls it, other than ``name``."""
+        for fqn, parameter in names_handed(node):
+            module = self._captured.modules.get(fqn)
+            own = module is not None and not type(module.module).forward.__module__.startswith("torch.nn")
+            if own and parameter != name:
+                return parameter
+        return None
 
     def of_call(self, fqn: str, node: fx.Node) -> tuple[Statement, ...]:
         """The statements that led to the call of the module ``fqn``, in which ``node`` ran."""
@@ -91,14 +101,6 @@ class Origins:
                 return _known(frames[: position + 1 if entered is None else entered])
             position = entered if entered is not None else position
         return ()
-
-    def parameter_name(self, fqn: str) -> str | None:
-        """The name of the first argument of a module's ``forward``."""
-        module = self._captured.modules.get(fqn)
-        if module is None:
-            return None
-        names = [name for name in inspect.signature(type(module.module).forward).parameters if name != "self"]
-        return names[0] if names and names[0] not in ("args", "kwargs") else None
 
     def _enters(self, fqn: str, frames: tuple[tuple[str, int], ...], start: int) -> int | None:
         """The position of the first frame, from ``start`` on, that lies in the ``forward`` of a module."""
@@ -115,9 +117,20 @@ class Origins:
 @cache
 def _frames(stack_trace: str, everything: bool = False) -> tuple[tuple[str, int], ...]:
     """(file, line) of each frame in a ``forward``, or in any function, outermost first."""
-    found = (_FRAME.match(line.strip()) for line in stack_trace.splitlines())
-    kept = (match for match in found if match and (everything or match["function"] == "forward"))
+    kept = [match for match in _matches(stack_trace) if everything or match["function"] == "forward"]
     return tuple((match["file"], int(match["line"])) for match in kept)
+
+
+@cache
+def _innermost(stack_trace: str) -> int:
+    """The position, among all frames, of the innermost in a ``forward``."""
+    functions = [match["function"] for match in _matches(stack_trace)]
+    return max((position for position, name in enumerate(functions) if name == "forward"), default=-1)
+
+
+def _matches(stack_trace: str) -> list[re.Match[str]]:
+    found = (_FRAME.match(line.strip()) for line in stack_trace.splitlines())
+    return [match for match in found if match]
 
 
 def _known(frames: Iterable[tuple[str, int]]) -> tuple[Statement, ...]:
@@ -138,45 +151,6 @@ def _forward_lines(forward: Callable[..., object]) -> tuple[str, int, int]:
 
 
 @cache
-def _returned(forward: Callable[..., object]) -> tuple[str, ...]:
-    """The names in the last ``return`` of a function, where it returns a tuple of names; ``a`` after ``b = a`` is
-    called ``a``."""
-    file, first, last = _forward_lines(forward)
-    inside = [node for node in ast.walk(_tree(file)) if first <= getattr(node, "lineno", 0) <= last]
-    returns = [node for node in inside if isinstance(node, ast.Return)]
-    value = max(returns, key=lambda node: node.lineno).value if returns else None
-    aliases = {
-        node.targets[0].id: node.value.id
-        for node in inside
-        if isinstance(node, ast.Assign)
-        if isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Name)
-    }
-    return tuple(aliases.get(name, name) for name in _names(value)) if isinstance(value, ast.Tuple) else ()
-
-
-@cache
-def _arguments(statement: Statement, callee: str, formal: tuple[str, ...]) -> dict[str, str]:
-    """The names that a statement hands to the only call of ``….callee(…)``, or of an element of a container."""
-    calls = [
-        node
-        for node in ast.walk(_tree(statement.file))
-        if isinstance(node, ast.Call) and statement.line <= node.lineno <= statement.end and _calls(node.func, callee)
-    ]
-    if len(calls) != 1 or any(isinstance(each, ast.Starred) for each in calls[0].args):
-        return {}
-    handed = [*zip(calls[0].args, formal, strict=False)]
-    handed += [(each.value, each.arg) for each in calls[0].keywords if each.arg is not None]
-    # Of a value that is handed over twice, the first.
-    return {value.id: name for value, name in reversed(handed) if isinstance(value, ast.Name)}
-
-
-def _calls(function: ast.expr, callee: str) -> bool:
-    if callee.isdigit():
-        return isinstance(function, (ast.Name, ast.Subscript))
-    return isinstance(function, ast.Attribute) and function.attr == callee
-
-
-@cache
 def _tree(file: str) -> ast.Module:
     """The syntax tree of a file; an empty one where it cannot be read."""
     try:
@@ -189,12 +163,25 @@ def _tree(file: str) -> ast.Module:
 def _statements(file: str) -> dict[int, Statement]:
     """The simple statement on each line of a file."""
     found: dict[int, Statement] = {}
-    for node in ast.walk(_tree(file)):
+    waiting: list[tuple[ast.AST, bool]] = [(_tree(file), False)]
+    while waiting:
+        node, in_loop = waiting.pop()
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
-            statement = Statement(file, node.lineno, node.end_lineno or node.lineno, _targets(node))
-            for line in range(statement.line, statement.end + 1):
-                found[line] = statement
+            end = node.end_lineno or node.lineno
+            statement = Statement(file, node.lineno, end, _targets(node), _attributes_called(node), in_loop)
+            found |= dict.fromkeys(range(statement.line, statement.end + 1), statement)
+        elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):  # for step in x.unbind(1)
+            end = node.iter.end_lineno or node.lineno
+            header = Statement(file, node.lineno, end, (node.target.id,), _attributes_called(node.iter), in_loop)
+            found |= dict.fromkeys(range(header.line, header.end + 1), header)
+        inside = not isinstance(node, ast.FunctionDef) and (in_loop or isinstance(node, (ast.For, ast.While)))
+        waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
     return found
+
+
+def _attributes_called(node: ast.AST) -> frozenset[str]:
+    functions = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    return frozenset(function.attr for function in functions if isinstance(function, ast.Attribute))
 
 
 def _targets(node: ast.stmt) -> tuple[str, ...]:
@@ -204,6 +191,8 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
         target = node.target
     else:
         return ()
+    while isinstance(target, ast.Subscript):  # x[0] = … makes x
+        target = target.value
     if isinstance(target, ast.Name):
         return (target.id,)
     return _names(target) if isinstance(target, ast.Tuple) else ()

@@ -11,14 +11,14 @@ from os import PathLike
 from pathlib import Path
 
 from pipegraph.codegen.generate import generate
-from pipegraph.codegen.weights import shard_plan, write_weights
+from pipegraph.codegen.weights import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
 from pipegraph.graph.model_source import ModelSource
-from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package
+from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder
 from pipegraph.planner.plan import Plan
 
 _OF_A_PACKAGE = re.compile(
-    r"(__init__|blocks|stage_\d+)\.py|stage-\d{5}-of-\d{5}\.safetensors|__pycache__|"
+    r"(__init__|blocks|weights|stage_\d+)\.py|stage-\d{5}-of-\d{5}\.safetensors|__pycache__|"
     rf"{re.escape(MANIFEST)}|{re.escape(WEIGHTS_INDEX)}"
 )
 
@@ -26,7 +26,7 @@ _OF_A_PACKAGE = re.compile(
 def write_package(
     plan: Plan,
     out: str | PathLike[str],
-    weights: bool = True,
+    weights: bool | str | PathLike[str] = True,
     overwrite: bool = False,
     source: ModelSource | None = None,
 ) -> Package:
@@ -37,30 +37,43 @@ def write_package(
     Args:
         plan: from :func:`pipegraph.plan`.
         out: the folder. It must not exist, be empty, or hold a package that pipegraph wrote.
-        weights: write parameters; buffers are written in any case.
+        weights: write parameters: the model's own or, with a path, those of a Hugging Face checkpoint, with the buffers
+            of ``state_dict()``; the model may then be on the meta device. All other buffers are the model's, and are
+            written in any case.
         overwrite: replace a package that stands there, edited by hand or not.
         source: where the model came from, for the manifest.
 
     Raises:
         PackageError: the folder holds other files, or a package and ``overwrite`` is not given; or there are no
-        weights.
+        weights, or not those of this model.
         CaptureError: an operation comes from a library that a package could not import.
     """
     folder = Path(out)
-    _check_folder(folder, overwrite)
-    files, manifest = generate(plan, weights, source)
-    shards = shard_plan(plan.captured, plan.stages, weights)
+    check_folder(folder, overwrite)
+    checkpoint = None if isinstance(weights, bool) else checkpoint_folder(weights)
+    files, manifest = generate(plan, bool(weights), source)
+    shards = shard_plan(plan.captured, plan.stages, bool(weights))
     with _beside(folder) as staging:
         for name, text in files.items():
             (staging / name).write_text(text, encoding="utf-8")
-        write_weights(plan.captured, shards, staging)
         (staging / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        if checkpoint is None:
+            write_weights(plan.captured, shards, staging)
+        else:
+            write_weights(plan.captured, shard_plan(plan.captured, plan.stages, False), staging)
+            copy_weights(plan.captured, shards, staging, checkpoint)
     return Package.open(folder)
 
 
-def _check_folder(folder: Path, overwrite: bool) -> None:
+def check_folder(folder: Path, overwrite: bool) -> None:
+    """Refuse, before any work, a folder that could not be written or must not be replaced. Raises PackageError."""
     if folder.is_file():
         raise PackageError(f"{folder} is a file.\nTry: -o with another folder.")
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=above).cleanup()
+    except OSError as error:
+        raise _unwritable(folder, above, error) from None
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     foreign = _foreign_files(folder)
@@ -72,6 +85,12 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
     if not overwrite:
         held = _held(folder)
         raise PackageError(f"{folder} already holds {held}.\nTry: --overwrite to replace it, or -o with a new folder.")
+
+
+def _unwritable(folder: Path, above: Path, error: OSError) -> PackageError:
+    """``above`` is what stands of the path to the folder."""
+    why = f"takes no new folder ({error.strerror})" if above.is_dir() else "is a file, not a folder"
+    return PackageError(f"{folder} cannot be written: {above} {why}.\nTry: -o with another folder.")
 
 
 def _held(folder: Path) -> str:
@@ -98,8 +117,7 @@ def _beside(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        why = f"takes no new folder ({error.strerror})" if above.is_dir() else "is a file, not a folder"
-        raise PackageError(f"{folder} cannot be written: {above} {why}.\nTry: -o with another folder.") from error
+        raise _unwritable(folder, above, error) from None
     try:
         yield staging
         # As the user's umask wants it: mkdtemp and safetensors write for the owner alone.

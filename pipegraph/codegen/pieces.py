@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import torch
 from torch import nn
 
 from pipegraph.codegen.literals import literal
@@ -15,7 +16,7 @@ from pipegraph.codegen.literals import literal
 _STRING = r'"(?:[^"\\]|\\.)*"|' + r"'(?:[^'\\]|\\.)*'"
 _NUMBER = r"(?<![\w.])(?:\d+(?:\.\d*)?(?:e-?\d+)?|True|False)(?!\w)"
 # A call whose arguments hold no call; nothing else of a constructor's text has brackets but tuples.
-_CALL = r"(?<![\w.])(?P<callee>(?:nn\.)?[A-Za-z_]\w*)\((?P<inside>[^()\"']*)\)"
+_CALL = r"(?<![\w.])(?P<callee>(?:nn\.|F\.)?[A-Za-z_]\w*)\((?P<inside>[^()\"']*)\)"
 _PART = re.compile(f"(?P<string>{_STRING})|{_CALL}|(?P<number>{_NUMBER})")
 _MADE = re.compile(rf"(?P<string>{_STRING})|(?<![\w.])(?P<callee>[A-Za-z_]\w*)\((?P<bare>\))?")
 
@@ -34,7 +35,8 @@ class Hole:
 
 @dataclass(frozen=True)
 class Options:
-    """The named arguments of a ``torch.nn`` module's constructor that are numbers; those left out have defaults."""
+    """The named arguments of a ``torch.nn`` module's constructor, or of a function ``F.…``, that are numbers; those
+    left out have defaults."""
 
     module: str
     given: tuple[tuple[str, str], ...]
@@ -80,7 +82,7 @@ def pieces(text: str, arguments: Mapping[str, tuple[str, ...]]) -> Iterator[Piec
 def _call(callee: str, inside: str, arguments: Mapping[str, tuple[str, ...]]) -> Iterator[Piece]:
     """The pieces of ``callee(inside)``."""
     module = callee.removeprefix("nn.")
-    is_leaf = callee.startswith("nn.") and bool(_parameters(module))
+    is_leaf = callee.startswith(("nn.", "F.")) and bool(_parameters(module))
     formal = _parameters(module) if is_leaf else arguments.get(callee, ())
     given: list[tuple[str, str]] = []
     others = 0
@@ -96,8 +98,10 @@ def _call(callee: str, inside: str, arguments: Mapping[str, tuple[str, ...]]) ->
             continue
         yield f"{', ' if others else ''}{name}{equals}"
         others += 1
-        called = name or (formal[position] if position < len(formal) else "size")
-        yield Hole(value, called) if number else value
+        if number:
+            yield Hole(value, name or (formal[position] if position < len(formal) else "size"))
+        else:
+            yield from _numbers(value)
     if is_leaf:
         yield Options(module, tuple(given), leads=not others)
     yield ")"
@@ -114,6 +118,8 @@ def _numbers(text: str) -> Iterator[Piece]:
 
 @cache
 def _parameters(module: str) -> tuple[str, ...]:
+    if module.startswith("F."):
+        return tuple(argument.name for argument in _schema(module))
     cls = getattr(nn, module, None)
     return tuple(inspect.signature(cls).parameters) if isinstance(cls, type) else ()
 
@@ -121,8 +127,18 @@ def _parameters(module: str) -> tuple[str, ...]:
 @cache
 def _defaults(module: str) -> dict[str, str]:
     """The named arguments whose default is a number → that number."""
-    entries = inspect.signature(getattr(nn, module)).parameters.values()
-    return {each.name: literal(each.default) for each in entries if isinstance(each.default, (bool, int, float))}
+    if module.startswith("F."):
+        defaults = {each.name: each.default_value for each in _schema(module) if each.has_default_value()}
+    else:
+        entries = inspect.signature(getattr(nn, module)).parameters.values()
+        defaults = {each.name: each.default for each in entries}
+    return {name: literal(value) for name, value in defaults.items() if isinstance(value, (bool, int, float))}
+
+
+def _schema(function: str) -> Sequence[torch.Argument]:
+    """The arguments of the operation behind ``F.…``, where it is one; Python knows no signature of such functions."""
+    packet = getattr(torch.ops.aten, function.removeprefix("F."), None)
+    return packet.default._schema.arguments if packet is not None and packet.overloads() == ["default"] else ()
 
 
 def call_texts(text: str, calls: Mapping[str, str]) -> str:

@@ -16,8 +16,9 @@ from pipegraph.codegen.class_source import ClassSource
 from pipegraph.codegen.wrap import wrap
 
 _DOCSTRING_WIDTH = 112
-# Sizes stay on one line: their spaces are no-break spaces while a docstring is filled.
-_SIZES = re.compile(r"\[[\d, ]*\]")
+# A name and its shape stay on one line, and so do an arrow and what follows: their spaces are no-break spaces while a
+# docstring is filled.
+_SIZES = re.compile(r"(?:\w+ )?\w+\[[\d, ]*\]")
 _JOINED = "\u00a0"
 
 
@@ -60,6 +61,11 @@ def render_init(stages: Sequence[ClassSource], header: str) -> str:
     return _render("init.py.jinja", header=_docstring(header, 0), stages=[stage.name for stage in stages])
 
 
+def render_weights(header: str) -> str:
+    """``weights.py``."""
+    return _render("weights.py.jinja", header=_docstring(header, 0))
+
+
 def _render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
 
@@ -92,15 +98,16 @@ def _docstring(text: str, indent: int) -> list[str]:
     """A docstring as lines without indentation, broken where it is too long."""
     if len(text) + indent + 6 <= _DOCSTRING_WIDTH + 8:
         return [f'"""{text}"""']
-    head, *parts = _SIZES.sub(lambda found: found[0].replace(" ", _JOINED), text).split("  ")
+    joined = _SIZES.sub(lambda found: found[0].replace(" ", _JOINED), text)
+    head, *parts = joined.replace("→ ", f"→{_JOINED}").split("  ")
     lines = textwrap.wrap(head, _DOCSTRING_WIDTH - indent - 3, break_long_words=False, break_on_hyphens=False)
     body = [
         line
         for part in parts
         for line in textwrap.wrap(part, _DOCSTRING_WIDTH - indent, break_long_words=False, break_on_hyphens=False)
     ]
-    joined = [f'"""{lines[0]}', *lines[1:], *([""] if body else []), *body, '"""']
-    return [line.replace(_JOINED, " ") for line in joined]
+    filled = [f'"""{lines[0]}', *lines[1:], *([""] if body else []), *body, '"""']
+    return [line.replace(_JOINED, " ") for line in filled]
 
 
 def _indented(lines: Sequence[str], indent: int) -> list[str]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
 from pipegraph.codegen.attributes import Tree, access, assignments
 from pipegraph.codegen.blocks import Blocks, modules_of
-from pipegraph.codegen.body import Body
+from pipegraph.codegen.body import write_body
 from pipegraph.codegen.class_source import ClassSource, signature
 from pipegraph.codegen.literals import type_text
-from pipegraph.codegen.names import is_plain, literal_text, prose
+from pipegraph.codegen.names import is_plain, literal_text, prose, unused, variable
 from pipegraph.cost.stage import StageCost
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.stages import StageGraph
@@ -23,15 +24,16 @@ def stage_class(plan: Plan, blocks: Blocks, stage: StageGraph, names: Mapping[fx
     """``class Stage1``: its attributes, and a ``forward`` over blocks with loops rolled.
 
     Args:
-        names: of all values that cross, as the manifest has them; they are the arguments of ``forward``.
+        names: what the model's source calls the values that cross. ``forward`` takes and returns them by their
+            position in the manifest, so that only two of one stage need different names.
     """
     scope, tree = blocks.stage(stage)
-    parameters = [names[node] for node in stage.inputs]
+    parameters = _parameters(blocks, stage, names)
     captured = plan.captured
-    body = Body(scope, tree, parameters, blocks.origins, {node: names[node] for node in stage.outputs})
+    body = write_body(scope, tree, parameters, blocks.origins, {node: names[node] for node in stage.outputs})
     return ClassSource(
         name=f"Stage{stage.index}",
-        docstring=_docstring(plan, stage, parameters, names),
+        docstring=_docstring(plan, stage, parameters, body.results),
         assignments=(
             *assignments(tree),
             *_ties(captured, stage, tree),
@@ -39,14 +41,27 @@ def stage_class(plan: Plan, blocks: Blocks, stage: StageGraph, names: Mapping[fx
             *_modes(captured, modules_of(scope, tree), tree),
         ),
         parameters=tuple(parameters),
-        body=tuple(body.lines()),
+        body=body.lines,
     )
 
 
-def _docstring(plan: Plan, stage: StageGraph, parameters: Sequence[str], names: Mapping[fx.Node, str]) -> str:
+def _parameters(blocks: Blocks, stage: StageGraph, names: Mapping[fx.Node, str]) -> list[str]:
+    """The arguments of ``forward``. Of values with one name, some may have the name under which modules take them."""
+    count = Counter(names[node] for node in stage.inputs)
+    parameters: list[str] = []
+    for node in stage.inputs:
+        clashes = count[names[node]] > 1 and node.op != "placeholder"
+        wanted = (blocks.origins.taken_as(node, names[node]) if clashes else None) or names[node]
+        parameters.append(unused(variable(wanted, "x"), parameters))
+    return parameters
+
+
+def _docstring(plan: Plan, stage: StageGraph, parameters: Sequence[str], results: Sequence[str]) -> str:
     held = ", ".join(stage_modules(plan.captured, stage)).replace(" – ", " … ")
     taken = signature(parameters, stage.inputs, ()).removesuffix(" → ")
-    given = ", ".join(f"{names[node]} {type_text(node.meta['val'])}" for node in stage.outputs)
+    given = ", ".join(
+        f"{name} {type_text(node.meta['val'])}" for name, node in zip(results, stage.outputs, strict=True)
+    )
     return f"{prose(held)}.  {taken} → {given}.  {cost_text(plan.costs[stage.index])}."
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import fx
 
 from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope
 from pipegraph.codegen.origins import Origins, Statement
+from pipegraph.codegen.turns import turns
 
 # Operations that give the same tensor, or a part of it, in another shape or dtype.
 _RESHAPING = frozenset(
     {
         *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
-        *("transpose", "permute", "contiguous", "to", "select"),
+        *("transpose", "permute", "contiguous", "to", "select", "repeat_interleave"),
     }
 )
 
@@ -24,15 +25,23 @@ class ValueNames:
     """Names for the values of one scope.
 
     Without ``origins`` all values are called ``v``. ``wanted`` names values that the source leaves unnamed,
-    ``parameters`` the arguments of the ``forward``.
+    ``parameters`` the arguments of the ``forward``. Of values whose name is one of ``clashes``, those that modules take
+    under another name are called by that.
     """
 
     def __init__(
-        self, scope: Scope, origins: Origins | None, wanted: Mapping[fx.Node, str], parameters: Mapping[fx.Node, str]
+        self,
+        scope: Scope,
+        origins: Origins | None,
+        wanted: Mapping[fx.Node, str],
+        parameters: Mapping[fx.Node, str],
+        clashes: Container[str] = (),
     ) -> None:
+        self._clashes = clashes
         self._origins = origins
         self._wanted = wanted
         self._parameters = parameters
+        self._makers = {node: item for item in scope.items for node in item.makes}
         self._chain = {item: self._find_chain(item) for item in scope.items} if origins else {}
         self._given = self._name_results(scope)
 
@@ -40,8 +49,33 @@ class ValueNames:
         """The name of a value that ``item`` makes."""
         if self._origins is None:
             return "v"
+        name = self._in_source(item, node)
+        if name not in self._clashes:
+            return name
+        other = None if node in self._given else self._helper_name(node)
+        return self._origins.taken_as(node, name) or other or name
+
+    def _in_source(self, item: Item, node: fx.Node) -> str:
         named = self._given.get(node) or self._wanted.get(node) or self._inner_name(item, node)
-        return named or self._helper_name(node) or self._name_of_content(node) or _default_name(item)
+        named = named or self._helper_name(node, innermost=True) or self._name_of_content(node)
+        named = named or self._helper_name(node) or self._name_of_statement(item)
+        return named or _default_name(item)
+
+    def of_result(self, node: fx.Node) -> str:
+        """The name of a value that is returned as an expression."""
+        return self._wanted.get(node) or "output"
+
+    def is_named(self, node: fx.Node) -> bool:
+        """Whether the source gives a value a name of its own."""
+        return self._origins is not None and (node in self._given or self._helper_name(node) is not None)
+
+    def is_renewed(self, node: fx.Node) -> bool:
+        """Whether the only thing that becomes of a value is the same in another shape, under the same name:
+        ``position_ids = position_ids.unsqueeze(0)``."""
+        (user,) = node.users if len(node.users) == 1 else (None,)
+        maker = self._makers.get(user) if user is not None and _is_reshaping(user) else None
+        chain = self._chain.get(maker, ()) if maker is not None else ()
+        return bool(chain) and chain[-1].targets == (self._given.get(node),)
 
     def is_nameless(self, item: Item, node: fx.Node) -> bool:
         """Whether the source makes a value inside an expression, so that it may stand inside one again."""
@@ -50,16 +84,31 @@ class ValueNames:
 
     def _name_of_content(self, node: fx.Node) -> str | None:
         """A tensor in another shape keeps its name: ``cos = cos.unsqueeze(1)``."""
-        target = node.target
-        while isinstance(target, torch._ops.OpOverload) and target._opname in _RESHAPING:
-            if not isinstance(node.args[0], fx.Node):
-                return None
+        while _is_reshaping(node) and isinstance(node.args[0], fx.Node):
             node = node.args[0]
-            target = node.target
             name = self._given.get(node) or self._wanted.get(node) or self._parameters.get(node)
+            if name is None and node.op == "get_attr":
+                name = str(node.target).rpartition(".")[2]
             if name:
                 return name
-        return _operation_name(target) if isinstance(target, torch._ops.OpOverload) else None
+        return None
+
+    def _name_of_statement(self, item: Item) -> str | None:
+        """A step within a statement goes by the name of what the statement makes, if it works on values itself."""
+        if not item.reads:
+            return None
+        return next((each.targets[0] for each in reversed(self._statements(item)) if len(each.targets) == 1), None)
+
+    def statement(self, item: Item) -> Statement | None:
+        """The innermost statement of the source that an item is a part of."""
+        return next(reversed(self._statements(item)), None)
+
+    def _statements(self, item: Item) -> tuple[Statement, ...]:
+        """The innermost statement in a ``forward`` that led to an item, and those in the functions that it calls."""
+        if self._origins is None:
+            return ()
+        helpers = self._origins.of_helpers(item.node) if isinstance(item, Operation) else ()
+        return (*self._chain.get(item, ())[-1:], *helpers)
 
     def _inner_name(self, item: Item, node: fx.Node) -> str | None:
         """Where a call gives several values, what its own source calls each."""
@@ -68,16 +117,27 @@ class ValueNames:
         several = len(item.makes) > 1 or (outside and len(outside[-1].targets) > 1)
         return self._origins.own_name(node) if several and not isinstance(item, Operation) else None
 
-    def _helper_name(self, node: fx.Node) -> str | None:
-        """What a function that ``forward`` calls names the result of one of its statements."""
+    def _helper_name(self, node: fx.Node, innermost: bool = False) -> str | None:
+        """What a function that ``forward`` calls names the result of one of its statements; for what a function
+        returns, what the function that calls it names that."""
         assert self._origins is not None
-        statement = self._origins.of_helper(node)
-        if statement is None or any(self._within(user, statement) for user in node.users):
-            return None
+        for statement in self._origins.of_helpers(node)[::-1][: 1 if innermost else None]:
+            targets = statement.targets
+            if any(self._within(user, statement) for user in node.users):
+                return None
+            if node.target is operator.getitem and len(targets) == len(node.args[0].meta["val"]):  # type: ignore[union-attr]
+                return targets[int(node.args[1])]  # type: ignore[arg-type]
+            if targets:
+                return targets[0] if len(targets) == 1 else self._name_in_row(node, statement)
+        return None
+
+    def _name_in_row(self, node: fx.Node, statement: Statement) -> str | None:
+        """The name of one of the operations of ``x1, x2 = x[::2], x[1::2]``, which may run several times."""
+        assert self._origins is not None
+        made = [each for each in self._makers if self._origins.of_helpers(each)[-1:] == (statement,)]
+        row = [each for each in made if not any(self._within(user, statement) for user in each.users)]
         targets = statement.targets
-        if node.target is operator.getitem and len(targets) == len(node.args[0].meta["val"]):  # type: ignore[union-attr]
-            return targets[int(node.args[1])]  # type: ignore[arg-type]
-        return targets[0] if len(targets) == 1 else None
+        return targets[row.index(node) % len(targets)] if node in row and len(row) % len(targets) == 0 else None
 
     def _within(self, node: fx.Node, statement: Statement) -> bool:
         assert self._origins is not None
@@ -85,23 +145,24 @@ class ValueNames:
 
     def _name_results(self, scope: Scope) -> dict[fx.Node, str]:
         """The values that the model's source names: what a statement leaves for others is what it assigns."""
-        maker = {node: item for item in scope.items for node in item.makes}
+        maker = self._makers
         readers: dict[fx.Node, list[Item]] = {}
         for item in scope.items:
             for node in dict.fromkeys(item.reads):
                 readers.setdefault(node, []).append(item)
-        results: dict[Statement, list[fx.Node]] = {}
+        results: dict[tuple[Statement, int], list[fx.Node]] = {}
+        turn = turns(self._chain)
         for item, chain in self._chain.items():
             for node in item.makes if chain else ():
                 if isinstance(item, Operation) and isinstance(node.meta.get("val"), (tuple, list)):
                     continue
-                same_turn = [reader for reader in readers.get(node, ()) if not _next_turn(item, reader)]
-                if not any(chain[-1] in self._chain[reader] for reader in same_turn):
-                    results.setdefault(chain[-1], []).append(node)
+                inside = [reader for reader in readers.get(node, ()) if chain[-1] in self._chain[reader]]
+                if all(self._chain[reader][-1] is chain[-1] and turn[reader] != turn[item] for reader in inside):
+                    results.setdefault((chain[-1], turn[item]), []).append(node)
         names: dict[fx.Node, str] = {}
         if self._origins is None:
             return names
-        for statement, nodes in results.items():
+        for (statement, _), nodes in results.items():
             targets = statement.targets
             if len(targets) == 1 and len({maker[node] for node in nodes}) == len(nodes):
                 names |= dict.fromkeys(nodes, targets[0])
@@ -126,13 +187,8 @@ class ValueNames:
         return self._origins.of_call(call.fqn, call.nodes[-1])
 
 
-def _next_turn(item: Item, reader: Item) -> bool:
-    """Whether a reader in the same statement runs in the next turn of a loop of the model's source."""
-    if isinstance(item, Operation) or isinstance(reader, Operation):
-        return False
-    first = item.calls[-1].fqn if isinstance(item, Loop) else item.fqn
-    second = reader.calls[0].fqn if isinstance(reader, Loop) else reader.fqn
-    return first.rpartition(".")[0] == second.rpartition(".")[0] and second.rpartition(".")[2].isdigit()
+def _is_reshaping(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _RESHAPING
 
 
 def _default_name(item: Item) -> str:

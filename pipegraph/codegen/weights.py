@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from pipegraph.errors import PackageError
 from pipegraph.graph.captured import Captured, State
 from pipegraph.graph.stages import StageGraph
-from pipegraph.package import WEIGHTS_INDEX
+from pipegraph.package import WEIGHTS_INDEX, Package
 from pipegraph.progress import counted
 
 
@@ -28,8 +30,13 @@ def shard_plan(captured: Captured, stages: Sequence[StageGraph], weights: bool) 
         new = tuple(name for name in dict.fromkeys(names) if name not in placed)
         placed.update(new)
         if new:
-            shards[f"stage-{stage.index:05}-of-{len(stages):05}.safetensors"] = new
+            shards[shard_name(stage.index, len(stages))] = new
     return shards
+
+
+def shard_name(stage: int, stages: int) -> str:
+    """The file that holds a stage's tensors."""
+    return f"stage-{stage:05}-of-{stages:05}.safetensors"
 
 
 def _is_value(entry: State) -> bool:
@@ -37,7 +44,7 @@ def _is_value(entry: State) -> bool:
 
 
 def write_weights(captured: Captured, shards: dict[str, tuple[str, ...]], folder: Path) -> None:
-    """Write the shards and ``model.safetensors.index.json``.
+    """Write the shards and ``model.safetensors.index.json``, from the model's own tensors.
 
     Raises:
         PackageError: a tensor is on the meta device, so that there is no value to write.
@@ -47,6 +54,40 @@ def write_weights(captured: Captured, shards: dict[str, tuple[str, ...]], folder
     for file, names in counted("writing weights of stages", shards.items()):
         _check_values(captured, names)
         save_file({name: captured.tensors[name].cpu().contiguous().clone() for name in names}, folder / file)
+    _write_index(captured, shards, folder)
+
+
+def copy_weights(
+    captured: Captured, shards: dict[str, tuple[str, ...]], folder: Path, checkpoint: str | PathLike[str]
+) -> None:
+    """Write the weights of a Hugging Face checkpoint into a package without any, one stage at a time.
+
+    Each stage reads them as it would to be run; tensors that the checkpoint has as they are go from file to file
+    without being held in memory.
+
+    Raises:
+        PackageError: the checkpoint is not one of this model, or damaged.
+    """
+    from safetensors.torch import save_file
+
+    package = Package.open(folder)
+    for stage in counted("copying weights of stages", package.manifest.stages):
+        file = shard_name(stage.index, len(package.manifest.stages))
+        if file not in shards:
+            continue
+        module = package.load_stage(stage.index, weights=checkpoint)
+        found = dict(
+            chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        )
+        tensors = {captured.state[name].canonical: tensor.detach() for name, tensor in found.items()}
+        written = folder / f".{file}"  # a stage may read what stands there now
+        save_file({name: tensors[name] for name in shards[file]}, written)
+        del module, found, tensors
+        written.replace(folder / file)
+    _write_index(captured, shards, folder)
+
+
+def _write_index(captured: Captured, shards: dict[str, tuple[str, ...]], folder: Path) -> None:
     weight_map = {name: file for file, names in shards.items() for name in names}
     total = sum(captured.tensors[name].numel() * captured.tensors[name].element_size() for name in weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

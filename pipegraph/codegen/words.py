@@ -11,8 +11,11 @@ from torch import fx
 from pipegraph.codegen.class_source import signature
 from pipegraph.codegen.names import prose, unused, variable
 from pipegraph.codegen.origins import Origins
+from pipegraph.graph.call_values import handed
 from pipegraph.graph.calls import Call, call_tree
 from pipegraph.graph.captured import Captured
+
+_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.type_as.default)
 
 
 class Words:
@@ -29,15 +32,12 @@ class Words:
         self._size = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
         self.returned_together: set[fx.Node] = set()
 
-    def parameters(self, fqn: str, reads: Sequence[fx.Node], inside: fx.Node | None = None) -> list[str]:
-        """Names for the arguments of ``forward``: the module's own, as far as its caller's source tells which is which
-        (and for the first one in any case), else the values' names."""
-        values = [self.value_name(node) for node in reads]
-        formal = self._origins.formal_names(fqn, inside) if inside is not None else {}
-        first = None if set(values) & set(formal) else self._origins.parameter_name(fqn)
+    def parameters(self, call: Call, reads: Sequence[fx.Node]) -> list[str]:
+        """Names for the arguments of ``forward``: the module's own for what it was handed, else the values' names."""
         names: list[str] = []
-        for position, value in enumerate(values):
-            wanted = formal.get(value) or (first if position == 0 else None) or value
+        for node in reads:
+            place = handed(node, call.call)
+            wanted = place.name if place is not None and place.name else self.value_name(node)
             names.append(unused(variable(wanted or "x", "x"), names))
         return names
 
@@ -55,10 +55,10 @@ class Words:
             chain = self._origins.of_call(fqn, node) if ends and call not in self._opened else ()
             if chain and len(chain[-1].targets) == 1:
                 return chain[-1].targets[0]
-        chain = self._origins.of_operation(node)
+        chain = tuple(each for each in self._origins.of_operation(node) if not each.is_of_torch)
         if chain and len(chain[-1].targets) == 1:
             return chain[-1].targets[0]
-        if node.target is torch.ops.aten.to.dtype and isinstance(node.args[0], fx.Node):
+        if node.target in _CASTS and isinstance(node.args[0], fx.Node):
             return self.value_name(node.args[0], default)  # a cast keeps the name
         operation = node.target._opname.strip("_") if isinstance(node.target, torch._ops.OpOverload) else "x"
         return default or operation

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 LINE_LENGTH = 120
 _OPEN, _CLOSE = "([{", ")]}"
+# From the loosest to the strongest.
+_OPERATORS = (
+    ("==", "!=", "<=", ">=", "<", ">"),
+    ("|",),
+    ("^",),
+    ("&",),
+    ("<<", ">>"),
+    ("+", "-"),
+    ("*", "/", "@", "%", "//"),
+    ("**",),
+)
+_OPERATOR = re.compile(f" ({'|'.join(re.escape(symbol) for symbols in _OPERATORS for symbol in symbols)}) ")
 
 
 def wrap(line: str, indent: int) -> list[str]:
-    """``line`` at ``indent`` spaces, broken inside its last bracket if it is too long.
+    """``line`` at ``indent`` spaces, broken if it is too long.
 
-    First the bracket's content goes on a line of its own (arguments of a call only), then every element on its own
-    line with a trailing comma.
+    The value of an assignment or a ``return`` that is a row of operators or of methods goes into brackets. All else is
+    broken inside its last bracket: first the content goes on a line of its own (arguments of a call only), then every
+    element on its own line with a trailing comma.
     """
     pad = " " * indent
     if len(pad + line) <= LINE_LENGTH:
         return [pad + line]
-    start, stop = _last_bracket(line)
+    target, value = _statement(line)
+    if target and _goes_into_brackets(value):
+        return [f"{pad}{target}(", *_in_brackets(value, indent + 4), f"{pad})"]
+    start, stop = _last_bracket(line, LINE_LENGTH - indent)
     if start < 0:
         return [pad + line]
     head, content, tail = line[: start + 1], line[start + 1 : stop], line[stop:]
@@ -26,7 +44,7 @@ def wrap(line: str, indent: int) -> list[str]:
     literal = not head[:-1] or head[-2] in " =([{"
     if len(inner + content) <= LINE_LENGTH and not content.endswith(",") and not (literal and len(elements) > 1):
         return [pad + head, inner + content, pad + tail]
-    if " for " in content and len(elements) == 1 and head.endswith("{"):
+    if " for " in content and len(elements) == 1 and head[-1] in "[{":
         before, _, after = content.rpartition(" for ")
         return [pad + head, *wrap(before, indent + 4), f"{inner}for {after}", pad + tail]
     if len(elements) == 1 and content[-1] in _CLOSE:
@@ -38,19 +56,77 @@ def wrap(line: str, indent: int) -> list[str]:
     return [*lines, pad + tail]
 
 
-def _last_bracket(line: str) -> tuple[int, int]:
-    """Positions of the outermost bracket pair that closes last."""
-    depth, start, found = 0, -1, (-1, -1)
-    for position, character in _code(line):
-        if character in _OPEN:
-            if depth == 0:
-                start = position
-            depth += 1
-        elif character in _CLOSE:
-            depth -= 1
-            if depth == 0 and position - start > 1:
-                found = (start, position)
+def reads_well(line: str, indent: int) -> bool:
+    """Whether a line fits, or can be broken so that no method follows behind the break: not at ``x.view(…).to(…)``."""
+    value = _statement(line)[1]
+    return len(line) + indent <= LINE_LENGTH or not _methods(value) or _goes_into_brackets(value)
+
+
+def _statement(line: str) -> tuple[str, str]:
+    """``x = `` and the value, ``return `` and the value; nothing and the line for all else."""
+    if line.startswith("return "):
+        return "return ", line.removeprefix("return ")
+    positions = [position for position, depth in _depths(line) if not depth and line.startswith(" = ", position)]
+    return (line[: positions[0] + 3], line[positions[0] + 3 :]) if positions else ("", line)
+
+
+def _goes_into_brackets(value: str) -> bool:
+    """Whether a formatter breaks a value at its operators or its methods, and not inside the bracket where it ends (or
+    begins)."""
+    if "," in (value[position] for position, depth in _depths(value) if not depth):
+        return False
+    operators = _loosest_operators(value)
+    if operators:
+        ends = value[-1] in _CLOSE and value[-2] not in _OPEN
+        return len(operators) > 1 or not (ends or value[0] in _OPEN)
+    return len(_methods(value)) > 1
+
+
+def _methods(value: str) -> list[int]:
+    """The positions of the brackets, outside of others, behind which a method follows."""
+    return [at for at, depth in _depths(value) if not depth and value[at] in _CLOSE and value[at + 1 : at + 2] == "."]
+
+
+def _in_brackets(value: str, indent: int) -> list[str]:
+    """A value on a line of its own, or broken before each of its loosest operators."""
+    if len(value) + indent <= LINE_LENGTH:
+        return [" " * indent + value]
+    starts = [0, *(position + 1 for position in _loosest_operators(value)), len(value) + 1]
+    parts = [value[start : stop - 1] for start, stop in pairwise(starts)]
+    return [line for part in parts for line in wrap(part, indent)]
+
+
+def _loosest_operators(value: str) -> list[int]:
+    """The positions of the blanks before the operators that bind loosest, outside brackets."""
+    found: dict[int, list[int]] = {}
+    for position, depth in _depths(value):
+        match = _OPERATOR.match(value, position) if not depth else None
+        if match:
+            strength = next(row for row, symbols in enumerate(_OPERATORS) if match[1] in symbols)
+            found.setdefault(strength, []).append(position)
+    return found[min(found)] if found else []
+
+
+def _last_bracket(line: str, width: int) -> tuple[int, int]:
+    """Positions of the outermost bracket pair that closes last, of those whose line up to it is no longer than
+    ``width``."""
+    start, found = -1, (-1, -1)
+    for position, depth in _depths(line):
+        if line[position] in _OPEN and not depth:
+            start = position
+        elif line[position] in _CLOSE and not depth and position - start > 1 and (start < width or found[0] < 0):
+            found = (start, position)
     return found
+
+
+def _depths(text: str) -> Iterator[tuple[int, int]]:
+    """The characters outside string literals: their positions, and how many brackets stand around each (a bracket
+    itself counts as outside)."""
+    depth = 0
+    for position, character in _code(text):
+        depth -= character in _CLOSE
+        yield position, depth
+        depth += character in _OPEN
 
 
 def _split(content: str) -> list[str]:

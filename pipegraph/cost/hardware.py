@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,11 @@ class Hardware:
         """What the system takes to provide the memory of a new tensor of so many bytes."""
         return 0.0 if self.first_touch is None or not size else size / self.first_touch.at(bytes=size)
 
+    @property
+    def figures(self) -> Hardware:
+        """The profile without its name, sources and correction: equal for one device as it was measured once."""
+        return replace(self, name="", measured_ratio=UNCORRECTED, sources={})
+
     def link(self, rank: int, other: int) -> Link:
         """The link from a rank to another."""
         return self.links.between(rank, other)
@@ -107,7 +112,14 @@ class Hardware:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is no text"
             raise PipegraphError(f"the hardware profile {file} cannot be read: {why}.") from None
-        return cls.from_json(text, where=str(file))
+        found = cls.from_json(text, where=str(file))
+        if found.name in cls.names() and found.figures != cls.load(found.name).figures:
+            raise PipegraphError(
+                f'{file} calls its profile "{found.name}", as pipegraph calls one of its own, and has other figures: a '
+                f'package would not tell which of them priced it.\nTry: another "name" in it, such as '
+                f'"{found.name}-here".'
+            )
+        return found
 
     @classmethod
     def from_json(cls, text: str, where: str = "this profile") -> Hardware:
@@ -169,6 +181,15 @@ class Hardware:
         """What `from_json` reads; a row of figures stands in one line."""
         text = json.dumps(self.as_dict(), indent=1, ensure_ascii=False)
         return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text) + "\n"
+
+
+def check_new(file: Path) -> None:
+    """Refuse a new file whose profile, which is called as the file, would have the name of one that pipegraph has."""
+    if file.stem in Hardware.names():
+        raise PipegraphError(
+            f'A profile is called as its file, and pipegraph has a profile "{file.stem}" of its own.\n'
+            f"Try: {file.with_stem(f'{file.stem}-here')}."
+        )
 
 
 _MEASURE = "Try: pipegraph calibrate -o hardware.json, which measures this machine."

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,13 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pipegraph.errors import CaptureError
+from pipegraph.graph.buffer_casts import follow_buffers
+from pipegraph.graph.call_values import plain
 from pipegraph.graph.captured import Captured, Module, State, label_of
 from pipegraph.graph.compare_modes import runs_alike
 from pipegraph.graph.export import export, export_in
 from pipegraph.graph.flatten import flatten
+from pipegraph.graph.layouts import loosen_views
 from pipegraph.graph.modes import differs_by_mode, follow_modes
 from pipegraph.graph.segments import find_segments
 from pipegraph.graph.simplify import simplify
@@ -54,6 +56,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     exported, training = export(model, args, kwargs)
     next(phases)
     graph = flatten(exported, state, tensors)
+    follow_buffers(graph, state)
     simplify(graph)
     next(phases)
     if training and differs_by_mode(graph, modules):
@@ -61,6 +64,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
         other = graph if alike else _in_evaluation(model, args, kwargs, state, tensors)
         if other is not None:
             follow_modes(graph, other, modules)
+    loosen_views(graph)
     next(phases)
     inputs, constants = _inputs(exported, args, kwargs)
     captured = Captured(
@@ -88,9 +92,11 @@ def _in_evaluation(
     """The graph of the model in evaluation mode; None where that cannot be traced."""
     try:
         exported = export_in(dict.fromkeys(model.modules(), False), model, args, kwargs)
-        graph = flatten(exported, dict(state), dict(tensors))
+        state = dict(state)
+        graph = flatten(exported, state, dict(tensors))
     except Exception:  # the mode that the stages follow was captured; this one is only compared with it
         return None
+    follow_buffers(graph, state)
     simplify(graph)
     return graph
 
@@ -166,7 +172,7 @@ def _inputs(
                 )
             constants[name] = leaf
         labels.append(name)
-    nested = _plain(pytree.tree_unflatten(labels, spec))
+    nested = plain(pytree.tree_unflatten(labels, spec))
     return (tuple(nested[0]), nested[1]), constants
 
 
@@ -185,15 +191,4 @@ def _outputs(graph: fx.Graph, exported: torch.export.ExportedProgram) -> Any:
             )
     spec = exported.call_spec.out_spec
     assert spec is not None
-    return _plain(pytree.tree_unflatten(leaves, spec))
-
-
-def _plain(tree: Any) -> Any:
-    """Lists and dicts only: a named tuple becomes a list, a dataclass or a ``ModelOutput`` a dict."""
-    if isinstance(tree, Mapping):
-        return {str(key): _plain(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_plain(value) for value in tree]
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return {entry.name: _plain(getattr(tree, entry.name)) for entry in fields(tree)}
-    return tree
+    return plain(pytree.tree_unflatten(leaves, spec))

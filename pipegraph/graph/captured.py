@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -69,8 +71,9 @@ class Captured:
     ``call_function`` nodes (ATen operations in the order the model ran them) and one ``output`` node. Of the
     metadata of a node, ``val`` is a fake tensor with its shape and dtype, ``path`` the module calls it ran in,
     outermost first, as (call, FQN) pairs, ``requires_grad`` whether a gradient flows through it, ``regions`` the
-    ``no_grad`` and ``autocast`` blocks around it, ``in_every_mode`` whether it drops values in evaluation mode too, and
-    ``stack_trace`` the lines of source that made it.
+    ``no_grad`` and ``autocast`` blocks around it, ``in_every_mode`` whether it drops values in evaluation mode too,
+    ``stack_trace`` the lines of source that made it, and ``handed`` and ``returned`` the calls that took it as an
+    argument or gave it back.
 
     Attributes:
         model_name: class name of the model.
@@ -99,6 +102,11 @@ class Captured:
     def nodes(self) -> tuple[fx.Node, ...]:
         """The operations, in the order in which the model ran them; markers left out."""
         return tuple(node for node in self.graph.nodes if node.op == "call_function" and node.target is not split_point)
+
+    @cached_property
+    def operations_of(self) -> Mapping[str, int]:
+        """How many operations each call of a module ran, those of inner calls included."""
+        return Counter(call for node in self.nodes for call, _ in path_of(node))
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

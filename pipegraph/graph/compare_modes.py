@@ -50,7 +50,8 @@ def _operations(model: nn.Module, training: bool, args: tuple[Any, ...], kwargs:
 
 
 class _Record(TorchDispatchMode):
-    """Lists the operations that run, with a description of their arguments."""
+    """Lists the operations that run, with a description of their arguments; not questions such as where a tensor is,
+    which a dropout of nothing asks in training mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,8 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        self.operations.append((func, pytree.tree_map(_described, (args, kwargs))))
+        if func.namespace != "prim":
+            self.operations.append((func, pytree.tree_map(_described, (args, kwargs))))
         return func(*args, **kwargs)
 
 

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx.proxy import TracerBase
 
 from pipegraph.errors import CaptureError
+from pipegraph.graph.call_values import calls_recorded
 from pipegraph.graph.explain import explain, summary
 from pipegraph.graph.fake import fake_parameters
 
@@ -57,6 +58,7 @@ def export_in(
         fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
         _custom_backwards_named(),
         _helpers_traced(),
+        calls_recorded(),
         warnings.catch_warnings(),
     ):
         # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.

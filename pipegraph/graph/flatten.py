@@ -10,6 +10,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 
 from pipegraph.errors import CaptureError
+from pipegraph.graph.call_values import copy_marks
 from pipegraph.graph.captured import State, source_line
 
 _NO_GRAD = "wrap_with_set_grad_enabled"
@@ -64,6 +65,7 @@ class _Flattening:
                 "hold.\nTry: keep tensors, numbers and modules in the model, and build other objects inside forward."
             )
         placed.meta["val"] = node.meta["val"]
+        copy_marks(node, placed)
         return placed
 
     def _get_attr(self, node: fx.Node, fqn: str) -> fx.Node:
@@ -149,6 +151,7 @@ class _Flattening:
             "in_every_mode": False,
             "stack_trace": node.meta.get("stack_trace") or "",
         }
+        copy_marks(node, placed)
         return placed
 
 

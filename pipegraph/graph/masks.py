@@ -47,14 +47,13 @@ class _Band:
 def plain_masks(graph: fx.Graph) -> None:
     """graph → graph: fixed masks become ``torch.ones(…).tril()`` and the like, a causal one of an attention
     ``is_causal=True``; one that masks nothing goes."""
-    fixed: dict[fx.Node, torch.Tensor] = {}
     unknown: set[fx.Node] = set()
     bands: dict[fx.Node, _Band] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_fixed(node, unknown):
             unknown.add(node)
         elif _is_mask(node) and _leaves_masks(node, unknown):
-            band = _band(_computed(node, fixed))
+            band = _band(_computed(node))
             if band is not None and _recipe(node) > _OPERATIONS:
                 bands[_write(node, band)] = band
     for mask, band in bands.items():
@@ -95,26 +94,43 @@ def _recipe(node: fx.Node) -> int:
     return len(own)
 
 
-def _computed(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
-    """The value of a fixed operation."""
-    if node not in known:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda parent: _computed(parent, known))
+def _computed(node: fx.Node) -> torch.Tensor:
+    """The value of a fixed operation. What it is made of is let go as soon as it has been read: one such value may take
+    half a gigabyte."""
+    made: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if each not in made:
+            made.add(each)
+            waiting.extend(each.all_input_nodes)
+    order = sorted(made)
+    last = {parent: each for each in order for parent in each.all_input_nodes}
+    values: dict[fx.Node, torch.Tensor] = {}
+    for each in order:
+        args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
         kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
         with torch.no_grad():
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return known[node]
+            values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
+        del args, kwargs
+        for parent in each.all_input_nodes:
+            if last[parent] is each:
+                del values[parent]
+    return values[node]
 
 
 def _band(mask: torch.Tensor) -> _Band | None:
-    """The band that every [rows, columns] matrix of a mask is; None for any other pattern."""
+    """The band that every [rows, columns] matrix of a mask is; None for any other pattern.
+
+    Every diagonal starts in the first column or the first row: these say where the band would lie.
+    """
     rows, columns = mask.shape[-2:]
     matrix = mask[(0,) * (mask.dim() - 2)]
-    offsets = torch.arange(columns) - torch.arange(rows).unsqueeze(1)
-    held = offsets[matrix]
+    held = torch.cat([matrix[1:, 0].flip(0), matrix[0]]).nonzero()
     if not held.numel():
         return None
-    band = _Band(rows, columns, int(held.min()), int(held.max()))
-    same = torch.equal(matrix, (offsets >= band.lowest) & (offsets <= band.highest))
+    band = _Band(rows, columns, int(held[0]) - (rows - 1), int(held[-1]) - (rows - 1))
+    same = torch.equal(matrix, torch.ones(rows, columns, dtype=torch.bool).tril_(band.highest).triu_(band.lowest))
     return band if same and torch.equal(mask, matrix.expand(mask.shape)) else None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,15 +37,37 @@ def follow_modes(training: fx.Graph, evaluation: fx.Graph, modules: Mapping[str,
         [node for node in graph.nodes if node.op == "call_function" and not _in_torch_layer(node, modules)]
         for graph in (training, evaluation)
     )
-    pairs = list(zip(first, second, strict=False))
-    for node, other in pairs:
-        if node.target != other.target:
+    waiting = deque(second)
+    for node in first:
+        while waiting and _operation(waiting[0]) != _operation(node) and _changes_nothing(waiting[0]):
+            waiting.popleft()
+        if waiting and _same_place(node, waiting[0]):
+            other = waiting.popleft()
+            if (node.target in _DROPOUTS and other.args[2]) or (_attention_dropout(node) and _attention_dropout(other)):
+                node.meta["in_every_mode"] = True
+        elif node.target not in (*_DROPOUTS, aten.contiguous.default):
             _warn(node)
             return
-        if (node.target in _DROPOUTS and other.args[2]) or (_attention_dropout(node) and _attention_dropout(other)):
-            node.meta["in_every_mode"] = True
-    if len(first) != len(second):
-        _warn((first if len(first) > len(second) else second)[len(pairs)])
+    left = [node for node in waiting if not _changes_nothing(node)]
+    if left:
+        _warn(left[0])
+
+
+def _same_place(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two operations are one in two modes. A dropout may be missing in evaluation mode, where the next one must
+    not be taken for it; so may ``contiguous()``, where the kernel that the mode calls left nothing to rearrange."""
+    same = _operation(node) == _operation(other)
+    return same and (node.target not in _DROPOUTS or source_line(node) == source_line(other))
+
+
+def _operation(node: fx.Node) -> Any:
+    """A ``view`` that a mode needs no ``contiguous()`` for is the ``reshape`` of the mode that needed one."""
+    return aten.reshape.default if node.target is aten.view.default else node.target
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """Of the graph in evaluation mode."""
+    return (node.target in _DROPOUTS and not node.args[2]) or node.target is aten.contiguous.default
 
 
 def _warn(node: fx.Node) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
+from pipegraph.graph.buffer_casts import FOLLOWS
+from pipegraph.graph.call_values import copy_marks
 from pipegraph.graph.captured import on_meta
 from pipegraph.graph.masks import plain_masks
+from pipegraph.graph.memory import is_written, readers_of, viewed_by, written_by
+from pipegraph.graph.views import plain_views
 
 aten = torch.ops.aten
 
@@ -23,6 +26,15 @@ _CASTS = (
     aten._to_copy.default,
     aten.type_as.default,
 )
+_WITH_DTYPE = (
+    aten.softmax.int,
+    aten.log_softmax.int,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.cumsum.default,
+)
 _COPIES = (aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
@@ -30,10 +42,12 @@ def simplify(graph: fx.Graph) -> None:
     """Run all passes, in their order."""
     drop_assertions(graph)
     drop_identities(graph)
+    drop_own_dtypes(graph)
     plain_masks(graph)
     place_updates(graph)
     make_functional(graph)
     drop_identities(graph)  # once more: x + 0 is one only when nothing writes into its result any longer
+    plain_views(graph)
     drop_dead(graph)
     mark_gradients(graph)
 
@@ -51,7 +65,8 @@ def drop_identities(graph: fx.Graph) -> None:
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
         source = node.args[0]
-        if _is_identity(node, source) and not _is_written(node):
+        if _is_identity(node, source) and not is_written(node):
+            copy_marks(node, source)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
@@ -63,7 +78,7 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
     same = bool(before.dtype == after.dtype and before.shape == after.shape and before.device == after.device)
     target = node.target
     if target in _CASTS:
-        return same and not _copies(node)
+        return same and not _copies(node) and FOLLOWS not in node.meta
     if target in _COPIES:
         return same
     if target is aten.detach_.default:
@@ -79,6 +94,23 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
     return False
 
 
+def drop_own_dtypes(graph: fx.Graph) -> None:
+    """Leave out a result's dtype that is the argument's: ``softmax(x, -1, dtype=torch.float32)`` of a float32 ``x``.
+
+    After ``.to(torch.bfloat16)`` it would no longer be, and the cast back to ``x``'s dtype is gone. On bfloat16 these
+    operations compute in float32 of their own accord.
+    """
+    for node in graph.nodes:
+        if node.target not in _WITH_DTYPE or not node.args[0].meta["val"].is_floating_point():
+            continue
+        names = [argument.name for argument in node.target._schema.arguments]
+        position, own = names.index("dtype"), node.args[0].meta["val"].dtype
+        if len(node.args) > position and node.args[position] == own:
+            node.args = node.args[:position]
+        elif node.kwargs.get("dtype") == own:
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}
+
+
 def _copies(node: fx.Node) -> bool:
     """Whether a cast was asked to copy, or to change the memory layout, in any case."""
     schema = node.target._schema  # type: ignore[union-attr]
@@ -89,42 +121,6 @@ def _copies(node: fx.Node) -> bool:
 def _in_module(node: fx.Node, file: str) -> bool:
     """Whether a torch.nn module of that file made the node; it is kept as the module it came from."""
     return f"nn/modules/{file}.py" in node.meta["stack_trace"]
-
-
-def _is_written(node: fx.Node) -> bool:
-    """Whether anything writes into the node's result, or into a view of it."""
-    return any(node in _written(user) or (node in _viewed(user) and _is_written(user)) for user in node.users)
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operation changes in place; ``detach_`` leaves their values alone."""
-    if node.target is aten.detach_.default:
-        return []
-    return _arguments(node, lambda info: info is not None and info.is_write)
-
-
-def _viewed(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose memory the result of an operation may share."""
-    return _arguments(node, lambda info: info is not None and not info.is_write)
-
-
-def _arguments(node: fx.Node, wanted: Any) -> list[fx.Node]:
-    if node.target is operator.getitem:
-        return [node.args[0]] if wanted(_ALIAS) else []  # type: ignore[list-item]
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    found = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if isinstance(value, fx.Node) and wanted(argument.alias_info):
-            found.append(value)
-    return found
-
-
-class _ALIAS:
-    """Stands for the alias annotation that ``operator.getitem`` lacks: a part of a tuple shares its memory."""
-
-    is_write = False
 
 
 def place_updates(graph: fx.Graph) -> None:
@@ -141,7 +137,7 @@ def place_updates(graph: fx.Graph) -> None:
             node.replace_all_uses_with(value)
             graph.erase_node(node)
             continue
-        last = max([value, *(reader for reader in _readers(buffer) if reader is not node)])
+        last = max([value, *(reader for reader in readers_of(buffer) if reader is not node)])
         if last.op == "call_function" and last.meta["path"] == value.meta.get("path"):
             last.append(node)
             node.meta |= {"path": last.meta["path"], "regions": last.meta["regions"]}
@@ -150,24 +146,11 @@ def place_updates(graph: fx.Graph) -> None:
 def _is_update(value: fx.Node, buffer: fx.Node) -> bool:
     """Whether ``value`` is ``buffer`` itself, after writes into it."""
     while value is not buffer:
-        written = _written(value)
+        written = written_by(value)
         if not written:
             return False
         value = written[0]
     return True
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a node's memory, through views as well."""
-    found: list[fx.Node] = []
-    waiting = [node]
-    while waiting:
-        current = waiting.pop()
-        for user in current.users:
-            found.append(user)
-            if current in _viewed(user) or current in _written(user):
-                waiting.append(user)
-    return found
 
 
 def make_functional(graph: fx.Graph) -> None:
@@ -180,7 +163,7 @@ def make_functional(graph: fx.Graph) -> None:
     memory: dict[fx.Node, fx.Node] = {}
     sharing: dict[fx.Node, list[fx.Node]] = {}
     for node in list(graph.nodes):
-        written = _written(node)
+        written = written_by(node)
         if written:
             target = written[0]
             root = memory.get(target, target)
@@ -194,7 +177,7 @@ def make_functional(graph: fx.Graph) -> None:
                 node.meta["writes"] = root.name
                 _replace_later_uses(target, node)
             continue
-        viewed = _viewed(node)
+        viewed = viewed_by(node)
         root = memory.get(viewed[0], viewed[0]) if viewed else node
         memory[node] = root
         sharing.setdefault(root, [root] if root is not node else []).append(node)

@@ -6,7 +6,7 @@ Package                    the folder: open, edited, load_stage
       └── stages: StageEntry
 """
 
-from pipegraph.package.folder import MANIFEST, WEIGHTS_INDEX, Package
+from pipegraph.package.folder import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder
 from pipegraph.package.manifest import (
     CALLER,
     NOT_CONSTANT,
@@ -29,5 +29,6 @@ __all__ = [
     "Package",
     "StageEntry",
     "Value",
+    "checkpoint_folder",
     "leaves",
 ]

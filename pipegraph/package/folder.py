@@ -15,13 +15,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from pipegraph.errors import PackageError
-from pipegraph.package.manifest import Manifest
+from pipegraph.package.manifest import Manifest, leaves_folder
 
 if TYPE_CHECKING:
     from torch import nn
 
 MANIFEST: Final = "pipeline.json"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+_OF_PACKAGE = "mend what was edited, restore the files, or split the model again."
+_OF_CHECKPOINT = (
+    "a checkpoint of the model that was split, as save_pretrained writes it; or split hf:DIR with its weights, which "
+    "transformers then reads."
+)
 _numbers = itertools.count()
 
 
@@ -62,9 +67,12 @@ class Package:
                 )
             return {}
         try:
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
+            found = {str(name): str(file) for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PackageError(f"{index} is no index of safetensors, or truncated: {error!r}.") from None
+        for file in filter(leaves_folder, found.values()):
+            raise PackageError(f"{index}: the path {file!r} leaves the package's folder.")
+        return found
 
     @property
     def has_weights(self) -> bool:
@@ -72,9 +80,18 @@ class Package:
         names = [name for stage in self.manifest.stages for name in stage.parameters]
         return not names or any(self.manifest.stored_name(name) in self.weight_map for name in names)
 
-    def load_stage(self, index: int, device: str = "cpu", weights: bool = True) -> nn.Module:
-        """Stage `index` as its source stands now. Without `weights`, parameters are as their constructors make them."""
+    def load_stage(self, index: int, device: str = "cpu", weights: bool | str | PathLike[str] = True) -> nn.Module:
+        """Stage `index` as its source stands now.
+
+        Without `weights`, parameters are as their constructors make them. With a path, they and the buffers of
+        `state_dict()` are those of a Hugging Face checkpoint, in the stage's dtypes: only the files that hold them are
+        opened.
+        """
         entry = self.manifest.stages[index]
+        if not isinstance(weights, bool):
+            return self._made(
+                index, device, checkpoint_folder(weights), f", with weights of {weights},", _OF_CHECKPOINT
+            )
         stored = [self.manifest.stored_name(name) for name in entry.parameters] if weights else []
         for name in stored:
             if name not in self.weight_map:
@@ -84,17 +101,19 @@ class Package:
                 raise PackageError(
                     f"{self.path / shard} is missing: stage {index} needs it. Restore it, or split again."
                 )
+        read = {self.weight_map[name] for name in stored} | ({entry.weights} if entry.weights else set())
+        weights_of = f", with weights of {', '.join(sorted(read))}," if read else ""
+        return self._made(index, device, weights, weights_of, _OF_PACKAGE)
+
+    def _made(self, index: int, device: str, weights: bool | Path, weights_of: str, advice: str) -> nn.Module:
         try:
             stage: nn.Module = self._module.load_stage(index, device=device, weights=weights)
         except PackageError:
             raise
         except Exception as error:  # edited source and damaged shards raise anything
-            where = f"{self.path / entry.module}.py"
-            read = {self.weight_map[name] for name in stored} | ({entry.weights} if entry.weights else set())
-            weights_of = f", with weights of {', '.join(sorted(read))}," if read else ""
+            where = f"{self.path / self.manifest.stages[index].module}.py"
             raise PackageError(
-                f"stage {index} ({where}){weights_of} cannot be loaded: {type(error).__name__}: {error}.\n"
-                "Try: mend what was edited, restore the files, or split the model again."
+                f"stage {index} ({where}){weights_of} cannot be loaded: {type(error).__name__}: {error}.\nTry: {advice}"
             ) from error
         return stage
 
@@ -120,6 +139,20 @@ class Package:
         finally:
             sys.dont_write_bytecode = written
         return module
+
+
+def checkpoint_folder(path: str | PathLike[str]) -> Path:
+    """The folder of a Hugging Face checkpoint, one safetensors file or several with an index; nothing is read yet."""
+    folder, single = Path(path), "model.safetensors"
+    if not folder.is_dir():
+        raise PackageError(f"{folder} is no folder with a checkpoint.\nTry: the folder that save_pretrained writes.")
+    if not any((folder / name).is_file() for name in (WEIGHTS_INDEX, single)):
+        found = ", ".join(sorted(each.name for each in folder.iterdir())[:6]) or "nothing"
+        raise PackageError(
+            f"{folder} holds neither {single} nor {WEIGHTS_INDEX}, but {found}. Pickled weights are never read.\n"
+            "Try: save_pretrained of transformers, which writes safetensors."
+        )
+    return folder
 
 
 def _digest(path: Path) -> str | None:

@@ -106,6 +106,7 @@ class StageEntry:
 class Manifest:
     """`pipeline.json`. The leaves of `args`, `kwargs` and `outputs` are names of `values`, or None.
 
+    `checkpoint` says what a Hugging Face checkpoint calls the tensors that it does not call as the model does.
     Every output is an output of the last stage; a value from an earlier stage, or from the caller, that the model
     returns is an input and an output of the last stage. Lists become tuples.
     """
@@ -121,6 +122,7 @@ class Manifest:
     plan: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     requires: tuple[str, ...] = ()
+    checkpoint: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -158,8 +160,8 @@ class Manifest:
             values = {name: _value(name, value) for name, value in entry["values"].items()}
             stages = tuple(map(StageEntry.from_dict, entry["stages"]))
             tied = tuple(map(tuple, entry["tied"]))
-            requires = tuple(entry.get("requires", ()))
-            return cls(values=values, stages=stages, tied=tied, requires=requires, schema_version=version, **plain)
+            plain |= {"requires": tuple(entry.get("requires", ())), "checkpoint": dict(entry.get("checkpoint", {}))}
+            return cls(values=values, stages=stages, tied=tied, schema_version=version, **plain)
         except KeyError as error:
             raise PackageError(f"{where}: the key {error} is missing. Write it anew: `pipegraph split`.") from None
         except (TypeError, AttributeError, ValueError, IndexError) as error:
@@ -193,6 +195,12 @@ def leaves(structure: Any) -> Iterator[str | None]:
     else:
         for item in structure:
             yield from leaves(item)
+
+
+def leaves_folder(path: str) -> bool:
+    """Whether a path names something outside of the folder that it is relative to, on any system."""
+    pure = PurePosixPath(path)
+    return pure.is_absolute() or ".." in pure.parts or "\\" in path or ":" in path
 
 
 def _tuples(structure: Any) -> Any:
@@ -238,8 +246,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     if not stages or [stage.index for stage in stages] != list(range(len(stages))):
         yield f"stages must be numbered from 0, and there is at least one; found {[stage.index for stage in stages]}."
     for path in [*manifest.files, *(stage.weights for stage in stages if stage.weights)]:
-        pure = PurePosixPath(path)
-        if pure.is_absolute() or ".." in pure.parts or "\\" in path or ":" in path:
+        if leaves_folder(path):
             yield f"the path {path!r} leaves the package's folder."
     for stage in stages:
         if not (stage.module.isidentifier() and stage.class_name.isidentifier()):

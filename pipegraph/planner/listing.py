@@ -18,11 +18,10 @@ def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
 
 def _whole(captured: Captured, root: Call) -> Iterator[str]:
     """FQNs of the calls that stay whole and hold parameters; of a call that was cut, those of the calls inside."""
-    whole = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
 
     def parts(call: Call) -> Iterator[Call]:
         inner = list(call.calls())
-        if not inner or len(list(call.nodes())) == whole[call.call]:
+        if not inner or len(list(call.nodes())) == captured.operations_of[call.call]:
             yield call
             return
         for child in inner:

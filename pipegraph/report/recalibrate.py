@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
-from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.ratio import LARGEST, SMALLEST, UNCORRECTED, Ratio
+from pipegraph.cost.hardware import Hardware, check_new
+from pipegraph.cost.ratio import LARGEST, SMALLEST, Ratio
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest, Package
 from pipegraph.report.beside import Beside, Pair
@@ -26,7 +26,7 @@ def profile_for(package: Package, file: Path, given: Hardware | None = None) -> 
     or the file of that name here or beside ``file``. A new file names its profile, so that two can be told apart.
 
     Raises PipegraphError where the package has no times that a profile predicted, where that profile is not found, or
-    where the file cannot be, or holds anything but the same profile: nothing else is replaced.
+    where the file holds anything but the same profile: nothing else is replaced.
     """
     plan = package.manifest.plan
     if plan.get("balance") != "time" or any("forward" not in stage.cost for stage in package.manifest.stages):
@@ -45,7 +45,7 @@ def profile_for(package: Package, file: Path, given: Hardware | None = None) -> 
         found = there
     if found is None:
         found = _by_name(package, name, file)
-    if there is not None and _figures(there) != _figures(found):
+    if there is not None and there.figures != found.figures:
         raise PipegraphError(
             f'{file} holds the profile "{there.name}" with other figures than those of "{name}", which priced the '
             f"package: it is not overwritten.\nTry: --recalibrate {file.with_stem(f'{name}-corrected')}, a new file."
@@ -55,12 +55,9 @@ def profile_for(package: Package, file: Path, given: Hardware | None = None) -> 
 
 def _standing(file: Path) -> Hardware | None:
     """The profile in a file that is there."""
-    if not file.absolute().parent.is_dir():
-        raise PipegraphError(f"{file} cannot be written: there is no folder {file.parent}.")
     if not file.exists():
+        check_new(file)
         return None
-    if not file.is_file():
-        raise PipegraphError(f"{file} cannot be written: it is no regular file. Give a file's name.")
     try:
         return Hardware.load(file.absolute())  # never the one that pipegraph has by this name
     except PipegraphError as error:
@@ -83,11 +80,6 @@ def _by_name(package: Package, name: str, file: Path) -> Hardware:
         f"it, and pipegraph has none of that name.\n"
         f"Try: pipegraph run {package.path} --steps 5 --hardware PATH/TO/{name}.json --recalibrate {file}"
     )
-
-
-def _figures(hardware: Hardware) -> Hardware:
-    """What corrections leave as it is."""
-    return replace(hardware, name="", measured_ratio=UNCORRECTED, sources={})
 
 
 def recalibrated(hardware: Hardware, manifest: Manifest, compared: Beside) -> Hardware:

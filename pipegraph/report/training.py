@@ -72,8 +72,9 @@ class Measured:
 class Training:
     """Training on one batch with AdamW. Under a launcher every process makes one, and all make the same calls.
 
-    The batch and the loss are those of ``source``, or else seeded inputs and the mean square of the outputs. What a
-    backward computes again is what the package was planned for.
+    Batch and loss are those of ``source``, or else seeded inputs and the mean square of the outputs; the weights are
+    those of the checkpoint ``weights``, or else the package's. What a backward computes again is what the package was
+    planned for.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Training:
         learning_rate: float = 1e-3,
         kernels: str = "inductor",
         timeout: float | None = None,
+        weights: Path | None = None,
     ) -> None:
         manifest, microbatches = package.manifest, schedule.microbatches
         if source is None:
@@ -99,6 +101,7 @@ class Training:
             kernels=kernels,
             recompute=str(manifest.plan.get("recompute", "min-cut")),
             timeout=TIMEOUT if timeout is None else timeout,
+            weights=weights,
         )
         self._device = local_device(device)
         self._optimizer = torch.optim.AdamW([{"params": list(self._pipeline.parameters())}], lr=learning_rate)

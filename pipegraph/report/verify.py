@@ -10,7 +10,8 @@ import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite, isnan
+from math import isfinite, isinf, isnan
+from os import PathLike
 from typing import Any
 
 import torch
@@ -46,12 +47,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """Everything that was compared, in training or in evaluation mode."""
+    """Everything that was compared, in training or in evaluation mode; ``weights`` is a checkpoint that was read."""
 
     training: bool
     comparisons: tuple[Comparison, ...]
     same_weights: bool
     edited: tuple[str, ...]
+    weights: str | PathLike[str] | None = None
 
     @property
     def equal(self) -> bool:
@@ -68,6 +70,8 @@ class Verification:
 
     def hint(self) -> str:
         """The likeliest reason for a difference, and one thing to try."""
+        if not self.same_weights and self.weights is not None:
+            return f"{self.weights} holds other weights than the model.\nTry: the checkpoint that MODEL is made from."
         if not self.same_weights:
             return (
                 "The package holds other weights than the model has now.\n"
@@ -108,10 +112,11 @@ class Verification:
         }
 
 
-def verify(package: Package, source: ModelSource) -> Verification:
+def verify(package: Package, source: ModelSource, weights: str | PathLike[str] | None = None) -> Verification:
     """Compare one step of ``package`` with the same step of ``source``'s model, which must hold real weights.
 
-    In training mode when that is deterministic, else (dropout) in evaluation mode.
+    The package's weights are its own or, with a path, a Hugging Face checkpoint's; without any, the model's. It runs in
+    training mode when that is deterministic, else (dropout) in evaluation mode.
     """
     loss_fn = loss_of(source)
     reference = _run_model(source, loss_fn)
@@ -119,8 +124,8 @@ def verify(package: Package, source: ModelSource) -> Verification:
     training = source.model.training and not _differ(reference, again)
     if source.model.training and not training:
         reference = _run_model(source, loss_fn, evaluate=True)
-    found, same_weights = _run_package(package, source, loss_fn, evaluate=not training)
-    return Verification(training, tuple(_compare(reference, found)), same_weights, package.edited())
+    found, same_weights = _run_package(package, source, loss_fn, not training, weights)
+    return Verification(training, tuple(_compare(reference, found)), same_weights, package.edited(), weights)
 
 
 @dataclass(frozen=True)
@@ -147,16 +152,20 @@ def _run_model(source: ModelSource, loss_fn: LossFunction, evaluate: bool = Fals
     return _Run(tensors(output), loss.detach(), gradients, buffers)
 
 
-def _run_package(package: Package, source: ModelSource, loss_fn: LossFunction, evaluate: bool) -> tuple[_Run, bool]:
+def _run_package(
+    package: Package, source: ModelSource, loss_fn: LossFunction, evaluate: bool, weights: str | PathLike[str] | None
+) -> tuple[_Run, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are no weights, which is put right below
-        pipeline = Pipeline(package, schedule="gpipe", microbatches=1, loss_fn=loss_fn, kernels="eager")
-    if not package.has_weights:
+        pipeline = Pipeline(
+            package, schedule="gpipe", microbatches=1, loss_fn=loss_fn, kernels="eager", weights=weights
+        )
+    if weights is None and not package.has_weights:
         pipeline.load_state_dict(source.model.state_dict())
     stages = list(pipeline.stages.values())
-    weights = dict(source.model.named_parameters(remove_duplicate=False))
+    expected = dict(source.model.named_parameters(remove_duplicate=False))
     same_weights = all(
-        name in weights and torch.equal(parameter, weights[name])
+        name in expected and torch.equal(parameter, expected[name])
         for stage in stages
         for name, parameter in stage.named_parameters(remove_duplicate=False)
     )
@@ -205,6 +214,8 @@ def _comparison(kind: str, name: str, found: Tensor | None, reference: Tensor | 
         return Comparison(kind, name, float("inf"), TOLERANCE)
     exact = not (found.is_floating_point() or found.is_complex())
     tolerance = 0.0 if exact else max(TOLERANCE, 8 * torch.finfo(found.dtype).eps)
+    if torch.equal(found, reference):  # as most are; the rest takes copies
+        return Comparison(kind, name, 0.0, tolerance)
     first, second = _double(found), _double(reference)
     # Equal infinities, as in a mask, differ by nothing.
     difference = torch.where(first == second, 0.0, first - second).abs()
@@ -220,6 +231,10 @@ def _double(tensor: Tensor) -> Tensor:
 
 def _largest(tensor: Tensor) -> float:
     """The largest magnitude of the finite values; nan if there is a nan, 0 without any."""
+    if tensor.is_floating_point() and tensor.numel():
+        largest = float(tensor.detach().abs().max())
+        if not isinf(largest):
+            return largest
     values = _double(tensor).abs()
     values = values[~values.isinf()]
     return float(values.max()) if values.numel() else 0.0

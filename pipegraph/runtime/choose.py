@@ -8,6 +8,7 @@ from pipegraph import schedule as schedules
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Kind, Schedule
 from pipegraph.schedule.build import find
+from pipegraph.schedule.fit import fitted
 
 
 def choose(
@@ -22,20 +23,12 @@ def choose(
     `microbatches` is 1 by default, or what a ready schedule has. A name that allows any number of stages on a rank gets
     as many `ranks` as are given, or as processes. ScheduleError where the numbers do not fit together.
     """
-    if isinstance(schedule, Schedule):
-        found = schedule
-    elif isinstance(schedule, PathLike) or schedule.endswith(".csv"):
-        found = schedules.read_csv(schedule)
-    else:
-        found = _by_name(schedule, 1 if microbatches is None else microbatches, stages, processes or ranks)
+    if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv")):
+        schedule = schedules.read_csv(schedule)
+    found = fitted(schedule, stages, 1 if microbatches is None else microbatches, processes or ranks)
     if microbatches not in (None, found.microbatches):
         raise ScheduleError(
             f"{found.name} has {found.microbatches} microbatches; microbatches={microbatches} was given."
-        )
-    if found.stages != stages:
-        raise ScheduleError(
-            f"{found.name} is for {found.stages} stages, and the package has {stages}: "
-            f"split the model with --stages {found.stages}, or make the schedule for {stages}."
         )
     if processes not in (None, found.ranks):
         raise ScheduleError(
@@ -50,21 +43,6 @@ def forward_only(schedule: Schedule) -> Schedule:
     """The schedule without its backward, in the same placement: what `eval` runs."""
     actions = tuple(tuple(action for action in row if action.kind is Kind.F) for row in schedule.actions)
     return schedule.changed(name=f"{schedule.name}, forward only", actions=actions, overlapped=frozenset())
-
-
-def _by_name(name: str, microbatches: int, stages: int, ranks: int | None) -> Schedule:
-    recipe = find(name)
-    chunks = recipe.chunks
-    if recipe.any_chunks and ranks is not None and stages % ranks == 0:
-        chunks = stages // ranks
-    if stages % chunks:
-        fewer = stages // chunks * chunks
-        fitting = f"{fewer} or {fewer + chunks}" if fewer else f"{chunks}"
-        raise ScheduleError(
-            f"{recipe.name} needs {chunks} stages per rank, and the package's {stages} cannot be shared out so. "
-            f"Split the model with --stages {fitting}, or take a schedule with 1 stage per rank, such as 1f1b."
-        )
-    return schedules.build(name, stages // chunks, microbatches, chunks)
 
 
 def other_names(stages: int, ranks: int) -> str:

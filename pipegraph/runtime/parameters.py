@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -21,12 +23,18 @@ Parallelize = Callable[[nn.Module], nn.Module | None]
 """Changes a stage in place, or returns another module for it."""
 
 
-def load_stages(package: Package, indices: list[int], device: torch.device) -> dict[int, nn.Module]:
-    """The stages `indices` on `device`. Weights that the package was written without are made up, with a warning."""
-    made_up = not package.has_weights
+def load_stages(
+    package: Package, indices: list[int], device: torch.device, weights: str | PathLike[str] | None = None
+) -> dict[int, nn.Module]:
+    """The stages `indices` on `device`, with the package's weights or those of a checkpoint.
+
+    Weights that the package was written without are made up, with a warning.
+    """
+    made_up = weights is None and not package.has_weights
     if made_up:
         warnings.warn(
-            f"{package.path} holds no weights: its parameters are initialised at random, on every rank alike.",
+            f"{package.path} holds no weights: its parameters are initialised at random, on every rank alike. A "
+            "checkpoint's are read with --weights DIR, in Python with weights=.",
             stacklevel=3,
         )
     stages = {}
@@ -35,7 +43,7 @@ def load_stages(package: Package, indices: list[int], device: torch.device) -> d
             if made_up:
                 stages[index] = _initialised(package.load_stage(index, "cpu", weights=False)).to(device)
             else:
-                stages[index] = package.load_stage(index, str(device))
+                stages[index] = package.load_stage(index, str(device), True if weights is None else weights)
     for index, stage in stages.items():
         _check_names(package, index, stage)
     return stages
@@ -60,6 +68,28 @@ def parallelized(package: Package, stages: Stages, parallelize_fn: Parallelize) 
                 f"fully_shard do."
             )
     return found
+
+
+def dtypes(stages: Stages) -> dict[str, torch.dtype]:
+    """Of every parameter that holds floats."""
+    return {name: each.dtype for name, each in named_parameters(stages) if each.is_floating_point()}
+
+
+def converted(manifest: Manifest, before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> Manifest:
+    """The manifest after `.to(dtype)` on every stage: values of a dtype that all parameters have left take the new one.
+
+    A dtype that some parameters kept, or left for several, stays: then stages cast what they take and return.
+    """
+    found: dict[torch.dtype, set[torch.dtype]] = {}
+    for name, dtype in before.items():
+        found.setdefault(dtype, set()).add(after.get(name, dtype))
+    names = {
+        str(old).removeprefix("torch."): str(*new).removeprefix("torch.") for old, new in found.items() if len(new) == 1
+    }
+    values = {
+        name: replace(value, dtype=names.get(value.dtype, value.dtype)) for name, value in manifest.values.items()
+    }
+    return replace(manifest, values=values)
 
 
 def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +67,14 @@ class Pipeline:
     `timeout` is how many seconds a rank waits for another one until it takes that one for hung: longer than a whole
     step may take, the first one with its compilation included.
 
+    `weights` is the folder of a Hugging Face checkpoint, whose parameters and persistent buffers take the place of the
+    package's, in the stages' dtypes: each process reads those of its own stages, and opens no file without any.
+
     `parallelize_fn(stage)` is called with each stage of this process when its weights are loaded, and before anything
     looks at its parameters: it shards, freezes or replaces what it likes in place, or returns another module with
     parameters of the same names. Kernels are traced from what it left, DTensors included; stages take and return plain
-    tensors.
+    tensors. If it gives all parameters another dtype, as `stage.to(torch.bfloat16)` does, on every rank, then what the
+    caller passes and what crosses between stages has that dtype, too.
 
         pipe = Pipeline("out/", schedule="1f1b", microbatches=8, loss_fn=loss)
         optimizer = torch.optim.AdamW(pipe.parameters())
@@ -90,6 +94,7 @@ class Pipeline:
         recompute: str = "min-cut",
         parallelize_fn: parameters.Parallelize | None = None,
         timeout: float = TIMEOUT,
+        weights: str | PathLike[str] | None = None,
     ) -> None:
         self._loss_fn = loss_fn
         self.device = local_device(device)
@@ -109,9 +114,12 @@ class Pipeline:
             placement = self.schedule.placement
             self.ranks = ranks = (world.rank,) if world else tuple(range(self.schedule.ranks))
             own = [stage for stage, rank in enumerate(placement) if rank in ranks]
-            self.stages: dict[int, nn.Module] = parameters.load_stages(self.package, own, self.device)
+            self.stages: dict[int, nn.Module] = parameters.load_stages(self.package, own, self.device, weights)
             if parallelize_fn is not None:
+                before = parameters.dtypes(self.stages)
                 self.stages = parameters.parallelized(self.package, self.stages, parallelize_fn)
+                manifest = parameters.converted(manifest, before, parameters.dtypes(self.stages))
+                self.package = replace(self.package, manifest=manifest)
             shared = share(ties(manifest), self.stages)
             elsewhere = (parameter for tie, parameter in shared.items() if tie.owner(placement) not in ranks)
             self._counted_elsewhere = set(map(id, elsewhere))

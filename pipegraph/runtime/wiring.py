@@ -110,7 +110,8 @@ def named_outputs(wiring: StageWiring, outputs: Sequence[Any]) -> dict[str, Tens
         if not (output.shape == value.shape and output.dtype == promised):
             raise RuntimeFault(
                 f"the stage returned {value.name} as {dtype_name(output)}{list(output.shape)}; pipeline.json promises "
-                f"{value} to stage {value.consumers[0]}. Correct the stage's source, or `values` in pipeline.json."
+                f"{value} to stage {value.consumers[0]}. Correct the stage's source, or `values` in pipeline.json; "
+                "parallelize_fn is where all stages are given another dtype."
             )
         found[value.name] = output.contiguous()
     return found

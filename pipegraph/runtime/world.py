@@ -58,8 +58,9 @@ class World:
         """Wait until every rank is here. ScheduleError unless all of them bring the same `what`."""
         if not self._control.agrees(what, torch.device("cpu")):
             raise ScheduleError(
-                "the ranks were given different packages, schedules or numbers of microbatches. "
-                "Give every rank the same, and copy the package anew where it lies on several machines."
+                "the ranks were given different packages, schedules or numbers of microbatches, or parallelize_fn made "
+                "stages of different dtypes. Give every rank the same, and copy the package anew where it lies on "
+                "several machines."
             )
 
     def gather(self, figures: Sequence[float]) -> list[list[float]]:

@@ -110,10 +110,19 @@ def test_either_points_or_stages(pipegraph: Command, tmp_path: Path, options: tu
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made(pipegraph: Command, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    result = pipegraph("split", CHAIN, "--points", "layers.2", "-o", tmp_path / "file" / "out")
-    fails(result, 2, "cannot be written", "-o with another folder")
+@pytest.mark.parametrize(
+    ("out", "options", "said"),
+    [
+        ("README.md/out", (), ("cannot be written", "-o with another folder")),
+        ("tests", ("--overwrite",), ("holds files that pipegraph did not write", "-o with a new folder")),
+        ("tests", ("--check",), ("tests holds no package to check",)),
+    ],
+)
+def test_a_folder_that_will_not_do_is_told_before_any_work(
+    pipegraph: Command, out: str, options: tuple[str, ...], said: tuple[str, ...]
+) -> None:
+    result = pipegraph("split", "absent.py", "--stages", 2, "-o", out, *options)
+    fails(result, 2, *said)
 
 
 def test_a_damaged_package_can_be_replaced(pipegraph: Command, chain: Path, tmp_path: Path) -> None:

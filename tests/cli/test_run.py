@@ -259,10 +259,17 @@ def test_another_file_than_a_profile_is_left_alone(pipegraph: Command, priced: P
     assert victim.read_text() == "precious = 1\n"
 
 
-def test_a_profile_that_cannot_be_written(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
-    done = pipegraph("run", priced, "--steps", 3, "--recalibrate", tmp_path / "none" / "mine.json")
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("README.md/mine.json", "README.md is a file, not a folder"),
+        ("tests", "tests cannot be written: it is no regular"),
+    ],
+)
+def test_a_profile_that_cannot_be_written(pipegraph: Command, priced: Path, file: str, said: str) -> None:
+    done = pipegraph("run", priced, "--steps", 3, "--recalibrate", file)
     assert (done.code, done.out) == (2, "")
-    assert "there is no folder" in done.err
+    assert said in done.err
 
 
 @pytest.mark.parametrize(
@@ -294,7 +301,10 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
         assert "Traceback" in pipegraph("run", broken, *AUTOGRAD, "--debug").err
 
 
-def test_a_rank_that_hangs_is_named_and_ended(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_and_ended(
+    pipegraph: Command, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipegraph.runtime.launch._PATIENCE", 1.0)
     broken = Path(shutil.copytree(chain, tmp_path / "broken"))
     stage = broken / "stage_1.py"
     line = "import os; os.kill(os.getpid(), 19)  # SIGSTOP"
@@ -319,7 +329,9 @@ def test_training_lowers_the_loss(pipegraph: Command, chain: Path) -> None:
 
 
 def test_a_learning_rate_of_zero_leaves_the_weights(pipegraph: Command, chain: Path) -> None:
-    first, second, third = losses(pipegraph("run", chain, *AUTOGRAD, "--steps", 3, "--learning-rate", 0).out)
+    first, second, third = losses(
+        pipegraph("run", chain, *AUTOGRAD, "--nproc", 1, "--steps", 3, "--learning-rate", 0).out
+    )
     assert first == second == third
 
 

@@ -32,6 +32,7 @@ def test_split_echoes_the_stages(pipegraph: Command, tmp_path: Path) -> None:
         "stage_0.py",
         "stage_1.py",
         "stage_2.py",
+        "weights.py",
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

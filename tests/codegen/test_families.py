@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -82,6 +83,33 @@ class Named(nn.Module):
         return x
 
 
+class Attends(nn.Module):
+    """Attention that is causal or is not."""
+
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.is_decoder = self.is_causal = is_causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return F.scaled_dot_product_attention(y, y, y, is_causal=self.is_causal)
+
+
+class Many(nn.Module):
+    """Holds eight numbers that have nothing to do with each other."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        widths = [first * prime for prime in (2, 3, 5, 7, 11, 13, 17, 19)]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip([8, *widths], [*widths, 8], strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def blocks(folder: Path) -> str:
     return (folder / "package" / "blocks.py").read_text(encoding="utf-8")
 
@@ -96,8 +124,8 @@ def test_a_number_of_forward_becomes_an_attribute(tmp_path: Path) -> None:
     assert "        self.window = window\n" in blocks(tmp_path)
     assert "return self.linear(x).roll(self.window, dims=[-1])" in blocks(tmp_path)
     stage = (package.path / "stage_0.py").read_text()
-    assert 'self.layers = nn.ModuleDict({"0": Windowed(0), "1": Windowed(1)})' in stage
-    assert forward_lines(package) == ["for layer in self.layers.values():", "    x = layer(x)", "return x"]
+    assert "self.layers = nn.ModuleList([Windowed(0), Windowed(1)])" in stage
+    assert forward_lines(package) == ["for layer in self.layers:", "    x = layer(x)", "return x"]
 
 
 def test_numbers_of_inner_modules_become_arguments(tmp_path: Path) -> None:
@@ -117,6 +145,18 @@ def test_classes_around_merged_classes_are_merged(tmp_path: Path) -> None:
         "def __init__(self, out_features):",
     ]
     assert "self.inner = Tall(out_features)" in blocks(tmp_path)
+
+
+def test_a_switch_of_a_function_becomes_an_argument(tmp_path: Path) -> None:
+    split(tmp_path, Row([Attends(False), Attends(True)]), (batch(2, 3, 8),))
+    assert constructors(tmp_path) == ["class Attends(nn.Module):", "def __init__(self, is_causal):"]
+    assert "F.scaled_dot_product_attention(y, y, y, is_causal=self.is_causal)" in blocks(tmp_path)
+
+
+@pytest.mark.parametrize(("copies", "classes"), [(2, 2), (3, 1)])
+def test_more_copies_are_worth_more_arguments(copies: int, classes: int, tmp_path: Path) -> None:
+    split(tmp_path, Row([Many(first) for first in range(1, copies + 1)]), (batch(),), cut=1)
+    assert sum(line.startswith("class ") for line in constructors(tmp_path)) == classes
 
 
 def test_classes_that_compute_differently_stay_apart(tmp_path: Path) -> None:
@@ -150,6 +190,7 @@ def test_a_name_that_reads_like_a_class_stays_a_name(tmp_path: Path) -> None:
         [Windowed(0), Windowed(3), Windowed(3)],
         [Tall(4, 0.5), Tall(6, 2.0), Tall(4, 2.0, biased=False)],
         [Holder(4), Holder(6), Tall(3, 1.5)],
+        [Attends(True), Attends(False), Attends(True)],
         [Sum(True), Sum(False), Sum(True)],
         [nn.Conv1d(8, 8, 3, padding=1), nn.Conv1d(8, 8, 1), nn.Conv1d(8, 8, 3, padding=2, dilation=2)],
     ],

@@ -140,21 +140,21 @@ CASES = [
     (
         Invariant,
         Three,
-        ["first = x.exp()", "for layer in self.layers.values():", "    x = layer(x, first, mask)", "return first, x"],
+        ["first = x.exp()", "for layer in self.layers:", "    x = layer(x, first, mask)", "return first, x"],
     ),
     (
         KeepsItsInput,
         Three,
         [
-            'h = self.layers["0"](x, mask)',
-            "for i in range(1, 3):",
-            "    h = self.layers[str(i)](h, x, mask)",
+            "h = self.layers[0](x, mask)",
+            "for layer in self.layers[1:]:",
+            "    h = layer(h, x, mask)",
             "return h",
         ],
     ),
-    (TwiceTheSame, Three, ["for layer in self.layers.values():", "    x = layer(x, mask)", "return x"]),
-    (TwoCarried, Pair, ["for layer in self.layers.values():", "    x, y = layer(y, x)", "return x, y"]),
-    (SwappedCarried, Pair, ["for layer in self.layers.values():", "    y, x = layer(y, x)", "return y, x"]),
+    (TwiceTheSame, Three, ["for layer in self.layers:", "    x = layer(x, mask)", "return x"]),
+    (TwoCarried, Pair, ["for layer in self.layers:", "    x, y = layer(x, y)", "return x, y"]),
+    (SwappedCarried, Pair, ["for layer in self.layers:", "    y, x = layer(x, y)", "return y, x"]),
     (Backwards, Block, ['x = self.layers["3"](x)', 'x = self.layers["2"](x)', 'return self.layers["1"](x)']),
     (SkipOut, Block, None),
     (AllOut, Block, None),
@@ -177,9 +177,9 @@ def test_loop(model: type[Row], layer: type[nn.Module], lines: list[str] | None,
 def test_a_value_that_leaves_the_row_keeps_it_from_rolling_there(tmp_path: Path) -> None:
     package = split(tmp_path, rows(SkipOut, Block), (batch(), batch()), cut="layers.3")
     assert forward_lines(package) == [
-        "for i in range(2):",
-        "    x = self.layers[str(i)](x)",
-        'x_1 = self.layers["2"](x)',
+        "for layer in self.layers[:2]:",
+        "    x = layer(x)",
+        "x_1 = self.layers[2](x)",
         "return x, x_1",
     ]
 

@@ -69,6 +69,30 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(3, 4, 8))
 
 
+class EagerAttention(nn.Module):
+    """As transformers writes it: in evaluation mode nothing is left of the dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = nn.Linear(8, 16)
+        self.out = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).chunk(2, -1)
+        scores = F.softmax(q @ k.mT, dim=-1)
+        weights = F.dropout(scores, p=0.3 if self.training else 0.0, training=self.training)
+        return self.out(weights @ x)
+
+
+class ContiguousAttention(Attention):
+    """The kernel that drops nothing gives another layout, in which ``contiguous`` does nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(3, 4, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if self.training else 0.0, is_causal=True)
+        return self.out(y.contiguous().view(6, 4, 4).transpose(1, 2).contiguous().view(3, 4, 8))
+
+
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True, activation="gelu")
     return nn.Sequential(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), nn.Linear(8, 2))
@@ -78,6 +102,8 @@ CASES = {
     "dropouts": (Dropouts, "b", batch()),
     "norms": (Norms, "b", batch(6, 8)),
     "attention": (Attention, "out", batch(3, 4, 8)),
+    "eager attention": (EagerAttention, "out", batch(3, 4, 8)),
+    "contiguous": (ContiguousAttention, "out", batch(3, 4, 8)),
     "encoder": (encoder, "0.layers.1,1", batch(3, 4, 8)),
     "lstm": (lambda: nn.Sequential(Block(), Last()), "1", batch(3, 4, 8)),
 }

@@ -128,7 +128,9 @@ def test_buffers_on_meta_cannot_be_written(tmp_path: Path) -> None:
 def test_a_tensor_of_the_wrong_shape_is_named(package: Package) -> None:
     file = package.path / "stage-00001-of-00003.safetensors"
     save_file({**load_file(file), "block.linear.weight": torch.zeros(8, 4)}, file)
-    with pytest.raises(PackageError, match=r"block.linear.weight is \[8, 4\] in the files and \[8, 8\] in stage 1"):
+    with pytest.raises(
+        PackageError, match=r"block.linear.weight is \[8, 4\] in .*-00003.safetensors and \[8, 8\] in the stage"
+    ):
         package.load_stage(1)
 
 

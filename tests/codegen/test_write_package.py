@@ -70,6 +70,7 @@ def test_what_is_written(plan: Plan, tmp_path: Path) -> None:
         "stage-00001-of-00002.safetensors",
         "stage_0.py",
         "stage_1.py",
+        "weights.py",
     ]
     assert (package.path.stat().st_mode & 0o777) == 0o755
     assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["out"]

@@ -196,3 +196,12 @@ def test_a_table_of_links_with_holes(latency: Any, said: str) -> None:
     table = {"name": "", "latency": latency, "bandwidth": [[None, 1e9], [1e9, None]]}
     with pytest.raises(PipegraphError, match=said):
         Hardware.from_json(profile(links=LINKS | {"measured": table}))
+
+
+def test_a_profile_of_ones_own_is_not_called_as_one_of_pipegraphs(tmp_path: Path) -> None:
+    file, h100 = tmp_path / "mine.json", Hardware.load("h100")
+    file.write_text(replace(h100, measured_ratio=Ratio(2.0, 2.0, 2.0)).to_json())
+    assert Hardware.load(file).figures == h100.figures
+    file.write_text(replace(h100, memory_bandwidth=1e12).to_json())
+    with pytest.raises(PipegraphError, match=r'calls its profile "h100", as pipegraph .*\n.* such as "h100-here"'):
+        Hardware.load(file)

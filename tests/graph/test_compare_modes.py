@@ -36,6 +36,10 @@ def test_modes_are_alike_where_the_same_operations_run(p: float, alike: bool) ->
     assert runs_alike(Asks(p), X, {}) == alike
 
 
+def test_a_dropout_of_nothing_is_the_same_in_both_modes() -> None:
+    assert runs_alike(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), X, {})
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = Asks(0.0).eval()
     parameters = model._parameters

@@ -191,7 +191,7 @@ def test_the_largest_parameter_does_not_fit() -> None:
         ({"stages": 9}, PlanError, "can be cut into 7 segments, which is too few for 9 stages"),
         ({"recompute": "blocks"}, PlanError, 'Did you mean "block"'),
         ({"schedule": "zb-w"}, ScheduleError, "zb-"),
-        ({"schedule": "zb-v", "stages": 3}, PlanError, "2 stages on each rank"),
+        ({"schedule": "zb-v", "stages": 3}, ScheduleError, "2 stages on each rank"),
         ({"schedule": "zb-v", "microbatches": 1, "stages": 4}, ScheduleError, "full pipeline"),
         ({"hardware": "h10"}, pipegraph.PipegraphError, 'Did you mean "h100"'),
         ({"memory_bytes": [2**30]}, PlanError, "one for each rank"),

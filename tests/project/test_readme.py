@@ -8,10 +8,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from pipegraph.cli import main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -49,16 +51,37 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.fixture
+def call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[[str], tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of a command; of ``pipegraph`` in this process, which has imported torch already."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+
+    def run_or_call(command: str) -> tuple[int, str, str]:
+        words = shlex.split(command)
+        if words[0] != "pipegraph":
+            done = run(words, folder)
+            return done.returncode, done.stdout, done.stderr
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(words[1:])
+        return int(ended.value.code or 0), *capfd.readouterr()
+
+    return run_or_call
+
+
 @pytest.mark.timeout(600)
-def test_commands(folder: Path) -> None:
+def test_commands(folder: Path, call: Callable[[str], tuple[int, str, str]]) -> None:
     shown = [(command, output) for command, output in commands() if not command.startswith("make")]
     assert len(shown) >= 5
     for command, output in shown:
         if command.endswith(" --steps 3"):  # of a training one step, which takes seconds of each process
             command, output = command.removesuffix("3") + "1", output.splitlines(keepends=True)[0]
-        done = run(shlex.split(command), folder)
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
-        printed = done.stdout.splitlines(keepends=True)[0] if command.endswith(" --steps 1") else done.stdout
+        code, printed, said = call(command)
+        assert code == 0, f"{command}\n{said}"
+        printed = printed.splitlines(keepends=True)[0] if command.endswith(" --steps 1") else printed
         assert VARIES.sub("…", printed) == VARIES.sub("…", output), command
     stage = (folder / "build/transformer/stage_1.py").read_text()
     assert blocks("python")[0] in stage
@@ -85,11 +108,12 @@ def test_the_model_file_can_be_split(folder: Path) -> None:
 
 @pytest.mark.timeout(400)  # the pipeline in it is compiled
 def test_python(folder: Path) -> None:
-    names = ("write.py", "train.py", "plan.py", "solve.py", "schedules.py")
+    names = ("write.py", "train.py", "weights.py", "plan.py", "solve.py", "schedules.py")
     for name, code in zip(names, blocks("python")[2:], strict=True):
         (folder / name).write_text(code)
-        done = run([sys.executable, "-W", "error", name], folder)
-        assert done.returncode == 0, done.stderr
+    in_turn = "import runpy, sys; [runpy.run_path(name) for name in sys.argv[1:]]"
+    done = run([sys.executable, "-W", "error", "-c", in_turn, *names], folder)
+    assert done.returncode == 0, done.stderr
     # The same lines under torchrun. They are compiled above, and a compiled pipeline runs under torchrun in a command.
     train = (folder / "train.py").read_text()
     uncompiled = train.replace('schedule="1f1b"', 'schedule="1f1b", kernels="autograd"')

@@ -230,6 +230,16 @@ def own_inputs(rank: int, folder: str) -> str:
     return "done"
 
 
+def halved(rank: int, folder: str, converting: list[int]) -> str:
+    """Some ranks give their stages bfloat16, as all of them have to; then what crosses is bfloat16."""
+    half = (lambda stage: stage.to(torch.bfloat16)) if rank in converting else None
+    pipe = pipeline(folder, schedule="1f1b", microbatches=2, loss_fn=loss, parallelize_fn=half)
+    (inputs,) = (each.bfloat16() for each in batch(pipe.package.manifest, 2).values())
+    result = pipe.step(inputs, target=torch.zeros(len(inputs), dtype=torch.bfloat16))
+    assert all(parameter.grad is not None and parameter.grad.dtype == torch.bfloat16 for parameter in pipe.parameters())
+    return "" if result.loss is None else f"{result.loss.item():.4f}"
+
+
 def build(rank: int, folder: str, schedules: list[str], missing_on: int | None = None) -> None:
     """Make a pipeline, with a schedule of its own on each rank, or without a rank's weights."""
     if rank == missing_on:

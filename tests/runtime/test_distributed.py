@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from pipegraph.package import Package
 from pipegraph.runtime.ahead import receives_ahead
 from pipegraph.schedule import build, lower, receive_buffers
 from tests.runtime import ranks
-from tests.runtime.packages import PARITY, chain, skips, tied, write
+from tests.runtime.packages import PARITY, Reference, batch, chain, skips, tied, write
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4])
@@ -33,6 +35,20 @@ def test_evaluation_and_training_in_turns_give_the_same_numbers(tmp_path: Path) 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_the_norm_of_all_gradients_counts_a_tied_weight_once(norm_type: float, tmp_path: Path) -> None:
     assert ranks.run(ranks.clip, 3, str(write(tied(), tmp_path / "tied")), norm_type) == ["equal"] * 3
+
+
+def test_stages_of_another_dtype_cross_in_it(tmp_path: Path) -> None:
+    """Converted in parallelize_fn, on all ranks or on none."""
+    folder = write(chain(2), tmp_path / "chain")
+    before, after = ranks.run(ranks.halved, 2, str(folder), [0, 1])
+    package = Package.open(folder)
+    reference = Reference(package)
+    for stage in reference.stages:
+        stage.to(torch.bfloat16)
+    output = reference({"x": batch(package.manifest, 2)["x"].bfloat16()})
+    assert (before, after) == ("", f"{output.square().mean().item():.4f}")
+    for said in ranks.run(ranks.halved, 2, str(folder), [1]):
+        assert said.startswith("ScheduleError") and "parallelize_fn made stages of different dtypes" in said
 
 
 def test_a_rank_may_be_given_only_the_inputs_of_its_stages(tmp_path: Path) -> None:

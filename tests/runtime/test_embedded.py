@@ -281,7 +281,7 @@ def test_a_loss_that_is_no_number_is_refused(tmp_path: Path) -> None:
     [
         ("1f2b", 'Did you mean "1f1b"'),
         ("absent.csv", "the schedule absent.csv cannot be read"),
-        (Schedule("mine", (0,), 1, ((Action.parse("0F0"),),)), "mine is for 1 stages, and the package has 2"),
+        (Schedule("mine", (0,), 1, ((Action.parse("0F0"),),)), "mine is for 1 stage, and there are 2"),
         (
             Schedule("two", (0, 1), 2, tuple((Action(i, "F", 0), Action(i, "F", 1)) for i in (0, 1))),
             "has 2 microbatches",

@@ -83,10 +83,10 @@ def test_a_process_for_all_ranks_does_not_choose_their_number() -> None:
             "zb-v",
             5,
             None,
-            "zb-v needs 2 stages per rank, and the package's 5 cannot be shared out so. Split the model with "
-            "--stages 4 or 6, or take a schedule with 1 stage per rank, such as 1f1b.",
+            "zb-v has 2 stages on each rank, and 5 stages cannot be shared out so.\nTry: 4 or 6 stages, or a schedule "
+            "with 1 stage on each rank, such as 1f1b.",
         ),
-        ("interleaved-1f1b", 1, None, "the package's 1 cannot be shared out so. Split the model with --stages 2,"),
+        ("interleaved-1f1b", 1, None, "2 stages on each rank, and 1 stage cannot be shared out so.\nTry: 2 stages,"),
         (
             "1f1b",
             4,

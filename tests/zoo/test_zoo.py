@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
+from pipegraph.package import Package
 from tests.codegen.parity import untidy
 from tests.zoo.visit import NAMES, STAGES, visit
 
@@ -20,3 +23,20 @@ def test_a_step_of_three_stages_is_a_step_of_the_model(name: str, tmp_path: Path
     assert visited.verification.training and visited.verification.equal, str(visited.verification)
     assert len(visited.package.manifest.stages) == STAGES
     assert untidy(visited.package.path) == []
+    if isinstance(visited.model, PreTrainedModel):
+        assert unlike_its_checkpoint(visited.model, visited.package, tmp_path / "checkpoint") == []
+
+
+def unlike_its_checkpoint(model: PreTrainedModel, package: Package, folder: Path) -> list[str]:
+    """The names whose values stages do not find where transformers writes them, whatever it calls them there."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.normal_()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    stages = [package.load_stage(index, weights=folder) for index in range(STAGES)]
+    found = {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    return [name for name in expected if not torch.equal(found[name], expected[name])]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.cost.outputs import tensors
@@ -29,6 +29,7 @@ class Visit:
     """A model's package, and what one training step of it gave beside the model's own."""
 
     name: str
+    model: nn.Module
     package: Package
     verification: Verification
 
@@ -49,7 +50,7 @@ def visit(name: str, folder: Path) -> Visit:
     captured = pipegraph.capture(source.model, source.args, source.kwargs)
     plan = pipegraph.plan(captured, stages=STAGES, balance="uniform")
     package = pipegraph.write_package(plan, folder / "package", source=source)
-    return Visit(name, package, verify(package, source))
+    return Visit(name, source.model, package, verify(package, source))
 
 
 def loss_fn(output: Any, target: Any = None) -> Tensor:

@@ -7,8 +7,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from pipegraph.errors import PlanError, nearest
-from pipegraph.schedule import PLACEMENTS, Schedule, build, check
-from pipegraph.schedule.build import find
+from pipegraph.schedule import PLACEMENTS, Schedule, check
+from pipegraph.schedule.fit import fitted
 from pipegraph.schedule.recipe import counted
 
 _Settings = ParamSpec("_Settings")
@@ -39,28 +39,11 @@ def arrange(
 
     By name, ``ranks`` is as many as the stages make up; a ready one has its own microbatches.
 
-    Raises ScheduleError for a name, or numbers, that there is no schedule for; PlanError where the schedule does not
-    fit the stages, placement or ranks.
+    Raises ScheduleError for a name, or numbers, that there is no schedule for; PlanError where the schedule has another
+    placement, or other ranks.
     """
-    if isinstance(schedule, Schedule):
-        found = _plain(schedule)
-    else:
-        recipe = find(schedule)
-        chunks = recipe.chunks
-        if ranks is not None and recipe.any_chunks and type(ranks) is int and ranks > 0 and stages % ranks == 0:
-            chunks = stages // ranks
-        if stages % chunks:
-            fitting = [number for number in (stages // chunks * chunks, (stages // chunks + 1) * chunks) if number]
-            raise PlanError(
-                f"{recipe.name} has {chunks} stages on each rank, and {stages} stages cannot be shared out so.\n"
-                f"Try: {' or '.join(map(str, fitting))} stages, or a schedule with 1 stage on each rank, such as 1f1b."
-            )
-        found = build(recipe.name, stages // chunks, microbatches, chunks)
-    if found.stages != stages:
-        raise PlanError(
-            f"{found.name} is for {counted([found.stages], 'stage')}, and {stages} were asked for.\n"
-            f"Try: stages={found.stages}."
-        )
+    plain = _plain(schedule) if isinstance(schedule, Schedule) else schedule
+    found = fitted(plain, stages, microbatches, ranks)
     if ranks not in (None, found.ranks):
         raise PlanError(
             f"{found.name} has {counted([stages], 'stage')} on {counted([found.ranks], 'rank')}, not on {ranks}.\n"

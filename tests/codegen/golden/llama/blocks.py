@@ -21,7 +21,7 @@ class LlamaRotaryEmbedding(nn.Module):
         emb = torch.cat([freqs, freqs], dim=-1)
         cos = emb.cos()
         sin = emb.sin()
-        return cos, sin
+        return cos.type_as(self.inv_freq), sin.type_as(self.inv_freq)
 
 
 class LlamaRMSNorm(nn.Module):
@@ -54,17 +54,17 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(128, 128, bias=False)
 
     def forward(self, hidden_states, cos, sin):
-        query_states = self.q_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(1, 128, -1, 16).transpose(1, 2)
+        query_states = self.q_proj(hidden_states).unflatten(-1, (-1, 16)).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).unflatten(-1, (-1, 16)).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).unflatten(-1, (-1, 16)).transpose(1, 2)
         cos = cos.unsqueeze(1)
         sin = sin.unsqueeze(1)
         query_states = query_states * cos + torch.cat([-query_states[..., 8:], query_states[..., :8]], dim=-1) * sin
         key_states = key_states * cos + torch.cat([-key_states[..., 8:], key_states[..., :8]], dim=-1) * sin
-        key_states = key_states.unsqueeze(2).expand(1, 4, 2, 128, 16).reshape(1, 8, 128, 16)
-        value_states = value_states.unsqueeze(2).expand(1, 4, 2, 128, 16).reshape(1, 8, 128, 16)
-        attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, is_causal=True, scale=0.25)
-        attn_output = attn_output.reshape(1, -1, 128, 16).transpose(1, 2).reshape(1, 128, -1)
+        key_states = key_states.repeat_interleave(2, dim=1)
+        value_states = value_states.repeat_interleave(2, dim=1)
+        attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, is_causal=True)
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o_proj(attn_output)
 
 

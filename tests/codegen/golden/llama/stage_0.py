@@ -17,15 +17,14 @@ class Stage0(nn.Module):
         super().__init__()
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(2048, 128)
-        self.model.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(2)})
+        self.model.layers = nn.ModuleList([LlamaDecoderLayer() for _ in range(2)])
         self.model.rotary_emb = LlamaRotaryEmbedding()
 
     def forward(self, input_ids):
         inputs_embeds = self.model.embed_tokens(input_ids)
-        position_ids = torch.arange(128, device=input_ids.device)
-        position_ids = position_ids.unsqueeze(0)
+        position_ids = torch.arange(128, device=input_ids.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)
         hidden_states = inputs_embeds
-        for layer in self.model.layers.values():
+        for layer in self.model.layers:
             hidden_states = layer(hidden_states, cos, sin)
         return hidden_states

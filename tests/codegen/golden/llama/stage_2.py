@@ -9,7 +9,7 @@ from .blocks import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 class Stage2(nn.Module):
     """model.layers.5 … model.layers.7, model.norm, lm_head.
 
-    hidden_states_1 f32[1, 128, 128] → logits f32[1, 128, 2048].
+    hidden_states f32[1, 128, 128] → logits f32[1, 128, 2048].
     816.0 k parameters, 233.8 MFLOP.
     """
 
@@ -21,11 +21,10 @@ class Stage2(nn.Module):
         self.model.rotary_emb = LlamaRotaryEmbedding()
         self.lm_head = nn.Linear(128, 2048, bias=False)
 
-    def forward(self, hidden_states_1):
-        position_ids = torch.arange(128, device=hidden_states_1.device)
-        position_ids = position_ids.unsqueeze(0)
+    def forward(self, hidden_states):
+        position_ids = torch.arange(128, device=hidden_states.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():
-            hidden_states_1 = layer(hidden_states_1, cos, sin)
-        hidden_states = self.model.norm(hidden_states_1)
+            hidden_states = layer(hidden_states, cos, sin)
+        hidden_states = self.model.norm(hidden_states)
         return self.lm_head(hidden_states)

@@ -24,7 +24,7 @@ class T5LayerNorm(nn.Module):
 class T5Attention(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.encoder.block.0.layer.0.SelfAttention.
 
-    hidden_states f32[2, 10, 32] → f32[1, 4, 10, 10], f32[2, 10, 32].
+    hidden_states f32[2, 10, 32] → f32[2, 10, 32], f32[1, 4, 10, 10].
     """
 
     def __init__(self):
@@ -36,33 +36,33 @@ class T5Attention(nn.Module):
         self.relative_attention_bias = nn.Embedding(8, 4)
 
     def forward(self, hidden_states):
-        query_states = self.q(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        context_position = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(1)
-        memory_position = torch.arange(10, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        context_position = torch.arange(10, device=hidden_states.device).unsqueeze(1)
+        memory_position = torch.arange(10, device=hidden_states.device).unsqueeze(0)
         relative_position = memory_position - context_position
-        relative_position_1 = relative_position.abs()
-        mul = ((relative_position_1.to(torch.float32) / 2).log() / 2.0794415416798357 * 2).to(torch.int64)
-        relative_position_if_large = mul + 2
-        is_small = relative_position_1 < 2
-        relative_position_if_large = relative_position_if_large.min(torch.full_like(relative_position_if_large, 3))
         relative_buckets = (relative_position > 0).to(torch.int64) * 4
-        where = torch.where(is_small, relative_position_1, relative_position_if_large)
-        position_bias = self.relative_attention_bias(relative_buckets + where).permute(2, 0, 1).unsqueeze(0)
-        position_bias_1 = position_bias.expand(2, 4, 10, 10).contiguous()
+        relative_position = relative_position.abs()
+        relative_position_if_large = (relative_position.to(torch.float32) / 2).log() / 2.0794415416798357 * 2
+        relative_position_if_large = relative_position_if_large.to(torch.int64) + 2
+        is_small = relative_position < 2
+        relative_position_if_large = relative_position_if_large.min(torch.full_like(relative_position_if_large, 3))
+        relative_buckets = relative_buckets + torch.where(is_small, relative_position, relative_position_if_large)
+        position_bias = self.relative_attention_bias(relative_buckets).permute(2, 0, 1).unsqueeze(0)
+        attention_mask = position_bias.contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias_1, scale=1.0
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
         )
-        attn_output = attn_output.reshape(2, -1, 10, 8).transpose(1, 2).contiguous().reshape(2, 10, -1)
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         attn_output = self.o(attn_output)
-        return position_bias, attn_output
+        return attn_output, position_bias
 
 
 class T5LayerSelfAttention(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.encoder.block.0.layer.0.
 
-    hidden_states f32[2, 10, 32] → f32[1, 4, 10, 10], f32[2, 10, 32].
+    hidden_states f32[2, 10, 32] → f32[2, 10, 32], f32[1, 4, 10, 10].
     """
 
     def __init__(self):
@@ -73,9 +73,9 @@ class T5LayerSelfAttention(nn.Module):
 
     def forward(self, hidden_states):
         normed_hidden_states = self.layer_norm(hidden_states)
-        position_bias, linear = self.SelfAttention(normed_hidden_states)
-        attention_output = hidden_states + self.dropout(linear)
-        return position_bias, attention_output
+        attention_output, position_bias = self.SelfAttention(normed_hidden_states)
+        attention_output = hidden_states + self.dropout(attention_output)
+        return attention_output, position_bias
 
 
 class T5DenseActDense(nn.Module):
@@ -119,23 +119,23 @@ class T5LayerFF(nn.Module):
 class T5Block(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.encoder.block.0.
 
-    hidden_states f32[2, 10, 32] → f32[1, 4, 10, 10], f32[2, 10, 32].
+    hidden_states f32[2, 10, 32] → f32[2, 10, 32], f32[1, 4, 10, 10].
     """
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention(), "1": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention(), T5LayerFF()])
 
     def forward(self, hidden_states):
-        self_attn_position_bias, hidden_states = self.layer["0"](hidden_states)
-        hidden_states = self.layer["1"](hidden_states)
-        return self_attn_position_bias, hidden_states
+        hidden_states, self_attn_position_bias = self.layer[0](hidden_states)
+        hidden_states = self.layer[1](hidden_states)
+        return hidden_states, self_attn_position_bias
 
 
 class T5Attention2(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.encoder.block.1.layer.0.SelfAttention.
 
-    hidden_states f32[2, 10, 32], self_attn_position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
+    hidden_states f32[2, 10, 32], position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
     """
 
     def __init__(self):
@@ -145,22 +145,22 @@ class T5Attention2(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states, self_attn_position_bias):
-        query_states = self.q(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(2, 10, -1, 8).transpose(1, 2)
-        self_attn_position_bias = self_attn_position_bias.expand(2, 4, 10, 10).contiguous()
+    def forward(self, hidden_states, position_bias):
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        position_bias = position_bias.contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=self_attn_position_bias, scale=1.0
+            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
         )
-        attn_output = attn_output.reshape(2, -1, 10, 8).transpose(1, 2).contiguous().reshape(2, 10, -1)
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
 
 
 class T5LayerSelfAttention2(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.encoder.block.1.layer.0.
 
-    hidden_states f32[2, 10, 32], self_attn_position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
+    hidden_states f32[2, 10, 32], position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
     """
 
     def __init__(self):
@@ -169,30 +169,31 @@ class T5LayerSelfAttention2(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states, self_attn_position_bias):
+    def forward(self, hidden_states, position_bias):
         normed_hidden_states = self.layer_norm(hidden_states)
-        return hidden_states + self.dropout(self.SelfAttention(normed_hidden_states, self_attn_position_bias))
+        attention_output = self.SelfAttention(normed_hidden_states, position_bias)
+        return hidden_states + self.dropout(attention_output)
 
 
 class T5Block2(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.encoder.block.1.
 
-    hidden_states f32[2, 10, 32], self_attn_position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
+    hidden_states f32[2, 10, 32], position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
     """
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention2(), T5LayerFF()])
 
-    def forward(self, hidden_states, self_attn_position_bias):
-        hidden_states = self.layer["0"](hidden_states, self_attn_position_bias)
-        return self.layer["1"](hidden_states)
+    def forward(self, hidden_states, position_bias):
+        hidden_states = self.layer[0](hidden_states, position_bias)
+        return self.layer[1](hidden_states)
 
 
 class T5Attention3(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.0.layer.0.SelfAttention.
 
-    hidden_states f32[2, 7, 32], mask bool[2, 1, 7, 7] → f32[1, 4, 7, 7], f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], mask bool[7, 7] → f32[2, 7, 32], f32[1, 4, 7, 7].
     """
 
     def __init__(self):
@@ -204,30 +205,32 @@ class T5Attention3(nn.Module):
         self.relative_attention_bias = nn.Embedding(8, 4)
 
     def forward(self, hidden_states, mask):
-        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        context_position = torch.arange(7, dtype=torch.int64, device=hidden_states.device).unsqueeze(1)
-        memory_position = torch.arange(7, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        context_position = torch.arange(7, device=hidden_states.device).unsqueeze(1)
+        memory_position = torch.arange(7, device=hidden_states.device).unsqueeze(0)
         relative_position = memory_position - context_position
         relative_position = -relative_position.min(torch.zeros_like(relative_position))
-        mul = ((relative_position.to(torch.float32) / 4).log() / 1.3862943611198906 * 4).to(torch.int64)
-        relative_position_if_large = mul + 4
+        relative_position_if_large = (relative_position.to(torch.float32) / 4).log() / 1.3862943611198906 * 4
+        relative_position_if_large = relative_position_if_large.to(torch.int64) + 4
         is_small = relative_position < 4
         relative_position_if_large = relative_position_if_large.min(torch.full_like(relative_position_if_large, 7))
         relative_buckets = torch.where(is_small, relative_position, relative_position_if_large)
         position_bias = self.relative_attention_bias(relative_buckets).permute(2, 0, 1).unsqueeze(0)
-        where = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
-        attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
-        attn_output = attn_output.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
+        attention_mask = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
+        attn_output = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
+        )
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         attn_output = self.o(attn_output)
-        return position_bias, attn_output
+        return attn_output, position_bias
 
 
 class T5LayerSelfAttention3(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.decoder.block.0.layer.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7] → f32[1, 4, 7, 7], f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7] → f32[2, 7, 32], f32[1, 4, 7, 7].
     """
 
     def __init__(self):
@@ -238,15 +241,15 @@ class T5LayerSelfAttention3(nn.Module):
 
     def forward(self, hidden_states, attention_mask):
         normed_hidden_states = self.layer_norm(hidden_states)
-        position_bias, linear = self.SelfAttention(normed_hidden_states, attention_mask)
-        attention_output = hidden_states + self.dropout(linear)
-        return position_bias, attention_output
+        attention_output, position_bias = self.SelfAttention(normed_hidden_states, attention_mask)
+        attention_output = hidden_states + self.dropout(attention_output)
+        return attention_output, position_bias
 
 
 class T5Attention4(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.0.layer.1.EncDecAttention.
 
-    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32] → f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32] → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -256,23 +259,22 @@ class T5Attention4(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states, hidden_states_1):
-        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
-        position_bias = torch.zeros([1, 4, 7, 10], dtype=torch.float32, device=hidden_states.device)
-        position_bias_mask = position_bias.expand(2, 4, 7, 10)
+    def forward(self, hidden_states, key_value_states):
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        position_bias = torch.zeros(1, 4, 7, 10, device=hidden_states.device)
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias_mask, scale=1.0
+            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
         )
-        attn_output = attn_output.reshape(2, -1, 7, 8).transpose(1, 2).reshape(2, 7, -1)
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
 
 
 class T5LayerCrossAttention(nn.Module):
     """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.0.layer.1.
 
-    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32] → f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32] → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -281,33 +283,34 @@ class T5LayerCrossAttention(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states, hidden_states_1):
+    def forward(self, hidden_states, key_value_states):
         normed_hidden_states = self.layer_norm(hidden_states)
-        return hidden_states + self.dropout(self.EncDecAttention(normed_hidden_states, hidden_states_1))
+        attention_output = self.EncDecAttention(normed_hidden_states, key_value_states)
+        return hidden_states + self.dropout(attention_output)
 
 
 class T5Block3(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], hidden_states_1 f32[2, 10, 32] →
-    f32[1, 4, 7, 7], f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], encoder_hidden_states f32[2, 10, 32]
+    → f32[2, 7, 32], f32[1, 4, 7, 7].
     """
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention3(), "1": T5LayerCrossAttention(), "2": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention3(), T5LayerCrossAttention(), T5LayerFF()])
 
-    def forward(self, hidden_states, attention_mask, hidden_states_1):
-        self_attn_position_bias, hidden_states = self.layer["0"](hidden_states, attention_mask)
-        hidden_states = self.layer["1"](hidden_states, hidden_states_1)
-        hidden_states = self.layer["2"](hidden_states)
-        return self_attn_position_bias, hidden_states
+    def forward(self, hidden_states, attention_mask, encoder_hidden_states):
+        hidden_states, self_attn_position_bias = self.layer[0](hidden_states, attention_mask)
+        hidden_states = self.layer[1](hidden_states, encoder_hidden_states)
+        hidden_states = self.layer[2](hidden_states)
+        return hidden_states, self_attn_position_bias
 
 
 class T5Attention5(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.0.SelfAttention.
 
-    hidden_states f32[2, 7, 32], mask bool[2, 1, 7, 7], self_attn_position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], mask bool[7, 7], position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -317,21 +320,22 @@ class T5Attention5(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states, mask, self_attn_position_bias):
-        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        where = torch.where(mask, self_attn_position_bias, -3.4028234663852886e38).contiguous()
-        attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, attn_mask=where, scale=1.0)
-        attn_output = attn_output.reshape(2, -1, 7, 8).transpose(1, 2).contiguous().reshape(2, 7, -1)
+    def forward(self, hidden_states, mask, position_bias):
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        attention_mask = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
+        attn_output = F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
+        )
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
 
 
 class T5LayerSelfAttention4(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.decoder.block.1.layer.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], self_attn_position_bias f32[1, 4, 7, 7] →
-    f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -340,17 +344,17 @@ class T5LayerSelfAttention4(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states, attention_mask, self_attn_position_bias):
+    def forward(self, hidden_states, attention_mask, position_bias):
         normed_hidden_states = self.layer_norm(hidden_states)
-        dropout = self.dropout(self.SelfAttention(normed_hidden_states, attention_mask, self_attn_position_bias))
-        return hidden_states + dropout
+        attention_output = self.SelfAttention(normed_hidden_states, attention_mask, position_bias)
+        return hidden_states + self.dropout(attention_output)
 
 
 class T5Attention6(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.1.EncDecAttention.
 
-    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32], cross_attn_position_bias f32[1, 4, 7, 10] →
-    f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10]
+    → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -360,23 +364,22 @@ class T5Attention6(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states, hidden_states_1, cross_attn_position_bias):
-        query_states = self.q(hidden_states).view(2, 7, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states_1).view(2, 10, -1, 8).transpose(1, 2)
-        position_bias_mask = cross_attn_position_bias.expand(2, 4, 7, 10)
+    def forward(self, hidden_states, key_value_states, position_bias):
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias_mask, scale=1.0
+            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
         )
-        attn_output = attn_output.reshape(2, -1, 7, 8).transpose(1, 2).reshape(2, 7, -1)
+        attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
 
 
 class T5LayerCrossAttention2(nn.Module):
     """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.1.layer.1.
 
-    hidden_states f32[2, 7, 32], hidden_states_1 f32[2, 10, 32], cross_attn_position_bias f32[1, 4, 7, 10] →
-    f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10]
+    → f32[2, 7, 32].
     """
 
     def __init__(self):
@@ -385,26 +388,26 @@ class T5LayerCrossAttention2(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states, hidden_states_1, cross_attn_position_bias):
+    def forward(self, hidden_states, key_value_states, position_bias):
         normed_hidden_states = self.layer_norm(hidden_states)
-        linear = self.EncDecAttention(normed_hidden_states, hidden_states_1, cross_attn_position_bias)
-        return hidden_states + self.dropout(linear)
+        attention_output = self.EncDecAttention(normed_hidden_states, key_value_states, position_bias)
+        return hidden_states + self.dropout(attention_output)
 
 
 class T5Block4(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.1.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[2, 1, 7, 7], self_attn_position_bias f32[1, 4, 7, 7],
-    hidden_states_1 f32[2, 10, 32], cross_attn_position_bias f32[1, 4, 7, 10] → f32[2, 7, 32].
+    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], position_bias f32[1, 4, 7, 7],
+    encoder_hidden_states f32[2, 10, 32], encoder_decoder_position_bias f32[1, 4, 7, 10] → f32[2, 7, 32].
     """
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention4(), "1": T5LayerCrossAttention2(), "2": T5LayerFF()})
+        self.layer = nn.ModuleList([T5LayerSelfAttention4(), T5LayerCrossAttention2(), T5LayerFF()])
 
     def forward(
-        self, hidden_states, attention_mask, self_attn_position_bias, hidden_states_1, cross_attn_position_bias
+        self, hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_decoder_position_bias
     ):
-        hidden_states = self.layer["0"](hidden_states, attention_mask, self_attn_position_bias)
-        hidden_states = self.layer["1"](hidden_states, hidden_states_1, cross_attn_position_bias)
-        return self.layer["2"](hidden_states)
+        hidden_states = self.layer[0](hidden_states, attention_mask, position_bias)
+        hidden_states = self.layer[1](hidden_states, encoder_hidden_states, encoder_decoder_position_bias)
+        return self.layer[2](hidden_states)

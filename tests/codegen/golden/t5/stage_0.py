@@ -8,7 +8,7 @@ from .blocks import T5Block, T5Block2
 class Stage0(nn.Module):
     """t5.encoder.embed_tokens, t5.encoder.block.0 … t5.encoder.block.1.
 
-    input_ids i64[2, 10] → self_attn_position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32].
+    input_ids i64[2, 10] → self_attention_position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32].
     19.4 k parameters, 706.6 kFLOP.
     """
 
@@ -18,13 +18,13 @@ class Stage0(nn.Module):
         self.t5.shared = nn.Embedding(89, 32)
         self.t5.encoder = nn.Module()
         self.t5.encoder.embed_tokens = nn.Embedding(89, 32)
-        self.t5.encoder.block = nn.ModuleDict({"0": T5Block(), "1": T5Block2()})
+        self.t5.encoder.block = nn.ModuleList([T5Block(), T5Block2()])
         self.t5.encoder.dropout = nn.Dropout(p=0.0)
         self.t5.encoder.embed_tokens.weight = self.t5.shared.weight
 
     def forward(self, input_ids):
         inputs_embeds = self.t5.encoder.embed_tokens(input_ids)
         hidden_states = self.t5.encoder.dropout(inputs_embeds)
-        self_attn_position_bias, hidden_states = self.t5.encoder.block["0"](hidden_states)
-        hidden_states = self.t5.encoder.block["1"](hidden_states, self_attn_position_bias)
-        return self_attn_position_bias, hidden_states
+        hidden_states, self_attention_position_bias = self.t5.encoder.block[0](hidden_states)
+        hidden_states = self.t5.encoder.block[1](hidden_states, self_attention_position_bias)
+        return self_attention_position_bias, hidden_states

@@ -9,8 +9,9 @@ from .blocks import T5Block2, T5Block3, T5LayerNorm
 class Stage1(nn.Module):
     """t5.encoder.block.2, t5.encoder.final_layer_norm, t5.decoder.embed_tokens, t5.decoder.block.0.
 
-    decoder_input_ids i64[2, 7], self_attn_position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32] →
-    hidden_states_1 f32[2, 10, 32], self_attn_position_bias_1 f32[1, 4, 7, 7], hidden_states_2 f32[2, 7, 32].
+    decoder_input_ids i64[2, 7], self_attention_position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32]
+    → encoder_hidden_states f32[2, 10, 32], self_attention_position_bias f32[1, 4, 7, 7],
+    hidden_states f32[2, 7, 32].
     23.6 k parameters, 752.4 kFLOP.
     """
 
@@ -23,17 +24,17 @@ class Stage1(nn.Module):
         self.t5.encoder.dropout = nn.Dropout(p=0.0)
         self.t5.decoder = nn.Module()
         self.t5.decoder.embed_tokens = nn.Embedding(89, 32)
-        self.t5.decoder.block = nn.ModuleDict({"0": T5Block3()})
+        self.t5.decoder.block = nn.ModuleList([T5Block3()])
         self.t5.decoder.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, decoder_input_ids, self_attn_position_bias, hidden_states):
-        hidden_states = self.t5.encoder.block["2"](hidden_states, self_attn_position_bias)
+    def forward(self, decoder_input_ids, self_attention_position_bias, hidden_states):
+        hidden_states = self.t5.encoder.block["2"](hidden_states, self_attention_position_bias)
         hidden_states = self.t5.encoder.final_layer_norm(hidden_states)
-        hidden_states = self.t5.encoder.dropout(hidden_states)
+        encoder_hidden_states = self.t5.encoder.dropout(hidden_states)
         inputs_embeds = self.t5.decoder.embed_tokens(decoder_input_ids)
-        attention_mask = torch.ones([7, 7], dtype=torch.bool, device=decoder_input_ids.device).tril().expand(2, 1, 7, 7)
-        hidden_states_1 = self.t5.decoder.dropout(inputs_embeds)
-        self_attn_position_bias_1, hidden_states_1 = self.t5.decoder.block["0"](
-            hidden_states_1, attention_mask, hidden_states
+        attention_mask = torch.ones(7, 7, dtype=torch.bool, device=decoder_input_ids.device).tril()
+        hidden_states = self.t5.decoder.dropout(inputs_embeds)
+        hidden_states, self_attention_position_bias = self.t5.decoder.block[0](
+            hidden_states, attention_mask, encoder_hidden_states
         )
-        return hidden_states, self_attn_position_bias_1, hidden_states_1
+        return encoder_hidden_states, self_attention_position_bias, hidden_states

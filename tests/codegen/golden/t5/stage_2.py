@@ -9,8 +9,8 @@ from .blocks import T5Block4, T5LayerNorm
 class Stage2(nn.Module):
     """t5.decoder.block.1 … t5.decoder.block.2, t5.decoder.final_layer_norm, t5.lm_head.
 
-    hidden_states_1 f32[2, 10, 32], self_attn_position_bias_1 f32[1, 4, 7, 7], hidden_states_2 f32[2, 7, 32] →
-    lm_logits f32[2, 7, 89].
+    encoder_hidden_states f32[2, 10, 32], self_attention_position_bias f32[1, 4, 7, 7],
+    hidden_states f32[2, 7, 32] → lm_logits f32[2, 7, 89].
     27.6 k parameters, 878.0 kFLOP.
     """
 
@@ -23,14 +23,14 @@ class Stage2(nn.Module):
         self.t5.decoder.dropout = nn.Dropout(p=0.0)
         self.t5.lm_head = nn.Linear(32, 89, bias=False)
 
-    def forward(self, hidden_states_1, self_attn_position_bias_1, hidden_states_2):
-        attention_mask = torch.ones([7, 7], dtype=torch.bool, device=hidden_states_1.device).tril().expand(2, 1, 7, 7)
-        position_bias = torch.zeros([1, 4, 7, 10], dtype=torch.float32, device=hidden_states_1.device)
+    def forward(self, encoder_hidden_states, self_attention_position_bias, hidden_states):
+        attention_mask = torch.ones(7, 7, dtype=torch.bool, device=encoder_hidden_states.device).tril()
+        position_bias = torch.zeros(1, 4, 7, 10, device=encoder_hidden_states.device)
         for block in self.t5.decoder.block.values():
-            hidden_states_2 = block(
-                hidden_states_2, attention_mask, self_attn_position_bias_1, hidden_states_1, position_bias
+            hidden_states = block(
+                hidden_states, attention_mask, self_attention_position_bias, encoder_hidden_states, position_bias
             )
-        hidden_states = self.t5.decoder.final_layer_norm(hidden_states_2)
+        hidden_states = self.t5.decoder.final_layer_norm(hidden_states)
         hidden_states = self.t5.decoder.dropout(hidden_states)
         sequence_output = hidden_states * 0.1767766952966369
         return self.t5.lm_head(sequence_output)

@@ -19,12 +19,12 @@ class DoubleConvolution(nn.Sequential):
 
 
 class Up(nn.Module):
-    """Up (unet.py:29), as in up.0.  x f32[2, 128, 4, 4], x_1 f32[2, 64, 8, 8] → f32[2, 64, 8, 8]."""
+    """Up (unet.py:29), as in up.0.  x f32[2, 128, 4, 4], skip f32[2, 64, 8, 8] → f32[2, 64, 8, 8]."""
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.upsample = nn.ConvTranspose2d(in_channels, out_channels, 2, stride=2)
         self.convolution = DoubleConvolution(in_channels, out_channels)
 
-    def forward(self, x, x_1):
-        return self.convolution(torch.cat([x_1, self.upsample(x)], dim=1))
+    def forward(self, x, skip):
+        return self.convolution(torch.cat([skip, self.upsample(x)], dim=1))

@@ -6,15 +6,15 @@ from .blocks import DoubleConvolution, Up
 
 
 class Stage1(nn.Module):
-    """down.2, bottom, up.0.  x_2 f32[2, 32, 8, 8] → x_3 f32[2, 64, 8, 8].  420.9 k parameters, 58.7 MFLOP."""
+    """down.2, bottom, up.0.  x f32[2, 32, 8, 8] → x f32[2, 64, 8, 8].  420.9 k parameters, 58.7 MFLOP."""
 
     def __init__(self):
         super().__init__()
         self.down = nn.ModuleDict({"2": DoubleConvolution(32, 64)})
         self.pool = nn.MaxPool2d(2, stride=2)
         self.bottom = DoubleConvolution(64, 128)
-        self.up = nn.ModuleDict({"0": Up(128, 64)})
+        self.up = nn.ModuleList([Up(128, 64)])
 
-    def forward(self, x_2):
-        x = self.down["2"](x_2)
-        return self.up["0"](self.bottom(self.pool(x)), x)
+    def forward(self, x):
+        x = self.down["2"](x)
+        return self.up[0](self.bottom(self.pool(x)), x)

@@ -8,7 +8,7 @@ from .blocks import Up
 class Stage2(nn.Module):
     """up.1 … up.2, head.
 
-    x f32[2, 16, 32, 32], x_1 f32[2, 32, 16, 16], x_3 f32[2, 64, 8, 8] → output f32[2, 4, 32, 32].
+    skip f32[2, 16, 32, 32], skip_1 f32[2, 32, 16, 16], x f32[2, 64, 8, 8] → output f32[2, 4, 32, 32].
     45.1 k parameters, 61.1 MFLOP.
     """
 
@@ -17,6 +17,7 @@ class Stage2(nn.Module):
         self.up = nn.ModuleDict({"1": Up(64, 32), "2": Up(32, 16)})
         self.head = nn.Conv2d(16, 4, 1)
 
-    def forward(self, x, x_1, x_3):
-        x = self.up["2"](self.up["1"](x_3, x_1), x)
+    def forward(self, skip, skip_1, x):
+        x = self.up["1"](x, skip_1)
+        x = self.up["2"](x, skip)
         return self.head(x)

@@ -1,0 +1,96 @@
+"""A change of shape in words that name no more sizes than they must: ``x.unflatten(-1, (-1, 64))``, ``x.flatten(2)``.
+
+Which words fit is decided from the shapes before and after alone. Reshaping keeps the order of the elements, so that
+all words that give the shape give the same tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+Sizes = tuple[int, ...]
+Words = tuple[str, list[Any]]
+
+
+def reshaped(before: Sizes, after: Sizes, given: Sequence[int]) -> Words | None:
+    """A method and its arguments that bring a tensor from one shape to another; None where only a reshape does.
+
+    Args:
+        given: ``after`` as the model's source has it, with −1 for the size that it leaves open. That one is the size
+            of something, even if it is 1.
+    """
+    left_open = list(given).index(-1) if -1 in given else None
+    forms = (_unsqueezed, _squeezed, _flattened, _unflattened)
+    return next((words for form in forms for words in form(before, after, left_open)), None)
+
+
+# Each gives the words of one method that fit. The batch comes first, even a batch of 1, and stays if it can: later
+# dimensions are tried before it.
+
+
+def _unsqueezed(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[Words]:
+    for dim in reversed(range(len(after))):
+        is_batch = dim == 0 and left_open is None and len(after) > 2
+        if after[dim] == 1 and dim != left_open and not is_batch and before == after[:dim] + after[dim + 1 :]:
+            yield "unsqueeze", [_from_end(dim, after)]
+
+
+def _squeezed(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[Words]:
+    for dim in reversed(range(1, len(before))):
+        if before[dim] == 1 and left_open not in (dim - 1, dim) and after == before[:dim] + before[dim + 1 :]:
+            yield "squeeze", [_from_end(dim, before)]
+
+
+def _flattened(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[Words]:
+    count = len(before) - len(after) + 1
+    for dim in sorted(range(len(after) * (count > 1)), key=lambda dim: (dim != left_open, -dim)):
+        if after == (*before[:dim], prod(before[dim : dim + count]), *before[dim + count :]):
+            yield "flatten", _range(dim, dim + count, before)
+
+
+def _unflattened(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[Words]:
+    count = len(after) - len(before) + 1
+    kept = left_open if left_open is not None else 0 if len(before) > 1 else None
+    for dim in reversed(range(len(before) * (count > 1))):
+        sizes = after[dim : dim + count]
+        is_split = sum(size != 1 or dim + place == kept for place, size in enumerate(sizes)) > 1
+        if is_split and prod(sizes) == before[dim] and after == before[:dim] + sizes + before[dim + 1 :]:
+            position = left_open - dim if left_open is not None and dim <= left_open < dim + count else 0
+            yield "unflatten", [_from_end(dim, before), _with_one_open(sizes, position)]
+
+
+def spelled(before: Sizes, after: Sizes, given: Sequence[int]) -> list[int]:
+    """The sizes for a reshape that has no other words: the batch is left open, unless something else was."""
+    is_batch = before[:1] == after[:1] and after[:1] != (1,) if -1 in given else len(before) > 1
+    return list(_with_one_open(after, 0)) if is_batch and after else list(given)
+
+
+def expanded(before: Sizes, after: Sizes) -> list[int]:
+    """The sizes for an ``expand``: −1 for those that stay."""
+    new = len(after) - len(before)
+    return [size if dim < new or size != before[dim - new] else -1 for dim, size in enumerate(after)]
+
+
+def merged(start: int, end: int, before: Sizes) -> list[int]:
+    """The arguments of ``flatten`` for dimensions ``start`` … ``end``."""
+    size = max(len(before), 1)
+    return _range(start % size, end % size + 1, before)
+
+
+def _from_end(dim: int, sizes: Sizes) -> int:
+    """The last dimension is −1."""
+    return -1 if dim == len(sizes) - 1 else dim
+
+
+def _range(start: int, stop: int, sizes: Sizes) -> list[int]:
+    if stop < len(sizes):
+        return [start, stop - 1]
+    return [start] if start else []
+
+
+def _with_one_open(sizes: Sizes, position: int) -> Sizes:
+    """−1 for one of the sizes, where the others tell it."""
+    others = prod(sizes[:position] + sizes[position + 1 :])
+    return (*sizes[:position], -1, *sizes[position + 1 :]) if others else sizes

@@ -1,0 +1,121 @@
+"""How a stage gets its tensors: from this folder, or from a Hugging Face checkpoint."""
+
+import difflib
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+_FOLDER = Path(__file__).parent
+
+
+def read_stage(stage, index, device, weights):
+    """Replace a stage's tensors by those of this folder or, if `weights` is a path, of the checkpoint there.
+
+    Without `weights` parameters stay. What is not in `state_dict()`, such as a rotary table, is always read here.
+    """
+    manifest = json.loads((_FOLDER / "pipeline.json").read_text(encoding="utf-8"))
+    entry, tied = manifest["stages"][index], manifest["tied"]
+    parameters = entry["parameters"] if weights else []
+    buffers = [each for each in entry["buffers"] if isinstance(each, str)]
+    others = [each["name"] for each in entry["buffers"] if not isinstance(each, str)]
+    if isinstance(weights, bool):
+        _replace(stage, [*parameters, *buffers, *others], tied, _FOLDER, device)
+    else:
+        _replace(stage, [*parameters, *buffers], tied, Path(weights), device, manifest["checkpoint"])
+        _replace(stage, others, tied, _FOLDER, device)
+
+
+def _replace(stage, names, tied, folder, device, checkpoint=None):
+    """Replace tensors by those that a folder has under their names; tied weights stay one parameter."""
+    if not names:
+        return
+    files = _Files(folder, device, checkpoint or {})
+    groups = {name: group for group in tied for name in group}
+    parts = {name: files.find(groups.get(name, [name])) for name in names}  # all of them, before one is read
+    tensors = {}
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        module = stage.get_submodule(owner)
+        before = getattr(module, attribute)
+        first = groups.get(name, [name])[0]
+        tensor = tensors[first] if first in tensors else files.read(parts[name], before.shape, before.dtype)
+        if isinstance(before, nn.Parameter) and not isinstance(tensor, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=before.requires_grad)
+        tensors[first] = tensor
+        setattr(module, attribute, tensor)
+
+
+class _Files:
+    """The tensors of a folder with one safetensors file, or with several and an index; a file is opened when needed.
+
+    `checkpoint` tells what Hugging Face transformers stores under another name, or in parts.
+    """
+
+    def __init__(self, folder, device, checkpoint):
+        self.folder, self.device, self.checkpoint, self.opened = folder, device, checkpoint, {}
+        self.listing = folder / "model.safetensors.index.json"
+        if self.listing.is_file():
+            try:
+                self.files = dict(json.loads(self.listing.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{self.listing} is no index of safetensors, or truncated: {error!r}") from None
+        else:
+            self.listing = folder / "model.safetensors"
+            self.files = dict.fromkeys(self.open(self.listing.name).keys(), self.listing.name)
+
+    def open(self, file):
+        from safetensors import SafetensorError, safe_open
+
+        if Path(file).name != file:
+            raise ValueError(f"{self.listing} names {file!r}, which is not a file of its folder")
+        if file not in self.opened:
+            try:
+                self.opened[file] = safe_open(self.folder / file, framework="pt", device=str(self.device))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.folder / file} cannot be read, or is truncated: {error}") from None
+        return self.opened[file]
+
+    def find(self, names):
+        """What makes up the tensor of these names (several, if it is tied), by the names that it has in the files.
+
+        A `*` counts the tensor's first dimension.
+        """
+        stored = self.checkpoint.get("stored", {})
+        if [] in [stored.get(name) for name in names]:
+            raise ValueError(f"{names[0]} is stored in a form that only transformers can read")
+        for parts in (*([name] for name in names), *(stored[name] for name in names if name in stored)):
+            found = [self.spelled(part) for part in parts]
+            if None not in found:
+                return found
+        nearest = "".join(difflib.get_close_matches(names[0], self.files, n=1)) or "none"
+        raise ValueError(f"{self.listing} lacks {names[0]}; the nearest name there is {nearest}")
+
+    def spelled(self, name):
+        """The name in these files, with or without the prefix of the base model; None if neither is there."""
+        prefix = self.checkpoint.get("base_model_prefix", "")
+        names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        return next((each for each in names if each.replace("*", "0") in self.files), None)
+
+    def read(self, parts, shape, dtype):
+        """One tensor: whole, or parts in a row along its first dimension, along the second where a `*` counts that."""
+        if len(parts) == 1 and "*" not in parts[0]:
+            return self.tensor(parts[0], shape, dtype)
+        whole = torch.empty(shape, dtype=dtype, device=self.device)
+        for number, row in enumerate(whole if "*" in parts[0] else whole[None]):
+            for name, part in zip(parts, row.chunk(len(parts)), strict=True):
+                part.copy_(self.tensor(name.replace("*", str(number)), part.shape, dtype))
+        return whole
+
+    def tensor(self, name, shape, dtype):
+        """A tensor of the files, which has to have this shape; it is converted to this dtype unless it is quantized."""
+        if name not in self.files:
+            raise ValueError(f"{self.listing} lacks {name}")
+        tensor, file = self.open(self.files[name]).get_tensor(name), self.folder / self.files[name]
+        if tensor.shape != shape:
+            raise ValueError(f"{name} is {list(tensor.shape)} in {file} and {list(shape)} in the stage")
+        converts = tensor.is_floating_point() and dtype.is_floating_point and tensor.itemsize > 1
+        if tensor.dtype != dtype and not converts:
+            raise ValueError(f"{name} is {tensor.dtype} in {file}, which is not converted to the stage's {dtype}")
+        return tensor.to(dtype)

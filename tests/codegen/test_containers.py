@@ -1,0 +1,79 @@
+"""Lists, dicts and Sequentials of modules: as the model has them, under the model's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor, nn
+
+from tests.codegen.layers import Block, batch
+from tests.codegen.parity import differences, forward_lines, split
+
+
+class Held(nn.Module):
+    """A container of three blocks, and a head behind it."""
+
+    def __init__(self, container: nn.Module) -> None:
+        super().__init__()
+        self.held = container
+        self.between = nn.Tanh()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.held.children():
+            x = self.between(module(x))
+        return self.head(x)
+
+
+class Layers(nn.ModuleList):
+    """A list with a name of its own."""
+
+
+def blocks() -> list[nn.Module]:
+    return [Block(), Block(), nn.Linear(8, 8)]
+
+
+NAMED = {"first": Block(), "second": Block(), "1": nn.Linear(8, 8)}
+CASES = {
+    "a list": (nn.ModuleList(blocks()), "nn.ModuleList([Block(), Block(), nn.Linear(8, 8)])", "self.held[1]"),
+    "a list of equals": (
+        nn.ModuleList(Block() for _ in range(3)),
+        "nn.ModuleList([Block() for _ in range(3)])",
+        "self.held[1]",
+    ),
+    "a class of its own": (Layers(blocks()), "nn.ModuleList([Block(), Block(), nn.Linear(8, 8)])", "self.held[1]"),
+    "a Sequential": (nn.Sequential(*blocks()), "nn.Sequential(Block(), Block(), nn.Linear(8, 8))", "self.held[1]"),
+    "a Sequential of equals": (
+        nn.Sequential(*(Block() for _ in range(3))),
+        "nn.Sequential(*[Block() for _ in range(3)])",
+        "self.held[1]",
+    ),
+    "a dict of numbers": (
+        nn.ModuleDict({str(index): Block() for index in range(3)}),
+        "nn.ModuleDict({str(i): Block() for i in range(3)})",
+        'self.held["1"]',
+    ),
+    "a dict of names": (
+        nn.ModuleDict(NAMED),
+        'nn.ModuleDict({"first": Block(), "second": Block(), "1": nn.Linear(8, 8)})',
+        'self.held["second"]',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_container_is_of_the_models_own_kind(case: str, tmp_path: Path) -> None:
+    container, constructor, second = CASES[case]
+    model = Held(container)
+    package = split(tmp_path, model, (batch(),), cut="head")
+    assert f"        self.held = {constructor}\n" in (package.path / "stage_0.py").read_text()
+    assert f"{second}(x)" in "\n".join(forward_lines(package))
+    assert differences(package, model, (batch(),)) == []
+
+
+def test_a_list_that_starts_in_another_stage_keeps_its_numbers(tmp_path: Path) -> None:
+    model = Held(nn.ModuleList(blocks()))
+    package = split(tmp_path, model, (batch(),), cut="held.1")
+    assert '"1": Block(), "2": nn.Linear(8, 8)' in (package.path / "stage_1.py").read_text()
+    assert differences(package, model, (batch(),)) == []

@@ -1,0 +1,216 @@
+"""A statement of the model's source is a statement of the generated source, under the same name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipegraph.codegen.wrap import reads_well, wrap
+from tests.codegen.layers import Block, batch
+from tests.codegen.parity import differences, forward_lines, split
+
+
+class Steps(nn.Module):
+    """A ``forward`` of a subclass, and a head behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = Block()
+        self.second_projection = Block()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.steps(x))
+
+
+class Long(Steps):
+    """A statement that is too long for one line, and one that is longer than anybody writes."""
+
+    def steps(self, x: Tensor) -> Tensor:
+        weighted_values = (
+            x.exp().clamp(min=0.25, max=0.75) * 0.5 + x.sin().clamp(min=0.25, max=0.75) - self.first(x).clamp(min=0.25)
+        )
+        return weighted_values
+
+
+class TooLong(Steps):
+    def steps(self, x: Tensor) -> Tensor:
+        normalised = (x.exp().clamp(min=0.25, max=0.75) / x.exp().clamp(min=0.25, max=0.75).sum(-1, keepdim=True)) * (
+            self.first(x).clamp(min=0.25) + self.second_projection(x).clamp(min=0.125, max=0.875)
+        )
+        return normalised
+
+
+class Renewed(Steps):
+    """The same tensor in another shape, under the same name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(8, device=x.device)
+        positions = positions.unsqueeze(0)
+        x = self.first(x)
+        x = self.second_projection(x)
+        x = x * positions
+        return self.head(x)
+
+
+class InTurns(Steps):
+    """One statement in a loop."""
+
+    def steps(self, x: Tensor) -> Tensor:
+        for module in (self.first, self.second_projection):
+            x = x + module(x)
+        return x
+
+
+class Again(Steps):
+    """The same modules in every turn."""
+
+    def steps(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self.second_projection(self.first(x))
+        return x
+
+
+class Unbound(Steps):
+    """What a loop runs over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.first(x[0])
+        for row in x.unbind(0):
+            total = total * total.sigmoid() + row
+        return self.head(total)
+
+
+def rotate(x: Tensor, factor: Tensor) -> Tensor:
+    x1, x2 = x[..., ::2], x[..., 1::2]
+    return torch.cat([x1 * factor - x2 * factor.cos(), x2 * factor + x1 * factor.cos()], dim=-1)
+
+
+class InFunctions(Steps):
+    """Names come from the functions that ``forward`` calls."""
+
+    def steps(self, x: Tensor) -> Tensor:
+        factor = x.mean() + 1
+        return rotate(x, factor)
+
+
+class Overwritten(Steps):
+    """What a value was before its name is given again is written before."""
+
+    def steps(self, x: Tensor) -> Tensor:
+        values = []
+        state = x.sin()
+        for _ in range(3):
+            values.append(state.exp() * 2)
+            state = state * x
+        return torch.stack(values).sum(0) + state
+
+
+CASES = {
+    Long: [
+        "return (",
+        "    x.exp().clamp(min=0.25, max=0.75) * 0.5 + x.sin().clamp(min=0.25, max=0.75)"
+        " - self.first(x).clamp(min=0.25)",
+        ")",
+    ],
+    TooLong: [
+        "normalised = x.exp().clamp(min=0.25, max=0.75) / x.exp().clamp(min=0.25, max=0.75).sum(-1, keepdim=True)",
+        "return normalised * (self.first(x).clamp(min=0.25) + self.second_projection(x).clamp(min=0.125, max=0.875))",
+    ],
+    Renewed: [
+        "positions = torch.arange(8, device=x.device).unsqueeze(0)",
+        "x = self.first(x)",
+        "x = self.second_projection(x)",
+        "return x * positions",
+    ],
+    InTurns: ["x = x + self.first(x)", "return x + self.second_projection(x)"],
+    Again: [
+        "x = x + self.second_projection(self.first(x))",
+        "return x + self.second_projection(self.first(x))",
+    ],
+    Unbound: [
+        "total = self.first(x[0])",
+        "row, row_1, row_2 = x.unbind()",
+        "total = total * total.sigmoid() + row",
+        "total = total * total.sigmoid() + row_1",
+        "return total * total.sigmoid() + row_2",
+    ],
+    InFunctions: [
+        "factor = x.mean() + 1",
+        "x1 = x[:, ::2]",
+        "x2 = x[:, 1::2]",
+        "return torch.cat([x1 * factor - x2 * factor.cos(), x2 * factor + x1 * factor.cos()], dim=-1)",
+    ],
+    Overwritten: [
+        "state = x.sin()",
+        "mul = state.exp() * 2",
+        "state = state * x",
+        "mul_1 = state.exp() * 2",
+        "state = state * x",
+        "return torch.stack([mul, mul_1, state.exp() * 2]).sum(0) + state * x",
+    ],
+}
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_statements(model: type[Steps], tmp_path: Path) -> None:
+    built = model()
+    package = split(tmp_path, built, (batch(),), cut="head")
+    assert forward_lines(package) == CASES[model]
+    assert differences(package, built, (batch(),)) == []
+
+
+def test_a_row_of_operators_or_methods_goes_into_brackets() -> None:
+    name = "a_rather_long_name_for_a_value"
+    row = " + ".join(f"operand_number_{number}" for number in range(6))
+    assert wrap(f"{name} = {row}", 0) == [f"{name} = (", f"    {row}", ")"]
+    longer = [f"operand_number_{number}" for number in range(8)]
+    assert wrap(f"return {' + '.join(longer)}", 0) == [
+        "return (",
+        f"    {longer[0]}",
+        *(f"    + {each}" for each in longer[1:]),
+        ")",
+    ]
+    methods = "values.reshape(1, 12, 128, 16).transpose(1, 2).contiguous().reshape(1, 128, 192).softmax(-1)"
+    assert wrap(f"{name} = {methods}", 0) == [f"{name} = (", f"    {methods}", ")"]
+
+
+def test_a_value_that_ends_in_a_bracket_is_broken_there() -> None:
+    name, arguments = "a_rather_long_name_for_a_value", ", ".join(f"argument_number_{number}" for number in range(5))
+    assert wrap(f"{name} = x + f({arguments})", 0) == [f"{name} = x + f(", f"    {arguments}", ")"]
+    assert wrap(f"{name} = f({arguments}).sum(0)", 0) == [f"{name} = f(", f"    {arguments}", ").sum(0)"]
+
+
+@pytest.mark.parametrize(
+    ("value", "well"),
+    [("f({})", True), ("f({}).view(2).sum(0)", True), ("f({}).sum(0)", False), ("x + f({})", True)],
+)
+def test_a_line_reads_well_if_no_method_follows_its_break(value: str, well: bool) -> None:
+    text = value.format(", ".join(f"argument_number_{number}" for number in range(5)))
+    assert reads_well(f"a_rather_long_name_for_a_value = {text}", 8) == well
+    assert reads_well(f"x = {value.format('y')}", 8)
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[..., ::2].exp(), x[..., 1::2]
+
+
+def swapped(x: Tensor) -> Tensor:
+    even, odd = halves(x)
+    return torch.cat([odd * even.sum() + odd.cos(), even * even.sin()], dim=-1)
+
+
+class InFunctionsOfFunctions(Steps):
+    """Several results of a function that a function calls: which is which is not known."""
+
+    def steps(self, x: Tensor) -> Tensor:
+        return swapped(x)
+
+
+def test_results_of_a_function_that_a_function_calls(tmp_path: Path) -> None:
+    model = InFunctionsOfFunctions()
+    assert differences(split(tmp_path, model, (batch(),), cut="head"), model, (batch(),)) == []

@@ -1,0 +1,28 @@
+"""Masks that are a band of the matrix are known as one, and others are not."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipegraph.graph.masks import _band
+
+SIZES = st.integers(2, 6)
+
+
+@given(SIZES, SIZES, st.integers(-5, 5), st.integers(-5, 5), st.integers(0, 99))
+def test_a_band_and_what_is_none(rows: int, columns: int, lowest: int, highest: int, spoilt: int) -> None:
+    offsets = torch.arange(columns) - torch.arange(rows)[:, None]
+    mask = (offsets >= lowest) & (offsets <= highest)
+    held = offsets[mask]
+    found = _band(mask.expand(2, 1, rows, columns))
+    assert (found is None) == (not held.numel())
+    if found is not None:
+        assert (found.lowest, found.highest) == (int(held.min()), int(held.max()))
+    other = mask.clone()
+    other.view(-1)[spoilt % mask.numel()] ^= True
+    held = offsets[other]
+    is_band = bool(held.numel()) and torch.equal(other, (offsets >= held.min()) & (offsets <= held.max()))
+    assert (_band(other) is not None) == is_band
+    assert _band(torch.stack([mask, other])) is None
