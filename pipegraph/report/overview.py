@@ -24,7 +24,7 @@ _TIMES = ("forward", "input_grad", "weight_grad")
 def overview(package: Package, schedule: Schedule, width: int | None = None, coloured: bool = False) -> Text:
     """The text of ``pipegraph show``. The schedule is drawn as if F, I and W took the same time on every stage."""
     manifest = package.manifest
-    parts = [_title(package), _stage_table(manifest), _value_table(manifest), *_predicted(manifest)]
+    parts = [_title(package), _stage_table(package), _value_table(manifest), *_predicted(manifest)]
     if manifest.tied:
         parts.append("\n".join(f"tied: {' = '.join(map(clip, group))}" for group in manifest.tied))
     if edited := package.edited():
@@ -97,8 +97,11 @@ def _title(package: Package) -> str:
     return f"{model.get('class', 'model')} of {model.get('source', '?')} in {stages} stage{'s' if stages > 1 else ''}"
 
 
-def _stage_table(manifest: Manifest) -> str:
-    rows = [[str(stage.index), clip(holds(manifest, stage.index)), *_costs(stage)] for stage in manifest.stages]
+def _stage_table(package: Package) -> str:
+    manifest = package.manifest
+    rows = [
+        [str(stage.index), clip(holds(manifest, stage.index)), *_costs(package, stage)] for stage in manifest.stages
+    ]
     headers = ["stage", "holds", "parameters", "forward", "weights"]
     if all(name in stage.cost for stage in manifest.stages for name in (*_TIMES, "saved_bytes")):
         times = [[float(stage.cost[name]) for name in _TIMES] for stage in manifest.stages]
@@ -127,12 +130,12 @@ def _predicted(manifest: Manifest) -> list[str]:
     return ["\n".join([summary(prediction), *map(one_line, reasons)])]
 
 
-def _costs(stage: StageEntry) -> list[str]:
+def _costs(package: Package, stage: StageEntry) -> list[str]:
     parameters, flops = stage.cost.get("parameters"), stage.cost.get("flops")
     return [
         str(len(stage.parameters)) if parameters is None else count(parameters),
         "" if flops is None else count(flops, "FLOP"),
-        stage.weights or "none",
+        stage.weights if stage.weights and package.has_weights else "buffers only" if stage.weights else "none",
     ]
 
 

@@ -292,6 +292,11 @@ def test_an_error_of_the_model_names_the_users_line() -> None:
         captured(Wrong(), torch.ones(2, 4))
 
 
+def test_an_error_without_a_line_names_none() -> None:
+    with pytest.raises(CaptureError, match="if not, something in it is Python"):
+        captured(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 3))
+
+
 class Condition(Linears):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (self.a(x),)))
