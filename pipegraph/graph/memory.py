@@ -7,6 +7,8 @@ import operator
 import torch
 from torch import fx
 
+from pipegraph.graph.arguments import arguments_of
+
 aten = torch.ops.aten
 
 
@@ -33,13 +35,10 @@ def _arguments(node: fx.Node, written: bool) -> list[fx.Node]:
         return [] if written else [node.args[0]]  # type: ignore[list-item]
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        alias = argument.alias_info
-        if isinstance(value, fx.Node) and alias is not None and alias.is_write == written:
-            found.append(value)
-    return found
+    given = arguments_of(node)
+    aliases = {each.name: each.alias_info for each in node.target._schema.arguments if each.alias_info is not None}
+    marked = [given.get(name) for name, alias in aliases.items() if alias.is_write == written]
+    return [value for value in marked if isinstance(value, fx.Node)]
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
