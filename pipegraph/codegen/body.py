@@ -15,7 +15,7 @@ from pipegraph.codegen.expression import ATOM, Expression, Writer
 from pipegraph.codegen.expressions import express
 from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope, has_effects, operands
 from pipegraph.codegen.literals import literal
-from pipegraph.codegen.loops import turn, turns
+from pipegraph.codegen.loops import heading, turn_lines
 from pipegraph.codegen.names import relative, unused, variable
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import headers
@@ -202,14 +202,14 @@ class _Body:
                 self._values.written[node] = Expression(names[made])
             else:
                 names[made] = self._values.bind(node, self._names.of(item, node))
-        header, callee = turns(item, self._tree, container, module, number)
+        header, callee = heading(item, self._tree, container, module, number)
         targets = ", ".join(names[made] for made in range(len(item.makes)))
         handed = [
             [names[made] if made is not None else self._values.use(node).text for node, made in pattern]
             for pattern in item.patterns
         ]
         self._emit(item, header)
-        for line in turn(item.alternate, number, f"{targets} = {callee}", *handed):
+        for line in turn_lines(item.alternate, number, f"{targets} = {callee}", *handed):
             self._emit(item, f"    {line}")
 
     def _carry(self, item: Loop, made: int, begin: fx.Node) -> str:

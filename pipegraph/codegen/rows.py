@@ -49,7 +49,7 @@ def _alternating(items: Sequence[Item], start: int, outputs: Iterable[fx.Node]) 
         calls.append(item)
     patterns = [_pattern(*pair) for pair in pairwise(calls)]
     first = next((pattern for pattern in patterns if _begins(calls[0], pattern)), None)
-    if first is None:
+    if first is None or {first, *patterns} == {first}:
         return None
     for count in range(len(calls), _TURNS - 1, -1):
         alternate = _alternate(calls[:count], [first, *patterns][:count])

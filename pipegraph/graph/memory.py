@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
+
+from pipegraph.graph.arguments import arguments_of
 
 aten = torch.ops.aten
 
@@ -20,31 +21,24 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation changes in place; ``detach_`` leaves their values alone."""
     if node.target is aten.detach_.default:
         return []
-    return _arguments(node, lambda info: info is not None and info.is_write)
+    return _arguments(node, written=True)
 
 
 def viewed_by(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result of an operation may share."""
-    return _arguments(node, lambda info: info is not None and not info.is_write)
+    return _arguments(node, written=False)
 
 
-def _arguments(node: fx.Node, wanted: Any) -> list[fx.Node]:
-    if node.target is operator.getitem:
-        return [node.args[0]] if wanted(_ALIAS) else []  # type: ignore[list-item]
+def _arguments(node: fx.Node, written: bool) -> list[fx.Node]:
+    """The arguments that the operation's schema marks as changed in place, or as sharing memory with the result."""
+    if node.target is operator.getitem:  # a part of a tuple shares its memory
+        return [] if written else [node.args[0]]  # type: ignore[list-item]
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if isinstance(value, fx.Node) and wanted(argument.alias_info):
-            found.append(value)
-    return found
-
-
-class _ALIAS:
-    """Stands for the alias annotation that ``operator.getitem`` lacks: a part of a tuple shares its memory."""
-
-    is_write = False
+    given = arguments_of(node)
+    aliases = {each.name: each.alias_info for each in node.target._schema.arguments if each.alias_info is not None}
+    marked = [given.get(name) for name, alias in aliases.items() if alias.is_write == written]
+    return [value for value in marked if isinstance(value, fx.Node)]
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:

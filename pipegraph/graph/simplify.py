@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipegraph.graph.arguments import arguments_of
 from pipegraph.graph.buffer_casts import FOLLOWS
 from pipegraph.graph.call_values import copy_marks
 from pipegraph.graph.captured import on_meta
@@ -113,9 +114,8 @@ def drop_own_dtypes(graph: fx.Graph) -> None:
 
 def _copies(node: fx.Node) -> bool:
     """Whether a cast was asked to copy, or to change the memory layout, in any case."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    bound = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
-    return bool(bound.get("copy")) or bound.get("memory_format") not in (None, torch.preserve_format)
+    given = arguments_of(node)
+    return bool(given.get("copy")) or given.get("memory_format") not in (None, torch.preserve_format)
 
 
 def _in_module(node: fx.Node, file: str) -> bool:
