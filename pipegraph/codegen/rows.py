@@ -48,13 +48,12 @@ def _alternating(items: Sequence[Item], start: int, outputs: Iterable[fx.Node]) 
             break
         calls.append(item)
     patterns = [_pattern(*pair) for pair in pairwise(calls)]
-    first = next((pattern for pattern in patterns if _begins(calls[0], pattern)), None)
-    if first is None:
-        return None
-    for count in range(len(calls), _TURNS - 1, -1):
-        alternate = _alternate(calls[:count], [first, *patterns][:count])
-        if alternate is not None and _private(items, start, start + count, outputs):
-            return Loop(tuple(calls[:count]), _positions(first), alternate)
+    firsts = [pattern for pattern in dict.fromkeys(patterns) if _begins(calls[0], pattern)]
+    for count in range(len(calls), _TURNS - 1, -1) if firsts else ():
+        for first in firsts:
+            alternate = _alternate(calls[:count], [first, *patterns][:count])
+            if alternate is not None and _private(items, start, start + count, outputs):
+                return Loop(tuple(calls[:count]), _positions(first), alternate)
     return None
 
 
