@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -76,14 +77,14 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def shared_memory(node: fx.Node) -> set[fx.Node]:
-    """A value and all whose memory may be the same."""
+def shared_memory(node: fx.Node, but_for: Container[Any] = ()) -> set[fx.Node]:
+    """A value and all whose memory may be the same, but for results of some operations and what is found there."""
     waiting, seen = [node], {node}
     while waiting:
         current = waiting.pop()
         shared = [user for user in current.users if current in (*viewed_by(user), *written_by(user))]
         for other in (*viewed_by(current), *written_by(current), *shared):
-            if other not in seen:
+            if other not in seen and other.target not in but_for:
                 seen.add(other)
                 waiting.append(other)
     return seen

@@ -12,7 +12,7 @@ from pipegraph.graph.buffer_casts import FOLLOWS
 from pipegraph.graph.call_values import copy_marks
 from pipegraph.graph.captured import on_meta
 from pipegraph.graph.masks import plain_masks
-from pipegraph.graph.memory import is_view, is_written, readers_of, shared_memory, viewed_by, written_by
+from pipegraph.graph.memory import is_stable, is_view, is_written, readers_of, shared_memory, viewed_by, written_by
 from pipegraph.graph.views import plain_views
 
 aten = torch.ops.aten
@@ -68,7 +68,8 @@ def drop_identities(graph: fx.Graph) -> None:
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
         source = node.args[0]
-        if _is_identity(node, source) and not is_written(node):
+        unseen = not is_written(node) and (source in viewed_by(node) or is_stable(source))
+        if unseen and _is_identity(node, source):
             copy_marks(node, source)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -276,9 +277,9 @@ def mark_gradients(graph: fx.Graph) -> None:
             and any(parent.meta["requires_grad"] or parent in written for parent in node.all_input_nodes)
         )
         if node.meta["requires_grad"] and written_by(node):
-            written |= shared_memory(node)
+            written |= shared_memory(node, but_for=_CUT)
             for each in written:
-                if each.op == "call_function" and each.target not in _CUT:
+                if each.op == "call_function":
                     each.meta["requires_grad"] = True
         parents = [parent.meta["requires_grad"] or parent.meta.get("cut_off", False) for parent in node.all_input_nodes]
         node.meta["cut_off"] = not inside and any(parents)

@@ -179,6 +179,21 @@ class Empty(Blocks):
         return self.b(h + ones) * padded[:, :8] + row[:8] + ones + zeros
 
 
+class Before(Blocks):
+    """A copy that changes nothing but keeps what was there before a write, and a value without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 2
+        h[:, 0] += x.sum() * h[:, 1]
+        mean, before = h.detach().mean(), self.count * 1
+        self.count += 1
+        return self.b(h) * mean + before
+
+
 class Copied(Blocks):
     """A buffer written by the model's own ``copy_``, at the top of the model, and read behind it."""
 
@@ -195,6 +210,7 @@ class Copied(Blocks):
 @pytest.mark.parametrize(
     "model",
     [
+        Before,
         Copies,
         Indexed,
         Empty,
