@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 
 import torch
 from torch import fx
@@ -10,6 +11,10 @@ from torch import fx
 from pipegraph.graph.arguments import arguments_of
 
 aten = torch.ops.aten
+
+# What gives its argument where that has the dtype already, and what gives it as it is where the layout allows it.
+_CASTS = (aten.to, aten.type_as)
+_MAY_COPY = (*_CASTS, aten.contiguous, aten.reshape, aten.reshape_as, aten.flatten, aten.ravel)
 
 
 def is_written(node: fx.Node) -> bool:
@@ -26,7 +31,19 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 def viewed_by(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result of an operation may share."""
-    return _arguments(node, written=False)
+    found = _arguments(node, written=False)
+    if found and getattr(node.target, "overloadpacket", None) in _CASTS and _dtype(found[0]) != _dtype(node):
+        return []
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result of an operation is the memory of an argument for certain."""
+    return bool(viewed_by(node)) and getattr(node.target, "overloadpacket", None) not in _MAY_COPY
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    return node.meta["val"].dtype
 
 
 def _arguments(node: fx.Node, written: bool) -> list[fx.Node]:
@@ -54,16 +71,21 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def is_stable(node: fx.Node) -> bool:
-    """Whether nothing ever writes into the memory that a value may lie in: a copy of it is then as good as a view."""
+def shared_memory(node: fx.Node, but_for: Container[Any] = ()) -> set[fx.Node]:
+    """A value and all whose memory may be the same, but for results of some operations and what is found there."""
     waiting, seen = [node], {node}
     while waiting:
         current = waiting.pop()
-        if current in (written for user in current.users for written in written_by(user)):
-            return False
-        shared = [user for user in current.users if current in viewed_by(user)]
+        shared = [user for user in current.users if current in (*viewed_by(user), *written_by(user))]
         for other in (*viewed_by(current), *written_by(current), *shared):
-            if other not in seen:
+            if other not in seen and other.target not in but_for:
                 seen.add(other)
                 waiting.append(other)
-    return True
+    return seen
+
+
+def is_stable(node: fx.Node) -> bool:
+    """Whether nothing ever writes into the memory that a value may lie in: a copy of it is then as good as a view."""
+    return not any(
+        written_by(each) or any(each in written_by(user) for user in each.users) for each in shared_memory(node)
+    )

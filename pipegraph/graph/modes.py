@@ -21,7 +21,12 @@ from pipegraph.graph.captured import Module, path_of, source_line
 from pipegraph.graph.layouts import any_layout
 
 aten = torch.ops.aten
-_DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+_DROPOUTS = (
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+)
 
 
 def differs_by_mode(graph: fx.Graph, modules: Mapping[str, Module]) -> bool:

@@ -117,7 +117,7 @@ def _smaller(node: fx.Node) -> dict[fx.Node, Tensor]:
                 return {}
             continue
         made = _tried(user, smaller) if _is_elementwise(user, smaller) else None
-        if made is None:
+        if made is None or made.dtype != user.meta["val"].dtype:
             return {}
         if made.shape != _shape(user):
             if not is_stable(user):

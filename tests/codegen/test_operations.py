@@ -136,6 +136,9 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: torch.linalg.vector_norm(x, dim=1), "torch.linalg.vector_norm(x, dim=[1])"),
     (lambda x, y: torch.fft.rfft(x).abs(), "torch.fft.rfft(x).abs()"),
     (lambda x, y: torch.ops.aten.mse_loss(x, y, 2), "torch.ops.aten.mse_loss.default(x, y, 2)"),
+    (lambda x, y: x.neg().neg(), "(-x).neg()"),
+    (lambda x, y: (x.abs() + 1) ** y**2, "(x.abs() + 1) ** y**2"),
+    (lambda x, y: y**x**2, "y**x**2"),
     # several results
     (lambda x, y: x.max(-1).values, "x.max(-1)[0]"),
     (lambda x, y: x.topk(2).values, "x.topk(2)[0]"),

@@ -313,9 +313,16 @@ class ReturnsANumber(Linears):
         return self.a(x), 3
 
 
+class TakesData(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h) + h.data
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (TakesData, r"takes the data of a tensor(.|\n)*h.data\nTry: x.detach\(\)"),
         (Condition, r"Condition cannot be captured|The model uses cond, .*\nTry: .*torch.where"),
         (DataDependentShape, "shape depends on values"),
         (ReturnsANumber, "The model returns 3, which is neither a tensor nor None.\nTry: return tensors only."),
