@@ -138,8 +138,7 @@ def _form(
     def number(node: fx.Node) -> object:
         if node.op != "get_attr":
             return numbers.get(node)
-        canonical = captured.state[str(node.target)].canonical
-        names = [name for name, entry in captured.state.items() if entry.canonical == canonical]
+        names = captured.names_of[str(node.target)]
         return next((name.removeprefix(fqn) for name in names if name.startswith(f"{fqn}.")), None)
 
     def shown(leaf: Any) -> Any:

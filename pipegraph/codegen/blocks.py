@@ -15,9 +15,9 @@ from pipegraph.codegen.attributes import Tree, assignments, build_tree, paths
 from pipegraph.codegen.body import write_body
 from pipegraph.codegen.class_source import ClassSource
 from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, conflicts, modules_in
-from pipegraph.codegen.leaves import constructor, leaf_call
+from pipegraph.codegen.leaves import Leaves, constructor
 from pipegraph.codegen.literals import literal
-from pipegraph.codegen.names import class_name, is_within, relative, unused_class
+from pipegraph.codegen.names import class_name, is_within, outer_names, relative, unused_class
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import common_regions
 from pipegraph.codegen.rows import roll
@@ -38,12 +38,16 @@ class Blocks:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self.origins = Origins(captured)
-        self.words = Words(captured, self.origins, opened_calls(captured))
-        self._names: dict[str, list[str]] = {}
-        for entry in captured.state.values():
-            self._names.setdefault(entry.canonical, []).append(entry.fqn)
         self._opened = opened_calls(captured)
+        self.words = Words(captured, self.origins, self._opened)
+        self._names = captured.names_of
+        self._below: dict[str, list[str]] = {"": list(captured.state)}  # module → its state and that of modules in it
+        for fqn in captured.state:
+            for module in outer_names(fqn):
+                self._below.setdefault(module, []).append(fqn)
+        self._order = {fqn: position for position, fqn in enumerate(captured.modules)}
         self._attentions = Attentions(captured)
+        self._leaves = Leaves(captured)
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
 
@@ -81,15 +85,12 @@ class Blocks:
         constructors = {relative(item.fqn, prefix): item.constructor for item in made if isinstance(item, ModuleCall)}
         state = {
             relative(fqn, prefix): self._captured.state[fqn]
-            for fqn in self._captured.state
-            if fqn in inside.state and is_within(fqn, prefix)
+            for fqn in self._below.get(prefix, ())
+            if fqn in inside.state
         }
         constructors |= self._silent_leaves(prefix, state, constructors)
-        own = {
-            name: entry for name, entry in state.items() if not any(is_within(name, module) for module in constructors)
-        }
-        order = {fqn: position for position, fqn in enumerate(self._captured.modules)}
-        ordered = sorted(constructors, key=lambda name: order.get(f"{prefix}.{name}" if prefix else name, len(order)))
+        own = {name: entry for name, entry in state.items() if constructors.keys().isdisjoint(outer_names(name))}
+        ordered = sorted(constructors, key=lambda name: self._order[f"{prefix}.{name}" if prefix else name])
         tree = build_tree({name: constructors[name] for name in ordered}, own, partial(self._module_at, prefix))
         scope = Scope(
             prefix=prefix,
@@ -132,7 +133,7 @@ class Blocks:
         arguments = self._attentions.arguments(call, reads, makes)
         if arguments is not None:
             return self._attention(call, arguments, reads, makes)
-        text, modules = leaf_call(self._captured, call, reads, makes), frozenset[str]()
+        text, modules = self._leaves.constructor(call, reads, makes), frozenset[str]()
         if text is None:
             text, modules = self._sequential(inside, call, nodes, reads, makes)
         if text is None:
@@ -273,7 +274,7 @@ class Blocks:
         found: dict[str, str] = {}
         for name in state:
             owner, _, _ = name.rpartition(".")
-            if not owner or owner in found or any(is_within(name, module) for module in constructors):
+            if not owner or owner in found or not constructors.keys().isdisjoint(outer_names(name)):
                 continue
             module = self._captured.modules.get(f"{prefix}.{owner}" if prefix else owner)
             text = constructor(module.module) if module is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +16,14 @@ from pipegraph.codegen.expression import ATOM, Expression, Writer
 from pipegraph.codegen.expressions import express
 from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope, has_effects, operands
 from pipegraph.codegen.literals import literal
-from pipegraph.codegen.loops import turn, turns
+from pipegraph.codegen.loops import heading, turn_lines
 from pipegraph.codegen.names import relative, unused, variable
 from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import headers
 from pipegraph.codegen.value_names import ValueNames
 from pipegraph.codegen.values import Pending, Values
 from pipegraph.codegen.wrap import reads_well
+from pipegraph.graph.memory import is_view, is_written
 
 # An expression that was put together from several is no longer than this; one that goes into another, than that.
 _LONGEST, _FOLDED_LENGTH = 96, 88
@@ -160,6 +162,8 @@ class _Body:
         self._values.flush(except_for=kept)
         target = node.kwargs.get("out", node.args[0])
         assert isinstance(target, fx.Node) and isinstance(node.target, torch._ops.OpOverload)
+        if self._values.left[node] > 0:
+            self._values.settle(target, kept=kept)
         owner = self._values.use(target)
         self._values.written[target] = owner
         self._values.left[target] += 1
@@ -192,7 +196,9 @@ class _Body:
             if position not in carried:
                 self._values.settle(node)
         # All names are chosen while what the loop reads in every turn still counts as needed.
-        names = {made: self._carry(item, made, node) for made, node in sorted(begin.items())}
+        names: dict[int, str] = {}
+        for made, node in sorted(begin.items()):
+            names[made] = self._carry(item, made, node, set(names.values()))
         taken = self._values.taken() | set(names.values())
         module = unused(variable(container[-1].removesuffix("s") if container else "module", "module"), taken)
         number = unused("i", taken)
@@ -202,25 +208,25 @@ class _Body:
                 self._values.written[node] = Expression(names[made])
             else:
                 names[made] = self._values.bind(node, self._names.of(item, node))
-        header, callee = turns(item, self._tree, container, module, number)
+        header, callee = heading(item, self._tree, container, module, number)
         targets = ", ".join(names[made] for made in range(len(item.makes)))
         handed = [
             [names[made] if made is not None else self._values.use(node).text for node, made in pattern]
             for pattern in item.patterns
         ]
         self._emit(item, header)
-        for line in turn(item.alternate, number, f"{targets} = {callee}", *handed):
+        for line in turn_lines(item.alternate, number, f"{targets} = {callee}", *handed):
             self._emit(item, f"    {line}")
 
-    def _carry(self, item: Loop, made: int, begin: fx.Node) -> str:
-        """The variable that goes round a loop, holding ``begin`` before the first turn."""
-        uses = sum(item.reads[position] is begin for position, _ in item.carried)
+    def _carry(self, item: Loop, made: int, begin: fx.Node, others: AbstractSet[str]) -> str:
+        """The variable that goes round a loop, holding ``begin`` before the first turn; ``others`` do so as well."""
+        uses = sum(carried == made for _, carried in item.carried)
         wanted = variable(self._names.of(item, item.makes[made]), "x")
         pending = self._values.pending.get(begin)
         if pending is not None:
             self._values.left[begin] -= uses
             del self._values.pending[begin]
-            name = unused(wanted, self._values.taken())
+            name = unused(wanted, self._values.taken() | others)
             self._values.lines.append((pending.regions, f"{name} = {pending.expression.text}"))
             self._values.variables[name] = begin
             return name
@@ -232,7 +238,7 @@ class _Body:
             and (held.startswith(wanted) or begin in self._scope.inputs)
         ):
             return held
-        name = unused(wanted, self._values.taken() | {held})
+        name = unused(wanted, self._values.taken() | {held, *others})
         self._emit(item, f"{name} = {held}")
         self._values.variables[name] = begin
         return name
@@ -294,6 +300,8 @@ class _Body:
         """A value with one reader stands inside its expression, unless the model's source gives it a name that is
         free: with a number behind it, it says no more than the expression."""
         if not self._folds or self._values.left[node] != 1 or len(expression.text) > _FOLDED_LENGTH:
+            return False
+        if is_written(node) and not is_view(node):  # written out again, it would be other memory
             return False
         if self._names.is_nameless(item, node):
             return True

@@ -32,7 +32,7 @@ from pipegraph.codegen.shapes import expanded, merged, reshaped, spelled
 Form = Callable[[fx.Node, dict[str, Any], Writer], Expression | None]
 
 # Operands around which a formatter leaves no space: x**2.
-_SIMPLE = re.compile(r"-?[\w.]+")
+_SIMPLE = re.compile(r"-?[\w.]+(\*\*-?[\w.]+)*")
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -62,7 +62,10 @@ def _reversed_subtraction(node: fx.Node, arguments: dict[str, Any], writer: Writ
 
 def _unary(symbol: str) -> Form:
     def write(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
-        return Expression(f"{symbol}{writer.operand(arguments['self'], ATOM)}", UNARY)
+        operand = writer.operand(arguments["self"], ATOM)
+        if operand.startswith(f"({symbol}"):
+            return Expression(f"{operand}.{node.target._opname}()")  # type: ignore[union-attr]
+        return Expression(f"{symbol}{operand}", UNARY)
 
     return write
 
@@ -108,6 +111,15 @@ def _index(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expressi
     return Expression(f"{writer.operand(arguments['self'], ATOM)}[{', '.join(parts)}]") if parts else None
 
 
+def _index_put(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
+    """``x[:, index] = value``, of a write."""
+    indices = arguments["indices"]
+    if "writes" not in node.meta or "accumulate" in arguments or all(part is None for part in indices):
+        return None
+    owner = _index(node, arguments, writer)
+    return Expression(f"{owner.text} = {writer.argument(arguments['values'])}") if owner is not None else None
+
+
 # ---- functions whose arguments torch.nn.functional orders otherwise --------------------------------------------------
 
 
@@ -143,8 +155,13 @@ def _batch_norm(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Exp
 
 def _dropout(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
     name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
-    mode = "" if node.meta["in_every_mode"] else ", self.training"
-    return Expression(f"F.{name}({writer.argument(arguments['input'])}, {arguments['p']}{mode})")
+    library = "torch" if name == "feature_dropout" else "F"
+    mode = "self.training"
+    if node.meta["in_every_mode"]:
+        if name == "dropout":
+            return Expression(f"F.dropout({writer.argument(arguments['input'])}, {arguments['p']})")
+        mode = "True"
+    return Expression(f"{library}.{name}({writer.argument(arguments['input'])}, {arguments['p']}, {mode})")
 
 
 def _attention(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
@@ -212,6 +229,30 @@ def _arange(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Express
     return writer.call("torch.arange", [arguments["end"]], named)
 
 
+def _interpolate(mode: str, antialias: bool = False) -> Form:
+    """``F.interpolate(x, scale_factor=2, mode="bilinear")``, to a size or by a factor."""
+
+    def write(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
+        size, factors = arguments.get("output_size"), arguments.get("scale_factors")
+        named: dict[str, Any] = {}
+        if factors is not None and size is None:
+            short = [int(each) if float(each).is_integer() else each for each in factors]
+            named["scale_factor"] = short[0] if len(set(short)) == 1 else tuple(short)
+        elif size is not None and "scale_factors" in arguments and all(isinstance(each, int) for each in size):
+            named["size"] = tuple(size)
+        else:
+            return None
+        if mode != "nearest":
+            named["mode"] = mode
+        if arguments.get("align_corners"):
+            named["align_corners"] = True
+        if antialias:
+            named["antialias"] = True
+        return writer.call("F.interpolate", [arguments["input"]], named)
+
+    return write
+
+
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +316,7 @@ FORMS: dict[str, Form] = {
     "slice": _slice,
     "select": _select,
     "index": _index,
+    "index_put_": _index_put,
     "embedding": _embedding,
     "linear": _linear,
     "layer_norm": _normalization("input", "normalized_shape", "weight", "bias"),
@@ -283,10 +325,19 @@ FORMS: dict[str, Form] = {
     "dropout": _dropout,
     "feature_dropout": _dropout,
     "alpha_dropout": _dropout,
+    "feature_alpha_dropout": _dropout,
     "scaled_dot_product_attention": _attention,
     "to": _cast,
     "softmax": _softmax,
     "log_softmax": _softmax,
+    **{f"upsample_nearest{n}d": _interpolate("nearest") for n in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{n}d": _interpolate("nearest-exact") for n in (1, 2, 3)},
+    "upsample_linear1d": _interpolate("linear"),
+    "upsample_bilinear2d": _interpolate("bilinear"),
+    "upsample_trilinear3d": _interpolate("trilinear"),
+    "upsample_bicubic2d": _interpolate("bicubic"),
+    "_upsample_bilinear2d_aa": _interpolate("bilinear", antialias=True),
+    "_upsample_bicubic2d_aa": _interpolate("bicubic", antialias=True),
     "view": _reshape,
     "reshape": _reshape,
     "unflatten": _reshape,

@@ -17,7 +17,7 @@ from pipegraph.codegen.literals import dtype_name
 from pipegraph.codegen.names import prose, unused, variable
 from pipegraph.codegen.source import render_blocks, render_init, render_stage, render_weights
 from pipegraph.codegen.stage_class import stage_class
-from pipegraph.codegen.weights import shard_plan
+from pipegraph.codegen.weights import shard_name, shard_plan
 from pipegraph.graph.bounds import index_bound
 from pipegraph.graph.captured import label_of
 from pipegraph.graph.checkpoint import checkpoint_names
@@ -62,8 +62,7 @@ def _manifest(
 ) -> Manifest:
     captured = plan.captured
     by_label = {label_of(node): names[node] for node in (*captured.inputs, *captured.returned)}
-    shards = {name: file for file, held in shard_plan(captured, plan.stages, weights).items() for name in held}
-    file_of = {int(file[6:11]): file for file in shards.values()}
+    shards = shard_plan(captured, plan.stages, weights)
     values = {names[boundary.node]: _value(names[boundary.node], boundary) for boundary in plan.boundaries}
     for name, constant in captured.constants.items():
         values[name] = Value(name, "", (), -1, (), constant=constant)
@@ -91,7 +90,7 @@ def _manifest(
                     for fqn in stage.state
                     if captured.state[fqn].kind != "parameter"
                 ),
-                weights=file_of.get(stage.index),
+                weights=file if (file := shard_name(stage.index, len(plan.stages))) in shards else None,
                 cost=cost.to_json(),
             )
             for stage, cost in zip(plan.stages, plan.costs, strict=True)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.attention import Arguments
-from pipegraph.codegen.names import is_within
+from pipegraph.codegen.names import outer_names
 from pipegraph.graph.captured import State
 
 
@@ -128,7 +128,7 @@ def conflicts(items: Iterable[Item]) -> frozenset[str]:
     for item in items:
         if isinstance(item, ModuleCall) and constructors.setdefault(item.fqn, item.constructor) != item.constructor:
             found.add(item.fqn)
-    found.update(outer for outer in constructors if any(is_within(inner, outer) for inner in constructors))
+    found.update(outer for inner in constructors for outer in outer_names(inner) if outer in constructors)
     return frozenset(found)
 
 

@@ -119,23 +119,34 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def leaf_call(captured: Captured, call: Call, read: Sequence[fx.Node], made: Sequence[fx.Node]) -> str | None:
-    """The constructor of the module that ``call`` ran, if the call is no more than ``module(x)``.
+class Leaves:
+    """Finds calls of such modules; equal modules are tried once on values of one shape."""
 
-    Args:
-        call: a call without inner calls.
-        read: values from outside that its operations read, its own state left out.
-        made: values that operations outside read.
-    """
-    module = captured.modules[call.fqn].module
-    if len(read) != 1 or len(made) != 1 or read[0].op == "get_attr" or any(True for _ in call.calls()):
-        return None
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-        return None  # the call did more than a new module of that class would do
-    text = constructor(module)
-    if text is None or not _takes_one(module) or not _same_result(module, read[0], made[0]):
-        return None
-    return text
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        self._tried: dict[object, bool] = {}
+
+    def constructor(self, call: Call, read: Sequence[fx.Node], made: Sequence[fx.Node]) -> str | None:
+        """The constructor of the module that ``call`` ran, if the call is no more than ``module(x)``.
+
+        Args:
+            call: a call without inner calls.
+            read: values from outside that its operations read, its own state left out.
+            made: values that operations outside read.
+        """
+        module = self._captured.modules[call.fqn].module
+        if len(read) != 1 or len(made) != 1 or read[0].op == "get_attr" or any(True for _ in call.calls()):
+            return None
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return None  # the call did more than a new module of that class would do
+        text = constructor(module)
+        given, expected = read[0].meta["val"], made[0].meta["val"]
+        if text is None or not isinstance(given, torch.Tensor) or not isinstance(expected, torch.Tensor):
+            return None
+        key = (text, given.shape, given.dtype, expected.shape, expected.dtype)
+        if key not in self._tried:
+            self._tried[key] = _takes_one(module) and _gives(module, given, expected)
+        return text if self._tried[key] else None
 
 
 def _takes_one(module: nn.Module) -> bool:
@@ -144,14 +155,11 @@ def _takes_one(module: nn.Module) -> bool:
     return len(required) == 1
 
 
-def _same_result(module: nn.Module, read: fx.Node, made: fx.Node) -> bool:
+def _gives(module: nn.Module, given: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether ``module(x)`` has the shape that the call gave; a call with further arguments may not.
 
     Tried in evaluation mode: in training some modules compute with their state, which is on the meta device here.
     """
-    given, expected = read.meta["val"], made.meta["val"]
-    if not isinstance(given, torch.Tensor) or not isinstance(expected, torch.Tensor):
-        return False
     state = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in (*module.named_parameters(), *module.named_buffers())

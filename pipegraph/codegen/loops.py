@@ -10,7 +10,7 @@ from pipegraph.codegen.attributes import Tree, access
 from pipegraph.codegen.items import Alternate, Loop
 
 
-def turns(loop: Loop, tree: Tree, container: Sequence[str], module: str, number: str) -> tuple[str, str]:
+def heading(loop: Loop, tree: Tree, container: Sequence[str], module: str, number: str) -> tuple[str, str]:
     """The header of a loop, and what it calls in every turn.
 
     Args:
@@ -35,7 +35,7 @@ def turns(loop: Loop, tree: Tree, container: Sequence[str], module: str, number:
     return f"for {number} in {span}:", f"{owner}[str({number})]" if is_dict else f"getattr({owner}, str({number}))"
 
 
-def turn(
+def turn_lines(
     alternate: Alternate | None, number: str, calling: str, first: Sequence[str], other: Sequence[str] = ()
 ) -> list[str]:
     """The lines of a turn, ``calling(first)`` or, where there is an ``alternate``, that or ``calling(other)``: one line

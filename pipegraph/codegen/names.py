@@ -5,7 +5,8 @@ from __future__ import annotations
 import keyword
 import re
 import unicodedata
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from itertools import accumulate
 
 # What the generated source itself calls; a local variable must not shadow it.
 _TAKEN = frozenset({"torch", "nn", "F", "self", "str", "float", "range", "getattr", "super", "slice", "bool", "int"})
@@ -74,6 +75,11 @@ def is_number(name: str) -> bool:
 def is_within(name: str, prefix: str) -> bool:
     """Whether a dotted name stands for something inside ``prefix``; everything is inside the model, ""."""
     return not prefix or name.startswith(f"{prefix}.")
+
+
+def outer_names(name: str) -> Iterator[str]:
+    """What a dotted name stands inside of: ``a`` and ``a.b`` for ``a.b.c``."""
+    return accumulate(name.split(".")[:-1], "{}.{}".format)
 
 
 def relative(fqn: str, prefix: str) -> str:

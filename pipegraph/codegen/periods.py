@@ -35,7 +35,6 @@ def period(numbers: Sequence[int], kinds: Sequence[Kind]) -> tuple[str, Kind] | 
         meant = [number for number, each in zip(numbers, kinds, strict=True) if each == kind]
         length = meant[1] - meant[0] if len(meant) > 1 else 1
         rest = meant[0] % length
-        # Of two that take turns, the odd ones.
         even = (length, rest) == (2, 0)  # of two that take turns, the odd ones are meant
         if 2 <= length <= len(numbers) / 2 and not even and meant == [n for n in numbers if n % length == rest]:
             return ("{} % 2" if length == 2 else f"{{}} % {length} == {rest}"), kind

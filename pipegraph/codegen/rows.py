@@ -48,13 +48,14 @@ def _alternating(items: Sequence[Item], start: int, outputs: Iterable[fx.Node]) 
             break
         calls.append(item)
     patterns = [_pattern(*pair) for pair in pairwise(calls)]
-    first = next((pattern for pattern in patterns if _begins(calls[0], pattern)), None)
-    if first is None:
+    firsts = [pattern for pattern in dict.fromkeys(patterns) if _begins(calls[0], pattern)]
+    if not firsts or set(patterns) == set(firsts[:1]):  # nothing alternates
         return None
     for count in range(len(calls), _TURNS - 1, -1):
-        alternate = _alternate(calls[:count], [first, *patterns][:count])
-        if alternate is not None and _private(items, start, start + count, outputs):
-            return Loop(tuple(calls[:count]), _positions(first), alternate)
+        for first in firsts:
+            alternate = _alternate(calls[:count], [first, *patterns][:count])
+            if alternate is not None and _private(items, start, start + count, outputs):
+                return Loop(tuple(calls[:count]), _positions(first), alternate)
     return None
 
 

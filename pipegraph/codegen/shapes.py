@@ -11,10 +11,10 @@ from math import prod
 from typing import Any
 
 Sizes = tuple[int, ...]
-Words = tuple[str, list[Any]]
+MethodCall = tuple[str, list[Any]]
 
 
-def reshaped(before: Sizes, after: Sizes, given: Sequence[int]) -> Words | None:
+def reshaped(before: Sizes, after: Sizes, given: Sequence[int]) -> MethodCall | None:
     """A method and its arguments that bring a tensor from one shape to another; None where only a reshape does.
 
     Args:
@@ -30,27 +30,27 @@ def reshaped(before: Sizes, after: Sizes, given: Sequence[int]) -> Words | None:
 # dimensions are tried before it.
 
 
-def _unsqueezed(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[Words]:
+def _unsqueezed(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[MethodCall]:
     for dim in reversed(range(len(after))):
         is_batch = dim == 0 and left_open is None and len(after) > 2
         if after[dim] == 1 and dim != left_open and not is_batch and before == after[:dim] + after[dim + 1 :]:
             yield "unsqueeze", [_from_end(dim, after)]
 
 
-def _squeezed(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[Words]:
+def _squeezed(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[MethodCall]:
     for dim in reversed(range(1, len(before))):
         if before[dim] == 1 and left_open not in (dim - 1, dim) and after == before[:dim] + before[dim + 1 :]:
             yield "squeeze", [_from_end(dim, before)]
 
 
-def _flattened(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[Words]:
+def _flattened(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[MethodCall]:
     count = len(before) - len(after) + 1
     for dim in sorted(range(len(after) * (count > 1)), key=lambda dim: (dim != left_open, -dim)):
         if after == (*before[:dim], prod(before[dim : dim + count]), *before[dim + count :]):
             yield "flatten", _range(dim, dim + count, before)
 
 
-def _unflattened(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[Words]:
+def _unflattened(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[MethodCall]:
     count = len(after) - len(before) + 1
     kept = left_open if left_open is not None else 0 if len(before) > 1 else None
     for dim in reversed(range(len(before) * (count > 1))):

@@ -105,8 +105,7 @@ class ValueNames:
 
     def _statements(self, item: Item) -> tuple[Statement, ...]:
         """The innermost statement in a ``forward`` that led to an item, and those in the functions that it calls."""
-        if self._origins is None:
-            return ()
+        assert self._origins is not None
         helpers = self._origins.of_helpers(item.node) if isinstance(item, Operation) else ()
         return (*self._chain.get(item, ())[-1:], *helpers)
 

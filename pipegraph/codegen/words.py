@@ -12,7 +12,7 @@ from pipegraph.codegen.class_source import signature
 from pipegraph.codegen.names import prose, unused, variable
 from pipegraph.codegen.origins import Origins
 from pipegraph.graph.call_values import handed
-from pipegraph.graph.calls import Call, call_tree
+from pipegraph.graph.calls import Call
 from pipegraph.graph.captured import Captured
 
 _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.type_as.default)
@@ -29,7 +29,6 @@ class Words:
         self._captured = captured
         self._origins = origins
         self._opened = opened
-        self._size = {call.call: len(list(call.nodes())) for call in call_tree(captured.nodes).descendants()}
         self.returned_together: set[fx.Node] = set()
 
     def parameters(self, call: Call, reads: Sequence[fx.Node]) -> list[str]:
@@ -65,7 +64,7 @@ class Words:
 
     def is_whole(self, call: Call) -> bool:
         """Whether a stage holds all operations of a call."""
-        return len(list(call.nodes())) == self._size.get(call.call)
+        return len(list(call.nodes())) == self._captured.operations_of[call.call]
 
     def docstring(
         self, call: Call, parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]

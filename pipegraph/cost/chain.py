@@ -17,7 +17,7 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import fx
 
-from pipegraph.cost.stage import flops, value_bytes
+from pipegraph.cost.stage import flops_of, value_bytes
 from pipegraph.graph.captured import Captured, path_of
 from pipegraph.graph.recompute import made_again, parameter_free
 from pipegraph.graph.split_points import Point, SplitPoint
@@ -217,22 +217,10 @@ def _lightest(cuts: Sequence[_Cut], heavy: Sequence[int]) -> list[_Cut]:
 def _heavy(captured: Captured) -> list[int]:
     """Positions of the operations that are work of their own: those that torch counts as floating-point operations,
     and those that read a matrix of parameters, which counts in memory. Without any: those that read a parameter."""
-    counted: dict[object, bool] = {}
-
-    def has_flops(node: fx.Node) -> bool:
-        key = (node.target, *(_form(each) for each in node.all_input_nodes))
-        if key not in counted:
-            counted[key] = flops(node) > 0
-        return counted[key]
-
     weights = [_weight_dimensions(captured, node) for node in captured.nodes]
-    found = [index for index, node in enumerate(captured.nodes) if weights[index] > 1 or has_flops(node)]
+    counted = flops_of(captured.nodes)
+    found = [index for index in range(len(counted)) if weights[index] > 1 or counted[index]]
     return found or [index for index, dimensions in enumerate(weights) if dimensions >= 0]
-
-
-def _form(node: fx.Node) -> object:
-    value = node.meta.get("val")
-    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
 
 
 def _weight_dimensions(captured: Captured, node: fx.Node) -> int:

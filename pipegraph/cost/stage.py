@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -53,7 +54,7 @@ def stage_cost(
     """Add up a stage. Operations are counted by torch's own registry (``torch.utils.flop_counter``)."""
     held = {entry.canonical: entry for entry in state}.values()
     return StageCost(
-        flops=sum(flops(node) for node in nodes),
+        flops=sum(flops_of(nodes)),
         parameters=sum(entry.numel for entry in held if entry.kind == "parameter"),
         parameter_bytes=parameter_bytes(held),
         trained_bytes=parameter_bytes(held, trained=True),
@@ -63,14 +64,31 @@ def stage_cost(
     )
 
 
-def flops(node: fx.Node) -> int:
-    """Floating-point operations of one node: it is run on meta tensors under torch's counter, so that a composite
-    operation (``linear``, attention) counts as what it is made of. Elementwise work counts as zero, as there."""
-    arguments = fx.map_arg((node.args, node.kwargs), on_meta)
+def flops_of(nodes: Iterable[fx.Node]) -> list[int]:
+    """Floating-point operations of each node. One of equal nodes is run on meta tensors under torch's counter, so that
+    a composite operation (``linear``, attention) counts as what it is made of. Elementwise work counts as zero, as
+    there."""
+    counted: dict[str, int] = {}
+    found: list[int] = []
+    for node in nodes:
+        key = f"{node.target} {fx.map_arg((node.args, node.kwargs), _form)}"
+        if key not in counted:
+            counted[key] = _flops(node)
+        found.append(counted[key])
+    return found
+
+
+def _form(node: fx.Node) -> Any:
+    """A value as text: equal for values that look the same."""
+    value = node.meta.get("val")
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()}" if isinstance(value, torch.Tensor) else str(value)
+
+
+def _flops(node: fx.Node) -> int:
     leaves = [leaf for leaf in node.all_input_nodes if isinstance(leaf.meta.get("val"), torch.Tensor)]
     if not any(leaf.meta["val"].is_floating_point() for leaf in leaves) or not callable(node.target):
         return 0
-    args, kwargs = arguments
+    args, kwargs = fx.map_arg((node.args, node.kwargs), on_meta)
     counter = FlopCounterMode(display=False)
     try:
         with counter, torch.no_grad():

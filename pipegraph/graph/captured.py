@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -122,10 +122,15 @@ class Captured:
     @property
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of names of one tensor, each in the order of ``state_dict()``."""
-        groups: dict[str, list[str]] = {}
+        return tuple(tuple(names) for names in self.names_of.values() if len(names) > 1)
+
+    @cached_property
+    def names_of(self) -> Mapping[str, Sequence[str]]:
+        """The first name of each tensor, which is the target of its node → all its names, in the same order."""
+        names: dict[str, list[str]] = {}
         for entry in self.state.values():
-            groups.setdefault(entry.canonical, []).append(entry.fqn)
-        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+            names.setdefault(entry.canonical, []).append(entry.fqn)
+        return names
 
 
 def split_point(fqn: str, side: str) -> None:

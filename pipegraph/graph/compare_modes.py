@@ -70,13 +70,21 @@ def _described(leaf: Any) -> Any:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Undo what a run does to the attributes of modules: a cache that it fills would hold tensors without memory."""
+    """Undo what a run does to the attributes of modules: a cache that it fills would hold tensors without memory.
+
+    Buffers are no fake tensors, as models read their values; what counts in one (a batch norm its batches) is put back.
+    """
     held: list[Any] = [vars(module) for module in model.modules()]
     held += [value for attributes in held for value in attributes.values() if type(value) in (dict, list, set)]
     before = [(container, type(container)(container)) for container in held]
+    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
     try:
         yield
     finally:
+        with torch.no_grad():
+            for buffer, values, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(values)
         for container, contents in before:
             container.clear()
             container.extend(contents) if isinstance(container, list) else container.update(contents)

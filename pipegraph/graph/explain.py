@@ -21,12 +21,12 @@ def _depends_on_values(error: Exception) -> bool:
 
 def explain(model: nn.Module, error: Exception) -> str:
     """What export says, where in the user's source, and what to try."""
+    where = user_line(error)
     advice = (
-        "model(*example_inputs) in Python. If that fails too, mend the inputs or the model; if not, the line above is "
-        "Python that torch.export cannot follow"
+        "model(*example_inputs) in Python. If that fails too, mend the inputs or the model; if not, "
+        f"{'the line above' if where else 'something in it'} is Python that torch.export cannot follow"
     )
     if _depends_on_values(error):
         advice = "for a branch, compute both sides and choose with torch.where; for a number, pass it as an argument"
-    where = user_line(error)
     at = f"\n  at {where}" if where else ""
     return f"{type(model).__name__} cannot be captured: {summary(error)}.{at}\nTry: {advice}."

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from pipegraph.errors import CaptureError
@@ -88,6 +89,12 @@ class _Flattening:
             count += 1
             fqn = f"{owner}.{name}_{count}" if owner else f"{name}_{count}"
         tensor = self.exported.constants[target]
+        if isinstance(tensor, FakeTensor):
+            line = source_line(reader) if reader is not None else target
+            raise CaptureError(
+                "The model takes the data of a tensor that it computes, which torch.export cannot follow.\n"
+                f"  at {line}\nTry: x.detach() instead of x.data."
+            )
         self.tensors[fqn] = tensor.detach()
         self.state[fqn] = State(
             fqn=fqn,

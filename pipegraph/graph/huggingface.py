@@ -45,16 +45,20 @@ def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
             else:
                 built = builder(config)
         except Exception as error:
+            folder = repr(str(path.parent))
+            built_by = (
+                f".from_pretrained({folder})" if weights and checkpoint else f"(AutoConfig.from_pretrained({folder}))"
+            )
             raise SourceError(
                 f"{path}: transformers could not build {builder.__name__}: {error}\n"
-                f"Try: {builder.__name__}(AutoConfig.from_pretrained({str(path.parent)!r})) in Python."
+                f"Try: {builder.__name__}{built_by} in Python."
             ) from error
     return ModelSource(
         name=f"hf:{path.name}",
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
         model=built,
         args=(),
-        kwargs=_example_inputs(built, config, batch, seq),
+        kwargs=_example_inputs(built, config, path, batch, seq),
     )
 
 
@@ -116,8 +120,16 @@ def _architecture(transformers: Any, config: Any, path: Path) -> Any:
     raise SourceError(f"{path}: no model class for {type(config).__name__}.\nTry: name one in its architectures.")
 
 
-def _example_inputs(model: Any, config: Any, batch: int, seq: int) -> dict[str, Any]:
-    """One microbatch: token ids [batch, seq] int64, or pixels [batch, channels, size, size] float32."""
+def _example_inputs(model: Any, config: Any, path: Path, batch: int, seq: int) -> dict[str, Any]:
+    """One microbatch: token ids [batch, seq] int64, or pixels [batch, channels, size, size] float32.
+
+    Raises SourceError for a model that takes something else, such as sound.
+    """
+    if model.main_input_name not in ("pixel_values", "input_ids"):
+        raise SourceError(
+            f"{path}: {type(model).__name__} takes {model.main_input_name}; hf: makes token ids and pixels.\n"
+            "Try: a model file that defines build_model() and example_inputs."
+        )
     generator = torch.Generator().manual_seed(0)
     if model.main_input_name == "pixel_values":
         size = getattr(config, "image_size", 224)

@@ -21,6 +21,11 @@ def loosen_views(graph: fx.Graph) -> None:
             node.target = aten.reshape.default
 
 
+def any_layout(node: fx.Node) -> Any:
+    """The operation of a node, or for a ``view`` the ``reshape`` that takes any layout."""
+    return aten.reshape.default if node.target is aten.view.default else node.target
+
+
 def _is_attention(node: Any) -> bool:
     while node.target in (aten.transpose.int, aten.permute.default):
         node = node.args[0]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipegraph.graph.arguments import arguments_of
+
 aten = torch.ops.aten
 
 # A plain form has no more operations; what takes fewer (``positions > 0``) stays as it is.
@@ -173,8 +175,7 @@ def _insert(
 
 def _simplify_use(user: fx.Node, mask: fx.Node, band: _Band) -> None:
     if user.target is aten.scaled_dot_product_attention.default:
-        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), user.args, strict=False))
-        named |= user.kwargs
+        named = arguments_of(user)
         if named.get("attn_mask") is not mask or named.get("is_causal") or not (band.is_full or band.is_causal):
             return
         user.args = tuple(named.pop(name) for name in ("query", "key", "value"))

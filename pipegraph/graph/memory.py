@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import fx
 
+from pipegraph.graph.arguments import arguments_of
+
 aten = torch.ops.aten
+
+# What gives its argument where that has the dtype already, and what gives it as it is where the layout allows it.
+_CASTS = (aten.to, aten.type_as)
+_MAY_COPY = (*_CASTS, aten.contiguous, aten.reshape, aten.reshape_as, aten.flatten, aten.ravel)
 
 
 def is_written(node: fx.Node) -> bool:
@@ -20,31 +27,36 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation changes in place; ``detach_`` leaves their values alone."""
     if node.target is aten.detach_.default:
         return []
-    return _arguments(node, lambda info: info is not None and info.is_write)
+    return _arguments(node, written=True)
 
 
 def viewed_by(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result of an operation may share."""
-    return _arguments(node, lambda info: info is not None and not info.is_write)
-
-
-def _arguments(node: fx.Node, wanted: Any) -> list[fx.Node]:
-    if node.target is operator.getitem:
-        return [node.args[0]] if wanted(_ALIAS) else []  # type: ignore[list-item]
-    if not isinstance(node.target, torch._ops.OpOverload):
+    found = _arguments(node, written=False)
+    if found and getattr(node.target, "overloadpacket", None) in _CASTS and _dtype(found[0]) != _dtype(node):
         return []
-    found = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if isinstance(value, fx.Node) and wanted(argument.alias_info):
-            found.append(value)
     return found
 
 
-class _ALIAS:
-    """Stands for the alias annotation that ``operator.getitem`` lacks: a part of a tuple shares its memory."""
+def is_view(node: fx.Node) -> bool:
+    """Whether the result of an operation is the memory of an argument for certain."""
+    return bool(viewed_by(node)) and getattr(node.target, "overloadpacket", None) not in _MAY_COPY
 
-    is_write = False
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    return node.meta["val"].dtype
+
+
+def _arguments(node: fx.Node, written: bool) -> list[fx.Node]:
+    """The arguments that the operation's schema marks as changed in place, or as sharing memory with the result."""
+    if node.target is operator.getitem:  # a part of a tuple shares its memory
+        return [] if written else [node.args[0]]  # type: ignore[list-item]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    given = arguments_of(node)
+    aliases = {each.name: each.alias_info for each in node.target._schema.arguments if each.alias_info is not None}
+    marked = [given.get(name) for name, alias in aliases.items() if alias.is_write == written]
+    return [value for value in marked if isinstance(value, fx.Node)]
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
@@ -60,16 +72,21 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def is_stable(node: fx.Node) -> bool:
-    """Whether nothing ever writes into the memory that a value may lie in: a copy of it is then as good as a view."""
+def shared_memory(node: fx.Node, but_for: Container[Any] = ()) -> set[fx.Node]:
+    """A value and all whose memory may be the same, but for results of some operations and what is found there."""
     waiting, seen = [node], {node}
     while waiting:
         current = waiting.pop()
-        if current in (written for user in current.users for written in written_by(user)):
-            return False
-        shared = [user for user in current.users if current in viewed_by(user)]
+        shared = [user for user in current.users if current in (*viewed_by(user), *written_by(user))]
         for other in (*viewed_by(current), *written_by(current), *shared):
-            if other not in seen:
+            if other not in seen and other.target not in but_for:
                 seen.add(other)
                 waiting.append(other)
-    return True
+    return seen
+
+
+def is_stable(node: fx.Node) -> bool:
+    """Whether nothing ever writes into the memory that a value may lie in: a copy of it is then as good as a view."""
+    return not any(
+        written_by(each) or any(each in written_by(user) for user in each.users) for each in shared_memory(node)
+    )

@@ -16,10 +16,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pipegraph.graph.arguments import arguments_of
 from pipegraph.graph.captured import Module, path_of, source_line
+from pipegraph.graph.layouts import any_layout
 
 aten = torch.ops.aten
-_DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+_DROPOUTS = (
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+)
 
 
 def differs_by_mode(graph: fx.Graph, modules: Mapping[str, Module]) -> bool:
@@ -39,7 +46,7 @@ def follow_modes(training: fx.Graph, evaluation: fx.Graph, modules: Mapping[str,
     )
     waiting = deque(second)
     for node in first:
-        while waiting and _operation(waiting[0]) != _operation(node) and _changes_nothing(waiting[0]):
+        while waiting and any_layout(waiting[0]) != any_layout(node) and _changes_nothing(waiting[0]):
             waiting.popleft()
         if waiting and _same_place(node, waiting[0]):
             other = waiting.popleft()
@@ -55,14 +62,10 @@ def follow_modes(training: fx.Graph, evaluation: fx.Graph, modules: Mapping[str,
 
 def _same_place(node: fx.Node, other: fx.Node) -> bool:
     """Whether two operations are one in two modes. A dropout may be missing in evaluation mode, where the next one must
-    not be taken for it; so may ``contiguous()``, where the kernel that the mode calls left nothing to rearrange."""
-    same = _operation(node) == _operation(other)
+    not be taken for it; so may ``contiguous()``, where the kernel that the mode calls left nothing to rearrange: a
+    ``view`` in one mode is then the ``reshape`` of the other."""
+    same = any_layout(node) == any_layout(other)
     return same and (node.target not in _DROPOUTS or source_line(node) == source_line(other))
-
-
-def _operation(node: fx.Node) -> Any:
-    """A ``view`` that a mode needs no ``contiguous()`` for is the ``reshape`` of the mode that needed one."""
-    return aten.reshape.default if node.target is aten.view.default else node.target
 
 
 def _changes_nothing(node: fx.Node) -> bool:
@@ -81,7 +84,7 @@ def _warn(node: fx.Node) -> None:
 def _attention_dropout(node: fx.Node) -> bool:
     if node.target is not aten.scaled_dot_product_attention.default:
         return False
-    return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+    return bool(arguments_of(node).get("dropout_p", 0.0))
 
 
 def _in_torch_layer(node: fx.Node, modules: Mapping[str, Module]) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import fx
 
+from pipegraph.graph.arguments import arguments_of
 from pipegraph.graph.buffer_casts import FOLLOWS
 from pipegraph.graph.call_values import copy_marks
 from pipegraph.graph.captured import on_meta
 from pipegraph.graph.masks import plain_masks
-from pipegraph.graph.memory import is_written, readers_of, viewed_by, written_by
+from pipegraph.graph.memory import is_stable, is_view, is_written, readers_of, shared_memory, viewed_by, written_by
 from pipegraph.graph.views import plain_views
 
 aten = torch.ops.aten
@@ -35,6 +37,7 @@ _WITH_DTYPE = (
     aten.mean.dim,
     aten.cumsum.default,
 )
+_CUT = (aten.detach.default, aten.detach_.default)
 _COPIES = (aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
@@ -45,6 +48,7 @@ def simplify(graph: fx.Graph) -> None:
     drop_own_dtypes(graph)
     plain_masks(graph)
     place_updates(graph)
+    drop_write_backs(graph)
     make_functional(graph)
     drop_identities(graph)  # once more: x + 0 is one only when nothing writes into its result any longer
     plain_views(graph)
@@ -65,7 +69,8 @@ def drop_identities(graph: fx.Graph) -> None:
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
         source = node.args[0]
-        if _is_identity(node, source) and not is_written(node):
+        unseen = not is_written(node) and (source in viewed_by(node) or is_stable(source))
+        if unseen and _is_identity(node, source):
             copy_marks(node, source)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -94,6 +99,28 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
     return False
 
 
+def drop_write_backs(graph: fx.Graph) -> None:
+    """Take out what Python adds to ``x[0] += y``: the sum, written into ``x[0]``, assigned to ``x[0]``."""
+    for node in list(graph.nodes):
+        if node.target is not aten.copy_.default or node.users:
+            continue
+        view, value = node.args[:2]
+        if not isinstance(view, fx.Node) or not isinstance(value, fx.Node) or value is not _before(node, skip=view):
+            continue
+        written = written_by(value)
+        if written and is_view(view) and _expression(view) == _expression(written[0]):
+            graph.erase_node(node)
+
+
+def _expression(node: fx.Node) -> object:
+    return node.target, node.args, node.kwargs
+
+
+def _before(node: fx.Node, skip: object) -> fx.Node:
+    """The node before another, but for one that is skipped."""
+    return node.prev.prev if node.prev is skip else node.prev
+
+
 def drop_own_dtypes(graph: fx.Graph) -> None:
     """Leave out a result's dtype that is the argument's: ``softmax(x, -1, dtype=torch.float32)`` of a float32 ``x``.
 
@@ -113,9 +140,8 @@ def drop_own_dtypes(graph: fx.Graph) -> None:
 
 def _copies(node: fx.Node) -> bool:
     """Whether a cast was asked to copy, or to change the memory layout, in any case."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    bound = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
-    return bool(bound.get("copy")) or bound.get("memory_format") not in (None, torch.preserve_format)
+    given = arguments_of(node)
+    return bool(given.get("copy")) or given.get("memory_format") not in (None, torch.preserve_format)
 
 
 def _in_module(node: fx.Node, file: str) -> bool:
@@ -129,8 +155,8 @@ def place_updates(graph: fx.Graph) -> None:
     Export has it at the very end, which is in the last stage, and also where the value is the buffer itself, changed in
     place (``self.count += 1``): then it is taken out.
     """
-    for node in list(graph.nodes):
-        if node.target is not aten.copy_.default or node.args[0].op != "get_attr" or node.meta["path"]:
+    for node in _last_copies(graph):
+        if node.args[0].op != "get_attr" or node.meta["path"]:
             continue
         buffer, value = node.args[:2]
         if _is_update(value, buffer):
@@ -141,6 +167,13 @@ def place_updates(graph: fx.Graph) -> None:
         if last.op == "call_function" and last.meta["path"] == value.meta.get("path"):
             last.append(node)
             node.meta |= {"path": last.meta["path"], "regions": last.meta["regions"]}
+
+
+def _last_copies(graph: fx.Graph) -> list[Any]:
+    """The copies at the end, with no other operation behind them. A ``copy_`` of the model's own stays in its place."""
+    operations = [node for node in graph.nodes if node.op == "call_function"]
+    last = takewhile(lambda node: node.target is aten.copy_.default, reversed(operations))
+    return list(last)[::-1]
 
 
 def _is_update(value: fx.Node, buffer: fx.Node) -> bool:
@@ -226,22 +259,36 @@ def mark_gradients(graph: fx.Graph) -> None:
     """Set ``meta["requires_grad"]``: whether a parameter's gradient flows through the node's value, and
     ``meta["cut_off"]``: whether only a ``no_grad`` block keeps one from it.
 
-    State carries its own flag already; inputs of the model get no gradient.
+    State carries its own flag already; inputs of the model get no gradient. A write hands the flag on to all that
+    shares the memory: ``z = torch.zeros(3)`` has a gradient after ``z[0] = x``.
     """
+    written: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function":
             node.meta.setdefault("requires_grad", False)
             continue
         enabled = [settings[0] for kind, settings in node.meta["regions"] if kind == "grad"]
         inside = not enabled or enabled[-1]
-        flows = inside and node.target not in (aten.detach.default, aten.detach_.default)
+        flows = inside and node.target not in _CUT
         node.meta["requires_grad"] = (
             flows
+            and not _makes_anew(node)
             and _differentiable(node.meta["val"])
-            and any(parent.meta["requires_grad"] for parent in node.all_input_nodes)
+            and any(parent.meta["requires_grad"] or parent in written for parent in node.all_input_nodes)
         )
+        if node.meta["requires_grad"] and written_by(node):
+            written |= shared_memory(node, but_for=_CUT)
+            for each in written:
+                if each.op == "call_function":
+                    each.meta["requires_grad"] = True
         parents = [parent.meta["requires_grad"] or parent.meta.get("cut_off", False) for parent in node.all_input_nodes]
         node.meta["cut_off"] = not inside and any(parents)
+
+
+def _makes_anew(node: fx.Node) -> bool:
+    """Whether an operation takes a tensor for its shape, dtype and device alone: ``torch.ones_like(x)``."""
+    name = getattr(node.target, "_opname", "")
+    return bool(name.endswith("_like") or name.startswith("new_"))
 
 
 def _differentiable(value: Any) -> bool:

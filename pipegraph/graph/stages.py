@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -156,9 +156,7 @@ def _place_state(
     captured: Captured, nodes: Sequence[Sequence[fx.Node]], reads: Sequence[Sequence[fx.Node]]
 ) -> list[tuple[str, ...]]:
     """The state of each stage: what it reads, and what nothing reads beside its neighbours, so that none is lost."""
-    names: dict[str, list[str]] = {}
-    for entry in captured.state.values():
-        names.setdefault(entry.canonical, []).append(entry.fqn)
+    names = captured.names_of
     placed: list[set[str]] = [set() for _ in nodes]
     for index, run in enumerate(nodes):
         for node in run:
@@ -184,7 +182,7 @@ def local_name(reader: fx.Node, names: Sequence[str]) -> str:
     return names[0]
 
 
-def _homes(entry: State, names: dict[str, list[str]], placed: Sequence[set[str]]) -> list[int]:
+def _homes(entry: State, names: Mapping[str, Sequence[str]], placed: Sequence[set[str]]) -> list[int]:
     """Where a name that no operation reads belongs: with the same tensor, or with its nearest relatives.
 
     A buffer goes along with the buffers of its module to every stage that has them, so that the module keeps one form.

@@ -4,13 +4,14 @@ repeated by name. Each pass changes the graph in place, and leaves alone what sh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from pipegraph.graph.arguments import arguments_of
 from pipegraph.graph.call_values import copy_marks
 from pipegraph.graph.captured import on_meta
+from pipegraph.graph.layouts import any_layout
 from pipegraph.graph.memory import is_stable
 
 aten = torch.ops.aten
@@ -54,13 +55,8 @@ def drop_returns(graph: fx.Graph) -> None:
 def _takes_back(first: fx.Node, second: fx.Node) -> bool:
     """Whether every element stands after two views where it stood before."""
     tensor = torch.empty(_shape(first.args[0]), device="meta")
-    after = _copying(second)(_copying(first)(tensor, *first.args[1:]), *second.args[1:])
+    after = any_layout(second)(any_layout(first)(tensor, *first.args[1:]), *second.args[1:])
     return bool(after.shape == tensor.shape and after.stride() == tensor.stride() and after._is_view())
-
-
-def _copying(node: fx.Node) -> Any:
-    """The operation of a node, or for a ``view`` the reshape that takes any memory layout."""
-    return aten.reshape.default if node.target is aten.view.default else node.target
 
 
 def _shape(node: object) -> torch.Size:
@@ -83,7 +79,7 @@ def drop_copies(graph: fx.Graph) -> None:
         users, source = list(node.users), node.args[0]
         if all(_copies_anyway(user, source) for user in users) and is_stable(node):
             for user in users:
-                user.target = _copying(user)
+                user.target = any_layout(user)
             _replace(node, source)
 
 
@@ -92,7 +88,7 @@ def _copies_anyway(node: fx.Node, source: object) -> bool:
     if node.target not in (aten.view.default, aten.reshape.default, aten.flatten.using_ints):
         return False
     assert isinstance(source, fx.Node)
-    return bool(_copying(node)(on_meta(source), *node.args[1:]).is_contiguous())
+    return bool(any_layout(node)(on_meta(source), *node.args[1:]).is_contiguous())
 
 
 def drop_expands(graph: fx.Graph) -> None:
@@ -121,7 +117,7 @@ def _smaller(node: fx.Node) -> dict[fx.Node, Tensor]:
                 return {}
             continue
         made = _tried(user, smaller) if _is_elementwise(user, smaller) else None
-        if made is None:
+        if made is None or made.dtype != user.meta["val"].dtype:
             return {}
         if made.shape != _shape(user):
             if not is_stable(user):
@@ -133,7 +129,7 @@ def _smaller(node: fx.Node) -> dict[fx.Node, Tensor]:
 
 def _is_mask_alone(attention: fx.Node, smaller: Mapping[fx.Node, Tensor]) -> bool:
     """Whether an attention reads of the smaller results only its mask."""
-    named = dict(zip(("query", "key", "value", "attn_mask"), attention.args, strict=False)) | attention.kwargs
+    named = arguments_of(attention)
     mask = named.pop("attn_mask", None)
     if not isinstance(mask, fx.Node) or mask not in smaller or smaller.keys() & set(named.values()):
         return False

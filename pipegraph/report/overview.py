@@ -24,7 +24,7 @@ _TIMES = ("forward", "input_grad", "weight_grad")
 def overview(package: Package, schedule: Schedule, width: int | None = None, coloured: bool = False) -> Text:
     """The text of ``pipegraph show``. The schedule is drawn as if F, I and W took the same time on every stage."""
     manifest = package.manifest
-    parts = [model_title(manifest), table(*stage_cells(manifest)), table(*boundary_cells(manifest))]
+    parts = [model_title(manifest), table(*stage_cells(package)), table(*boundary_cells(manifest))]
     parts += ["\n".join(each) for each in [explanation(manifest)] if each]
     if manifest.tied:
         parts.append("\n".join(f"tied: {' = '.join(map(clip, group))}" for group in manifest.tied))
@@ -103,9 +103,12 @@ def knows_times(manifest: Manifest) -> bool:
     return all(name in stage.cost for stage in manifest.stages for name in (*_TIMES, "saved_bytes"))
 
 
-def stage_cells(manifest: Manifest) -> tuple[list[str], list[list[str]]]:
+def stage_cells(package: Package) -> tuple[list[str], list[list[str]]]:
     """A table's headers and rows: what each stage holds, and what it costs as far as that is known."""
-    rows = [[str(stage.index), clip(holds(manifest, stage.index)), *_costs(stage)] for stage in manifest.stages]
+    manifest = package.manifest
+    rows = [
+        [str(stage.index), clip(holds(manifest, stage.index)), *_costs(package, stage)] for stage in manifest.stages
+    ]
     headers = ["stage", "holds", "parameters", "forward", "weights"]
     if knows_times(manifest):
         times = [[float(stage.cost[name]) for name in _TIMES] for stage in manifest.stages]
@@ -134,12 +137,12 @@ def explanation(manifest: Manifest) -> list[str]:
     return [*summary(prediction).split("\n"), *map(one_line, reasons)]
 
 
-def _costs(stage: StageEntry) -> list[str]:
+def _costs(package: Package, stage: StageEntry) -> list[str]:
     parameters, flops = stage.cost.get("parameters"), stage.cost.get("flops")
     return [
         str(len(stage.parameters)) if parameters is None else count(parameters),
         "" if flops is None else count(flops, "FLOP"),
-        stage.weights or "none",
+        stage.weights if stage.weights and package.has_weights else "buffers only" if stage.weights else "none",
     ]
 
 

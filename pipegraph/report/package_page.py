@@ -27,7 +27,7 @@ def package_page(package: Package, schedule: Schedule) -> str:
         title=one_line(model_title(manifest)),
         svg=drawn,
         tables={
-            "Stages": stage_cells(manifest),
+            "Stages": stage_cells(package),
             "What crosses between them": boundary_cells(manifest),
             "Memory of each rank": _memory(package, schedule),
         },

@@ -123,7 +123,7 @@ def _settings(pipe: Pipeline, processes: int) -> dict[str, str | float]:
 def _plan(package: Package, schedule: Schedule) -> str:
     """The package and its plan as Markdown."""
     manifest = package.manifest
-    headers, rows = stage_cells(manifest)
+    headers, rows = stage_cells(package)
     headers = ["stage", "rank", *headers[1:-1]]  # without the files of the weights
     rows = [[row[0], str(rank), *row[1:-1]] for row, rank in zip(rows, schedule.placement, strict=True)]
     reasons = "\n".join(f"- {markdown(line)}" for line in explanation(manifest))

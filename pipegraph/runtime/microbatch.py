@@ -174,12 +174,12 @@ def _batch_shape(value: Value, microbatches: int) -> tuple[int, ...]:
 def _wrong_shape(value: Value, given: Tensor, microbatches: int) -> str:
     said, batch = f"{value.name} has the shape {list(given.shape)}", _batch_shape(value, microbatches)
     if not value.shape or given.shape[1:] != batch[1:]:
-        return f"{said}; the plan's microbatch is {list(value.shape)}, and {microbatches} of them make {list(batch)}."
+        return f"{said}; the captured microbatch is {list(value.shape)}, and {microbatches} of them make {list(batch)}."
     rows, own = len(given), value.shape[0]
     near = max(rows // own, 1)
     other = f"microbatches={near}" if near * own == rows else f"{near * own} rows with microbatches={near}"
     return (
-        f"{said}: {rows} rows for {microbatches} microbatches. The plan's microbatch is {own} rows: "
+        f"{said}: {rows} rows for {microbatches} microbatches. The captured microbatch is {own} rows: "
         f"pass {batch[0]} rows, or {other}."
     )
 

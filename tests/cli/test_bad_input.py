@@ -68,6 +68,14 @@ def test_missing_configuration(pipegraph: Command, tmp_path: Path) -> None:
     fails(pipegraph("split", f"hf:{tmp_path}/none.json", "--stages", 2, "-o", tmp_path / "out"), 2, "none.json")
 
 
+def test_configuration_of_a_model_of_sound(pipegraph: Command, tmp_path: Path) -> None:
+    config = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1}
+    config |= {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "whisper", **config}))
+    result = pipegraph("split", f"hf:{tmp_path}", "--stages", 2, "-o", tmp_path / "out")
+    fails(result, 2, "takes input_features; hf: makes token ids and pixels", "example_inputs")
+
+
 def test_batch_belongs_to_configurations(pipegraph: Command, tmp_path: Path) -> None:
     fails(pipegraph("split", CHAIN, "--stages", 2, "--batch", 4, "-o", tmp_path / "out"), 2, "--batch")
 

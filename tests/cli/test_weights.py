@@ -57,6 +57,11 @@ def test_every_rank_reads_its_own_weights(pipegraph: Command, package: Path, che
     assert first_loss(pipegraph("run", inside, "--nproc", 1, *run).out) == first_loss(ranks.out)
 
 
+def test_show_tells_that_a_file_holds_no_weights(pipegraph: Command, package: Path) -> None:
+    stages = pipegraph("show", package).out.splitlines()[3:5]
+    assert [stage.rpartition("FLOP")[2].strip() for stage in stages] == ["buffers only", "none"]
+
+
 def test_verify_tells_whether_a_checkpoint_is_read_right(
     pipegraph: Command, package: Path, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -122,3 +122,41 @@ def test_few_layers_are_listed(tmp_path: Path) -> None:
         "x = self.layers[1](x, b)",
         "return self.layers[2](x, a)",
     ]
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(8, 8)
+        self.right = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.left(x)) + y, self.right(y) - x
+
+
+class Crossed(Row):
+    """Two values that each layer takes in one order or the other."""
+
+    def __init__(self, swaps: Callable[[int], bool]) -> None:
+        torch.manual_seed(0)
+        super().__init__([Pair() for _ in range(9)])
+        self.swaps = swaps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        for number, layer in enumerate(self.layers):
+            x, y = layer(y, x) if self.swaps(number) else layer(x, y)
+        return x * y
+
+
+@pytest.mark.parametrize("swaps", [lambda i: i % 2 == 0, lambda i: i % 2 == 1, lambda i: i in (0, 3, 4, 7)])
+@pytest.mark.parametrize("cut", ["layers.3", "layers.1,layers.6"])
+def test_two_values_that_change_places(swaps: Callable[[int], bool], cut: str, tmp_path: Path) -> None:
+    model, inputs = Crossed(swaps), (batch(),)
+    assert differences(split(tmp_path, model, inputs, cut=cut), model, inputs) == []
+
+
+def test_every_second_turn_changes_places(tmp_path: Path) -> None:
+    package = split(tmp_path, Crossed(lambda i: i % 2 == 0), (batch(),), cut="layers.8")
+    lines = forward_lines(package)
+    assert [line for line in lines if "for" in line] == ["for i, layer in enumerate(self.layers):"]

@@ -179,11 +179,16 @@ class AlwaysDrops(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.dropout(F.dropout(self.a(x), 0.1, self.training), 0.2)
-        return F.dropout(self.b(h), 0.3, self.training)
+        h = F.dropout1d(F.alpha_dropout(self.b(h), 0.2, True))
+        h = F.feature_alpha_dropout(h, 0.1, True) + F.feature_alpha_dropout(h, 0.1, self.training)
+        return F.dropout(h, 0.3, self.training)
 
 
 def test_dropout_in_every_mode_stays_in_every_mode(tmp_path: Path) -> None:
-    package = split(tmp_path, AlwaysDrops(), (batch(),), cut="b")
+    model, inputs = AlwaysDrops(), (batch(2, 3, 8),)
+    package = split(tmp_path, model, inputs, cut="b")
+    assert differences(package, model, inputs, train=True) == []
+    assert differences(package, model, inputs, train=False) == []
     source = (package.path / "stage_0.py").read_text()
     assert "F.dropout(F.dropout(self.a(x), 0.1, self.training), 0.2)" in source
     stage = package.load_stage(0).eval()

@@ -105,6 +105,16 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: F.layer_norm(x, (6,)), "F.layer_norm(x, [6])"),
     (lambda x, y: F.rms_norm(x, (6,), eps=1e-3), "F.rms_norm(x, [6], eps=0.001)"),
     (lambda x, y: F.group_norm(x, 2), "F.group_norm(x, 2)"),
+    (lambda x, y: F.interpolate(x[None], scale_factor=2), "F.interpolate(x.unsqueeze(0), scale_factor=2)"),
+    (lambda x, y: F.interpolate(x[None], size=9), "F.interpolate(x.unsqueeze(0), size=(9,))"),
+    (
+        lambda x, y: F.interpolate(x[None, None], scale_factor=(2, 1.5), mode="bilinear", align_corners=True),
+        'F.interpolate(x.unsqueeze(0).unsqueeze(1), scale_factor=(2, 1.5), mode="bilinear", align_corners=True)',
+    ),
+    (
+        lambda x, y: F.interpolate(x[None, None], size=(8, 8), mode="bicubic", antialias=True),
+        'F.interpolate(x.unsqueeze(0).unsqueeze(1), size=(8, 8), mode="bicubic", antialias=True)',
+    ),
     (
         lambda x, y: F.batch_norm(x, None, None, training=True),
         "F.batch_norm(x, None, None, training=True, momentum=0.1, eps=1e-05)",
@@ -126,6 +136,9 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: torch.linalg.vector_norm(x, dim=1), "torch.linalg.vector_norm(x, dim=[1])"),
     (lambda x, y: torch.fft.rfft(x).abs(), "torch.fft.rfft(x).abs()"),
     (lambda x, y: torch.ops.aten.mse_loss(x, y, 2), "torch.ops.aten.mse_loss.default(x, y, 2)"),
+    (lambda x, y: x.neg().neg(), "(-x).neg()"),
+    (lambda x, y: (x.abs() + 1) ** y**2, "(x.abs() + 1) ** y**2"),
+    (lambda x, y: y**x**2, "y**x**2"),
     # several results
     (lambda x, y: x.max(-1).values, "x.max(-1)[0]"),
     (lambda x, y: x.topk(2).values, "x.topk(2)[0]"),

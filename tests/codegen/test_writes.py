@@ -141,12 +141,100 @@ class Assigned(Blocks):
         return self.b(h)
 
 
+class Copies(Blocks):
+    """Into what no expression names twice: copies, casts, random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        kept = (h * 2)[:, 1:]
+        kept += 1
+        kept.clamp_(max=2)
+        cast = h.softmax(-1, dtype=torch.float64).to(torch.float32)
+        cast += h.double().float().mul_(2)
+        turned = h.t().contiguous()
+        turned[0] += cast[:, 0]
+        noise = torch.zeros(8).bernoulli_(0.3)
+        return self.b(cast + noise) + kept.sum() + turned.sum(0)[:, None]
+
+
+class Indexed(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x))
+        at = torch.tensor([2, 0])
+        h[:, at] = x[:, :2]
+        h[0, at] += 1
+        h[at, at] = 2.0
+        return self.c(h)
+
+
+class Empty(Blocks):
+    """Tensors that get their gradients with what is written into them, and some that get none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = torch.zeros(3, 9)
+        row = padded[0]
+        h = self.a(x)
+        padded[:, 1:] = h
+        ones, zeros = torch.ones_like(h), h.new_zeros(3, 1)
+        return self.b(h + ones) * padded[:, :8] + row[:8] + ones + zeros
+
+
+class Before(Blocks):
+    """A copy that changes nothing but keeps what was there before a write, and a value without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 2
+        h[:, 0] += x.sum() * h[:, 1]
+        mean, before = h.detach().mean(), self.count * 1
+        self.count += 1
+        return self.b(h) * mean + before
+
+
+class Copied(Blocks):
+    """A buffer written by the model's own ``copy_``, at the top of the model, and read behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.mean.copy_(self.mean * 0.9 + h.detach().mean(0))
+        return self.c(self.b(h * self.mean))
+
+
 @pytest.mark.parametrize(
-    "model", [Simple, Parts, Order, AcrossTheCut, Inputs, Statistics, Assigned, AssignedBelow, ReadLater]
+    "model",
+    [
+        Before,
+        Copies,
+        Indexed,
+        Empty,
+        Copied,
+        Simple,
+        Parts,
+        Order,
+        AcrossTheCut,
+        Inputs,
+        Statistics,
+        Assigned,
+        AssignedBelow,
+        ReadLater,
+    ],
 )
 def test_parity(model: type[nn.Module], tmp_path: Path) -> None:
     built = model()
     assert differences(split(tmp_path, built, (batch(),), cut="b"), built, (batch(),), train=True) == []
+
+
+def test_a_sum_in_place_is_written_once(tmp_path: Path) -> None:
+    lines = forward_lines(split(tmp_path, Copies(), (batch(),), cut="b"))
+    assert "turned[0].add_(cast[:, 0])" in lines
+    assert not any(line.startswith("turned[0] =") for line in lines)
 
 
 def test_what_nothing_else_sees_is_made_functional(tmp_path: Path) -> None:

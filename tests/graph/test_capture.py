@@ -292,6 +292,11 @@ def test_an_error_of_the_model_names_the_users_line() -> None:
         captured(Wrong(), torch.ones(2, 4))
 
 
+def test_an_error_without_a_line_names_none() -> None:
+    with pytest.raises(CaptureError, match="if not, something in it is Python"):
+        captured(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 3))
+
+
 class Condition(Linears):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (self.a(x),)))
@@ -308,9 +313,16 @@ class ReturnsANumber(Linears):
         return self.a(x), 3
 
 
+class TakesData(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h) + h.data
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (TakesData, r"takes the data of a tensor(.|\n)*h.data\nTry: x.detach\(\)"),
         (Condition, r"Condition cannot be captured|The model uses cond, .*\nTry: .*torch.where"),
         (DataDependentShape, "shape depends on values"),
         (ReturnsANumber, "The model returns 3, which is neither a tensor nor None.\nTry: return tensors only."),

@@ -48,6 +48,18 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model._parameters is parameters and type(model.linear.weight) is nn.Parameter
 
 
+def test_what_counts_in_a_buffer_is_left_as_it_was() -> None:
+    class Counts(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.0, self.training)
+
+    model = Counts(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    captured = capture(model, X)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    torch.testing.assert_close(captured.tensors["1.num_batches_tracked"], before["1.num_batches_tracked"])
+
+
 def test_what_cannot_run_without_values_is_not_alike() -> None:
     class Branches(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -99,6 +99,9 @@ ATTENTION = ["unsqueeze", "unsqueeze", "unsqueeze", "scaled_dot_product_attentio
             [*INDICES, "slice", "expand", "embedding", "add"],
         ),
         (lambda x: F.dropout(x[0].expand(2, 3, 4), 0.0), ["select", "expand"]),
+        # a tensor without dimensions, which leaves a result's dtype alone
+        (lambda x: x + x[0, 0, 0].double().expand(4), ["select", "select", "select", "to", "expand", "add"]),
+        (lambda x: x + x[0, 0, 0].expand(4), ["select", "select", "select", "add"]),
         # what is written into
         (in_place, ["exp", "view", "select", "fill_"]),
         (copied_first, ["exp", "transpose", "contiguous", "view", "select", "fill_"]),

@@ -108,7 +108,7 @@ def test_the_model_file_can_be_split(folder: Path) -> None:
 
 @pytest.mark.timeout(400)  # the pipeline in it is compiled
 def test_python(folder: Path) -> None:
-    names = ("write.py", "train.py", "weights.py", "plan.py", "solve.py", "schedules.py")
+    names = ("write.py", "train.py", "stages.py", "weights.py", "plan.py", "solve.py", "schedules.py")
     for name, code in zip(names, blocks("python")[2:], strict=True):
         (folder / name).write_text(code)
     in_turn = "import runpy, sys; [runpy.run_path(name) for name in sys.argv[1:]]"

@@ -127,7 +127,7 @@ def test_a_rank_whose_weights_are_missing_stops_all_while_they_are_loading(tmp_p
 def test_a_wrong_batch_is_refused_by_every_rank(tmp_path: Path) -> None:
     said = ranks.run(ranks.evaluate, 2, str(write(chain(2), tmp_path / "chain")))
     expected = (
-        "BatchError: x has the shape [2, 8]: 2 rows for 2 microbatches. The plan's microbatch is 2 rows: "
+        "BatchError: x has the shape [2, 8]: 2 rows for 2 microbatches. The captured microbatch is 2 rows: "
         "pass 4 rows, or microbatches=1."
     )
     assert said == [expected, expected]

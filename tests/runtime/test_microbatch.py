@@ -50,13 +50,17 @@ def test_arguments_may_go_by_position_or_by_name(pipe: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        ((X[:5], Y), {}, "5 rows for 2 microbatches. The plan's microbatch is 4 rows: pass 8 rows, or 4 rows with"),
-        ((X[:4], Y), {}, "4 rows for 2 microbatches. The plan's microbatch is 4 rows: pass 8 rows, or microbatches=1."),
-        ((X[:2], Y), {}, "2 rows for 2 microbatches. The plan's microbatch is 4 rows: pass 8 rows, or 4 rows with"),
+        ((X[:5], Y), {}, "5 rows for 2 microbatches. The captured microbatch is 4 rows: pass 8 rows, or 4 rows with"),
+        (
+            (X[:4], Y),
+            {},
+            "4 rows for 2 microbatches. The captured microbatch is 4 rows: pass 8 rows, or microbatches=1",
+        ),
+        ((X[:2], Y), {}, "2 rows for 2 microbatches. The captured microbatch is 4 rows: pass 8 rows, or 4 rows with"),
         (
             (X, Y[:, :2]),
             {},
-            r"y has the shape \[8, 2\]; the plan's microbatch is \[4, 3\], and 2 of them make \[8, 3\]",
+            r"y has the shape \[8, 2\]; the captured microbatch is \[4, 3\], and 2 of them make \[8, 3\]",
         ),
         ((X.double(), Y), {}, r"x is float64; the plan has x float32\[4, 3\]: pass .to\(torch.float32\)"),
         ((X,), {}, r"y is missing: pass a tensor, y float32\[4, 3\]"),
@@ -69,7 +73,7 @@ def test_arguments_may_go_by_position_or_by_name(pipe: Pipeline) -> None:
         ((X, Y), {"scales": SCALE}, "there is no argument 'scales'; .* Did you mean \"scale\""),
         ((X, Y), {"cached": True}, "cached is True; it was False when the model was captured"),
         ((X, Y), {"nothing": 3}, "nothing is 3; it was None when the model was captured"),
-        ((X, Y), {"scale": torch.ones(2)}, r"scale has the shape \[2\]; the plan's microbatch is \[\]"),
+        ((X, Y), {"scale": torch.ones(2)}, r"scale has the shape \[2\]; the captured microbatch is \[\]"),
     ],
 )
 def test_what_the_package_was_not_made_for_is_refused(

@@ -89,8 +89,9 @@ class _Files:
             found = [self.spelled(part) for part in parts]
             if None not in found:
                 return found
-        nearest = "".join(difflib.get_close_matches(names[0], self.files, n=1)) or "none"
-        raise ValueError(f"{self.listing} lacks {names[0]}; the nearest name there is {nearest}")
+        nearest = difflib.get_close_matches(names[0], self.files, n=1)
+        hint = f"the nearest name there is {nearest[0]}" if nearest else "load_stage(weights=DIR) reads a checkpoint's"
+        raise ValueError(f"{self.listing} lacks {names[0]}; {hint}")
 
     def spelled(self, name):
         """The name in these files, with or without the prefix of the base model; None if neither is there."""
