@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container
+from typing import Any
 
 import torch
 from torch import fx
