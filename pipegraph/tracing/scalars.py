@@ -57,7 +57,7 @@ class StepFigures:
 
 
 class StepRecorder:
-    """An observer of a pipeline that times every action: by the clock of the host on a CPU, by events on a GPU.
+    """An added observer of a pipeline, which times every action: by the host's clock on a CPU, by events on a GPU.
 
     All processes make one, and call `end_step` and `timeline` together; `begin_step` where a step begins. ``offset`` is
     what rank 0's clock (`time.time`) is ahead of this process's, in seconds.
@@ -68,9 +68,7 @@ class StepRecorder:
         self._pipe, self._device = pipe, pipe.device
         self._parts = parts_of(pipe.schedule)
         self._begun: dict[int, Any] = {}
-        self._arrived: dict[int, list[tuple[Kind, Any, Any]]] = defaultdict(list)
         self._spans: dict[int, list[tuple[Kind, Any, Any]]] = defaultdict(list)
-        self._evaluates: set[int] = set()
         # Of the step before: seconds from its begin.
         self._last: dict[int, list[tuple[Kind, float, float]]] = {rank: [] for rank in pipe.ranks}
         self._last_start = 0.0  # of that step, on rank 0's clock
@@ -82,19 +80,8 @@ class StepRecorder:
         self._begun[rank] = self._now()
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
-        """As an Observer. What an eval does between two steps is left out: its F keeps nothing for a backward."""
-        kind, span = action.kind, (action.kind, self._begun.pop(rank), self._now())
-        if kind in (Kind.RECV_F, Kind.RECV_B):
-            self._arrived[rank].append(span)  # the action behind it tells what it belongs to
-            return
-        if not kind.is_transfer:
-            if kind is Kind.F and saved is None and self._pipe.schedule.has_backward:
-                self._evaluates.add(rank)
-            else:
-                self._evaluates.discard(rank)
-        arrived = self._arrived.pop(rank, [])
-        if rank not in self._evaluates:
-            self._spans[rank] += [*arrived, span]
+        """As an Observer."""
+        self._spans[rank].append((action.kind, self._begun.pop(rank), self._now()))
 
     def begin_step(self) -> None:
         """What comes now is of the next step."""

@@ -261,6 +261,16 @@ def test_who_observes_the_pipeline_goes_on(loop: Loop, tmp_path: Path) -> None:
     assert len(actions(traces(profiler.folder, 0)[0])) == 16
 
 
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # as torch says of its own
+def test_an_eval_in_a_recorded_step_is_no_part_of_it(loop: Loop, tmp_path: Path) -> None:
+    with pipegraph.profile(loop.pipe, tmp_path, warmup=0, active=1) as profiler:
+        loop.pipe.eval(loop.inputs)
+        result = loop.step()
+        loop.pipe.eval(loop.inputs)
+        profiler.step(result)
+    assert [span["name"] for span in actions(traces(profiler.folder, 0)[0])] == FIRST_RANK.split("\n")[1:-1]
+
+
 def test_numbers_that_record_nothing(loop: Loop, tmp_path: Path) -> None:
     with pytest.raises(PipegraphError, match="active is 0: give it 1 or more"):
         pipegraph.profile(loop.pipe, tmp_path, active=0)
