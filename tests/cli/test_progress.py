@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.live import Live
 
 from pipegraph.cli import progress
 from pipegraph.kernels import internals
@@ -107,6 +110,26 @@ def test_lines_and_warnings_stand_above_the_bar(
     tell("counting", 5, 7)
     progress.warn("warning: later")
     assert terminal.getvalue() == f"{so_far}warning: later\n"
+
+
+def test_ctrl_c_while_the_bar_is_drawn_anew_leaves_the_terminal_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, own = on_terminal(monkeypatch), Console.set_live
+
+    def interrupted(console: Console, live: Live) -> object:
+        signal.raise_signal(signal.SIGINT)
+        return own(console, live)
+
+    def interrupt() -> None:
+        with progress.progress("beginning") as say:
+            shown_until(terminal, "beginning …")
+            monkeypatch.setattr(Console, "set_live", interrupted)
+            say("a line")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert terminal.getvalue().count(hidden) == terminal.getvalue().count(shown) == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_short_work_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import time
@@ -13,6 +14,7 @@ import torch
 
 import pipegraph
 from pipegraph import PipegraphError, Pipeline
+from pipegraph.report.tensorboard import StepWriter
 from pipegraph.schedule import Action, lower, read_csv
 from pipegraph.tracing.labels import label
 from pipegraph.tracing.spans import Spans
@@ -276,6 +278,55 @@ def test_numbers_that_record_nothing(loop: Loop, tmp_path: Path) -> None:
         pipegraph.profile(loop.pipe, tmp_path, active=0)
     with pytest.raises(PipegraphError, match="wait is -1: give it 0 or more"):
         pipegraph.profile(loop.pipe, tmp_path, wait=-1)
+
+
+def test_one_profile_at_a_time(loop: Loop, package: Path, tmp_path: Path) -> None:
+    """Two at once would end the process by a crash of torch's profiler."""
+    other, said = Loop(made(package)), "this process is recorded by another profile already"
+    with pipegraph.profile(loop.pipe, tmp_path, active=1) as profiler:
+        for pipe in (loop.pipe, other.pipe):
+            with pytest.raises(PipegraphError, match=said), pipegraph.profile(pipe, tmp_path):
+                raise AssertionError("it could be entered")
+        for _ in range(2):
+            profiler.step(loop.step())
+    with (
+        torch.profiler.profile(),
+        pytest.raises(PipegraphError, match=said),
+        pipegraph.profile(loop.pipe, tmp_path),
+    ):
+        raise AssertionError("it could be entered")
+    assert [names(folder) for folder in tmp_path.iterdir()] == [ONE_WINDOW]
+    with pipegraph.profile(other.pipe, tmp_path, active=1) as profiler:
+        for _ in range(2):
+            profiler.step(other.step())
+    assert names(profiler.folder) == ONE_WINDOW
+
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # as torch says of its own
+def test_a_disk_that_is_full_for_what_torch_writes(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(profiler: Any, file: str) -> None:
+        Path(file).write_text('{"traceEvents": [{"ph":')
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut)
+    with (
+        pytest.raises(PipegraphError, match=r"torch's profiler could not write all of it\.\nTry: room on that disk"),
+        pipegraph.profile(loop.pipe, tmp_path, warmup=0, active=1) as profiler,
+    ):
+        profiler.step(loop.step())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_for_figures(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(StepWriter, "step", full)
+    with (
+        pytest.raises(PipegraphError, match=r"No space left on device\.\nTry: room on that disk"),
+        pipegraph.profile(loop.pipe, tmp_path, active=1) as profiler,
+    ):
+        profiler.step(loop.step())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_run_has_a_folder_of_its_own(loop: Loop, tmp_path: Path) -> None:
