@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pipegraph.package import CALLER, Manifest, leaves
+from pipegraph.runtime.observer import moment
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Event, Kind, Schedule, Timeline
 from pipegraph.schedule.memory import peak_activations
@@ -77,17 +78,17 @@ class StepRecorder:
 
     def begin(self, rank: int, action: Action) -> None:
         """As an Observer."""
-        self._begun[rank] = self._now()
+        self._begun[rank] = moment(self._device)
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
         """As an Observer."""
-        self._spans[rank].append((action.kind, self._begun.pop(rank), self._now()))
+        self._spans[rank].append((action.kind, self._begun.pop(rank), moment(self._device)))
 
     def begin_step(self) -> None:
         """What comes now is of the next step."""
         self._spans.clear()
         self._start, self._watch = time.time(), time.perf_counter()
-        self._zero = self._now()
+        self._zero = moment(self._device)
 
     def end_step(self, loss: float | torch.Tensor | None) -> StepFigures:
         """The figures of the step that ends here, of all ranks; they call this together."""
@@ -167,13 +168,6 @@ class StepRecorder:
             rank: [(kind, seconds(begin), seconds(end)) for kind, begin, end in self._spans[rank]]
             for rank in self._pipe.ranks
         }
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _peak_bytes(self) -> int:
         if self._device.type == "cuda":
