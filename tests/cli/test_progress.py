@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,24 @@ def test_what_a_child_says_arrives_in_order() -> None:
     assert heard == [each for pair in said for each in pair]
     with relay.relayed(heard.append):
         assert relay.Relay.to_parent() is None  # where nobody listens
+
+
+def test_who_reads_no_more_ends_the_run() -> None:
+    def say(line: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def run() -> None:
+        with told_to(lambda *each: None), relay.relayed(say):
+            child = relay.Relay.to_parent()
+            assert child is not None
+            with closing(child):
+                child.say("a line")
+                time.sleep(40)
+
+    began = time.monotonic()
+    with pytest.raises(BrokenPipeError):
+        run()
+    assert time.monotonic() - began < 30
 
 
 def test_a_quiet_rank_shows_nothing_and_tells_no_parent(
