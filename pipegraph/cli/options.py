@@ -1,4 +1,4 @@
-"""Arguments and options of the verbs: those that several share, and those of ``split``, which has many."""
+"""Arguments and options of the verbs: those that several share, and those of ``split`` and ``run``, which have many."""
 
 from __future__ import annotations
 
@@ -113,6 +113,75 @@ CheckOption = Annotated[
     bool, typer.Option("--check", help="Write nothing; a diff and exit code 1 where OUT would change.")
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a package that pipegraph wrote.")]
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        show_default=False,
+        help="Processes to start; 1 runs every stage in this one. [default: the ranks of the schedule]",
+    ),
+]
+StepsOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="K",
+        min=1,
+        show_default=False,
+        help="Steps to run; times are measured from the second one on. [default: 1; with --profile 4]",
+    ),
+]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        show_default=False,
+        help="Record every step but the first, which warms up, in a new folder in DIR: a trace for each rank.",
+    ),
+]
+ExampleOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        show_default=False,
+        help="Take example_inputs, example_target and loss_fn from here. [default: seeded inputs, mean square]",
+    ),
+]
+LearningRateOption = Annotated[
+    float, typer.Option(metavar="LR", min=0.0, help="AdamW's learning rate; 0 leaves the weights as they are.")
+]
+KernelsOption = Annotated[
+    str, typer.Option(metavar="NAME", help="inductor (compiled), eager (divided, uncompiled) or autograd.")
+]
+RunDeviceOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to run; with cuda, a GPU per rank.")]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        min=0.1,
+        show_default=False,
+        help="How long a rank waits for another one before the run fails; longer than a step. [default: 1800]",
+    ),
+]
+LinksOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME|FILE",
+        show_default=False,
+        help="Profile whose links a step is predicted with; stages keep the package's times. [default: the one "
+        "that priced the package]",
+    ),
+]
+RecalibrateOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        show_default=False,
+        help="Write here the profile that priced the package, corrected by what was measured: a new file, or that "
+        "profile's own.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 # Read by `main`, which also meets the errors of parsing.
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, redirect_stderr
 from functools import partial
+from types import FrameType
 
 from rich.console import Console
 from rich.live import Live
@@ -82,7 +84,7 @@ class _Bar:
         self._timer.start()
 
     def __exit__(self, *raised: object) -> None:
-        with self._lock:
+        with _uninterrupted(), self._lock:
             self._is_over = True
             self._timer.cancel()
             self._live.stop()
@@ -95,10 +97,12 @@ class _Bar:
         """Print above the bar."""
         with self._lock:
             is_shown = self._live.is_started
-            self._live.stop()
+            with _uninterrupted():
+                self._live.stop()
             print(line, file=self._stderr if error else sys.stdout, flush=True)
             if is_shown:
-                self._live.start()
+                with _uninterrupted():
+                    self._live.start()
 
     def _start(self) -> None:
         with self._lock:
@@ -112,6 +116,24 @@ class _Bar:
         minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
         line.add_row(self._spinner, f"{what}{'' if total else ' …'}", *bar, f"{minutes}:{seconds:02}")
         return line
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put Ctrl-C off until the body is done: `Live` cannot be stopped when it was interrupted while it started, and
+    would leave the terminal without a cursor."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])
 
 
 @contextmanager

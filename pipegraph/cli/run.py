@@ -7,7 +7,7 @@ import os
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,11 +16,21 @@ from pipegraph.cli.options import (
     BatchOption,
     CheckpointOption,
     DebugOption,
+    ExampleOption,
     JsonOption,
+    KernelsOption,
+    LearningRateOption,
+    LinksOption,
     MicrobatchesOption,
     PackageArgument,
     PlannedScheduleOption,
+    ProcessesOption,
+    ProfileOption,
+    RecalibrateOption,
+    RunDeviceOption,
     SequenceOption,
+    StepsOption,
+    TimeoutOption,
 )
 from pipegraph.cli.output import check_target, json_text, write_target
 from pipegraph.cli.progress import progress
@@ -38,80 +48,23 @@ _PROFILED_STEPS = 4
 
 
 def run(
+    context: typer.Context,
     out: PackageArgument,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            show_default=False,
-            help="Processes to start; 1 runs every stage in this one. [default: the ranks of the schedule]",
-        ),
-    ] = None,
+    nproc: ProcessesOption = None,
     schedule: PlannedScheduleOption = None,
     microbatches: MicrobatchesOption = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K",
-            min=1,
-            show_default=False,
-            help="Steps to run; times are measured from the second one on. [default: 1; with --profile 4]",
-        ),
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            show_default=False,
-            help="Record every step but the first, which warms up, in a new folder in DIR: a trace for each rank.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            show_default=False,
-            help="Take example_inputs, example_target and loss_fn from here. [default: seeded inputs, mean square]",
-        ),
-    ] = None,
+    steps: StepsOption = None,
+    profile: ProfileOption = None,
+    model: ExampleOption = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
     weights: CheckpointOption = None,
-    learning_rate: Annotated[
-        float, typer.Option(metavar="LR", min=0.0, help="AdamW's learning rate; 0 leaves the weights as they are.")
-    ] = 1e-3,
-    kernels: Annotated[
-        str, typer.Option(metavar="NAME", help="inductor (compiled), eager (divided, uncompiled) or autograd.")
-    ] = "inductor",
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to run; with cuda, a GPU per rank.")] = "cpu",
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            min=0.1,
-            show_default=False,
-            help="How long a rank waits for another one before the run fails; longer than a step. [default: 1800]",
-        ),
-    ] = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            show_default=False,
-            help="Profile whose links a step is predicted with; stages keep the package's times. [default: the one "
-            "that priced the package]",
-        ),
-    ] = None,
-    recalibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help="Write here the profile that priced the package, corrected by what was measured: a new file, or that "
-            "profile's own.",
-        ),
-    ] = None,
+    learning_rate: LearningRateOption = 1e-3,
+    kernels: KernelsOption = "inductor",
+    device: RunDeviceOption = "cpu",
+    timeout: TimeoutOption = None,
+    hardware: LinksOption = None,
+    recalibrate: RecalibrateOption = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -120,74 +73,86 @@ def run(
     A package that was planned runs its plan: its schedule, microbatches and ranks, where options say nothing else.
     Starts its own processes, unless torchrun has: torchrun --nproc-per-node N -m pipegraph run OUT
     """
+    if steps is None:
+        steps = _STEPS if profile is None else _PROFILED_STEPS
     if model is None and (batch is not None or seq is not None):
         raise typer.BadParameter(
             "they belong to --model hf:…; without it the package's own sizes hold.", param_hint="--batch / --seq"
         )
-    if steps is None:
-        steps = _STEPS if profile is None else _PROFILED_STEPS
     if recalibrate is not None:
         _check_recalibrate(steps, kernels)
-    if profile is not None and steps < 2:
-        raise typer.BadParameter(
-            f"{steps} step is too few: the first one warms up and is not recorded. Try --steps {_PROFILED_STEPS}.",
-            param_hint="--profile",
-        )
-    from pipegraph.cost.hardware import Hardware
-    from pipegraph.package import Package, checkpoint_folder
-    from pipegraph.report.recalibrate import profile_for
-    from pipegraph.report.schedules import choose_schedule
-    from pipegraph.runtime.launch import check_processes, exit_with_parent, is_launched, launch, record_failure
-    from pipegraph.runtime.relay import relayed
-    from pipegraph.tracing.run_folder import check_parent
+    if profile is not None:
+        _check_profile(steps)
+    from pipegraph.runtime.launch import exit_with_parent, is_launched, record_failure
 
     try:
         exit_with_parent()
         if profile is not None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler says on stderr that it starts and stops
-            check_parent(profile)
-        package = Package.open(out)
-        if weights is not None:
-            checkpoint_folder(weights)
-        launched = is_launched()
-        asked = int(os.environ["WORLD_SIZE"]) if launched else nproc
-        chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
-        processes = asked or chosen.ranks
-        check_processes(chosen, processes, launched)
-        check_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", processes)), "processes")
-        links = None if hardware is None else Hardware.load(hardware)
-        if recalibrate is not None:
-            check_target(recalibrate, overwrite=True)
-            links = profile_for(package, recalibrate, links)
-        if processes == 1 or launched:
-            source = _source(model, batch, seq)
-            # The rank that knows the loss prints, and tells how far it is.
-            quiet = launched and int(os.environ["RANK"]) != chosen.placement[-1]
-            with progress("loading", quiet) as say:
-                from pipegraph.report.training import Training
-
-                training = Training(package, chosen, source, device, learning_rate, kernels, timeout, weights)
-                _run_here(training, package, chosen, steps, links, recalibrate, profile, json, say)
+            _prepare_profile(profile)
+        package, chosen, processes = _choose(out, nproc, schedule, microbatches, weights, device)
+        links = _links(package, hardware, recalibrate)
+        if processes > 1 and not is_launched():
+            _launch(context, processes, debug)
             return
-        options: dict[str, object] = {
-            "schedule": schedule,
-            "microbatches": microbatches,
-            "steps": steps,
-            "device": device,
-            "kernels": kernels,
-            "timeout": timeout,
-            "hardware": hardware,
-            "recalibrate": recalibrate,
-            "profile": profile,
-        }
-        options |= {"model": model, "batch": batch, "seq": seq, "learning-rate": learning_rate, "weights": weights}
-        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        flags = [flag for flag, is_set in (("--json", json), ("--debug", debug)) if is_set]
-        with progress(f"starting {processes} processes") as say, relayed(say):
-            launch(["-m", "pipegraph", "run", str(out), *given, *flags], processes, debug)
+        # The rank that knows the loss prints, and tells how far it is.
+        quiet = is_launched() and int(os.environ["RANK"]) != chosen.placement[-1]
+        source = _source(model, batch, seq)
+        with progress("loading", quiet) as say:
+            from pipegraph.report.training import Training
+
+            training = Training(package, chosen, source, device, learning_rate, kernels, timeout, weights)
+            _run_here(training, package, chosen, steps, links, recalibrate, profile, json, say)
     except Exception as error:
         record_failure(error)
         raise
+
+
+def _choose(
+    out: Path, nproc: int | None, schedule: str | None, microbatches: int | None, weights: Path | None, device: str
+) -> tuple[Package, Schedule, int]:
+    """The package, what it runs, and by how many processes. Raises PipegraphError where these cannot."""
+    from pipegraph.package import Package, checkpoint_folder
+    from pipegraph.report.schedules import choose_schedule
+    from pipegraph.runtime.launch import check_processes, is_launched
+
+    package = Package.open(out)
+    if weights is not None:
+        checkpoint_folder(weights)
+    launched = is_launched()
+    asked = int(os.environ["WORLD_SIZE"]) if launched else nproc
+    chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
+    processes = asked or chosen.ranks
+    check_processes(chosen, processes, launched)
+    check_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", processes)), "processes")
+    return package, chosen, processes
+
+
+def _links(package: Package, hardware: str | None, recalibrate: Path | None) -> Hardware | None:
+    """The profile that a step is predicted with, if it is not the plan's own."""
+    from pipegraph.cost.hardware import Hardware
+    from pipegraph.report.recalibrate import profile_for
+
+    links = None if hardware is None else Hardware.load(hardware)
+    if recalibrate is None:
+        return links
+    check_target(recalibrate, overwrite=True)
+    return profile_for(package, recalibrate, links)
+
+
+def _launch(context: typer.Context, processes: int, debug: bool) -> None:
+    """The same command once for each rank."""
+    from pipegraph.runtime.launch import launch
+    from pipegraph.runtime.relay import relayed
+
+    options = {name: value for name, value in context.params.items() if name not in ("out", "nproc")}
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is True]
+    given += [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in options.items()
+        if value is not None and not isinstance(value, bool)
+    ]
+    with progress(f"starting {processes} processes") as say, relayed(say):
+        launch(["-m", "pipegraph", "run", str(context.params["out"]), *given], processes, debug)
 
 
 def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSource | None:
@@ -211,6 +176,22 @@ def _check_recalibrate(steps: int, kernels: str) -> None:
         )
 
 
+def _check_profile(steps: int) -> None:
+    if steps < 2:
+        raise typer.BadParameter(
+            f"{steps} step is too few: the first one warms up and is not recorded. Try --steps {_PROFILED_STEPS}.",
+            param_hint="--profile",
+        )
+
+
+def _prepare_profile(folder: Path) -> None:
+    """Before anything else takes time. Raises PipegraphError where nothing could be recorded in the folder."""
+    from pipegraph.tracing.run_folder import check_parent
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler says on stderr that it starts and stops
+    check_parent(folder)
+
+
 def _run_here(
     training: Training,
     package: Package,
@@ -227,7 +208,7 @@ def _run_here(
     from pipegraph.report.recalibrate import ratios, recalibrated, uneven
 
     taken = []
-    with training.profiled(profile, steps) if profile is not None else nullcontext() as recorded:
+    with training.profiled(profile, steps, hardware) if profile is not None else nullcontext() as recorded:
         for step in training.steps(steps):
             taken.append(dataclasses.asdict(step))
             if not json:

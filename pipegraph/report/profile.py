@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 
+from pipegraph.cost.hardware import Hardware
 from pipegraph.report.tensorboard import StepWriter, check_tensorboard
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.tracing import profile as recording
@@ -17,13 +18,15 @@ def profile(
     warmup: int = 1,
     active: int = 3,
     repeat: int = 1,
+    hardware: Hardware | None = None,
 ) -> recording.Profile:
     """Record the steps of a training loop into a new folder inside ``folder``: TensorBoard's log directory.
 
     As with ``torch.profiler.schedule``, ``wait`` steps are left alone, ``warmup`` steps warm the profiler up,
     ``active`` steps are recorded, a Chrome trace for each rank, and that ``repeat`` times, or with 0 until the loop
     ends. A loop that ends earlier writes the steps that it has recorded. Of every step, those left alone included,
-    loss, times, throughput and memory go to TensorBoard, beside the plan and timelines.
+    loss, times, throughput and memory go to TensorBoard, beside the plan and timelines. ``hardware`` has the links that
+    a step is predicted with there: by default those of the profile that priced the package.
 
         with pipegraph.profile(pipe, "runs") as profiler:
             for tokens, labels in batches:
@@ -34,7 +37,8 @@ def profile(
         print(profiler.folder)
 
     All processes of the pipeline do this together. Raises PipegraphError for numbers that record nothing, where
-    tensorboard is not installed, and on entering it in every process where one of them cannot write there.
+    tensorboard is not installed, and on entering it in every process where one of them cannot write there, or is
+    recorded by another profile.
     """
     check_tensorboard()
     return recording.profile(
@@ -44,5 +48,5 @@ def profile(
         warmup=warmup,
         active=active,
         repeat=repeat,
-        sink=lambda run: StepWriter(run, pipe),
+        sink=lambda run: StepWriter(run, pipe, hardware),
     )

@@ -9,6 +9,7 @@ import importlib.util
 from os import PathLike
 from typing import Any
 
+from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
 from pipegraph.report.overview import boundary_cells, explanation, model_title, stage_cells
@@ -44,14 +45,14 @@ class StepWriter:
     ``timeline/measured``. Hyper-parameters: the schedule, sizes, the model, kernels, recompute and device.
     """
 
-    def __init__(self, folder: str | PathLike[str], pipe: Pipeline) -> None:
+    def __init__(self, folder: str | PathLike[str], pipe: Pipeline, hardware: Hardware | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         package, self._schedule = pipe.package, pipe.schedule
         processes = self._schedule.ranks // len(pipe.ranks)
         in_turn = processes < self._schedule.ranks
         self._samples, self._tokens = batch_sizes(package.manifest, self._schedule.microbatches)
-        self._predicted = predicted(package.manifest, self._schedule, in_turn=in_turn)
+        self._predicted = predicted(package.manifest, self._schedule, hardware, in_turn)
         self._writer = SummaryWriter(str(folder), flush_secs=_FLUSHED)
         self._writer.add_text("plan", _plan(package, self._schedule), 0)
         self._add_settings(_settings(pipe, processes), ["time/step", *([] if in_turn else ["bubble"])])

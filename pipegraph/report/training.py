@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.outputs import mean_square, tensors
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Package
@@ -121,9 +122,12 @@ class Training:
         return self._pipeline.package.manifest.stages[-1].index in self._pipeline.stages
 
     @contextmanager
-    def profiled(self, folder: Path, steps: int) -> Iterator[Path]:
-        """Record the next ``steps`` steps but the first into a new folder inside ``folder``, which is given."""
-        with profile(self._pipeline, folder, warmup=1, active=steps - 1) as self._profile:
+    def profiled(self, folder: Path, steps: int, hardware: Hardware | None = None) -> Iterator[Path]:
+        """Record the next ``steps`` steps but the first into a new folder inside ``folder``, which is given.
+
+        ``hardware`` has the links that a step is predicted with.
+        """
+        with profile(self._pipeline, folder, warmup=1, active=steps - 1, hardware=hardware) as self._profile:
             yield self._profile.folder
         self._profile = None
 

@@ -48,6 +48,15 @@ class Observers:
             observer.end(rank, action, saved)
 
 
+def moment(device: torch.device) -> Any:
+    """Now: seconds by the host's clock on a CPU; on a GPU an event of the current stream, which it has yet to pass."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class ActionTimes:
     """Seconds of every action: by the clock of the host on a CPU, by events of the stream on a GPU.
 
@@ -63,10 +72,10 @@ class ActionTimes:
         self._busy: dict[int, float] = defaultdict(float)
 
     def begin(self, rank: int, action: Action) -> None:
-        self._begun[rank] = self._now()
+        self._begun[rank] = moment(self._device)
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
-        begun, ended = self._begun.pop(rank), self._now()
+        begun, ended = self._begun.pop(rank), moment(self._device)
         if self._device.type != "cuda":
             self._keep(rank, action, ended - begun)
             return
@@ -105,13 +114,6 @@ class ActionTimes:
         self._seconds[action.stage, action.kind].append(seconds)
         if not action.kind.is_transfer:
             self._busy[rank] += seconds
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 class SavedBytes:

@@ -192,7 +192,11 @@ class Pipeline:
         self._tell_observers()
 
     def add_observer(self, observer: Observer) -> None:
-        """Tell this one as well, whatever `observe` says: it is told first of a beginning, and last of an end."""
+        """Tell this one as well, whatever `observe` says: it is told first of a beginning, and last of an end.
+
+        Of steps alone: an eval between two steps is no part of either. Under a schedule that has no backward they are
+        the same, and it is told of both.
+        """
         self._added.append(observer)
         self._tell_observers()
 
@@ -202,9 +206,14 @@ class Pipeline:
         self._tell_observers()
 
     def _tell_observers(self) -> None:
-        observers = [*self._added, *([] if self._observer is None else [self._observer])]
-        for executor in (*self._training, *self._evaluation):
-            executor.observer = Observers(observers) if len(observers) > 1 else next(iter(observers), None)
+        asked = [] if self._observer is None else [self._observer]
+        told = [*self._added, *asked]
+        for executors, observers in (
+            (self._training, told),
+            (self._evaluation, asked if self.schedule.has_backward else told),
+        ):
+            for executor in executors:
+                executor.observer = Observers(observers) if len(observers) > 1 else next(iter(observers), None)
 
     def gather(self, figures: Sequence[float]) -> list[list[float]]:
         """A row of figures of every process, in the order of ranks. All processes call this, with equally long rows.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -53,15 +54,28 @@ class Relay:
 
 @contextmanager
 def relayed(say: Say) -> Iterator[None]:
-    """Pass on what the children tell and print while the body runs, if somebody listens here."""
+    """Pass on what the children tell and print while the body runs, if somebody listens here.
+
+    Where nobody reads what is printed any more, the body is interrupted as by Ctrl-C, and the OSError raised.
+    """
     listener = current()
     if listener is None:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="pipegraph-progress-") as folder:
-        file, over = Path(folder, "told"), threading.Event()
+        file, over, failed = Path(folder, "told"), threading.Event(), list[OSError]()
         file.touch()
-        reader = threading.Thread(target=_pass_on, args=(file, over, listener, say), name="progress", daemon=True)
+        main = threading.main_thread().ident or 0
+
+        def pass_on() -> None:
+            try:
+                _pass_on(file, over, listener, say)
+            except OSError as error:
+                failed.append(error)
+                if not over.is_set():
+                    signal.pthread_kill(main, signal.SIGINT)
+
+        reader = threading.Thread(target=pass_on, name="progress", daemon=True)
         os.environ[_FILE] = str(file)
         reader.start()
         try:
@@ -70,6 +84,8 @@ def relayed(say: Say) -> Iterator[None]:
             os.environ.pop(_FILE, None)
             over.set()
             reader.join()
+            if failed:
+                raise failed[0]
 
 
 def _pass_on(file: Path, over: threading.Event, listener: Listener, say: Say) -> None:

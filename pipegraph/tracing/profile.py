@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cache
 from os import PathLike
@@ -23,9 +25,10 @@ from pipegraph.runtime.clock import Clock
 from pipegraph.runtime.pipeline import Pipeline, StepResult
 from pipegraph.runtime.wiring import torch_dtype, transfer, wire
 from pipegraph.schedule import Action
+from pipegraph.tracing.alone import alone
 from pipegraph.tracing.by_rank import by_rank
 from pipegraph.tracing.repair import MARK, Event, collectives, comparable, repaired, until
-from pipegraph.tracing.run_folder import make_run_folder, trace_file
+from pipegraph.tracing.run_folder import make_run_folder, together, trace_file
 from pipegraph.tracing.sink import MakeSink, SinkFeed
 from pipegraph.tracing.spans import Spans
 
@@ -48,7 +51,7 @@ def profile(
     also of those that are left alone; without a `sink` these take no longer than without a profile.
 
     All processes of the pipeline do this together. Raises PipegraphError for numbers that record nothing, and on
-    entering it in every process where one of them cannot write there.
+    entering it in every process where one of them cannot write there, or is recorded by another profile.
     """
     given = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
     for name, number in given.items():
@@ -83,13 +86,18 @@ class Profile:
         )
 
     def __enter__(self) -> Profile:
-        self._run = make_run_folder(self._pipe, self._parent)
-        self.folder = self._run.path
-        if self._is_recorded(0) or self._feed is not None:
-            self._began = self._pipe.clock()
-        if self._feed is not None:
-            self._feed.open(self._run, self._began)
-        self._torch.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(alone(self._pipe))
+            self._run = make_run_folder(self._pipe, self._parent)
+            stack.callback(self._run.leave)
+            self.folder = self._run.path
+            if self._is_recorded(0) or self._feed is not None:
+                self._began = self._pipe.clock()
+            if self._feed is not None:
+                self._feed.open(self._run, self._began)
+                stack.callback(self._feed.close)
+            self._torch.__enter__()
+            self._left = stack.pop_all()
         self._observe(self._is_looked_at(0))
         return self
 
@@ -126,9 +134,11 @@ class Profile:
             if error is None:
                 raise
         finally:
-            if self._feed is not None:
-                self._feed.close()
-            self._run.leave()
+            try:
+                self._left.close()
+            except PipegraphError:
+                if error is None:
+                    raise
         if error is None and not self._run.windows:
             warnings.warn(f"{self._step} steps were too few to record one; nothing was written.", stacklevel=2)
 
@@ -161,10 +171,8 @@ class Profile:
         clock = self._began.until(ended := self._pipe.clock())
         digits = self._pipe.told(str(time.time_ns()))
         first, last = min(self._losses), max(self._losses)
-        with tempfile.TemporaryDirectory(prefix="pipegraph-profile-") as folder:
-            exported = Path(folder, "trace.json")
-            self._torch.export_chrome_trace(str(exported))
-            trace = json.loads(exported.read_text(encoding="utf-8"), strict=False)
+        trace: dict[str, Any] = {}
+        together(self._pipe, Path(tempfile.gettempdir()), lambda: trace.update(exported(self._torch)))
         events: list[Event] = repaired(until(trace.pop("traceEvents"), last), arguments(self._pipe))
         events = comparable(events, self._pipe.gather(collectives(events)))
         traces = {}
@@ -184,6 +192,18 @@ class Profile:
         self._began = clock
         if self._feed is not None:
             self._feed.set_clock(clock)
+
+
+def exported(profiler: torch.profiler.profile) -> dict[str, Any]:
+    """What torch's profiler has recorded, as it writes it. Raises OSError where the disk is full for that."""
+    with tempfile.TemporaryDirectory(prefix="pipegraph-profile-") as folder:
+        file = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(file))  # which says nothing of a disk that is full
+        try:
+            trace: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"), strict=False)
+        except (FileNotFoundError, ValueError) as error:
+            raise OSError(errno.ENOSPC, "torch's profiler could not write all of it") from error
+    return trace
 
 
 def arguments(pipe: Pipeline) -> Callable[[Action], dict[str, Any]]:

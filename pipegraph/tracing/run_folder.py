@@ -10,6 +10,7 @@ DIR/transformer_1f1b_2026-10-01_12-30-00/
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -36,6 +37,7 @@ SCHEMA_VERSION: Final = 1
 RUN: Final = "run.json"
 SCHEDULE: Final = "schedule.csv"
 _PART: Final = ".part"  # of a trace that is being written
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SCALARS: Final = "events.out.tfevents"  # what the files begin with that TensorBoard reads by itself
 
 
@@ -50,7 +52,7 @@ def check_parent(folder: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=standing).close()
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise unwritable(folder, error) from None
 
 
 @dataclass
@@ -165,7 +167,7 @@ def together(pipe: Pipeline, folder: Path, do: Callable[[], None]) -> None:
         failed = error
     told: Sequence[Sequence[float]] = pipe.gather([failed is not None])
     if failed is not None:
-        raise _unwritable(folder, failed) from failed
+        raise unwritable(folder, failed) from failed
     others = [rank for rank, (fails,) in enumerate(told) if fails]
     if others:
         raise PipegraphError(f"rank {others[0]} cannot write a trace to {folder}; it says why.")
@@ -186,6 +188,8 @@ def _write(file: Path, text: str) -> None:
     part.replace(file)
 
 
-def _unwritable(folder: Path, error: OSError) -> PipegraphError:
+def unwritable(folder: Path, error: OSError) -> PipegraphError:
+    """What to raise where something of a run could not be written."""
     why = error.strerror or str(error)
-    return PipegraphError(f"no trace can be written to {folder}: {why}.\nTry: the name of a folder, which is made.")
+    hint = "room on that disk" if error.errno in _FULL else "the name of a folder, which is made"
+    return PipegraphError(f"no trace can be written to {folder}: {why}.\nTry: {hint}.")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pipegraph.package import CALLER, Manifest, leaves
+from pipegraph.runtime.observer import moment
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Event, Kind, Schedule, Timeline
 from pipegraph.schedule.memory import peak_activations
@@ -57,7 +58,7 @@ class StepFigures:
 
 
 class StepRecorder:
-    """An observer of a pipeline that times every action: by the clock of the host on a CPU, by events on a GPU.
+    """An added observer of a pipeline, which times every action: by the host's clock on a CPU, by events on a GPU.
 
     All processes make one, and call `end_step` and `timeline` together; `begin_step` where a step begins. ``offset`` is
     what rank 0's clock (`time.time`) is ahead of this process's, in seconds.
@@ -68,9 +69,7 @@ class StepRecorder:
         self._pipe, self._device = pipe, pipe.device
         self._parts = parts_of(pipe.schedule)
         self._begun: dict[int, Any] = {}
-        self._arrived: dict[int, list[tuple[Kind, Any, Any]]] = defaultdict(list)
         self._spans: dict[int, list[tuple[Kind, Any, Any]]] = defaultdict(list)
-        self._evaluates: set[int] = set()
         # Of the step before: seconds from its begin.
         self._last: dict[int, list[tuple[Kind, float, float]]] = {rank: [] for rank in pipe.ranks}
         self._last_start = 0.0  # of that step, on rank 0's clock
@@ -79,28 +78,17 @@ class StepRecorder:
 
     def begin(self, rank: int, action: Action) -> None:
         """As an Observer."""
-        self._begun[rank] = self._now()
+        self._begun[rank] = moment(self._device)
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
-        """As an Observer. What an eval does between two steps is left out: its F keeps nothing for a backward."""
-        kind, span = action.kind, (action.kind, self._begun.pop(rank), self._now())
-        if kind in (Kind.RECV_F, Kind.RECV_B):
-            self._arrived[rank].append(span)  # the action behind it tells what it belongs to
-            return
-        if not kind.is_transfer:
-            if kind is Kind.F and saved is None and self._pipe.schedule.has_backward:
-                self._evaluates.add(rank)
-            else:
-                self._evaluates.discard(rank)
-        arrived = self._arrived.pop(rank, [])
-        if rank not in self._evaluates:
-            self._spans[rank] += [*arrived, span]
+        """As an Observer."""
+        self._spans[rank].append((action.kind, self._begun.pop(rank), moment(self._device)))
 
     def begin_step(self) -> None:
         """What comes now is of the next step."""
         self._spans.clear()
         self._start, self._watch = time.time(), time.perf_counter()
-        self._zero = self._now()
+        self._zero = moment(self._device)
 
     def end_step(self, loss: float | torch.Tensor | None) -> StepFigures:
         """The figures of the step that ends here, of all ranks; they call this together."""
@@ -180,13 +168,6 @@ class StepRecorder:
             rank: [(kind, seconds(begin), seconds(end)) for kind, begin, end in self._spans[rank]]
             for rank in self._pipe.ranks
         }
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _peak_bytes(self) -> int:
         if self._device.type == "cuda":

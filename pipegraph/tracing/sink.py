@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from pipegraph.runtime.clock import Clock
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Timeline
-from pipegraph.tracing.run_folder import RunFolder, together
+from pipegraph.tracing.run_folder import RunFolder, together, unwritable
 from pipegraph.tracing.scalars import StepFigures, StepRecorder
 
 
@@ -39,6 +40,7 @@ class SinkFeed:
     def __init__(self, pipe: Pipeline, make_sink: MakeSink) -> None:
         self._pipe = pipe
         self._make_sink = make_sink
+        self._folder = Path()
         self._sink: StepSink | None = None
         self._recorder = StepRecorder(pipe)
 
@@ -49,6 +51,7 @@ class SinkFeed:
             if run.is_first:
                 self._sink = self._make_sink(run.path)
 
+        self._folder = run.path
         together(self._pipe, run.path, make)
         self.set_clock(clock)
         self._pipe.add_observer(self._recorder)
@@ -59,10 +62,11 @@ class SinkFeed:
         self._recorder.offset = clock.offset_ns / 1e9
 
     def end_step(self, loss: float | None) -> float | None:
-        """A step is done. Gives its loss, to all processes."""
+        """A step is done. Gives its loss, to all processes. Raises PipegraphError where its figures cannot be kept."""
         figures = self._recorder.end_step(loss)
         if self._sink is not None:
-            self._sink.step(figures)
+            with self._written():
+                self._sink.step(figures)
         return figures.loss
 
     def begin_step(self) -> None:
@@ -73,10 +77,19 @@ class SinkFeed:
         """That step was a window's last one."""
         timeline = self._recorder.timeline()
         if self._sink is not None and timeline is not None:
-            self._sink.timeline(timeline, step)
+            with self._written():
+                self._sink.timeline(timeline, step)
 
     def close(self) -> None:
         """No more steps. The only call that processes need not make together."""
         self._pipe.remove_observer(self._recorder)
         if self._sink is not None:
-            self._sink.close()
+            with self._written():
+                self._sink.close()
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise unwritable(self._folder, error) from error

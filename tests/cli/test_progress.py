@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.live import Live
 
 from pipegraph.cli import progress
 from pipegraph.kernels import internals
@@ -109,6 +113,26 @@ def test_lines_and_warnings_stand_above_the_bar(
     assert terminal.getvalue() == f"{so_far}warning: later\n"
 
 
+def test_ctrl_c_while_the_bar_is_drawn_anew_leaves_the_terminal_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, own = on_terminal(monkeypatch), Console.set_live
+
+    def interrupted(console: Console, live: Live) -> object:
+        signal.raise_signal(signal.SIGINT)
+        return own(console, live)
+
+    def interrupt() -> None:
+        with progress.progress("beginning") as say:
+            shown_until(terminal, "beginning …")
+            monkeypatch.setattr(Console, "set_live", interrupted)
+            say("a line")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert terminal.getvalue().count(hidden) == terminal.getvalue().count(shown) == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_short_work_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch, patience=1.0)
     with progress.progress("beginning"):
@@ -158,6 +182,24 @@ def test_what_a_child_says_arrives_in_order() -> None:
     assert heard == [each for pair in said for each in pair]
     with relay.relayed(heard.append):
         assert relay.Relay.to_parent() is None  # where nobody listens
+
+
+def test_who_reads_no_more_ends_the_run() -> None:
+    def say(line: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def run() -> None:
+        with told_to(lambda *each: None), relay.relayed(say):
+            child = relay.Relay.to_parent()
+            assert child is not None
+            with closing(child):
+                child.say("a line")
+                time.sleep(40)
+
+    began = time.monotonic()
+    with pytest.raises(BrokenPipeError):
+        run()
+    assert time.monotonic() - began < 30
 
 
 def test_a_quiet_rank_shows_nothing_and_tells_no_parent(

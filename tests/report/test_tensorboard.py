@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import pytest
 import torch
 
 import pipegraph
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.link import Link, Links
 from pipegraph.errors import PipegraphError
 from pipegraph.report import tensorboard
 from pipegraph.runtime.pipeline import Pipeline
@@ -134,6 +137,22 @@ def test_what_was_predicted_stands_beside(priced: Path, tmp_path: Path) -> None:
     assert "bubble" not in events.Tags()["scalars"]
 
 
+@needs_tensorboard
+def test_the_links_that_are_given_are_predicted_with(priced: Path, tmp_path: Path) -> None:
+    folder, _ = ranks.run(train_far_apart, 2, str(priced), str(tmp_path))
+    (predicted,) = read(Path(folder)).Scalars("time/step_predicted")
+    assert 2 * FAR < predicted.value < 9 * FAR
+
+
+def train_far_apart(rank: int, package: str, folder: str) -> str:
+    pipe, links = made(package), Links(1, Link(FAR, 1e9), Link(FAR, 1e9))
+    hardware = replace(Hardware.load("cpu"), links=links)
+    with pipegraph.profile(pipe, folder, warmup=0, active=1, hardware=hardware) as profiler:
+        profiler.step(pipe.step(inputs(pipe)))
+    return str(profiler.folder)
+
+
+FAR = 100.0  # seconds of a message
 TIMES = ("forward", "input_grad", "weight_grad")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ import torch
 import pipegraph
 from pipegraph import Pipeline
 from pipegraph.runtime.pipeline import StepResult
+from pipegraph.tracing.spans import Spans
 from tests.runtime.packages import batch, loss
 from tests.runtime.pipelines import pipeline
 
 MICROBATCHES = 4
+STATIC = ["events.out.tfevents", "pipeline.json", "run.json", "schedule.csv"]
+ONE_WINDOW = sorted([*STATIC, "rank_00.0.pt.trace.json.gz", "rank_01.0.pt.trace.json.gz"])
+WIDTH = 16
 
 
 def made(package: Path, kernels: str = "eager") -> Pipeline:
@@ -98,3 +103,17 @@ def enter(rank: int, package: str, folders: list[str]) -> None:
     """Profile into another folder on each rank."""
     with pipegraph.profile(made(Path(package)), folders[rank]):
         raise AssertionError("it could be entered")
+
+
+def names(folder: Path) -> list[str]:
+    """The files of a folder, hidden ones too, with the number of a window as its place in time; [] if it is gone."""
+    found = sorted(file.name for file in folder.iterdir()) if folder.exists() else []
+    found = [re.sub(r"^(events\.out\.tfevents)\..*", r"\1", name) for name in found]
+    windows = sorted({name.split(".")[1] for name in found if name.startswith("rank_")})
+    for place, digits in enumerate(windows):
+        found = [name.replace(digits, str(place)) for name in found]
+    return found
+
+
+def observed(pipe: Pipeline) -> bool:
+    return any(isinstance(observer, Spans) for observer in pipe._added)

@@ -38,6 +38,17 @@ def test_a_layer_moves_away_from_the_longest_stage() -> None:
     )
 
 
+def test_overhead_is_not_saved() -> None:
+    schedule, times = with_edges(build("1f1b", 2, 4)), Times.equal(2, 1.0, 1.0, 1.0)
+    step = simulate(schedule, times).makespan
+    alone, half = advise(schedule, times), advise(schedule, times, measured=2 * step)
+    assert changes(half.candidates) == pytest.approx(
+        {change: gain / 2 for change, gain in changes(alone.candidates).items()}, abs=1e-6
+    )
+    assert half.best is not None and half.best.gain > 0.05
+    assert advise(schedule, times, measured=50 * step).best is None
+
+
 def test_as_many_layers_move_as_it_takes() -> None:
     schedule = with_edges(build("1f1b", 2, 8))
     made = manifest(2, layers=4)

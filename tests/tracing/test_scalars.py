@@ -32,7 +32,7 @@ def recorded(
 def test_a_step_and_its_parts(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path)
     recorder = StepRecorder(pipe)
-    pipe.observe(recorder)
+    pipe.add_observer(recorder)
     pipe.stages[0].register_forward_pre_hook(lambda *_: time.sleep(NAP))
     found = []
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_parts_tell_who_was_slow(tmp_path: Path) -> None:
     own = kernels.weight_backward
     kernels.weight_backward = lambda saved: (time.sleep(NAP), own(saved))[1]  # type: ignore[method-assign]
     recorder = StepRecorder(pipe)
-    pipe.observe(recorder)
+    pipe.add_observer(recorder)
     pipe.step(batch)
     recorder.end_step(None)
     recorder.begin_step()
@@ -69,7 +69,7 @@ def test_parts_tell_who_was_slow(tmp_path: Path) -> None:
 def test_an_eval_between_steps_counts_for_nothing(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path)
     recorder = StepRecorder(pipe)
-    pipe.observe(recorder)
+    pipe.add_observer(recorder)
     pipe.step(batch)
     pipe.eval(batch)
     alone = {rank: [kind for kind, *_ in spans] for rank, spans in recorder._spans.items()}
@@ -84,7 +84,7 @@ def test_an_eval_between_steps_counts_for_nothing(tmp_path: Path) -> None:
 def test_the_timeline_of_the_last_step(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path, "zb-v", microbatches=4)
     recorder = StepRecorder(pipe)
-    pipe.observe(recorder)
+    pipe.add_observer(recorder)
     assert recorder.timeline() is None
     pipe.step(batch)
     figures = recorder.end_step(None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pipegraph.errors import ScheduleError
@@ -13,11 +13,15 @@ from pipegraph.tracing.analysis.moves import moves
 WORTH = 0.01
 """A smaller gain is not told."""
 _FORWARD = "forward"  # the schedule that does not train
+_Gain = Callable[[float], float]  # of a makespan
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change; ``gain`` is the part of the time that it saves: of a step, or of a microbatch where there are more."""
+    """A change; ``gain`` is the part of the time that it saves: of a step, or of a microbatch where there are more.
+
+    What a step takes beyond what the simulation knows of, its overhead, is taken to stay.
+    """
 
     change: str
     gain: float
@@ -65,24 +69,29 @@ def advise(
     manifest: Manifest | None = None,
     shares: str = "",
     in_turn: bool = False,
+    measured: float = 0.0,
 ) -> Advice:
     """Try every candidate. ``schedule`` has no transfers, and the package's edges; ``shares`` says how I and W were
-    told apart where only B was measured."""
+    told apart where only B was measured; ``measured`` is the step in seconds, where it was."""
     step = simulate(schedule, times).makespan
     if schedule.ranks < 2 or step <= 0:
         return Advice((), in_turn)
-    found = [*_cuts(schedule, times, manifest, step), *_schedules(schedule, times, step, shares)]
-    found += _more(schedule, times, step)
+
+    def gain(makespan: float) -> float:
+        return (step - makespan) / max(step, measured)
+
+    found = [*_cuts(schedule, times, manifest, gain), *_schedules(schedule, times, gain, shares)]
+    found += _more(schedule, times, gain)
     return Advice(tuple(sorted(found, key=lambda each: -each.gain)), in_turn)
 
 
-def _cuts(schedule: Schedule, times: Times, manifest: Manifest | None, step: float) -> Iterator[Candidate]:
+def _cuts(schedule: Schedule, times: Times, manifest: Manifest | None, gain_of: _Gain) -> Iterator[Candidate]:
     if manifest is None or len(manifest.stages) != schedule.stages:
         return
     for more_and_more in moves(manifest, times):
         best: Candidate | None = None
         for move in more_and_more:
-            gain = 1 - simulate(schedule, move.times).makespan / step
+            gain = gain_of(simulate(schedule, move.times).makespan)
             if best is not None and gain <= best.gain:
                 break
             best = Candidate(move.change, gain, move.assuming)
@@ -90,7 +99,7 @@ def _cuts(schedule: Schedule, times: Times, manifest: Manifest | None, step: flo
             yield best
 
 
-def _schedules(schedule: Schedule, times: Times, step: float, shares: str) -> Iterator[Candidate]:
+def _schedules(schedule: Schedule, times: Times, gain_of: _Gain, shares: str) -> Iterator[Candidate]:
     """Other orders of the same stages on the same ranks; of those that take equally long, the one that holds least."""
     if not schedule.has_backward:
         return
@@ -99,7 +108,7 @@ def _schedules(schedule: Schedule, times: Times, step: float, shares: str) -> It
     for number, name in enumerate(names()):
         other = None if name in (schedule.name, _FORWARD) else _built(name, schedule, schedule.microbatches)
         if other is not None:
-            gain = round(1 - simulate(other, times).makespan / step, 6)
+            gain = round(gain_of(simulate(other, times).makespan), 6)
             this = (max(peak_activations(other)), number, _divides(other))
             fastest[gain] = min(fastest.get(gain, this), this)
     for gain, (peak, number, divides) in fastest.items():
@@ -108,12 +117,12 @@ def _schedules(schedule: Schedule, times: Times, step: float, shares: str) -> It
         yield Candidate(f"running {names()[number]} instead of {schedule.name}", gain, aside)
 
 
-def _more(schedule: Schedule, times: Times, step: float) -> Iterator[Candidate]:
+def _more(schedule: Schedule, times: Times, gain_of: _Gain) -> Iterator[Candidate]:
     """Twice the microbatches."""
     count = 2 * schedule.microbatches
     other = _built(schedule.name, schedule, count)
     if other is not None:
-        gain = 1 - simulate(other, times).makespan / 2 / step
+        gain = gain_of(simulate(other, times).makespan / 2)
         yield Candidate(f"{count} microbatches of this size instead of {schedule.microbatches}", gain, "", False)
 
 

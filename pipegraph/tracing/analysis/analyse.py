@@ -64,7 +64,7 @@ class Analysis:
     @cached_property
     def makespan(self) -> float:
         """The median over complete steps, or else over all."""
-        return statistics.median(step.makespan for step in _complete(self.steps))
+        return _median(self.steps)
 
     @cached_property
     def took(self) -> float | None:
@@ -105,7 +105,7 @@ def analyse(run: RecordedRun) -> Analysis:
         simulated=simulated,
         expected=None if predicted is None else simulate(schedule, predicted),
         critical=measured_timeline(steps[shown], schedule, times.hops) if tells else None,
-        advice=advise(schedule, times.times, run.manifest, times.shares, in_turn),
+        advice=advise(schedule, times.times, run.manifest, times.shares, in_turn, 0.0 if in_turn else _median(steps)),
     )
 
 
@@ -125,6 +125,10 @@ def _stages(run: RecordedRun, times: MeasuredTimes, predicted: Times | None) -> 
 
 def _complete(steps: Sequence[MeasuredStep]) -> Sequence[MeasuredStep]:
     return [step for step in steps if step.complete] or steps
+
+
+def _median(steps: Sequence[MeasuredStep]) -> float:
+    return statistics.median(step.makespan for step in _complete(steps))
 
 
 def _shown(steps: Sequence[MeasuredStep]) -> int:

@@ -1,0 +1,129 @@
+"""What a recorded loop leaves behind where something fails: whole windows or nothing, and nobody waits."""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pipegraph
+from pipegraph import PipegraphError
+from pipegraph.report.tensorboard import StepWriter
+from tests.runtime import ranks
+from tests.tracing.loops import ONE_WINDOW, Loop, enter, fail_in_step, fail_in_writing, made, names, observed
+
+pytest.importorskip("tensorboard", reason="pip install pipegraph[tensorboard]")
+
+
+@pytest.mark.parametrize(("at", "left"), [(1, []), (4, ONE_WINDOW)])
+def test_an_error_in_the_loop_leaves_whole_windows(loop: Loop, tmp_path: Path, at: int, left: list[str]) -> None:
+    profiler = pipegraph.profile(loop.pipe, tmp_path, active=2, repeat=2)
+
+    def run() -> None:
+        with profiler:
+            for number in range(6):
+                if number == at:
+                    raise ValueError("on purpose")
+                profiler.step(loop.step())
+
+    with pytest.raises(ValueError, match="on purpose"):
+        run()
+    assert not observed(loop.pipe)
+    assert names(profiler.folder) == left
+    with pipegraph.profile(loop.pipe, tmp_path, active=1) as profiler:  # and torch's profiler can be used again
+        for _ in range(2):
+            profiler.step(loop.step())
+    assert names(profiler.folder) == ONE_WINDOW
+
+
+def test_an_action_that_fails_leaves_torch_s_profiler_usable(package: Path, tmp_path: Path) -> None:
+    loop = Loop(made(package, kernels="autograd"))
+
+    def run() -> None:
+        with pipegraph.profile(loop.pipe, tmp_path, active=2) as profiler:
+            profiler.step(loop.step())
+            loop.pipe.stages[1].register_forward_pre_hook(lambda *_: 1 / 0)
+            loop.step()
+
+    with pytest.raises(pipegraph.RuntimeFault, match="ZeroDivisionError"):
+        run()
+    assert list(tmp_path.iterdir()) == []
+    with torch.profiler.profile() as other:
+        torch.ones(1) + 1
+    assert {event.name for event in other.events()} >= {"aten::ones", "aten::add"}
+
+
+def test_one_profile_at_a_time(loop: Loop, package: Path, tmp_path: Path) -> None:
+    """Two at once would end the process by a crash of torch's profiler."""
+    other, said = Loop(made(package)), "this process is recorded by another profile already"
+    with pipegraph.profile(loop.pipe, tmp_path, active=1) as profiler:
+        for pipe in (loop.pipe, other.pipe):
+            with pytest.raises(PipegraphError, match=said), pipegraph.profile(pipe, tmp_path):
+                raise AssertionError("it could be entered")
+        for _ in range(2):
+            profiler.step(loop.step())
+    with (
+        torch.profiler.profile(),
+        pytest.raises(PipegraphError, match=said),
+        pipegraph.profile(loop.pipe, tmp_path),
+    ):
+        raise AssertionError("it could be entered")
+    assert [names(folder) for folder in tmp_path.iterdir()] == [ONE_WINDOW]
+    with pipegraph.profile(other.pipe, tmp_path, active=1) as profiler:
+        for _ in range(2):
+            profiler.step(other.step())
+    assert names(profiler.folder) == ONE_WINDOW
+
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # as torch says of its own
+def test_a_disk_that_is_full_for_what_torch_writes(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(profiler: Any, file: str) -> None:
+        Path(file).write_text('{"traceEvents": [{"ph":')
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut)
+    with (
+        pytest.raises(PipegraphError, match=r"torch's profiler could not write all of it\.\nTry: room on that disk"),
+        pipegraph.profile(loop.pipe, tmp_path, warmup=0, active=1) as profiler,
+    ):
+        profiler.step(loop.step())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_for_figures(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(StepWriter, "step", full)
+    with (
+        pytest.raises(PipegraphError, match=r"No space left on device\.\nTry: room on that disk"),
+        pipegraph.profile(loop.pipe, tmp_path, active=1) as profiler,
+    ):
+        profiler.step(loop.step())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_rank_that_fails_keeps_no_other_one_waiting(package: Path, tmp_path: Path, at: int) -> None:
+    seconds = ranks.run(fail_in_step, 2, str(package), str(tmp_path), 1, at)
+    assert max(seconds) < 20
+    assert [names(folder) for folder in tmp_path.iterdir()] == ([] if at == 1 else [ONE_WINDOW])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_disk_that_is_full_is_told_to_all(package: Path, tmp_path: Path, failing: int) -> None:
+    told = ranks.run(fail_in_writing, 2, str(package), str(tmp_path), failing)
+    assert re.match(r"PipegraphError: no trace can be written to .*: No space left on device\.\nTry: ", told[failing])
+    assert re.match(rf"PipegraphError: rank {failing} cannot write a trace to ", told[1 - failing])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_one_rank_cannot_make_is_told_before_the_first_step(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folders = [str(tmp_path / "runs"), str(tmp_path / "file" / "runs")]
+    told = ranks.run(enter, 2, str(package), folders)
+    assert told[0].startswith(f"PipegraphError: rank 1 cannot write a trace to {folders[0]}")
+    assert told[1].startswith(f"PipegraphError: no trace can be written to {folders[1]}: Not a directory.")
