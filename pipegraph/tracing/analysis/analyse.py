@@ -105,8 +105,15 @@ def analyse(run: RecordedRun) -> Analysis:
         simulated=simulated,
         expected=None if predicted is None else simulate(schedule, predicted),
         critical=measured_timeline(steps[shown], schedule, times.hops) if tells else None,
-        advice=advise(schedule, times.times, run.manifest, times.shares, in_turn),
+        advice=_advice(run, times),
     )
+
+
+def _advice(run: RecordedRun, times: MeasuredTimes) -> Advice:
+    """None that rests on what a stage is only expected to take: how stages compare is what it is about."""
+    if times.assumed:
+        return Advice((), run.takes_turns, "it takes the times of all stages, and not all were recorded")
+    return advise(run.schedule, times.times, run.manifest, times.shares, run.takes_turns)
 
 
 def _stages(run: RecordedRun, times: MeasuredTimes, predicted: Times | None) -> tuple[StageKind, ...]:
