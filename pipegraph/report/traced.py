@@ -24,6 +24,8 @@ MEANING_OF_CAUSES = (
     "idle beyond that: the host between two actions, and actions that took longer than their medians",
 )
 _UNKNOWN = "—"
+_MUCH_LONGER = 1.25
+"""times as long as simulated: then a step has so much overhead that a part of the one is no part of the other"""
 
 
 def told_run(analysis: Analysis) -> str:
@@ -80,6 +82,10 @@ def remarks(analysis: Analysis) -> Iterator[str]:
         if any(hop < run.clock_error for hop in analysis.times.hops.values()):
             yield "note: messages took less than that, so that transfers and overhead are hardly told apart"
     yield from (f"note: {each}" for each in analysis.times.assumed)
+    simulated, measured = analysis.simulated.makespan, analysis.makespan
+    if not run.takes_turns and analysis.advice.candidates and measured > _MUCH_LONGER * simulated:
+        took = unit_of(simulated).text(simulated)
+        yield f"note: what a change saves is a part of the step without its overhead, which would take {took}"
     if analysis.expected is not None and run.manifest is not None and not links_known(run.manifest):
         yield "note: the links are not known by which the package was priced: predicted messages take no time"
     if (incomplete := [step.number for step in analysis.steps if not step.complete]) and not run.problems:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from pipegraph.report.traced import run_dict, told_run
-from pipegraph.schedule import Times
+from pipegraph.schedule import Event, Times
 from pipegraph.tracing.analysis.analyse import analyse
 from pipegraph.tracing.read import read_run
 from tests.tracing.recordings import DIGITS, manifest, write_run
@@ -56,6 +56,15 @@ def test_data_add_up(tmp_path: Path) -> None:
         assert abs(bubble["busy"] + sum(bubble[cause] for cause in causes) - bubble["makespan"]) < 1e-12
     assert found["advice"]["candidates"][0]["gain"] >= found["advice"]["candidates"][-1]["gain"]
     assert found["step"]["with_data_and_optimizer"] > found["step"]["measured"]
+
+
+def test_advice_says_how_long_the_step_is_that_it_is_about(tmp_path: Path) -> None:
+    slow = [
+        [Event(each.action, 3 * each.start, 3 * each.start + each.end - each.start) for each in row] for row in UNEVEN
+    ]
+    said = "note: what a change saves is a part of the step without its overhead, which would take "
+    for name, step, expected in (("slow", slow, True), ("fast", UNEVEN, False)):
+        assert (said in told_run(analyse(read_run(write_run(tmp_path / name, SCHEDULE, {3: step}))))) is expected
 
 
 def test_ranks_in_turn_have_the_bubble_of_the_simulated_step(tmp_path: Path) -> None:
