@@ -36,10 +36,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """The candidates, the best first; ``in_turn`` where the ranks of the run shared a process."""
+    """The candidates, the best first; ``in_turn`` where the ranks of the run shared a process; ``hindrance`` says why
+    there is none, where that is no good sign."""
 
     candidates: tuple[Candidate, ...]
     in_turn: bool = False
+    hindrance: str = ""
 
     @property
     def best(self) -> Candidate | None:
@@ -49,6 +51,8 @@ class Advice:
     @property
     def sentence(self) -> str:
         """The best candidate, and beside a larger batch also the best that keeps it."""
+        if self.hindrance:
+            return f"There is none: {self.hindrance}."
         if not self.candidates:
             return "There is nothing to try: no rank waits for another."
         if self.best is None:

@@ -105,8 +105,16 @@ def analyse(run: RecordedRun) -> Analysis:
         simulated=simulated,
         expected=None if predicted is None else simulate(schedule, predicted),
         critical=measured_timeline(steps[shown], schedule, times.hops) if tells else None,
-        advice=advise(schedule, times.times, run.manifest, times.shares, in_turn, 0.0 if in_turn else _median(steps)),
+        advice=_advice(run, times, steps),
     )
+
+
+def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep]) -> Advice:
+    """None that rests on what a stage is only expected to take: how stages compare is what it is about."""
+    if times.assumed:
+        return Advice((), run.takes_turns, "it takes the times of all stages, and not all were recorded")
+    step = 0.0 if run.takes_turns else _median(steps)
+    return advise(run.schedule, times.times, run.manifest, times.shares, run.takes_turns, step)
 
 
 def _stages(run: RecordedRun, times: MeasuredTimes, predicted: Times | None) -> tuple[StageKind, ...]:

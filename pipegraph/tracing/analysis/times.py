@@ -59,7 +59,9 @@ def measured_times(
     for stage, row in enumerate(rows):
         if row is None:
             rows[stage] = _filled(stage, rows, known, predicted)
-            assumed.append(f"stage {stage}, which no trace shows, takes what the others let expect")
+            assumed.append(
+                f"stage {stage}, which no trace shows, takes what others let expect: causes of idle time are a guess"
+            )
     hops = {} if in_turn else _hops(steps, schedule)
     forward, input_grad, weight_grad = zip(*(row for row in rows if row is not None), strict=True)
     every = {edge: hops.get(edge, 0.0) for edge in schedule.dependencies.edges}
