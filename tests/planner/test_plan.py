@@ -208,4 +208,11 @@ def test_a_model_without_layers_can_be_cut_between_its_modules() -> None:
             return self.relu(x @ self.first) @ self.second
 
     plan = pipegraph.plan(pipegraph.capture(Plain(), (torch.ones(2, 4),)), points=["relu"])
-    assert plan.describe() == ["stage 0: operations of the model itself", "stage 1: operations of the model itself"]
+    assert plan.describe() == ["stage 0: operations of the model itself", "stage 1: relu"]
+
+
+def test_a_module_without_parameters_is_listed_where_a_stage_begins_with_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    graph = pipegraph.capture(model, (torch.ones(2, 4),))
+    assert pipegraph.plan(graph, points=["2"]).describe() == ["stage 0: 0 – 1", "stage 1: 2 – 3, 5"]
+    assert pipegraph.plan(graph, points=["1:end"]).describe() == ["stage 0: 0 – 1", "stage 1: 3, 5"]
