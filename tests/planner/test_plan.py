@@ -137,10 +137,13 @@ def test_a_point_is_read(text: str, point: Point) -> None:
         (
             "layer.2",
             'Split point layer.2: the model has no module layer.2. Did you mean "layers.2"?\n'
-            "Try: one of layers.1, layers.2, layers.3",
+            "Try: layers.2, or one of layers.1, layers.3.",
         ),
         ("layers.9", "Split point layers.9: the model has no module layers.9."),
-        ("layers.2.7", "Try: one of layers.2.0, layers.2.1."),
+        ("layer.1", 'Did you mean "layers.1"?\nTry: layers.1, or one of layers.2, layers.3.'),  # layers.0 cuts nothing
+        ("layer.0:end", 'Did you mean "layers.0"?\nTry: layers.0, or one of layers.1, layers.2, layers.3.'),
+        ("hea", 'Did you mean "head"?\nTry: head.'),
+        ("layers.2.7", "Try: layers.2.1, or one of layers.2.0."),
         ("layers.3,layers.1", "Split point layers.1 lies before layers.3: points follow the order in which the model"),
         ("layers.3,layers.1", "Try: --points layers.1,layers.3."),
         ("layers.2,layers.2", "Split point layers.2 was given twice."),
