@@ -116,7 +116,8 @@ class Package:
         except PackageError:
             raise
         except Exception as error:  # edited source and damaged shards raise anything
-            where = f"{self.path / self.manifest.stages[index].module}.py"
+            file = f"{self.manifest.stages[index].module}.py"
+            where = self.path / file if isinstance(weights, bool) else file  # a package may be on its way to its folder
             raise PackageError(
                 f"stage {index} ({where}){weights_of} cannot be loaded: {type(error).__name__}: {error}.\nTry: {advice}"
             ) from error
