@@ -88,7 +88,12 @@ def user_line(error: BaseException) -> str:
     return ""
 
 
+def closest(name: str, choices: Iterable[str]) -> str | None:
+    """The choice that is spelled most like ``name``; None if none is close."""
+    return next(iter(difflib.get_close_matches(name, list(choices), n=1)), None)
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return ``' Did you mean "layers.4"?'`` for the closest choice, or an empty string if none is close."""
-    close = difflib.get_close_matches(name, list(choices), n=1)
-    return f' Did you mean "{close[0]}"?' if close else ""
+    close = closest(name, choices)
+    return f' Did you mean "{close}"?' if close is not None else ""

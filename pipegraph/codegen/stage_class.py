@@ -16,8 +16,9 @@ from pipegraph.codegen.names import is_plain, literal_text, prose, unused, varia
 from pipegraph.cost.stage import StageCost
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.stages import StageGraph
-from pipegraph.planner.listing import stage_modules
 from pipegraph.planner.plan import Plan
+
+_TIES_LISTED = 4
 
 
 def stage_class(plan: Plan, blocks: Blocks, stage: StageGraph, names: Mapping[fx.Node, str]) -> ClassSource:
@@ -57,12 +58,35 @@ def _parameters(blocks: Blocks, stage: StageGraph, names: Mapping[fx.Node, str])
 
 
 def _docstring(plan: Plan, stage: StageGraph, parameters: Sequence[str], results: Sequence[str]) -> str:
-    held = ", ".join(stage_modules(plan.captured, stage)).replace(" – ", " … ")
+    held = prose(", ".join(plan.modules(stage)).replace(" – ", " … ")) + "."
     taken = signature(parameters, stage.inputs, ()).removesuffix(" → ")
     given = ", ".join(
         f"{name} {type_text(node.meta['val'])}" for name, node in zip(results, stage.outputs, strict=True)
     )
-    return f"{prose(held)}.  {taken} → {given}.  {cost_text(plan.costs[stage.index])}."
+    about = [held, f"{taken} → {given}.", f"{cost_text(plan.costs[stage.index])}.", *_tied_elsewhere(plan, stage)]
+    return "  ".join(about)
+
+
+def _tied_elsewhere(plan: Plan, stage: StageGraph) -> list[str]:
+    """``lm_head.weight is tied to embed_tokens.weight of stage 0.``, for each parameter that other stages hold too."""
+    held = _parameter_names(plan.captured, stage)
+    others: dict[str, list[str]] = {}
+    for other in plan.stages:
+        if other is not stage:
+            for tensor, name in _parameter_names(plan.captured, other).items():
+                others.setdefault(tensor, []).append(f"{name} of stage {other.index}")
+    shared = [(name, others[tensor]) for tensor, name in held.items() if tensor in others]
+    ties = [f"{prose(name)} is tied to {prose(', '.join(places))}." for name, places in shared]
+    left = len(ties) - _TIES_LISTED
+    more = f"So {'are' if left > 1 else 'is'} {left} more, with their names in pipeline.json."
+    return ties if left <= 0 else [*ties[:_TIES_LISTED], more]
+
+
+def _parameter_names(captured: Captured, stage: StageGraph) -> dict[str, str]:
+    """A stage's parameters: the tensor under its first name in the model → under its first name in the stage."""
+    entries = [captured.state[fqn] for fqn in reversed(stage.state) if captured.state[fqn].kind == "parameter"]
+    names = {entry.canonical: entry.fqn for entry in entries}
+    return dict(reversed(names.items()))
 
 
 def cost_text(cost: StageCost) -> str:

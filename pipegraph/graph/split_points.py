@@ -8,7 +8,7 @@ from enum import Enum
 
 from torch import fx
 
-from pipegraph.errors import PlanError, nearest
+from pipegraph.errors import PlanError, closest
 from pipegraph.graph.captured import Captured, path_of, split_point
 from pipegraph.graph.recompute import parameter_free
 
@@ -87,33 +87,44 @@ def _runs_in(node: fx.Node, fqn: str) -> bool:
     return any(each == fqn or each.startswith(f"{fqn}.") for _, each in path_of(node))
 
 
-def _called(captured: Captured) -> list[str]:
-    """FQNs of the modules that the model calls, in order."""
-    return list(dict.fromkeys(fqn for node in captured.nodes for _, fqn in path_of(node)))
+def _choices(captured: Captured, side: SplitPoint) -> list[str]:
+    """FQNs of the modules that the model calls and on whose ``side`` a stage could begin, in order."""
+    free = parameter_free(captured)
+    work = next((index for index, node in enumerate(captured.nodes) if node not in free), len(captured.nodes))
+    first: dict[str, int] = {}
+    for index, node in enumerate(captured.nodes):
+        for _, fqn in path_of(node):
+            first.setdefault(fqn, index)
+    return [fqn for fqn, index in first.items() if index > work or side is SplitPoint.END]
 
 
 def _unknown(captured: Captured, point: Point) -> str:
-    called = _called(captured)
-    near = nearest(point.fqn, called)
+    choices = _choices(captured, point.side)
+    meant = closest(point.fqn, choices)
+    asked = f' Did you mean "{meant}"?' if meant is not None else ""
+    advice = _advice(captured, point, choices, meant)
     if point.fqn in captured.modules and point.fqn:
         return (
             f"Split point {point}: the module {point.fqn} computes nothing in forward, so there is nothing to cut at."
-            f"{near}\nTry: {_choices(captured, point)}."
+            f"{asked}\nTry: {advice}."
         )
     named = f"the model has no module {point.fqn}" if point.fqn else "the name of a module is missing"
     if ":" in point.fqn:
         named += ' (behind a colon stands "end" or "beginning")'
-    return f"Split point {point}: {named}.{near}\nTry: {_choices(captured, point)}."
+    return f"Split point {point}: {named}.{asked}\nTry: {advice}."
 
 
-def _choices(captured: Captured, point: Point) -> str:
-    """Modules inside the part of the name that exists, or the segments of the model."""
-    parent = point.fqn.rpartition(".")[0]
+def _advice(captured: Captured, point: Point, choices: Sequence[str], meant: str | None) -> str:
+    """The module that is meant and those beside it; else those in the part of the name that exists, or the segments."""
+    parent = (meant or point.fqn).rpartition(".")[0]
     while parent and parent not in captured.modules:
         parent = parent.rpartition(".")[0]
-    inside = [fqn for fqn in _called(captured) if parent and fqn.rpartition(".")[0] == parent]
-    names = inside or [segment.fqn for segment in captured.segments[1:]]
-    return f"one of {', '.join(names)}" if len(names) <= 8 else f"one of {', '.join(names[:7])}, …, {names[-1]}"
+    inside = [fqn for fqn in choices if (parent or meant) and fqn.rpartition(".")[0] == parent and fqn != meant]
+    names = inside or ([] if meant else [segment.fqn for segment in captured.segments[1:]])
+    listed = f"one of {', '.join(names)}" if len(names) <= 8 else f"one of {', '.join(names[:7])}, …, {names[-1]}"
+    if meant is None:
+        return listed
+    return f"{meant}, or {listed}" if names else meant
 
 
 def _examples(captured: Captured, start: int) -> str:

@@ -1,6 +1,6 @@
 """A package: the folder that `pipegraph split` writes, and its manifest `pipeline.json`.
 
-Package                    the folder: open, edited, load_stage
+Package                    the folder: open, edited, missing, load_stage
  └── Manifest              the JSON, key for key
       ├── values: Value    what crosses a boundary, for one microbatch
       └── stages: StageEntry

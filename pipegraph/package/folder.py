@@ -50,9 +50,14 @@ class Package:
         return cls(folder, Manifest.from_json(text, str(folder / MANIFEST)))
 
     def edited(self) -> tuple[str, ...]:
-        """The generated files whose content is no longer what was written, or that are gone."""
+        """The generated files whose content is no longer what was written."""
         written = sorted(self.manifest.files.items())
-        return tuple(name for name, digest in written if _digest(self.path / name) != digest)
+        return tuple(name for name, digest in written if _digest(self.path / name) not in (digest, None))
+
+    def missing(self) -> tuple[str, ...]:
+        """The generated files and the shards of weights that are gone."""
+        shards = (stage.weights for stage in self.manifest.stages if stage.weights)
+        return tuple(sorted(name for name in {*self.manifest.files, *shards} if not (self.path / name).is_file()))
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -111,7 +116,8 @@ class Package:
         except PackageError:
             raise
         except Exception as error:  # edited source and damaged shards raise anything
-            where = f"{self.path / self.manifest.stages[index].module}.py"
+            file = f"{self.manifest.stages[index].module}.py"
+            where = self.path / file if isinstance(weights, bool) else file  # a package may be on its way to its folder
             raise PackageError(
                 f"stage {index} ({where}){weights_of} cannot be loaded: {type(error).__name__}: {error}.\nTry: {advice}"
             ) from error
@@ -134,7 +140,7 @@ class Package:
             said = str(error).replace(f"{name}.", "")
             raise PackageError(
                 f"{self.path} cannot be imported: {line}{type(error).__name__}: {said}.\n"
-                "Try: mend what was edited (`pipegraph show` lists it), or split the model again."
+                "Try: mend what was edited or is missing (`pipegraph show` lists it), or split the model again."
             ) from error
         finally:
             sys.dont_write_bytecode = written

@@ -7,17 +7,24 @@ from collections.abc import Iterator, Sequence
 from pipegraph.graph.calls import Call, call_tree
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.segments import holds_parameter, whole_calls
+from pipegraph.graph.split_points import Point, SplitPoint
 from pipegraph.graph.stages import StageGraph
 
 
-def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
-    """The modules of a stage as a person would list them: ``embed``, ``layers.0 – layers.3``."""
-    listed = list(dict.fromkeys(_whole(captured, call_tree(stage.nodes))))
+def stage_modules(captured: Captured, stage: StageGraph, points: Sequence[Point]) -> list[str]:
+    """The modules of a stage as a person would list them: ``embed``, ``layers.0 – layers.3``.
+
+    One without parameters is listed only where it is the point at which the stage begins.
+    """
+    first = points[stage.index - 1] if stage.index else None
+    begins = first.fqn if first is not None and first.side is SplitPoint.BEGINNING else None
+    listed = list(dict.fromkeys(_whole(captured, call_tree(stage.nodes), begins)))
     return [_range(run) for run in _runs(listed)] or ["operations of the model itself"]
 
 
-def _whole(captured: Captured, root: Call) -> Iterator[str]:
-    """FQNs of the calls that stay whole and hold parameters; of a call that was cut, those of the calls inside."""
+def _whole(captured: Captured, root: Call, begins: str | None) -> Iterator[str]:
+    """FQNs of the calls that stay whole and hold parameters, or are that of the module at which the stage begins; of a
+    call that was cut, those of the calls inside."""
 
     def parts(call: Call) -> Iterator[Call]:
         inner = list(call.calls())
@@ -28,7 +35,7 @@ def _whole(captured: Captured, root: Call) -> Iterator[str]:
             yield from parts(child)
 
     for call in whole_calls(captured, root):
-        yield from (part.fqn for part in parts(call) if holds_parameter(captured, part))
+        yield from (part.fqn for part in parts(call) if part.fqn == begins or holds_parameter(captured, part))
 
 
 def _runs(names: Sequence[str]) -> list[list[str]]:

@@ -30,6 +30,8 @@ def overview(package: Package, schedule: Schedule, width: int | None = None, col
         parts.append("\n".join(f"tied: {' = '.join(map(clip, group))}" for group in manifest.tied))
     if edited := package.edited():
         parts.append(f"edited since it was written: {', '.join(edited)}")
+    if missing := package.missing():
+        parts.append(f"missing: {', '.join(missing)}")
     timeline = simulate(schedule, Times.equal(schedule.stages))
     text = Text("\n\n".join([*parts, f"{title(schedule)}\n"])).append(grid(schedule, timeline, width, coloured))
     return text.append("\n\n").append(legend(schedule)) if coloured else text
@@ -40,6 +42,7 @@ def overview_dict(package: Package, schedule: Schedule) -> dict[str, Any]:
     return {
         **manifest_dict(package.manifest),
         "edited": list(package.edited()),
+        "missing": list(package.missing()),
         "schedule": {
             "name": schedule.name,
             "microbatches": schedule.microbatches,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipegraph.cost.outputs import mean_square
-from pipegraph.errors import SourceError
+from pipegraph.errors import BatchError, PackageError, SourceError
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Manifest, Value
 from pipegraph.runtime.pipeline import LossFunction
@@ -73,6 +74,22 @@ def loss_of(source: ModelSource) -> LossFunction:
     except ValueError:  # no signature, as for a builtin
         return loss_fn
     return lambda output, target: loss_fn(output)
+
+
+@contextmanager
+def of_the_same_model(manifest: Manifest, source: ModelSource | None) -> Iterator[None]:
+    """Where a batch or weights do not fit a package, and the package is of another model than ``source``, say so."""
+    try:
+        yield
+    except (BatchError, PackageError) as error:
+        split = (manifest.model.get("class", "?"), manifest.model.get("source", "?"))
+        if source is None or split == (type(source.model).__name__, source.name):
+            raise
+        problem = str(error).partition("\nTry: ")[0]
+        raise type(error)(
+            f"The package is of {split[0]} ({split[1] or 'no file'}), and this is {type(source.model).__name__} "
+            f"({source.name}): {problem}\nTry: the model that was split, or the package of this one."
+        ) from error
 
 
 def _random(value: Value, microbatches: int, generator: torch.Generator) -> Tensor:

@@ -18,7 +18,7 @@ from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.progress import counted
 from pipegraph.report.profile import profile
-from pipegraph.report.steps import batch_from_manifest, batch_from_source, loss_of
+from pipegraph.report.steps import batch_from_manifest, batch_from_source, loss_of, of_the_same_model
 from pipegraph.runtime.group import TIMEOUT
 from pipegraph.runtime.observer import ActionTimes, SavedBytes
 from pipegraph.runtime.pipeline import Pipeline
@@ -90,6 +90,7 @@ class Training:
         weights: Path | None = None,
     ) -> None:
         manifest, microbatches = package.manifest, schedule.microbatches
+        self._source = source
         if source is None:
             self._batch = batch_from_manifest(manifest, microbatches)
         else:
@@ -140,7 +141,8 @@ class Training:
             self._pipeline.observe(self._times if index else self._weights)
             self._optimizer.zero_grad()
             start = time.perf_counter()
-            result = self._pipeline.step(*self._batch.args, target=self._batch.target, **self._batch.kwargs)
+            with of_the_same_model(self._pipeline.package.manifest, self._source):
+                result = self._pipeline.step(*self._batch.args, target=self._batch.target, **self._batch.kwargs)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             seconds = time.perf_counter() - start

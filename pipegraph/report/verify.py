@@ -20,7 +20,7 @@ from torch import Tensor
 from pipegraph.cost.outputs import tensors
 from pipegraph.graph.model_source import ModelSource
 from pipegraph.package import Package
-from pipegraph.report.steps import loss_of
+from pipegraph.report.steps import loss_of, of_the_same_model
 from pipegraph.report.tables import clip, table
 from pipegraph.runtime.pipeline import LossFunction, Pipeline
 
@@ -161,7 +161,8 @@ def _run_package(
             package, schedule="gpipe", microbatches=1, loss_fn=loss_fn, kernels="eager", weights=weights
         )
     if weights is None and not package.has_weights:
-        pipeline.load_state_dict(source.model.state_dict())
+        with of_the_same_model(package.manifest, source):
+            pipeline.load_state_dict(source.model.state_dict())
     stages = list(pipeline.stages.values())
     expected = dict(source.model.named_parameters(remove_duplicate=False))
     same_weights = all(
@@ -173,7 +174,8 @@ def _run_package(
         for stage in stages:
             stage.eval()
     args, kwargs, target = copy.deepcopy((source.args, source.kwargs, source.example_target))
-    result = pipeline.step(*args, target=target, return_outputs=True, **kwargs)
+    with of_the_same_model(package.manifest, source):
+        result = pipeline.step(*args, target=target, return_outputs=True, **kwargs)
     gradients: dict[str, Tensor | None] = {}
     buffers: dict[str, Tensor] = {}
     for stage in stages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,17 @@ def test_show(pipegraph: Command, chain: Path) -> None:
 def test_show_json(pipegraph: Command, chain: Path) -> None:
     result = json.loads(pipegraph("show", chain, "--schedule", "gpipe", "--json").out)
     assert result["schema_version"] == 1
-    assert result["edited"] == []
+    assert result["edited"] == result["missing"] == []
     assert result["schedule"]["ranks"][1] == ["1F0", "1F1", "1B0", "1B1"]
     assert [value["bytes"] for value in result["boundaries"]] == [128, 128]
+
+
+def test_show_tells_what_is_edited_and_what_is_missing(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(chain, tmp_path / "copied"))
+    (copied / "stage_0.py").unlink()
+    (copied / "stage-00001-of-00002.safetensors").unlink()
+    with (copied / "stage_1.py").open("a") as file:
+        file.write("# mine\n")
+    lines = pipegraph("show", copied).out.splitlines()
+    assert "edited since it was written: stage_1.py" in lines
+    assert "missing: stage-00001-of-00002.safetensors, stage_0.py" in lines

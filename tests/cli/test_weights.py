@@ -112,6 +112,18 @@ def test_a_tensor_that_is_missing_ends_the_run(
     assert "model.safetensors.index.json lacks model.norm.weight; the nearest name there is" in done.err
 
 
+def test_split_names_the_checkpoint_that_does_not_fit(pipegraph: Command, checkpoint: Path, tmp_path: Path) -> None:
+    """And not the folder that the package was being written to, which is gone."""
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    save_file({"lm_head.weight": torch.ones(2, 2)}, weights / "model.safetensors")
+    split = ("split", f"hf:{checkpoint}", *SIZES, "--points", "model.layers.2", "-o", tmp_path / "out")
+    done = pipegraph(*split, "--weights", weights)
+    assert done.code == 2
+    assert f"error: stage 0 (stage_0.py), with weights of {weights}, cannot be loaded" in done.err
+    assert ".out-" not in done.err
+
+
 def test_weights_and_no_weights_are_refused_together(pipegraph: Command, checkpoint: Path) -> None:
     done = pipegraph("split", f"hf:{checkpoint}", "--stages", 2, "--weights", checkpoint, "--no-weights")
     assert done.code == 2

@@ -178,6 +178,22 @@ def test_tied_names_in_one_stage_are_one_parameter(tmp_path: Path) -> None:
         assert [*stage.state_dict()] == ["middle.weight", "head.weight"]
 
 
+def test_a_stage_says_what_is_tied_to_parameters_of_other_stages(tmp_path: Path) -> None:
+    package = split(tmp_path, Tied(), (ints(8, 3, 4),), cut="middle,head")
+    docstrings = [type(package.load_stage(index)).__doc__ or "" for index in range(3)]
+    assert "embed.weight is tied to middle.weight of stage 1, head.weight of stage 2.\n" in docstrings[0]
+    assert "head.weight is tied to embed.weight of stage 0, middle.weight of stage 1.\n" in docstrings[2]
+
+
+def test_of_many_ties_a_stage_names_the_first(tmp_path: Path) -> None:
+    shared = Row([Block(), Block(), Block()])
+    package = split(tmp_path, nn.Sequential(shared, nn.Linear(8, 8), shared), (batch(),), cut="1")
+    text = (package.path / "stage_1.py").read_text(encoding="utf-8")
+    assert "2.layers.0.linear.weight is tied to 0.layers.0.linear.weight of stage 0.\n" in text
+    assert text.count("is tied to") == 4
+    assert "So are 2 more, with their names in pipeline.json.\n" in text
+
+
 def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
     package = split(tmp_path, frozen(), (ints(11, 3, 5),), cut="1.layers.1,1.layers.3")
     for weights in (True, False):

@@ -38,17 +38,19 @@ def test_a_stage_runs_as_its_source_stands_now(folder: Path) -> None:
     assert not (folder / "__pycache__").exists()
 
 
-def test_edited_files_are_known(folder: Path) -> None:
+def test_edited_and_missing_files_are_known(folder: Path) -> None:
     package = Package.open(folder)
     digests = {
         name: f"sha256 {hashlib.sha256((folder / name).read_bytes()).hexdigest()}"
         for name in ("__init__.py", "stage_0.py", "stage_1.py")
     }
     (folder / MANIFEST).write_text(replace(package.manifest, files=digests).to_json())
-    assert Package.open(folder).edited() == ()
+    assert Package.open(folder).edited() == Package.open(folder).missing() == ()
     (folder / "stage_1.py").write_text("# mine\n")
     (folder / "__init__.py").unlink()
-    assert Package.open(folder).edited() == ("__init__.py", "stage_1.py")
+    (folder / "stage-1.safetensors").unlink()
+    assert Package.open(folder).edited() == ("stage_1.py",)
+    assert Package.open(folder).missing() == ("__init__.py", "stage-1.safetensors")
 
 
 def test_a_missing_shard_is_named(folder: Path) -> None:

@@ -137,10 +137,13 @@ def test_a_point_is_read(text: str, point: Point) -> None:
         (
             "layer.2",
             'Split point layer.2: the model has no module layer.2. Did you mean "layers.2"?\n'
-            "Try: one of layers.1, layers.2, layers.3",
+            "Try: layers.2, or one of layers.1, layers.3.",
         ),
         ("layers.9", "Split point layers.9: the model has no module layers.9."),
-        ("layers.2.7", "Try: one of layers.2.0, layers.2.1."),
+        ("layer.1", 'Did you mean "layers.1"?\nTry: layers.1, or one of layers.2, layers.3.'),  # layers.0 cuts nothing
+        ("layer.0:end", 'Did you mean "layers.0"?\nTry: layers.0, or one of layers.1, layers.2, layers.3.'),
+        ("hea", 'Did you mean "head"?\nTry: head.'),
+        ("layers.2.7", "Try: layers.2.1, or one of layers.2.0."),
         ("layers.3,layers.1", "Split point layers.1 lies before layers.3: points follow the order in which the model"),
         ("layers.3,layers.1", "Try: --points layers.1,layers.3."),
         ("layers.2,layers.2", "Split point layers.2 was given twice."),
@@ -208,4 +211,11 @@ def test_a_model_without_layers_can_be_cut_between_its_modules() -> None:
             return self.relu(x @ self.first) @ self.second
 
     plan = pipegraph.plan(pipegraph.capture(Plain(), (torch.ones(2, 4),)), points=["relu"])
-    assert plan.describe() == ["stage 0: operations of the model itself", "stage 1: operations of the model itself"]
+    assert plan.describe() == ["stage 0: operations of the model itself", "stage 1: relu"]
+
+
+def test_a_module_without_parameters_is_listed_where_a_stage_begins_with_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    graph = pipegraph.capture(model, (torch.ones(2, 4),))
+    assert pipegraph.plan(graph, points=["2"]).describe() == ["stage 0: 0 – 1", "stage 1: 2 – 3, 5"]
+    assert pipegraph.plan(graph, points=["1:end"]).describe() == ["stage 0: 0 – 1", "stage 1: 3, 5"]

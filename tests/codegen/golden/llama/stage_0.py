@@ -11,6 +11,7 @@ class Stage0(nn.Module):
 
     input_ids i64[1, 128] → hidden_states f32[1, 128, 128].
     631.3 k parameters, 111.1 MFLOP.
+    model.embed_tokens.weight is tied to lm_head.weight of stage 2.
     """
 
     def __init__(self):

@@ -11,6 +11,7 @@ class Stage2(nn.Module):
 
     hidden_states f32[1, 128, 128] → logits f32[1, 128, 2048].
     816.0 k parameters, 233.8 MFLOP.
+    lm_head.weight is tied to model.embed_tokens.weight of stage 0.
     """
 
     def __init__(self):

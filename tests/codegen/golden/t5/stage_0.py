@@ -10,6 +10,7 @@ class Stage0(nn.Module):
 
     input_ids i64[2, 10] → self_attention_position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32].
     19.4 k parameters, 706.6 kFLOP.
+    t5.shared.weight is tied to t5.decoder.embed_tokens.weight of stage 1, t5.lm_head.weight of stage 2.
     """
 
     def __init__(self):

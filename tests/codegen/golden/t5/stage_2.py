@@ -12,6 +12,7 @@ class Stage2(nn.Module):
     encoder_hidden_states f32[2, 10, 32], self_attention_position_bias f32[1, 4, 7, 7],
     hidden_states f32[2, 7, 32] → lm_logits f32[2, 7, 89].
     27.6 k parameters, 878.0 kFLOP.
+    t5.lm_head.weight is tied to t5.shared.weight of stage 0, t5.decoder.embed_tokens.weight of stage 1.
     """
 
     def __init__(self):
