@@ -16,6 +16,7 @@ from pipegraph.codegen.names import is_plain, literal_text, prose, unused, varia
 from pipegraph.cost.stage import StageCost
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.stages import StageGraph
+from pipegraph.planner.listing import stage_modules
 from pipegraph.planner.plan import Plan
 
 _TIES_LISTED = 4
@@ -58,7 +59,7 @@ def _parameters(blocks: Blocks, stage: StageGraph, names: Mapping[fx.Node, str])
 
 
 def _docstring(plan: Plan, stage: StageGraph, parameters: Sequence[str], results: Sequence[str]) -> str:
-    held = prose(", ".join(plan.modules(stage)).replace(" – ", " … ")) + "."
+    held = prose(", ".join(stage_modules(plan.captured, stage)).replace(" – ", " … ")) + "."
     taken = signature(parameters, stage.inputs, ()).removesuffix(" → ")
     given = ", ".join(
         f"{name} {type_text(node.meta['val'])}" for name, node in zip(results, stage.outputs, strict=True)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipegraph.graph.calls import Call, call_tree
-from pipegraph.graph.captured import Captured
+from pipegraph.graph.captured import Captured, split_point
 from pipegraph.graph.segments import holds_parameter, whole_calls
-from pipegraph.graph.split_points import Point, SplitPoint
+from pipegraph.graph.split_points import SplitPoint
 from pipegraph.graph.stages import StageGraph
 
 
-def stage_modules(captured: Captured, stage: StageGraph, points: Sequence[Point]) -> list[str]:
+def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
     """The modules of a stage as a person would list them: ``embed``, ``layers.0 – layers.3``.
 
     One without parameters is listed only where it is the point at which the stage begins.
     """
-    first = points[stage.index - 1] if stage.index else None
-    begins = first.fqn if first is not None and first.side is SplitPoint.BEGINNING else None
+    cuts = captured.graph.find_nodes(op="call_function", target=split_point)
+    fqn, side = cuts[stage.index - 1].args if stage.index else (None, None)
+    begins = str(fqn) if side == SplitPoint.BEGINNING.value else None
     listed = list(dict.fromkeys(_whole(captured, call_tree(stage.nodes), begins)))
     return [_range(run) for run in _runs(listed)] or ["operations of the model itself"]
 

@@ -54,11 +54,7 @@ class Plan:
 
     def describe(self) -> list[str]:
         """A line per stage: ``stage 0: embed, layers.0 – layers.3``."""
-        return [f"stage {stage.index}: {', '.join(self.modules(stage))}" for stage in self.stages]
-
-    def modules(self, stage: StageGraph) -> list[str]:
-        """What a stage holds: ``embed``, ``layers.0 – layers.3``."""
-        return stage_modules(self.captured, stage, self.points)
+        return [f"stage {stage.index}: {', '.join(stage_modules(self.captured, stage))}" for stage in self.stages]
 
     def predicted(self, prediction: Prediction) -> Plan:
         """This plan with what it is expected to take."""
