@@ -31,6 +31,7 @@ from pipegraph.threads import threads_per_rank
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher, for torchrun too: where a child says why it failed
 _PARENT = "PIPEGRAPH_LAUNCHER"  # the process that started this one through `launch`
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PATIENCE = 5.0  # seconds that a child has to end when another one has failed
 
 
@@ -132,7 +133,7 @@ def _elastic_launch(arguments: Sequence[str], processes: int, folder: str) -> di
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ERR),
         )
-        with _hung_ones_ended(Path(folder)):
+        with _signals_restored(), _hung_ones_ended(Path(folder)):
             elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -143,6 +144,19 @@ def _elastic_launch(arguments: Sequence[str], processes: int, folder: str) -> di
         os.environ.clear()
         os.environ.update(before)
     return {}
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The launcher takes the signals that end a process for itself, and does not give them back."""
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:  # as for one that was not set in Python
+                    signal.signal(number, handler)
 
 
 @contextmanager

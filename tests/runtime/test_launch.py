@@ -41,11 +41,12 @@ def child(tmp_path: Path) -> Path:
 
 
 def test_success_passes_on_what_was_said(child: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    environment = dict(os.environ)
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
     launch([str(child), "pass"], 2)
     printed = capfd.readouterr()
     assert (printed.out, printed.err) == ("", "rank 0 starts\nrank 1 starts\n")
     assert dict(os.environ) == environment
+    assert signal.getsignal(signal.SIGINT) == handler
 
 
 @pytest.mark.parametrize(
