@@ -22,8 +22,13 @@ class Opened:
     console: tuple[str, ...]
 
 
-def opened(file: Path, width: int = 1200, height: int = 900, profile: Path | None = None) -> Opened:
-    """Open a file, without a network, and wait until nothing is to be done any more."""
+def opened(
+    file: Path, width: int = 1200, height: int = 900, profile: Path | None = None, until: str = "", tries: int = 3
+) -> Opened:
+    """Open a file, without a network, and wait until nothing is to be done any more.
+
+    On a busy machine Chromium may end before it has drawn a frame: it is asked again where the document lacks `until`.
+    """
     assert CHROMIUM is not None
     home = profile or file.parent / "chromium"
     switches = [
@@ -33,8 +38,12 @@ def opened(file: Path, width: int = 1200, height: int = 900, profile: Path | Non
         "--enable-logging=stderr",
         f"--user-data-dir={home}",
         f"--window-size={width},{height}",
+        "--run-all-compositor-stages-before-draw",
         "--virtual-time-budget=4000",
         "--dump-dom",
     ]
     done = subprocess.run([CHROMIUM, *switches, file.as_uri()], capture_output=True, text=True, timeout=90, check=False)
-    return Opened(done.stdout, tuple(re.findall(r"CONSOLE[^\n]*", done.stderr)))
+    found = Opened(done.stdout, tuple(re.findall(r"CONSOLE[^\n]*", done.stderr)))
+    if until in found.dom or tries == 1:
+        return found
+    return opened(file, width, height, profile, until, tries - 1)

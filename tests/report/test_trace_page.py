@@ -148,7 +148,7 @@ def test_a_browser_draws_it_and_its_controls_work(tmp_path: Path) -> None:
     page = trace_page(analysed(tmp_path, "zb-v", 2, 4))
     file = tmp_path / "page.html"
     file.write_text(page.replace("</body>", f"{PROBE}</body>"))
-    found = opened(file)
+    found = opened(file, until=' data-done="')
     assert found.console == ()
     body = dict(re.findall(r'data-(\w+)="([^"]*)"', found.dom))
     assert body["drawn"] == "48"  # F, I and W of 4 stages and 4 microbatches
@@ -163,7 +163,7 @@ def test_a_large_run_is_drawn_as_well(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text(page)
     assert len(page) < 2_000_000
-    found = opened(file)
+    found = opened(file, until=' data-drawn="')
     assert found.console == ()
     assert 'data-drawn="2048"' in found.dom
 
@@ -174,7 +174,7 @@ def test_a_hostile_name_does_not_run_in_a_browser(width: int, tmp_path: Path) ->
     page = trace_page(analysed(tmp_path, layer=f"{HOSTILE}.layers"))
     file = tmp_path / "page.html"
     file.write_text(page)
-    found = opened(file, width)
+    found = opened(file, width, until=' data-drawn="')
     assert found.console == ()
     assert 'data-drawn="12"' in found.dom
 
