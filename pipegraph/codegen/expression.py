@@ -66,3 +66,7 @@ class Writer:
     def method(self, owner: Any, name: str, positional: Sequence[Any], named: dict[str, Any]) -> Expression:
         """``owner.name(…)``."""
         return self.call(f"{self.operand(owner, ATOM)}.{name}", positional, named)
+
+
+Form = Callable[[fx.Node, dict[str, Any], Writer], Expression | None]
+"""Writes an operation: takes its node, its arguments by name and a writer; gives None where it cannot say that use."""

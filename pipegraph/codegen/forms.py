@@ -7,7 +7,6 @@ where the node uses the operation in a way that the form cannot say.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +23,12 @@ from pipegraph.codegen.expression import (
     UNARY,
     XOR,
     Expression,
+    Form,
     Writer,
 )
+from pipegraph.codegen.interpolation import INTERPOLATIONS
 from pipegraph.codegen.literals import literal
 from pipegraph.codegen.shapes import expanded, merged, reshaped, spelled
-
-Form = Callable[[fx.Node, dict[str, Any], Writer], Expression | None]
 
 # Operands around which a formatter leaves no space: x**2.
 _SIMPLE = re.compile(r"-?[\w.]+(\*\*-?[\w.]+)*")
@@ -229,30 +228,6 @@ def _arange(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Express
     return writer.call("torch.arange", [arguments["end"]], named)
 
 
-def _interpolate(mode: str, antialias: bool = False) -> Form:
-    """``F.interpolate(x, scale_factor=2, mode="bilinear")``, to a size or by a factor."""
-
-    def write(node: fx.Node, arguments: dict[str, Any], writer: Writer) -> Expression | None:
-        size, factors = arguments.get("output_size"), arguments.get("scale_factors")
-        named: dict[str, Any] = {}
-        if factors is not None and size is None:
-            short = [int(each) if float(each).is_integer() else each for each in factors]
-            named["scale_factor"] = short[0] if len(set(short)) == 1 else tuple(short)
-        elif size is not None and "scale_factors" in arguments and all(isinstance(each, int) for each in size):
-            named["size"] = tuple(size)
-        else:
-            return None
-        if mode != "nearest":
-            named["mode"] = mode
-        if arguments.get("align_corners"):
-            named["align_corners"] = True
-        if antialias:
-            named["antialias"] = True
-        return writer.call("F.interpolate", [arguments["input"]], named)
-
-    return write
-
-
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
@@ -330,14 +305,7 @@ FORMS: dict[str, Form] = {
     "to": _cast,
     "softmax": _softmax,
     "log_softmax": _softmax,
-    **{f"upsample_nearest{n}d": _interpolate("nearest") for n in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{n}d": _interpolate("nearest-exact") for n in (1, 2, 3)},
-    "upsample_linear1d": _interpolate("linear"),
-    "upsample_bilinear2d": _interpolate("bilinear"),
-    "upsample_trilinear3d": _interpolate("trilinear"),
-    "upsample_bicubic2d": _interpolate("bicubic"),
-    "_upsample_bilinear2d_aa": _interpolate("bilinear", antialias=True),
-    "_upsample_bicubic2d_aa": _interpolate("bicubic", antialias=True),
+    **INTERPOLATIONS,
     "view": _reshape,
     "reshape": _reshape,
     "unflatten": _reshape,
