@@ -133,11 +133,11 @@ def measure(model: str, ranks: int, seq: int, search: bool) -> Measured:
     with phase("import"):
         from pipegraph.cost.hardware import Hardware
         from pipegraph.graph.capture import capture
-        from pipegraph.graph.source import load
+        from pipegraph.graph.sources.load import load
         from pipegraph.planner.aim import Aim
         from pipegraph.planner.compare import candidates, compare, price_each
         from pipegraph.planner.plan import plan_of
-        from pipegraph.report.steps import loss_and_target
+        from pipegraph.workflows.batch import loss_and_target
     with phase("load"), tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.json")
         file.write_text(json.dumps(MODELS[model]))

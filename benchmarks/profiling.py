@@ -50,7 +50,7 @@ class Setting:
 
 def measure(rank: int, setting: Setting) -> None:
     """One process. Rank 0 writes what steps took: (seconds, seconds of a main thread), the most of all ranks."""
-    from pipegraph.graph.source import load
+    from pipegraph.graph.sources.load import load
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{setting.folder}/store", RANKS)
@@ -104,7 +104,7 @@ def of_no_observer() -> float:
 
 
 def write_package(rows: int, folder: str) -> None:
-    from pipegraph.graph.source import load
+    from pipegraph.graph.sources.load import load
 
     source = load(str(EXAMPLE), weights=False)
     captured = pipegraph.capture(source.model, args=(source.args[0][:rows],))

@@ -18,6 +18,7 @@ from pipegraph.errors import (
     ScheduleError,
     SourceError,
 )
+from pipegraph.version import __version__
 
 if TYPE_CHECKING:
     from pipegraph import schedule as schedule
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
     from pipegraph.graph.capture import capture
     from pipegraph.graph.split_points import SplitPoint
     from pipegraph.planner.plan import plan
-    from pipegraph.report.profile import profile
     from pipegraph.runtime.pipeline import Pipeline
-
-__version__ = "0.1.0"
+    from pipegraph.workflows.profile import profile
 
 __all__ = [
     "BatchError",
@@ -55,7 +54,7 @@ _DEFINED_IN = {
     "SplitPoint": "pipegraph.graph.split_points",
     "capture": "pipegraph.graph.capture",
     "plan": "pipegraph.planner.plan",
-    "profile": "pipegraph.report.profile",
+    "profile": "pipegraph.workflows.profile",
     "write_package": "pipegraph.codegen.package_writer",
 }
 

@@ -68,13 +68,13 @@ def plan(
         from pipegraph.cost.hardware import Hardware
         from pipegraph.cost.measure import Setting
         from pipegraph.graph.capture import capture
-        from pipegraph.graph.source import load
+        from pipegraph.graph.sources.load import load
         from pipegraph.planner.aim import Aim
         from pipegraph.planner.compare import candidates, compare_model
         from pipegraph.planner.plan import plan_of
         from pipegraph.planner.plan_file import PlanFile, is_plan
         from pipegraph.report.plan import compared, comparison_dict, explained
-        from pipegraph.report.steps import loss_and_target
+        from pipegraph.workflows.batch import loss_and_target
 
         check_target(out, overwrite, ours=is_plan)
         plans = candidates(ranks, names, counts, chunks, parse_names(recompute, "--recompute"))

@@ -37,11 +37,11 @@ from pipegraph.cli.progress import progress
 
 if TYPE_CHECKING:
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.graph.model_source import ModelSource
+    from pipegraph.graph.sources.model_source import ModelSource
     from pipegraph.package import Package
-    from pipegraph.report.training import Training
     from pipegraph.runtime.relay import Say
     from pipegraph.schedule import Schedule
+    from pipegraph.workflows.train import Training
 
 _STEPS = 1
 _PROFILED_STEPS = 4
@@ -98,7 +98,7 @@ def run(
         quiet = is_launched() and int(os.environ["RANK"]) != chosen.placement[-1]
         source = _source(model, batch, seq)
         with progress("loading", quiet) as say:
-            from pipegraph.report.training import Training
+            from pipegraph.workflows.train import Training
 
             training = Training(package, chosen, source, device, learning_rate, kernels, timeout, weights)
             _run_here(training, package, chosen, steps, links, recalibrate, profile, json, say)
@@ -112,8 +112,8 @@ def _choose(
 ) -> tuple[Package, Schedule, int]:
     """The package, what it runs, and by how many processes. Raises PipegraphError where these cannot."""
     from pipegraph.package import Package, checkpoint_folder
-    from pipegraph.report.schedules import choose_schedule
     from pipegraph.runtime.launch import check_processes, is_launched
+    from pipegraph.workflows.schedule_choice import choose_schedule
 
     package = Package.open(out)
     if weights is not None:
@@ -130,7 +130,7 @@ def _choose(
 def _links(package: Package, hardware: str | None, recalibrate: Path | None) -> Hardware | None:
     """The profile that a step is predicted with, if it is not the plan's own."""
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.report.recalibrate import profile_for
+    from pipegraph.workflows.recalibrate import profile_for
 
     links = None if hardware is None else Hardware.load(hardware)
     if recalibrate is None:
@@ -158,7 +158,7 @@ def _launch(context: typer.Context, processes: int, debug: bool) -> None:
 def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSource | None:
     if model is None:
         return None
-    from pipegraph.graph.source import load
+    from pipegraph.graph.sources.load import load
 
     return load(model, weights=False, batch=batch, seq=seq)
 
@@ -204,8 +204,8 @@ def _run_here(
     say: Say,
 ) -> None:
     """Run this process's stages; the process that holds the last one prints."""
-    from pipegraph.report.beside import beside, beside_dict, told
-    from pipegraph.report.recalibrate import ratios, recalibrated, uneven
+    from pipegraph.report.predicted_vs_measured import beside, beside_dict, told
+    from pipegraph.workflows.recalibrate import ratios, recalibrated, uneven
 
     taken = []
     with training.profiled(profile, steps, hardware) if profile is not None else nullcontext() as recorded:

@@ -25,7 +25,7 @@ def show(
     """Show a package: its stages, boundaries and costs, and the schedule's grid."""
     from pipegraph.package import Package
     from pipegraph.report.overview import overview, overview_dict
-    from pipegraph.report.schedules import choose_schedule
+    from pipegraph.workflows.schedule_choice import choose_schedule
 
     package = Package.open(out)
     chosen = choose_schedule(package, schedule, microbatches)

@@ -36,7 +36,7 @@ from pipegraph.cli.output import print_json
 from pipegraph.cli.progress import held_back, progress
 
 if TYPE_CHECKING:
-    from pipegraph.graph.model_source import ModelSource
+    from pipegraph.graph.sources.model_source import ModelSource
     from pipegraph.package import Manifest
     from pipegraph.planner.plan import Plan
     from pipegraph.planner.plan_file import PlanFile
@@ -85,7 +85,7 @@ def split(
     with progress(f"loading {model}"):
         from pipegraph.codegen.check import check_there
         from pipegraph.codegen.package_writer import check_folder
-        from pipegraph.graph.source import load
+        from pipegraph.graph.sources.load import load
         from pipegraph.package import checkpoint_folder
         from pipegraph.planner.plan_file import PlanFile
 
@@ -132,7 +132,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     from pipegraph.cost.hardware import Hardware
     from pipegraph.cost.measure import Setting
     from pipegraph.planner.arguments import check_balance, check_recompute
-    from pipegraph.report.schedules import named_schedule
+    from pipegraph.workflows.schedule_choice import named_schedule
 
     settings = dict(given)
     readers = {"schedule": named_schedule, "hardware": Hardware.load}
@@ -154,7 +154,7 @@ def _planned(
     """Capture the model and cut it."""
     from pipegraph.graph.capture import capture
     from pipegraph.planner.plan import plan
-    from pipegraph.report.steps import loss_and_target
+    from pipegraph.workflows.batch import loss_and_target
 
     with progress(f"capturing {source.name}"), held_back(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)

@@ -40,7 +40,7 @@ def merge(
     """
     check_target(out, overwrite)
     with progress(f"reading {folder}"):
-        from pipegraph.report.merged import merged_dict, told_merge
+        from pipegraph.report.merged_trace import merged_dict, told_merge
         from pipegraph.tracing.merge import merge as write
         from pipegraph.tracing.predicted import predicted_step
         from pipegraph.tracing.read import read_run
@@ -71,7 +71,7 @@ def report(
     """
     check_target(html, overwrite)
     with progress(f"reading {folder}"):
-        from pipegraph.report.traced import run_dict, told_run
+        from pipegraph.report.run_report import run_dict, told_run
         from pipegraph.tracing.analysis.analyse import analyse
         from pipegraph.tracing.read import read_run
 

@@ -35,8 +35,8 @@ def verify(
     if weights is not None:
         checkpoint_folder(weights)
     with progress(f"loading {model}"):
-        from pipegraph.graph.source import load
-        from pipegraph.report.verify import verify as compare
+        from pipegraph.graph.sources.load import load
+        from pipegraph.workflows.verify import verify as compare
 
         source = load(model, weights=True, batch=batch, seq=seq)
     with progress("comparing"):

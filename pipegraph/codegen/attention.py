@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipegraph.codegen.literals import literal
 from pipegraph.errors import CaptureError
-from pipegraph.graph.calls import Call
+from pipegraph.graph.call_tree import Call
 from pipegraph.graph.capture import capture
 from pipegraph.graph.captured import Captured
 

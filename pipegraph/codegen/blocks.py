@@ -18,12 +18,12 @@ from pipegraph.codegen.items import Item, ModuleCall, Operation, Scope, conflict
 from pipegraph.codegen.leaves import Leaves, constructor
 from pipegraph.codegen.literals import literal
 from pipegraph.codegen.names import class_name, is_within, outer_names, relative, unused_class
-from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import common_regions
-from pipegraph.codegen.rows import roll
+from pipegraph.codegen.roll_loops import roll
+from pipegraph.codegen.source_statements import Origins
 from pipegraph.codegen.words import Words
-from pipegraph.graph.call_values import handed, in_order, returned
-from pipegraph.graph.calls import Call, call_tree
+from pipegraph.graph.call_arguments import handed, in_order, returned
+from pipegraph.graph.call_tree import Call, call_tree
 from pipegraph.graph.captured import Captured, State, path_of
 from pipegraph.graph.segments import opened_calls
 from pipegraph.graph.stages import StageGraph, local_name

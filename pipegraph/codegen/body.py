@@ -18,12 +18,12 @@ from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope, ha
 from pipegraph.codegen.literals import literal
 from pipegraph.codegen.loops import heading, turn_lines
 from pipegraph.codegen.names import relative, unused, variable
-from pipegraph.codegen.origins import Origins
 from pipegraph.codegen.regions import headers
+from pipegraph.codegen.source_statements import Origins
 from pipegraph.codegen.value_names import ValueNames
 from pipegraph.codegen.values import Pending, Values
 from pipegraph.codegen.wrap import reads_well
-from pipegraph.graph.memory import is_view, is_written
+from pipegraph.graph.aliasing import is_view, is_written
 
 # An expression that was put together from several is no longer than this; one that goes into another, than that.
 _LONGEST, _FOLDED_LENGTH = 96, 88

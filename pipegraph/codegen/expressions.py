@@ -11,7 +11,7 @@ import torch.nn.functional
 from torch import fx
 
 from pipegraph.codegen.expression import ATOM, Expression, Writer
-from pipegraph.codegen.forms import FORMS
+from pipegraph.codegen.operator_spellings import FORMS
 from pipegraph.graph.captured import on_meta
 
 # What Python's numbers become, and float32 as in every other constructor of a package.

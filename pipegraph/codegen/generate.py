@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import fx
 
-import pipegraph
 from pipegraph.codegen.blocks import Blocks
-from pipegraph.codegen.families import merge
 from pipegraph.codegen.libraries import libraries
 from pipegraph.codegen.literals import dtype_name
+from pipegraph.codegen.merge_classes import merge
 from pipegraph.codegen.names import prose, unused, variable
 from pipegraph.codegen.source import render_blocks, render_init, render_stage, render_weights
 from pipegraph.codegen.stage_class import stage_class
 from pipegraph.codegen.weights import shard_name, shard_plan
-from pipegraph.graph.bounds import index_bound
 from pipegraph.graph.captured import label_of
-from pipegraph.graph.checkpoint import checkpoint_names
-from pipegraph.graph.model_source import ModelSource
+from pipegraph.graph.checkpoint_names import checkpoint_names
+from pipegraph.graph.index_bounds import index_bound
+from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.stages import Boundary, tensor_of
 from pipegraph.package import Buffer, Manifest, StageEntry, Value
 from pipegraph.planner.plan import Plan
+from pipegraph.version import __version__
 
 
 def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None) -> tuple[dict[str, str], Manifest]:
@@ -40,7 +40,7 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     about = f"{prose(captured.model_name)} ({prose(model)})"
     count = f"{len(stages)} stages" if len(stages) > 1 else "one stage"
     files = {
-        "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {pipegraph.__version__}."),
+        "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {__version__}."),
         "blocks.py": render_blocks(shared, f"The blocks that the stages of {about} share.", requires),
         "weights.py": render_weights(
             "How a stage gets its tensors: from this folder, or from a Hugging Face checkpoint."
@@ -67,7 +67,7 @@ def _manifest(
     for name, constant in captured.constants.items():
         values[name] = Value(name, "", (), -1, (), constant=constant)
     return Manifest(
-        generator=f"pipegraph {pipegraph.__version__}",
+        generator=f"pipegraph {__version__}",
         model={
             "source": source.name if source is not None else "",
             "class": captured.model_name,

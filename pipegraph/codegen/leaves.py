@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from pipegraph.codegen.literals import literal
-from pipegraph.graph.calls import Call
+from pipegraph.graph.call_tree import Call
 from pipegraph.graph.captured import Captured
 
 # A constructor argument that the module keeps under no attribute, or changes: how to read it back.

@@ -13,7 +13,7 @@ from pathlib import Path
 from pipegraph.codegen.generate import generate
 from pipegraph.codegen.weights import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
-from pipegraph.graph.model_source import ModelSource
+from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder
 from pipegraph.planner.plan import Plan
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import jinja2
 
-import pipegraph
 from pipegraph.codegen.class_source import ClassSource
 from pipegraph.codegen.wrap import wrap
 
@@ -36,7 +35,7 @@ def _environment() -> jinja2.Environment:
 
 def templates_folder() -> Path:
     """``codegen_templates``: inside the installed package, or at the top of a checkout."""
-    package = Path(pipegraph.__file__).parent
+    package = Path(__file__).parent.parent
     inside = package / "codegen_templates"
     return inside if inside.is_dir() else package.parent / "codegen_templates"
 

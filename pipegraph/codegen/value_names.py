@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.items import Item, Loop, ModuleCall, Operation, Scope
-from pipegraph.codegen.origins import Origins, Statement
-from pipegraph.codegen.turns import turns
+from pipegraph.codegen.loop_iterations import turns
+from pipegraph.codegen.source_statements import Origins, Statement
 
 # Operations that give the same tensor, or a part of it, in another shape or dtype.
 _RESHAPING = frozenset(

@@ -10,9 +10,9 @@ from torch import fx
 
 from pipegraph.codegen.class_source import signature
 from pipegraph.codegen.names import prose, unused, variable
-from pipegraph.codegen.origins import Origins
-from pipegraph.graph.call_values import handed
-from pipegraph.graph.calls import Call
+from pipegraph.codegen.source_statements import Origins
+from pipegraph.graph.call_arguments import handed
+from pipegraph.graph.call_tree import Call
 from pipegraph.graph.captured import Captured
 
 _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.type_as.default)

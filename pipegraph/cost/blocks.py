@@ -28,7 +28,7 @@ from pipegraph.kernels.compilers import compiler, options
 from pipegraph.kernels.derivative import Derivative
 from pipegraph.kernels.divide import is_view
 from pipegraph.kernels.joint import Joint
-from pipegraph.kernels.state import State
+from pipegraph.kernels.module_state import State
 from pipegraph.kernels.variant import Call, Stage, leaves_of, trace
 from pipegraph.progress import tell
 
@@ -151,7 +151,7 @@ class Tracing:
 
     Attributes:
         loss: a function of output and target, and a target; the mean square of the outputs where there is none.
-        recompute: what the backward computes again, as ``pipegraph.kernels.make`` takes it. Of a model with
+        recompute: what the backward computes again, as ``pipegraph.kernels.registry`` takes it. Of a model with
             repeated layers "block" is for these, and what stands between them keeps what "min-cut" does.
         gpu: whether for a GPU, wherever it is traced.
     """

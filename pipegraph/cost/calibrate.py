@@ -19,7 +19,7 @@ from pipegraph.cost.link import Link, Links, MeasuredLinks
 from pipegraph.cost.neighbours import at_work
 from pipegraph.cost.stopwatch import Stopwatch
 from pipegraph.cost.table import Table
-from pipegraph.threads import threads_per_rank
+from pipegraph.kernels.threads import threads_per_rank
 
 _MIB = 2**20
 # Bytes that go through the caches around a kernel: none but its own, some that the last cache holds, and more.

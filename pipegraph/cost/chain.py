@@ -19,7 +19,7 @@ from torch import fx
 
 from pipegraph.cost.stage import flops_of, value_bytes
 from pipegraph.graph.captured import Captured, path_of
-from pipegraph.graph.recompute import made_again, parameter_free
+from pipegraph.graph.replicated_values import made_again, parameter_free
 from pipegraph.graph.split_points import Point, SplitPoint
 
 # A cut inside a layer that carries more than this many times what lighter cuts before and behind it carry is left out.

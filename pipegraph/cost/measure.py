@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import pipegraph
 from pipegraph.cost.blocks import Block, memory_of
 from pipegraph.cost.cache import Cache
 from pipegraph.cost.module import PieceModule, random_input, random_state
@@ -23,6 +22,7 @@ from pipegraph.cost.neighbours import at_work
 from pipegraph.errors import PlanError
 from pipegraph.kernels import make
 from pipegraph.progress import counted, tell
+from pipegraph.version import __version__
 
 # A stage runs several equal layers in turn, so that the weights of the next one are seldom in a core's cache. So many
 # sets of weights are run in turn, at most; more than a few change nothing.
@@ -51,7 +51,7 @@ class Setting:
 
     Attributes:
         device: ``cpu``, ``cuda``, ``cuda:1``.
-        kernels: as ``pipegraph.kernels.make`` takes them.
+        kernels: as ``pipegraph.kernels.registry`` takes them.
         threads: of one rank, on a CPU; torch's current number where it is None.
         ranks: that share a CPU: the others compute meanwhile.
         seconds: the time for all rounds together; compilation and the first rounds come on top.
@@ -74,7 +74,7 @@ class Setting:
             "block": block.key,
             "device": device_name(torch.device(self.device)),
             "torch": torch.__version__,
-            "pipegraph": pipegraph.__version__,
+            "pipegraph": __version__,
             "matmul_precision": torch.get_float32_matmul_precision(),
             "kernels": self.kernels,
             "recompute": block.recompute,

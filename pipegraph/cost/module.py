@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pipegraph.graph.bounds import index_bound
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.index_bounds import index_bound
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from pipegraph.cost.fusion import Kernel, kernels
 from pipegraph.cost.hardware import OTHER, Hardware
 from pipegraph.cost.roles import Role, elements_of, function_of, name_of, tensors
 from pipegraph.cost.work import is_uncounted, work_of
-from pipegraph.kernels.opaque import OPERATION, block_of
+from pipegraph.kernels.block_call import OPERATION, block_of
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pipegraph.errors import CaptureError
-from pipegraph.graph.buffer_casts import follow_buffers
-from pipegraph.graph.call_values import plain
+from pipegraph.graph.call_arguments import plain
 from pipegraph.graph.captured import Captured, Module, State, label_of
-from pipegraph.graph.compare_modes import runs_alike
 from pipegraph.graph.export import export, export_in
 from pipegraph.graph.flatten import flatten
-from pipegraph.graph.layouts import loosen_views
-from pipegraph.graph.modes import differs_by_mode, follow_modes
+from pipegraph.graph.mode_comparison import runs_alike
+from pipegraph.graph.passes.buffer_casts import follow_buffers
+from pipegraph.graph.passes.mode_flags import differs_by_mode, follow_modes
+from pipegraph.graph.passes.simplify import simplify
+from pipegraph.graph.passes.view_layouts import loosen_views
 from pipegraph.graph.segments import find_segments
-from pipegraph.graph.simplify import simplify
 from pipegraph.progress import counted
 
 _TORCH = Path(torch.__file__).parent

@@ -15,9 +15,9 @@ from torch.export import ExportedProgram
 from torch.fx.proxy import TracerBase
 
 from pipegraph.errors import CaptureError
-from pipegraph.graph.call_values import calls_recorded
+from pipegraph.graph.call_arguments import calls_recorded
 from pipegraph.graph.explain import explain, summary
-from pipegraph.graph.fake import fake_parameters
+from pipegraph.graph.fake_parameters import fake_parameters
 
 _TORCH = str(Path(torch.__file__).parent)
 

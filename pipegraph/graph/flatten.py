@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from pipegraph.errors import CaptureError
-from pipegraph.graph.call_values import copy_marks
+from pipegraph.graph.call_arguments import copy_marks
 from pipegraph.graph.captured import State, source_line
 
 _NO_GRAD = "wrap_with_set_grad_enabled"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from pipegraph.graph.calls import Call, call_tree
+from pipegraph.graph.call_tree import Call, call_tree
 from pipegraph.graph.captured import Captured, Segment
 
 

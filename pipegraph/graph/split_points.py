@@ -10,7 +10,7 @@ from torch import fx
 
 from pipegraph.errors import PlanError, closest
 from pipegraph.graph.captured import Captured, path_of, split_point
-from pipegraph.graph.recompute import parameter_free
+from pipegraph.graph.replicated_values import parameter_free
 
 
 class SplitPoint(Enum):

@@ -10,7 +10,7 @@ from torch import fx
 
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured, State, path_of, source_line, split_point
-from pipegraph.graph.recompute import recomputation
+from pipegraph.graph.replicated_values import recomputation
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,6 @@ stage ─ differentiate ─▶ blocks: equal module calls, traced once ─┐
 """
 
 from pipegraph.kernels.interface import Forward, Loss, StageKernels
-from pipegraph.kernels.make import Maker, make, maker, names
+from pipegraph.kernels.registry import Maker, make, maker, names
 
 __all__ = ["Forward", "Loss", "Maker", "StageKernels", "make", "maker", "names"]

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipegraph.kernels import opaque
+from pipegraph.kernels import block_call
 from pipegraph.kernels.derivative import Derivative
+from pipegraph.kernels.module_state import State
 from pipegraph.kernels.sharded import differentiable_local, is_sharded, local
 from pipegraph.kernels.signature import module_signature, tensor_signature, value_signature
-from pipegraph.kernels.state import State
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Blocks:
         self._calls += 1
         state = map(differentiable_local, self._states[module].tensors())
         tensors = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-        found = list(opaque.call(record.block, self._calls, tensors))
+        found = list(block_call.call(record.block, self._calls, tensors))
         written = record.block.joint.written
         with torch.no_grad():
             for index, new in zip(written, found[len(found) - len(written) :], strict=True):

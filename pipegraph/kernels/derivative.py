@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from pipegraph.kernels import opaque
+from pipegraph.kernels import block_call
 from pipegraph.kernels.divide import Backward, Part, backward_parts, forward_part, saved_values
 from pipegraph.kernels.joint import Joint
 
@@ -22,7 +22,7 @@ class Derivative:
 
     def __init__(self, joint: Joint, is_input: Sequence[bool], recompute: str, blocks: Sequence[Derivative]) -> None:
         self.joint = joint
-        self.number = opaque.register(self)
+        self.number = block_call.register(self)
         self.programs: dict[Any, Any] = {}  # what a compiler made of it
         self._is_input = tuple(is_input)
         self._kept = saved_values(joint, recompute)
@@ -37,7 +37,7 @@ class Derivative:
     @cached_property
     def is_random(self) -> bool:
         """Whether it draws random numbers."""
-        return any(map(opaque.is_random, self.joint.module.graph.nodes))
+        return any(map(block_call.is_random, self.joint.module.graph.nodes))
 
     @cached_property
     def forward(self) -> Part:

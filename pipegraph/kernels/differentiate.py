@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from pipegraph.kernels import joint
 from pipegraph.kernels.blocks import DEVICES, Blocks, Record
 from pipegraph.kernels.derivative import Derivative
+from pipegraph.kernels.module_state import State
 from pipegraph.kernels.sharded import local
-from pipegraph.kernels.state import State
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.kernels import internals
+from pipegraph.kernels.block_call import OPERATION, is_random
 from pipegraph.kernels.joint import Joint
-from pipegraph.kernels.opaque import OPERATION, is_random
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.kernels import internals
-from pipegraph.kernels.opaque import is_random
-from pipegraph.kernels.state import State
+from pipegraph.kernels.block_call import is_random
+from pipegraph.kernels.module_state import State
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 

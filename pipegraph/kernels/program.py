@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pipegraph.kernels.block_call import OPERATION, block_of
 from pipegraph.kernels.derivative import Derivative
 from pipegraph.kernels.divide import Part
 from pipegraph.kernels.internals import Run
 from pipegraph.kernels.joint import constant_of
-from pipegraph.kernels.opaque import OPERATION, block_of
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

@@ -20,8 +20,8 @@ from pipegraph.kernels.differentiate import Options
 from pipegraph.kernels.interface import Forward, Loss
 from pipegraph.kernels.program import Compiler
 from pipegraph.kernels.sharded import local
-from pipegraph.kernels.standing import Standing
 from pipegraph.kernels.strides import with_strides
+from pipegraph.kernels.trace_guard import Standing
 from pipegraph.kernels.variant import Call, Stage, Variant, leaves_of, trace
 
 MOST = 8

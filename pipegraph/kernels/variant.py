@@ -15,11 +15,11 @@ from pipegraph.kernels.derivative import Derivative, Present
 from pipegraph.kernels.differentiate import Options, differentiate
 from pipegraph.kernels.interface import Loss
 from pipegraph.kernels.loss import check_gradients, scalar_loss
+from pipegraph.kernels.module_state import State
 from pipegraph.kernels.program import Compiler, Program
 from pipegraph.kernels.sharded import check_outputs, local
 from pipegraph.kernels.signature import value_signature
 from pipegraph.kernels.snapshot import unchanged
-from pipegraph.kernels.state import State
 
 Results = tuple[int | tuple[Any], ...]
 """Of each output the position of its tensor among those returned, or the constant that it is."""

@@ -15,6 +15,7 @@ from pipegraph.cost.measure import Setting
 from pipegraph.cost.price import price
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured, State
+from pipegraph.kernels.threads import threads_per_rank
 from pipegraph.planner.arguments import check_balance, check_number, check_recompute
 from pipegraph.planner.costs import Costs
 from pipegraph.planner.solve import Solution, solve
@@ -24,8 +25,7 @@ from pipegraph.planner.solver.shortage import size
 from pipegraph.progress import tell
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.build import find
-from pipegraph.schedule.recipe import counted
-from pipegraph.threads import threads_per_rank
+from pipegraph.schedule.recipes.recipe import counted
 
 TIMED = "time", "measured"
 """The balances in seconds, for which a step is predicted. By any other the largest stage is made as small as it can."""

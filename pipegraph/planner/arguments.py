@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pipegraph.cost.price import UNITS
 from pipegraph.errors import PlanError, nearest
-from pipegraph.kernels.make import RECOMPUTE
+from pipegraph.kernels.registry import RECOMPUTE
 from pipegraph.planner.solver.arguments import is_figure
 
 UNIFORM = "uniform"

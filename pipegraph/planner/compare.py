@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pipegraph.cost.segment import SegmentCost
 from pipegraph.errors import PlanError, ScheduleError
 from pipegraph.graph.captured import Captured
-from pipegraph.kernels.make import RECOMPUTE
+from pipegraph.kernels.registry import RECOMPUTE
 from pipegraph.planner.aim import Aim
 from pipegraph.planner.arguments import ArgumentError, check_recompute
 from pipegraph.planner.choose import Choice, choose, evaluate, settle
@@ -19,7 +19,7 @@ from pipegraph.planner.solve import solve
 from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
 from pipegraph.schedule import names
 from pipegraph.schedule.build import find
-from pipegraph.schedule.recipe import counted
+from pipegraph.schedule.recipes.recipe import counted
 
 WORTH = 0.01
 """A plan that saves less than this part of another's memory is as lean."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipegraph.graph.calls import Call, call_tree
+from pipegraph.graph.call_tree import Call, call_tree
 from pipegraph.graph.captured import Captured, split_point
 from pipegraph.graph.segments import holds_parameter, whole_calls
 from pipegraph.graph.split_points import SplitPoint

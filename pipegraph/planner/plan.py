@@ -25,7 +25,7 @@ from pipegraph.planner.prediction import Prediction, StagePrediction
 from pipegraph.planner.solve import Solution
 from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
 from pipegraph.schedule import Schedule
-from pipegraph.schedule.recipe import counted
+from pipegraph.schedule.recipes.recipe import counted
 
 
 @dataclass(frozen=True, eq=False)

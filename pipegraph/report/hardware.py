@@ -8,7 +8,7 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.ratio import UNCORRECTED
 from pipegraph.cost.table import Table
 from pipegraph.report.tables import count, one_line, size, table
-from pipegraph.report.units import unit_of
+from pipegraph.units import unit_of
 
 
 def described(hardware: Hardware) -> str:

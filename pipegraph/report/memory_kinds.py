@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipegraph.package import Manifest
-from pipegraph.report.predicted import predicted
+from pipegraph.report.predicted_step import predicted
 from pipegraph.schedule import Schedule
 
 _MOMENTS = 2  # of AdamW, each as large as the parameter

@@ -15,8 +15,8 @@ from pipegraph.report.plan import summary
 from pipegraph.report.simulation import title
 from pipegraph.report.tables import clip, count, one_line, size, table
 from pipegraph.report.timeline_text import grid, legend
-from pipegraph.report.units import unit_of
 from pipegraph.schedule import Schedule, Times, simulate
+from pipegraph.units import unit_of
 
 _TIMES = ("forward", "input_grad", "weight_grad")
 

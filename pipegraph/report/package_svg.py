@@ -8,7 +8,7 @@ from pipegraph.package import Package
 from pipegraph.report.colours import ink
 from pipegraph.report.memory_kinds import KINDS, RankKinds, memory_kinds
 from pipegraph.report.overview import explanation, model_title
-from pipegraph.report.predicted import predicted
+from pipegraph.report.predicted_step import predicted
 from pipegraph.report.simulation import Simulation
 from pipegraph.report.stages_svg import rank_colour, stages_drawing
 from pipegraph.report.svg import GREY, LETTER, picture, px, text

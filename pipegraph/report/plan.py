@@ -15,8 +15,8 @@ from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.prediction import Neighbour, Prediction
 from pipegraph.report.colours import colour
 from pipegraph.report.tables import clip, one_line, size, table
-from pipegraph.report.units import percent, unit_of
 from pipegraph.schedule import Kind
+from pipegraph.units import percent, unit_of
 
 _BAR = 40  # columns of the longest bar
 _PARTS = ((Kind.F, "forward", "█"), (Kind.I, "input_grad", "▓"), (Kind.W, "weight_grad", "░"))

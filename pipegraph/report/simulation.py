@@ -10,8 +10,8 @@ from typing import Any
 
 from pipegraph.report.colours import chunks_of
 from pipegraph.report.tables import one_line
-from pipegraph.report.units import TimeUnit, percent, unit_of
 from pipegraph.schedule import Schedule, SearchedSchedule, Timeline, Times, lower_bound, simulate
+from pipegraph.units import TimeUnit, percent, unit_of
 
 _MOST_RANKS = 16  # whose figures are told one by one
 

@@ -18,8 +18,8 @@ from pipegraph.report.colours import MEANING, colour, ink
 from pipegraph.report.overview import bytes_of, holds, knows_times
 from pipegraph.report.svg import DARK, GREY, LETTER, LINE, px, text
 from pipegraph.report.tables import clip, count, size
-from pipegraph.report.units import unit_of
 from pipegraph.schedule import Kind, Schedule
+from pipegraph.units import unit_of
 
 _CARD, _HEIGHT, _GAP = 440, 62, 44  # width and height of a stage, and the way to the next one
 _LANE = 24  # of a value that goes around stages

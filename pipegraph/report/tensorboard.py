@@ -13,14 +13,14 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
 from pipegraph.report.overview import boundary_cells, explanation, model_title, stage_cells
-from pipegraph.report.predicted import predicted
+from pipegraph.report.predicted_step import predicted
 from pipegraph.report.simulation import title
 from pipegraph.report.tables import markdown, markdown_table
 from pipegraph.report.timeline_png import timeline_png
-from pipegraph.report.units import unit_of
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Schedule, Timeline, simulate
 from pipegraph.tracing.scalars import StepFigures, batch_sizes
+from pipegraph.units import unit_of
 
 _MIB = 2**20
 _FLUSHED = 5  # seconds after which a figure is on disk; waiting for it at every step would take time of the steps

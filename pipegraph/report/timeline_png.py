@@ -11,8 +11,8 @@ from pipegraph.report.colours import MEANING, chunks_of, colour, ink, kinds_of, 
 from pipegraph.report.simulation import title
 from pipegraph.report.svg import DARK, GREY, LIGHT, LINE
 from pipegraph.report.tables import clip
-from pipegraph.report.units import TimeUnit, percent, ticks
 from pipegraph.schedule import Schedule, Timeline
+from pipegraph.units import TimeUnit, percent, ticks
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -18,8 +18,8 @@ from pipegraph.report.colours import MEANING, TONES, chunks_of, colour, ink, kin
 from pipegraph.report.simulation import Simulation, title
 from pipegraph.report.svg import GREY, LETTER, LIGHT, LINE, picture, px, text
 from pipegraph.report.tables import clip
-from pipegraph.report.units import percent, ticks
 from pipegraph.schedule import Event, Kind
+from pipegraph.units import percent, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 64, 92, 40  # around the lanes
 _BOX, _MEMORY, _BETWEEN = 24, 14, 8  # heights of a box and the curve below it, and the gap to the next lane

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from pipegraph.report.colours import MEANING, TONES, chunks_of, colour, ink, kinds_of, tones
 from pipegraph.report.simulation import Simulation, figures, title
-from pipegraph.report.units import TimeUnit, ticks
 from pipegraph.schedule import Event, Schedule, Timeline
+from pipegraph.units import TimeUnit, ticks
 
 _MOST_LINES = 100  # of a folded grid; a longer one is drawn in one block, without the numbers that do not fit
 _WIDEST = 12  # columns of all boxes ÷ columns that their texts need; what is more is waiting for a slow link

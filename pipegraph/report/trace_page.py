@@ -16,10 +16,8 @@ from typing import Any
 import jinja2
 
 from pipegraph.report.colours import colour, ink
-from pipegraph.report.page_data import page_data
-from pipegraph.report.planned import words
-from pipegraph.report.tables import one_line
-from pipegraph.report.traced import (
+from pipegraph.report.planned_step import words
+from pipegraph.report.run_report import (
     CAUSES,
     MEANING_OF_CAUSES,
     cause_cells,
@@ -29,10 +27,12 @@ from pipegraph.report.traced import (
     remarks,
     time_unit,
 )
-from pipegraph.report.units import percent, unit_of
+from pipegraph.report.tables import one_line
+from pipegraph.report.trace_page_data import page_data
 from pipegraph.tracing.analysis.advice import WORTH
 from pipegraph.tracing.analysis.analyse import Analysis
 from pipegraph.tracing.analysis.bubble import RankBubble
+from pipegraph.units import percent, unit_of
 
 _PAGES = Path(__file__).with_name("pages")
 _SCRIPT = ("trace_view.js", "trace_paint.js", "trace_controls.js")

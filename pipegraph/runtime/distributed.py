@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipegraph.runtime.buffers import Buffers
-from pipegraph.runtime.calls import Call, LateChecks
+from pipegraph.runtime.call_agreement import Call, LateChecks
 from pipegraph.runtime.group import Group, lost_connections
 from pipegraph.runtime.sends import AwaitedSends, PolledSends, Sending, Sends
 from pipegraph.runtime.transport import Transfer

@@ -15,9 +15,9 @@ from torch import Tensor
 from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
 from pipegraph.progress import tell
-from pipegraph.runtime.ahead import receives_due
 from pipegraph.runtime.faults import ActionFailed
 from pipegraph.runtime.observer import Observer
+from pipegraph.runtime.receive_lookahead import receives_due
 from pipegraph.runtime.step import Feed, Posting, Results, Step, Sums
 from pipegraph.runtime.transport import Transport
 from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer, zeros

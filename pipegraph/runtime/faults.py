@@ -24,7 +24,7 @@ from typing import Final
 from torch.distributed import Store
 
 from pipegraph.errors import RuntimeFault, user_line
-from pipegraph.runtime.patience import within
+from pipegraph.runtime.timeouts import within
 from pipegraph.runtime.transport import ConnectionLost
 from pipegraph.schedule import Action
 

@@ -24,10 +24,10 @@ from pathlib import Path
 
 from pipegraph import errors
 from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
-from pipegraph.runtime.choose import other_names
+from pipegraph.kernels.threads import threads_per_rank
+from pipegraph.runtime.schedule_choice import other_names
 from pipegraph.runtime.transport import ConnectionLost
 from pipegraph.schedule import Schedule
-from pipegraph.threads import threads_per_rank
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher, for torchrun too: where a child says why it failed
 _PARENT = "PIPEGRAPH_LAUNCHER"  # the process that started this one through `launch`

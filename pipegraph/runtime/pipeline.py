@@ -16,18 +16,18 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels import Loss, Maker, maker
 from pipegraph.package import CALLER, Manifest, Package
 from pipegraph.runtime import parameters
-from pipegraph.runtime.ahead import receives_ahead
-from pipegraph.runtime.choose import choose, forward_only
 from pipegraph.runtime.clip import clip_grad_norm
 from pipegraph.runtime.clock import Clock
 from pipegraph.runtime.distributed import DistributedTransport
-from pipegraph.runtime.drive import drive
+from pipegraph.runtime.embedded_run import drive
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.faults import Guard
 from pipegraph.runtime.group import TIMEOUT
 from pipegraph.runtime.local import LocalTransport
 from pipegraph.runtime.microbatch import batch_rows, bind, check, cut, cut_target, join, pack
 from pipegraph.runtime.observer import Observer, Observers
+from pipegraph.runtime.receive_lookahead import receives_ahead
+from pipegraph.runtime.schedule_choice import choose, forward_only
 from pipegraph.runtime.step import Feed, Results
 from pipegraph.runtime.ties import RemoteTies, share, ties
 from pipegraph.runtime.transport import Transport

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.runtime.clock import Clock, measure
 from pipegraph.runtime.group import Group, lost_connections
-from pipegraph.runtime.patience import within
+from pipegraph.runtime.timeouts import within
 from pipegraph.runtime.transport import ConnectionLost
 
 _PATIENCE: Final = 10.0

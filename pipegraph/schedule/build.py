@@ -5,10 +5,10 @@ from __future__ import annotations
 from weakref import WeakValueDictionary
 
 from pipegraph.errors import ScheduleError, nearest
-from pipegraph.schedule import (
+from pipegraph.schedule.recipes import (
     controllable_memory,
     dualpipe_v,
-    eager,
+    eager_1f1b,
     forward,
     gpipe,
     interleaved,
@@ -18,13 +18,13 @@ from pipegraph.schedule import (
     zb_h,
     zb_v,
 )
-from pipegraph.schedule.recipe import Recipe, counted
+from pipegraph.schedule.recipes.recipe import Recipe, counted
 from pipegraph.schedule.schedule import Schedule
 
 RECIPES: tuple[Recipe, ...] = (
     gpipe.RECIPE,
     one_f_one_b.RECIPE,
-    eager.RECIPE,
+    eager_1f1b.RECIPE,
     interleaved.RECIPE,
     looped_bfs.RECIPE,
     zb_h.H1,

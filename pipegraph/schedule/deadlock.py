@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from pipegraph.schedule.arrays import Arrays
+from pipegraph.schedule.csv import cell
 from pipegraph.schedule.replay import NEVER, replay
 from pipegraph.schedule.schedule import Schedule
-from pipegraph.schedule.text import cell
 
 
 def stuck(schedule: Schedule) -> dict[int, int]:

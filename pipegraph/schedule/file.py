@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.check import check
+from pipegraph.schedule.csv import Columns, parse_csv
 from pipegraph.schedule.schedule import Schedule
-from pipegraph.schedule.text import Columns, parse_csv
 from pipegraph.schedule.times import Times
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.build import build, find
-from pipegraph.schedule.recipe import counted
+from pipegraph.schedule.recipes.recipe import counted
 from pipegraph.schedule.schedule import Schedule
 
 

@@ -25,12 +25,12 @@ from pipegraph.runtime.clock import Clock
 from pipegraph.runtime.pipeline import Pipeline, StepResult
 from pipegraph.runtime.wiring import torch_dtype, transfer, wire
 from pipegraph.schedule import Action
-from pipegraph.tracing.alone import alone
 from pipegraph.tracing.by_rank import by_rank
+from pipegraph.tracing.profiler_lock import alone
 from pipegraph.tracing.repair import MARK, Event, collectives, comparable, repaired, until
 from pipegraph.tracing.run_folder import make_run_folder, together, trace_file
-from pipegraph.tracing.sink import MakeSink, SinkFeed
 from pipegraph.tracing.spans import Spans
+from pipegraph.tracing.step_sink import MakeSink, SinkFeed
 
 
 def profile(

@@ -27,11 +27,11 @@ from typing import Any, Final
 
 import torch
 
-from pipegraph import __version__
 from pipegraph.errors import PipegraphError
 from pipegraph.package import MANIFEST
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import to_csv
+from pipegraph.version import __version__
 
 SCHEMA_VERSION: Final = 1
 RUN: Final = "run.json"

@@ -10,7 +10,7 @@ import pytest
 
 import pipegraph
 from pipegraph.codegen.generate import generate
-from pipegraph.graph.source import load
+from pipegraph.graph.sources.load import load
 from tests.codegen.parity import ROOT, untidy
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,7 +23,7 @@ MODELS = {
 GENERATE = """
 from pipegraph.codegen.generate import generate
 from tests.codegen.parity import plan_of
-from pipegraph.graph.source import load
+from pipegraph.graph.sources.load import load
 
 for file, points in (("examples/unet.py", "down.2,up.1"), ("tests/models/hostile_names.py", "layers.{{ x }},head")):
     source = load(file)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.errors import PackageError
-from pipegraph.graph.source import load
+from pipegraph.graph.sources.load import load
 from pipegraph.package import Package
 from tests.codegen.layers import Block, batch
 from tests.codegen.parity import ROOT, plan_of, split

@@ -20,7 +20,7 @@ from pipegraph.graph.captured import Captured
 from pipegraph.kernels.compilers import compiler, options
 from pipegraph.kernels.traced import TracedKernels
 from pipegraph.package import CALLER
-from pipegraph.report.steps import batch_from_manifest
+from pipegraph.workflows.batch import batch_from_manifest
 from tests.cost.models import model
 from tests.planner.machine import MACHINE
 

@@ -18,8 +18,8 @@ from pipegraph.cost.loops import traced
 from pipegraph.cost.roofline import GraphPrice, price_graph
 from pipegraph.cost.table import Table
 from pipegraph.kernels import make
+from pipegraph.kernels.block_call import OPERATION
 from pipegraph.kernels.derivative import Derivative
-from pipegraph.kernels.opaque import OPERATION
 
 # 1 TFLOP/s, 100 GB/s: seconds can be told in the head.
 PLAIN = Hardware(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pipegraph
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.source import load
+from pipegraph.graph.sources.load import load
 
 ROOT = Path(__file__).parents[2]
 NOT_MODELS = ("__init__.py", "data_dependent.py")

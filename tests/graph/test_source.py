@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pipegraph.errors import SourceError
-from pipegraph.graph.empty import empty_parameters
-from pipegraph.graph.source import load
+from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources.meta_parameters import empty_parameters
 
 HEAD = "import torch\nfrom torch import nn\n"
 

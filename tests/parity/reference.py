@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import pipegraph
-from pipegraph.graph.model_source import ModelSource
-from pipegraph.graph.source import load
+from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources.model_source import ModelSource
 from tests.parity.cases import CASES, EQUAL, MODELS, ROOT, STAGES, Case, Model
 
 STEPS = 2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipegraph import Pipeline
 from pipegraph.kernels import Forward
-from pipegraph.kernels.make import make
+from pipegraph.kernels.registry import make
 from pipegraph.package import Package
 from pipegraph.schedule import Schedule, What, build, lifetimes
 from tests.parity.cases import MODELS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.graph.source import load
+from pipegraph.graph.sources.load import load
 
 ROOT = Path(__file__).parents[2]
 Crossing = tuple[int, tuple[int, ...], bool]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.report.beside import beside
-from pipegraph.report.training import Training
+from pipegraph.report.predicted_vs_measured import beside
 from pipegraph.schedule import build
+from pipegraph.workflows.train import Training
 
 
 class Rotated(nn.Module):

@@ -8,8 +8,8 @@ from rich.text import Text
 
 from pipegraph.report.colours import colour, ink
 from pipegraph.report.timeline_text import grid, legend
-from pipegraph.report.units import TimeUnit
 from pipegraph.schedule import Kind, Schedule, Times, build, simulate
+from pipegraph.units import TimeUnit
 
 
 def drawn(schedule: Schedule, width: int | None = None, coloured: bool = False, times: Times | None = None) -> Text:

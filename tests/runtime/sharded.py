@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 from torch.testing import assert_close
 
 from pipegraph.kernels import make
+from pipegraph.kernels.block_call import OPERATION, block_of
 from pipegraph.kernels.internals import is_collective
-from pipegraph.kernels.opaque import OPERATION, block_of
 from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
 from tests.runtime.packages import Reference, Sketch, Stage, batch, loss

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipegraph.package import Package
-from pipegraph.runtime.ahead import receives_ahead
+from pipegraph.runtime.receive_lookahead import receives_ahead
 from pipegraph.schedule import build, lower, receive_buffers
 from tests.runtime import ranks
 from tests.runtime.packages import PARITY, Reference, batch, chain, skips, tied, write

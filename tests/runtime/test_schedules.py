@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipegraph.errors import ScheduleError
-from pipegraph.runtime.choose import choose
+from pipegraph.runtime.schedule_choice import choose
 from pipegraph.schedule import build, check, lower, names, to_csv
 from tests.runtime import ranks
 from tests.runtime.packages import chain, skips, tied, write

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipegraph.report.traced import told_run
+from pipegraph.report.run_report import told_run
 from pipegraph.schedule import Times, build, names
 from pipegraph.tracing.analysis.analyse import analyse
 from pipegraph.tracing.merge import merge

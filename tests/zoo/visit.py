@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.cost.outputs import tensors
-from pipegraph.graph.model_source import ModelSource
-from pipegraph.graph.source import load
+from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
-from pipegraph.report.verify import Verification, verify
+from pipegraph.workflows.verify import Verification, verify
 from tests.zoo.architectures import CONFIGURATIONS
 from tests.zoo.handwritten import HANDWRITTEN
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from pipegraph.errors import PlanError, nearest
 from pipegraph.schedule import PLACEMENTS, Schedule, check
 from pipegraph.schedule.fit import fitted
-from pipegraph.schedule.recipe import counted
+from pipegraph.schedule.recipes.recipe import counted
 
 _Settings = ParamSpec("_Settings")
 _Made = TypeVar("_Made")

@@ -1,0 +1,92 @@
+"""Which values of a graph share memory, and which are changed in place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import fx
+
+from pipegraph.graph.operators import arguments_of
+
+aten = torch.ops.aten
+
+# What gives its argument where that has the dtype already, and what gives it as it is where the layout allows it.
+_CASTS = (aten.to, aten.type_as)
+_MAY_COPY = (*_CASTS, aten.contiguous, aten.reshape, aten.reshape_as, aten.flatten, aten.ravel)
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether anything writes into the node's result, or into a view of it."""
+    return any(node in written_by(user) or (node in viewed_by(user) and is_written(user)) for user in node.users)
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operation changes in place; ``detach_`` leaves their values alone."""
+    if node.target is aten.detach_.default:
+        return []
+    return _arguments(node, written=True)
+
+
+def viewed_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory the result of an operation may share."""
+    found = _arguments(node, written=False)
+    if found and getattr(node.target, "overloadpacket", None) in _CASTS and _dtype(found[0]) != _dtype(node):
+        return []
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result of an operation is the memory of an argument for certain."""
+    return bool(viewed_by(node)) and getattr(node.target, "overloadpacket", None) not in _MAY_COPY
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    return node.meta["val"].dtype
+
+
+def _arguments(node: fx.Node, written: bool) -> list[fx.Node]:
+    """The arguments that the operation's schema marks as changed in place, or as sharing memory with the result."""
+    if node.target is operator.getitem:  # a part of a tuple shares its memory
+        return [] if written else [node.args[0]]  # type: ignore[list-item]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    given = arguments_of(node)
+    aliases = {each.name: each.alias_info for each in node.target._schema.arguments if each.alias_info is not None}
+    marked = [given.get(name) for name, alias in aliases.items() if alias.is_write == written]
+    return [value for value in marked if isinstance(value, fx.Node)]
+
+
+def readers_of(node: fx.Node) -> list[fx.Node]:
+    """What reads a node's memory, through views as well."""
+    found: list[fx.Node] = []
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        for user in current.users:
+            found.append(user)
+            if current in viewed_by(user) or current in written_by(user):
+                waiting.append(user)
+    return found
+
+
+def shared_memory(node: fx.Node, but_for: Container[Any] = ()) -> set[fx.Node]:
+    """A value and all whose memory may be the same, but for results of some operations and what is found there."""
+    waiting, seen = [node], {node}
+    while waiting:
+        current = waiting.pop()
+        shared = [user for user in current.users if current in (*viewed_by(user), *written_by(user))]
+        for other in (*viewed_by(current), *written_by(current), *shared):
+            if other not in seen and other.target not in but_for:
+                seen.add(other)
+                waiting.append(other)
+    return seen
+
+
+def is_stable(node: fx.Node) -> bool:
+    """Whether nothing ever writes into the memory that a value may lie in: a copy of it is then as good as a view."""
+    return not any(
+        written_by(each) or any(each in written_by(user) for user in each.users) for each in shared_memory(node)
+    )

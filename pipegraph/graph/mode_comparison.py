@@ -1,0 +1,90 @@
+"""Whether a model does the same in training and in evaluation mode, found out by running it without memory.
+
+That takes a fraction of the time of a second export, which tells where the modes differ.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._export.utils import _compiling_state_context
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipegraph.graph.fake_parameters import fake_parameters, mode_of
+
+
+def runs_alike(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether both modes run the same operations on the same arguments. False also where that cannot be told.
+
+    The model is left as it was.
+
+    Private interface: ``_compiling_state_context``, within which ``torch.compiler.is_exporting()`` holds as it does in
+    ``torch.export``: a model that asks must run here what was captured there.
+    """
+    try:
+        return _operations(model, True, args, kwargs) == _operations(model, False, args, kwargs)
+    except Exception:  # whatever the model raises on tensors without values; export may know a way
+        return False
+
+
+def _operations(model: nn.Module, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    with (
+        _as_it_was(model),
+        fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
+        _compiling_state_context(),
+        warnings.catch_warnings(),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore")  # the model's own were given when it was exported
+        for module in model.modules():
+            module.training = training
+        with mode_of(model, fake_args, fake_kwargs), _Record() as record:
+            model(*fake_args, **fake_kwargs)
+    return record.operations
+
+
+class _Record(TorchDispatchMode):
+    """Lists the operations that run, with a description of their arguments; not questions such as where a tensor is,
+    which a dropout of nothing asks in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace != "prim":
+            self.operations.append((func, pytree.tree_map(_described, (args, kwargs))))
+        return func(*args, **kwargs)
+
+
+def _described(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Undo what a run does to the attributes of modules: a cache that it fills would hold tensors without memory.
+
+    Buffers are no fake tensors, as models read their values; what counts in one (a batch norm its batches) is put back.
+    """
+    held: list[Any] = [vars(module) for module in model.modules()]
+    held += [value for attributes in held for value in attributes.values() if type(value) in (dict, list, set)]
+    before = [(container, type(container)(container)) for container in held]
+    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(values)
+        for container, contents in before:
+            container.clear()
+            container.extend(contents) if isinstance(container, list) else container.update(contents)

@@ -1,0 +1,1 @@
+"""Passes over a captured graph. Each changes the graph in place; `pipegraph.graph.capture` lists them in order."""

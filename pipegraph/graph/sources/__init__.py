@@ -1,0 +1,1 @@
+"""Where models come from: a Python file, or a Hugging Face configuration."""

@@ -1,0 +1,146 @@
+"""``hf:`` — a model from a Hugging Face transformers configuration, read from disk and never downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipegraph.errors import SourceError, nearest
+from pipegraph.graph.sources.meta_parameters import empty_parameters
+from pipegraph.graph.sources.model_source import ModelSource
+
+
+def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
+    """Build the architecture that ``hf:DIR`` or ``hf:CONFIG.json`` names, with inputs of ``batch`` × ``seq`` tokens.
+
+    Weights are read from the folder's safetensors where it holds any; otherwise they are the architecture's own
+    initialisation under seed 0, so that two loads give the same model.
+    """
+    path = _config_file(model)
+    try:
+        import transformers
+    except ImportError as error:
+        raise SourceError(
+            f"{model} needs Hugging Face transformers, which is not installed.\nTry: pip install 'pipegraph[hf]'."
+        ) from error
+    config = _read_config(path)
+    # A cache of past keys is state between calls: a training step has none, and it would cross every boundary.
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+    builder = _architecture(transformers, config, path)
+    torch.manual_seed(0)
+    checkpoint = any(path.parent.glob("*.safetensors"))
+    with nullcontext() if weights else empty_parameters(), _default_dtype(config.dtype):
+        try:
+            if weights and checkpoint:
+                built = builder.from_pretrained(path.parent, config=config, local_files_only=True)
+                built.train()
+            else:
+                built = builder(config)
+        except Exception as error:
+            folder = repr(str(path.parent))
+            built_by = (
+                f".from_pretrained({folder})" if weights and checkpoint else f"(AutoConfig.from_pretrained({folder}))"
+            )
+            raise SourceError(
+                f"{path}: transformers could not build {builder.__name__}: {error}\n"
+                f"Try: {builder.__name__}{built_by} in Python."
+            ) from error
+    return ModelSource(
+        name=f"hf:{path.name}",
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        model=built,
+        args=(),
+        kwargs=_example_inputs(built, config, path, batch, seq),
+    )
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Parameters take the configuration's dtype, as ``AutoModel.from_config`` would make them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _config_file(model: str) -> Path:
+    path = Path(model.removeprefix("hf:"))
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        folder = path.parent
+        found = [str(entry) for entry in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+        raise SourceError(
+            f"No configuration file {path}.{nearest(str(path), found)} A configuration is never downloaded.\n"
+            "Try: hf: followed by a folder with a config.json, or by the file itself."
+        )
+    return path
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise SourceError(f"{path} is not JSON: {error}\nTry: python -m json.tool {path}.") from error
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if kind not in CONFIG_MAPPING:
+        raise SourceError(
+            f"{path}: model_type {kind!r} is not an architecture of the installed transformers."
+            f"{nearest(str(kind), CONFIG_MAPPING)}\nTry: a model_type that transformers knows, such as llama."
+        )
+    return AutoConfig.from_pretrained(path)
+
+
+def _architecture(transformers: Any, config: Any, path: Path) -> Any:
+    """The class that the configuration names, or the language model of its type."""
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    mappings = (
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+        if config.is_encoder_decoder
+        else transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_MAPPING,
+    )
+    for mapping in mappings:
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise SourceError(f"{path}: no model class for {type(config).__name__}.\nTry: name one in its architectures.")
+
+
+def _example_inputs(model: Any, config: Any, path: Path, batch: int, seq: int) -> dict[str, Any]:
+    """One microbatch: token ids [batch, seq] int64, or pixels [batch, channels, size, size] float32.
+
+    Raises SourceError for a model that takes something else, such as sound.
+    """
+    if model.main_input_name not in ("pixel_values", "input_ids"):
+        raise SourceError(
+            f"{path}: {type(model).__name__} takes {model.main_input_name}; hf: makes token ids and pixels.\n"
+            "Try: a model file that defines build_model() and example_inputs."
+        )
+    generator = torch.Generator().manual_seed(0)
+    if model.main_input_name == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else size
+        return {
+            "pixel_values": torch.randn(
+                batch, config.num_channels, height, width, generator=generator, dtype=model.dtype
+            )
+        }
+    vocabulary = config.get_text_config().vocab_size
+    inputs = {"input_ids": torch.randint(0, vocabulary, (batch, seq), generator=generator)}
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = torch.randint(0, vocabulary, (batch, seq), generator=generator)
+    return inputs

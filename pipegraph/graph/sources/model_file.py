@@ -1,0 +1,152 @@
+"""A model from a Python file, with the inputs of one microbatch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from pipegraph.errors import SourceError, nearest
+from pipegraph.graph.sources.meta_parameters import empty_parameters
+from pipegraph.graph.sources.model_source import ModelSource
+
+
+def load_file(model: str, weights: bool) -> ModelSource:
+    """Run the file and take its model and example inputs; without ``weights`` parameters land on the meta device."""
+    path, attribute = _split_name(model)
+    if not path.is_file():
+        folder = path.parent
+        found = [str(folder / entry.name) for entry in sorted(folder.glob("*.py"))] if folder.is_dir() else []
+        hint = nearest(str(path), found) or (f" Python files there: {', '.join(found)}." if found else "")
+        raise SourceError(f"No model file {path}.{hint}\nTry: a path to a .py file that defines build_model.")
+    with nullcontext() if weights else empty_parameters():
+        module = _import_file(path)
+        built = _build(module, path, attribute)
+    args, kwargs = _example_inputs(module, path)
+    return ModelSource(
+        name=path.name if attribute is None else f"{path.name}:{attribute}",
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        model=built,
+        args=args,
+        kwargs=kwargs,
+        loss_fn=getattr(module, "loss_fn", None),
+        example_target=_call_if_function(getattr(module, "example_target", None), path, "example_target"),
+    )
+
+
+def _split_name(model: str) -> tuple[Path, str | None]:
+    """``file.py:name`` → the path and the name; a colon elsewhere belongs to the path."""
+    head, colon, name = model.rpartition(":")
+    if colon and head.endswith(".py"):
+        return Path(head), name
+    return Path(model), None
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Run the file as a module of its own name; its folder is importable meanwhile, as for ``python file.py``."""
+    name = f"_pipegraph_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise SourceError(f"{path} is not a Python file.\nTry: a path that ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    with _importable(path.parent.resolve()), _blamed_on(path, "importing it"):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+@contextmanager
+def _blamed_on(path: Path, doing: str) -> Iterator[None]:
+    """Turn whatever the user's file raises into a SourceError that names the file's own line."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except Exception as error:
+        if isinstance(error, SyntaxError):
+            where = f"{path}:{error.lineno}"
+        else:
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+            where = f"{path}:{own[-1].lineno}" if own else str(path)
+        advice = f"python {path}" if doing == "importing it" else f"{doing} in Python, without arguments"
+        raise SourceError(
+            f"{where}: {doing} raised {type(error).__name__}: {error}\nTry: {advice}; it should run without error."
+        ) from error
+
+
+def _build(module: ModuleType, path: Path, attribute: str | None) -> nn.Module:
+    if attribute is None:
+        attribute = next((name for name in ("build_model", "model") if hasattr(module, name)), None)
+        if attribute is None:
+            raise SourceError(
+                f"{path} defines neither build_model() nor model. It defines: {_names(module)}.\n"
+                f"Try: a zero-argument function build_model that returns the nn.Module, or {path}:NAME."
+            )
+    elif not hasattr(module, attribute):
+        names = [name for name in vars(module) if not name.startswith("_")]
+        raise SourceError(
+            f"{path} has no {attribute}.{nearest(attribute, names)} It defines: {_names(module)}.\n"
+            f"Try: {path}:NAME with the name of a model or of a function that builds one."
+        )
+    made = getattr(module, attribute)
+    if not isinstance(made, nn.Module):
+        made = _call_if_function(made, path, attribute)
+    if not isinstance(made, nn.Module):
+        raise SourceError(
+            f"{path}: {attribute} gives {type(made).__name__}, not a torch.nn.Module.\n"
+            f"Try: let {attribute} return the model."
+        )
+    return made
+
+
+def _names(module: ModuleType) -> str:
+    own = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+    return ", ".join(own[:8]) or "nothing of its own"
+
+
+def _example_inputs(module: ModuleType, path: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not hasattr(module, "example_inputs"):
+        raise SourceError(
+            f"{path} defines no example_inputs, so the model cannot be traced.\n"
+            "Try: example_inputs = (tensor,) with the inputs of one microbatch, or a dict for keyword arguments."
+        )
+    inputs = _call_if_function(module.example_inputs, path, "example_inputs")
+    if isinstance(inputs, dict):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple):
+        if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
+            return inputs[0], dict(inputs[1])
+        return inputs, {}
+    raise SourceError(
+        f"{path}: example_inputs is a {type(inputs).__name__}; it must be a tuple (positional arguments), a dict "
+        "(keyword arguments) or a pair of both.\nTry: example_inputs = (tensor,)."
+    )
+
+
+def _call_if_function(value: Any, path: Path, name: str) -> Any:
+    if callable(value) and not isinstance(value, nn.Module):
+        with _blamed_on(path, f"{name}()"):
+            return value()
+    return value

@@ -1,0 +1,1 @@
+"""One file a schedule: the order in which each rank runs its actions."""

@@ -1,0 +1,1 @@
+"""The verbs of the command line as functions: train, verify, recalibrate, profile."""

@@ -1,0 +1,118 @@
+"""What a package is run with where nobody gives more: a batch and a loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegraph.cost.outputs import mean_square
+from pipegraph.errors import BatchError, PackageError, SourceError
+from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.package import Manifest, Value
+from pipegraph.runtime.pipeline import LossFunction
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one step, all its microbatches joined along dimension 0."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any = None
+
+
+def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) -> Batch:
+    """Seeded inputs as the manifest describes them: normal floats, integers below their bound, constants as such."""
+    generator = torch.Generator().manual_seed(seed)
+    # In the order of `values`, which every process reads alike.
+    made = {
+        name: value.constant if value.is_constant else _random(value, microbatches, generator)
+        for name, value in sorted(manifest.values.items())
+        if value.producer < 0
+    }
+    args, kwargs = _fill(manifest.args, made), _fill(manifest.kwargs, made)
+    return Batch(args, kwargs)
+
+
+def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
+    """The example inputs and target of a model file, once for each microbatch."""
+
+    def repeat(leaf: Any) -> Any:
+        return torch.cat([leaf] * microbatches) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+
+    return Batch(_map(repeat, source.args), _map(repeat, source.kwargs), _map(repeat, source.example_target))
+
+
+def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
+    """The loss of a model's file and one microbatch's target; None where the file has no loss."""
+    return None if source.loss_fn is None else (loss_of(source), source.example_target)
+
+
+def loss_of(source: ModelSource) -> LossFunction:
+    """The model file's loss, or the mean square of the outputs where it has none.
+
+    Raises SourceError for a loss that asks for a target where the file gives no ``example_target``.
+    """
+    loss_fn = source.loss_fn
+    if loss_fn is None:
+        return mean_square
+    if source.example_target is not None:
+        return loss_fn
+    try:
+        inspect.signature(loss_fn).bind("output")
+    except TypeError:
+        raise SourceError(
+            f"{source.name} defines loss_fn(output, target) and no example_target.\n"
+            "Try: example_target = … with the target of one microbatch, or leave loss_fn out."
+        ) from None
+    except ValueError:  # no signature, as for a builtin
+        return loss_fn
+    return lambda output, target: loss_fn(output)
+
+
+@contextmanager
+def of_the_same_model(manifest: Manifest, source: ModelSource | None) -> Iterator[None]:
+    """Where a batch or weights do not fit a package, and the package is of another model than ``source``, say so."""
+    try:
+        yield
+    except (BatchError, PackageError) as error:
+        split = (manifest.model.get("class", "?"), manifest.model.get("source", "?"))
+        if source is None or split == (type(source.model).__name__, source.name):
+            raise
+        problem = str(error).partition("\nTry: ")[0]
+        raise type(error)(
+            f"The package is of {split[0]} ({split[1] or 'no file'}), and this is {type(source.model).__name__} "
+            f"({source.name}): {problem}\nTry: the model that was split, or the package of this one."
+        ) from error
+
+
+def _random(value: Value, microbatches: int, generator: torch.Generator) -> Tensor:
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    shape = (microbatches * value.shape[0], *value.shape[1:]) if value.shape else ()
+    if dtype.is_floating_point or dtype.is_complex:
+        # In float32 and cast: not every dtype has a random generator of its own.
+        drawn = torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+    else:
+        bound = 2 if dtype == torch.bool or value.bound is None else value.bound
+        drawn = torch.randint(max(bound, 1), shape, generator=generator)
+    return drawn.to(dtype)
+
+
+def _fill(structure: Any, made: dict[str, Any]) -> Any:
+    return _map(lambda name: None if name is None else made[name], structure)
+
+
+def _map(function: Callable[[Any], Any], structure: Any) -> Any:
+    """``function`` of every leaf of nested dicts, lists and tuples."""
+    if isinstance(structure, dict):
+        return {key: _map(function, item) for key, item in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        items = [_map(function, item) for item in structure]
+        return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
+    return function(structure)

@@ -1,0 +1,175 @@
+"""Training steps on a package, and what they took: the work of ``pipegraph run``."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.outputs import mean_square, tensors
+from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.package import Package
+from pipegraph.progress import counted
+from pipegraph.runtime.group import TIMEOUT
+from pipegraph.runtime.measured_run import COMPUTING, MeasuredRun
+from pipegraph.runtime.observer import ActionTimes, SavedBytes
+from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.world import local_device
+from pipegraph.schedule import Schedule
+from pipegraph.tracing.profile import Profile
+from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, loss_of, of_the_same_model
+from pipegraph.workflows.profile import profile
+
+_NONE = -1.0  # among figures that all processes exchange
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the loss, and the time until the last rank was done, of the pipeline without the optimizer."""
+
+    index: int
+    loss: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"step {self.index}   loss {self.loss:.6f}   {self.seconds:.3f} s"
+
+
+class Training:
+    """Training on one batch with AdamW. Under a launcher every process makes one, and all make the same calls.
+
+    Batch and loss are those of ``source``, or else seeded inputs and the mean square of the outputs; the weights are
+    those of the checkpoint ``weights``, or else the package's. What a backward computes again is what the package was
+    planned for.
+    """
+
+    def __init__(
+        self,
+        package: Package,
+        schedule: Schedule,
+        source: ModelSource | None = None,
+        device: str = "cpu",
+        learning_rate: float = 1e-3,
+        kernels: str = "inductor",
+        timeout: float | None = None,
+        weights: Path | None = None,
+    ) -> None:
+        manifest, microbatches = package.manifest, schedule.microbatches
+        self._source = source
+        if source is None:
+            self._batch = batch_from_manifest(manifest, microbatches)
+        else:
+            self._batch = batch_from_source(source, microbatches)
+        self._pipeline = Pipeline(
+            package,
+            schedule,
+            loss_fn=mean_square if source is None else loss_of(source),
+            device=device,
+            kernels=kernels,
+            recompute=str(manifest.plan.get("recompute", "min-cut")),
+            timeout=TIMEOUT if timeout is None else timeout,
+            weights=weights,
+        )
+        self._device = local_device(device)
+        self._optimizer = torch.optim.AdamW([{"params": list(self._pipeline.parameters())}], lr=learning_rate)
+        modules = self._pipeline.stages.values()
+        state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        batch = tensors([self._batch.args, self._batch.kwargs, self._batch.target]).values()
+        self._weights = SavedBytes([*state, *batch])
+        self._times = ActionTimes(self._device)
+        self._kernels = kernels
+        self._seconds: list[float] = []
+        self._bubbles: list[float] = []
+        self._profile: Profile | None = None
+
+    @property
+    def tells(self) -> bool:
+        """Whether this is the process that knows the loss, and so the one to print."""
+        return self._pipeline.package.manifest.stages[-1].index in self._pipeline.stages
+
+    @contextmanager
+    def profiled(self, folder: Path, steps: int, hardware: Hardware | None = None) -> Iterator[Path]:
+        """Record the next ``steps`` steps but the first into a new folder inside ``folder``, which is given.
+
+        ``hardware`` has the links that a step is predicted with.
+        """
+        with profile(self._pipeline, folder, warmup=1, active=steps - 1, hardware=hardware) as self._profile:
+            yield self._profile.folder
+        self._profile = None
+
+    def steps(self, count: int) -> Iterator[Step]:
+        """Do so many steps. Nothing is yielded where the loss is not known.
+
+        In the first step of all, which compiles, what is saved is weighed; in the others every action is timed.
+        """
+        for index in counted("training steps", range(len(self._seconds), len(self._seconds) + count)):
+            self._pipeline.observe(self._times if index else self._weights)
+            self._optimizer.zero_grad()
+            start = time.perf_counter()
+            with of_the_same_model(self._pipeline.package.manifest, self._source):
+                result = self._pipeline.step(*self._batch.args, target=self._batch.target, **self._batch.kwargs)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds = time.perf_counter() - start
+            self._optimizer.step()
+            busiest = max(self._times.end_step().values(), default=0.0)
+            # Behind this the ranks are level: the next step begins for all of them at one time.
+            seconds, busiest = map(max, zip(*self._pipeline.gather([seconds, busiest]), strict=True))
+            self._seconds.append(seconds)
+            if index:
+                self._bubbles.append(1 - busiest / seconds)
+            if index == 0 and self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+            if self._profile is not None:
+                self._profile.step(result)
+            if result.loss is not None:
+                yield Step(index, float(result.loss), seconds)
+
+    def measured(self) -> MeasuredRun:
+        """What the steps took until now, of all ranks. Every process asks for it, and all are told."""
+        schedule = self._pipeline.schedule
+        keys = [(stage, kind) for stage in range(schedule.stages) for kind in COMPUTING]
+        ranks = range(schedule.ranks)
+        medians = self._times.medians()
+        saved = [self._weights.most(rank) if self._holds(rank) else None for rank in ranks]
+        row = [medians.get(key, _NONE) for key in keys]
+        row += [self._state(rank) if self._holds(rank) else _NONE for rank in ranks]
+        row += [_NONE if each is None else each for each in saved]
+        gpu = self._device.type == "cuda"
+        row.append(torch.cuda.max_memory_allocated(self._device) if gpu else _NONE)
+        rows = self._pipeline.gather(row)
+        known = list(map(max, zip(*rows, strict=True)))
+        times, state, kept = known[: len(keys)], known[len(keys) : -1 - len(ranks)], known[-1 - len(ranks) : -1]
+        counted = self._seconds[1:]
+        return MeasuredRun(
+            steps=len(counted),
+            times={key: figure for key, figure in zip(keys, times, strict=True) if figure != _NONE},
+            step=statistics.median(counted) if counted else None,
+            state=tuple(map(int, state)),
+            saved=tuple(None if each == _NONE else int(each) for each in kept),
+            allocated=tuple(int(each[-1]) for each in rows) if gpu else (),
+            processes=len(rows),
+            kernels=self._kernels,
+            bubble=statistics.median(self._bubbles) if self._bubbles else None,
+        )
+
+    def _holds(self, rank: int) -> bool:
+        return any(self._pipeline.schedule.placement[stage] == rank for stage in self._pipeline.stages)
+
+    def _state(self, rank: int) -> int:
+        """Bytes of a rank's parameters, buffers, gradients and what the optimizer has for them."""
+        pipeline = self._pipeline
+        modules = [each for stage, each in pipeline.stages.items() if pipeline.schedule.placement[stage] == rank]
+        parameters = {parameter: None for module in modules for parameter in module.parameters()}
+        held: list[Tensor] = [*parameters, *dict.fromkeys(buffer for module in modules for buffer in module.buffers())]
+        held += [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for parameter in parameters:
+            held += tensors(self._optimizer.state.get(parameter, {})).values()
+        return sum(tensor.nbytes for tensor in held)

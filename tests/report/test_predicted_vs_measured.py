@@ -1,0 +1,241 @@
+"""Predicted beside measured: what is told of a run, from fixed numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.link import Link, Links
+from pipegraph.package import Manifest, StageEntry, Value
+from pipegraph.report.predicted_vs_measured import beside, beside_dict, told
+from pipegraph.runtime.measured_run import MeasuredRun
+from pipegraph.schedule import Kind, build
+
+MIB = 2**20
+
+
+def cost(*times: float) -> dict[str, Any]:
+    found: dict[str, Any] = dict(zip(("forward", "input_grad", "weight_grad"), times, strict=True)) if times else {}
+    return found | {"saved_bytes": 3 * MIB, "parameter_bytes": MIB}
+
+
+def manifest(*costs: dict[str, Any], **plan: Any) -> Manifest:
+    planned = {
+        "balance": "time",
+        "hardware": "here",
+        "schedule": "1f1b",
+        "placement": [0, 1],
+        "microbatches": 2,
+        "value": 0.05,
+        "cuts": [{"boundary_bytes": MIB}],
+    }
+    return Manifest(
+        generator="test",
+        model={"class": "Chain"},
+        args=("x",),
+        kwargs={},
+        outputs="y",
+        values={
+            "x": Value("x", "float32", (2,), -1, (0,)),
+            "h": Value("h", "float32", (2,), 0, (1,), requires_grad=True),
+            "y": Value("y", "float32", (2,), 1, ()),
+        },
+        stages=(
+            StageEntry(0, "stage_0", "Stage0", ("x",), ("h",), cost=costs[0]),
+            StageEntry(1, "stage_1", "Stage1", ("h",), ("y",), cost=costs[1]),
+        ),
+        plan=planned | plan,
+    )
+
+
+PRICED = manifest(cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005))
+HERE = replace(Hardware.load("h100"), name="here", links=Links(8, Link(0.001, 1e9)))
+MEASURED = MeasuredRun(
+    steps=3,
+    times={(0, Kind.F): 0.005, (0, Kind.B): 0.008, (1, Kind.F): 0.005, (1, Kind.B): 0.012},
+    step=0.04,
+    state=(4 * MIB, 4 * MIB),
+    saved=(6 * MIB, 2 * MIB),
+    allocated=(),
+    processes=2,
+    kernels="inductor",
+    bubble=0.15,
+)
+GPIPE = "The plan was 1f1b with 2 microbatches on 2 ranks, and this was gpipe with 2 microbatches on 2 ranks. Try: "
+PLANNED = "without --schedule, --microbatches and --nproc"
+
+
+def test_tables() -> None:
+    assert told(beside(PRICED, build("1f1b", 2, 2), MEASURED)).splitlines() == [
+        "predicted (time on here); measured: medians of 3 steps, without the first; times of stages in ms",
+        "",
+        "stage  rank  F predicted  measured    error  B predicted  measured    error",
+        "    0     0            4         5  −20.0 %            8         8   +0.0 %",
+        "    1     1            5         5   +0.0 %           10        12  −16.7 %",
+        "",
+        "        predicted  measured    error",
+        "step        50 ms     40 ms  +25.0 %",
+        "bubble     40.0 %    15.0 %",
+        "",
+        "rank  state predicted  measured  saved predicted  measured  buffers predicted",
+        "   0          4.0 MiB   4.0 MiB          6.0 MiB   6.0 MiB            2.0 MiB",
+        "   1          4.0 MiB   4.0 MiB          3.0 MiB   2.0 MiB            2.0 MiB",
+        "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most",
+    ]
+
+
+def test_another_schedule_is_simulated_with_the_links() -> None:
+    schedule = build("gpipe", 2, 2)
+    without = beside(PRICED, schedule, MEASURED)
+    assert without.hints == (
+        GPIPE + PLANNED,
+        "The links of here are not known here and were left out. Try: --hardware with the profile's file",
+    )
+    found = beside(PRICED, schedule, MEASURED, HERE)
+    assert found.hints == (GPIPE + PLANNED,)
+    # The first forward, 2 of 15 ms on the other rank, and the last backward; between them 1 MiB crosses and returns.
+    assert without.step.predicted == pytest.approx(0.004 + 0.030 + 0.008)
+    assert found.step.predicted == pytest.approx(0.042 + 2 * (0.001 + MIB / 1e9))
+
+
+def test_named_links_hold_for_the_planned_step_too() -> None:
+    """In all of them the busiest rank computes for 30 ms."""
+    schedule = build("1f1b", 2, 2)
+    planned, found = beside(PRICED, schedule, MEASURED), beside(PRICED, schedule, MEASURED, HERE)
+    slow = replace(HERE, links=Links(8, Link(1.0, 1e9)))
+    slower = beside(PRICED, schedule, MEASURED, slow)
+    assert planned.step.predicted == 0.05
+    assert found.step.predicted == pytest.approx(0.042 + 2 * (0.001 + MIB / 1e9))
+    assert slower.step.predicted == pytest.approx(0.042 + 2 * (1.0 + MIB / 1e9))
+    for each in (planned, found, slower):
+        assert each.bubble is not None
+        assert each.step.predicted is not None
+        assert each.bubble.predicted == pytest.approx(1 - 0.030 / each.step.predicted)
+        assert each.hints == ()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "plan", "said"),
+    [
+        ("1f1b", 4, {}, f"The plan was 1f1b with 2 microbatches on 2 ranks, and this was 1f1b with 4 .* {PLANNED}"),
+        ("1f1b", 2, {"schedule": "mine"}, "The plan was mine with 2 .* Try: --schedule with the plan's CSV file"),
+        (
+            "1f1b",
+            1,
+            {"placement": [0, 0]},
+            "The plan was 1f1b with 2 microbatches on 1 rank, .* 1 microbatch on 2 ranks",
+        ),
+    ],
+)
+def test_what_runs_differs_from_the_plan(schedule: str, microbatches: int, plan: dict[str, Any], said: str) -> None:
+    costs = (cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005))
+    found = beside(manifest(*costs, **plan), build(schedule, 2, microbatches), MEASURED, HERE)
+    assert re.match(said, found.hints[0])
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.2, ""), (2.6, "2.6"), (0.5, "0.5"), (1300.0, "1300")])
+def test_a_prediction_far_off_says_what_to_do(factor: float, said: str) -> None:
+    times = {(0, Kind.F): 0.004, (0, Kind.B): 0.008, (1, Kind.F): 0.005, (1, Kind.B): 0.01}
+    took = replace(MEASURED, times={key: factor * each for key, each in times.items()})
+    hints = beside(PRICED, build("1f1b", 2, 2), took).hints
+    assert hints == (() if not said else (
+        f"Stages took {said} times what was predicted. Try, where nothing else runs: pipegraph calibrate -o "
+        "hardware.json and pipegraph split … --hardware hardware.json, or pipegraph run … --recalibrate corrected.json",
+    ))  # fmt: skip
+    eager = beside(PRICED, build("1f1b", 2, 2), replace(took, kernels="eager")).hints
+    assert eager == ("Times and bytes were predicted of compiled kernels, and those of eager ran.",)
+    by_runs = manifest(cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005), balance="measured")
+    assert ["by a measurement" in each for each in beside(by_runs, build("1f1b", 2, 2), took).hints] == [True] * bool(
+        said
+    )
+
+
+def test_kinds_are_those_of_the_schedule() -> None:
+    times = {(0, Kind.F): 0.004, (0, Kind.I): 1e-6, (0, Kind.W): 0.004, (1, Kind.F): 0.005, (1, Kind.I): 0.005}
+    found = beside(PRICED, build("zb-h1", 2, 4), replace(MEASURED, times=times), HERE)
+    assert [list(stage) for stage in found.stages] == [[Kind.F, Kind.I, Kind.W]] * 2
+    assert (found.stages[0][Kind.I].predicted, found.stages[0][Kind.I].error) == (0.0, None)
+    assert (found.stages[1][Kind.W].measured, found.stages[1][Kind.W].predicted) == (None, 0.005)
+
+
+def test_ranks_in_one_process_take_turns() -> None:
+    found = beside(PRICED, build("1f1b", 2, 4), replace(MEASURED, processes=1))
+    assert found.step.predicted == pytest.approx(4 * (0.012 + 0.015))
+    assert found.bubble is None
+    assert found.hints == (
+        "The plan was 1f1b with 2 microbatches on 2 ranks, and this was 1f1b with 4 microbatches on 2 ranks. Try: "
+        + PLANNED,
+    )
+    assert "step, 2 ranks in turn     108 ms     40 ms  +170.0 %" in told(found)
+    assert "bubble" not in told(found)
+
+
+def test_a_package_without_prices() -> None:
+    bare = manifest({"parameter_bytes": MIB}, {"parameter_bytes": MIB}, cuts=[])
+    assert told(beside(bare, build("1f1b", 2, 2), MEASURED)).splitlines() == [
+        "nothing was predicted; measured: medians of 3 steps, without the first; times of stages in ms",
+        "",
+        "stage  rank  F predicted  measured  error  B predicted  measured  error",
+        "    0     0            —         5                   —         8",
+        "    1     1            —         5                   —        12",
+        "",
+        "        predicted  measured  error",
+        "step            —     40 ms",
+        "bubble          —    15.0 %",
+        "",
+        "rank  state predicted  measured  saved predicted  measured  buffers predicted",
+        "   0                —   4.0 MiB                —   6.0 MiB                  —",
+        "   1                —   4.0 MiB                —   2.0 MiB                  —",
+        "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most",
+        "",
+        "The package has no predicted times. Try: pipegraph split … --balance time",
+    ]
+
+
+def test_bytes_are_compared_where_only_they_were_priced() -> None:
+    found = beside(manifest(cost(), cost(), balance="parameters"), build("1f1b", 2, 2), MEASURED)
+    assert (found.basis, found.step.predicted) == ("", None)
+    assert [pair.predicted for pair in found.saved] == [6 * MIB, 3 * MIB]
+
+
+def test_a_single_step_has_no_times() -> None:
+    measured = replace(MEASURED, steps=0, times={}, step=None)
+    text = told(beside(PRICED, build("1f1b", 2, 2), measured))
+    assert text.splitlines()[0] == "predicted (time on here); memory as measured"
+    assert "step " not in text.splitlines()[2]
+    assert text.endswith("Times are taken from the second step on, as the first one compiles. Try: --steps 5")
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_other_kernels_than_those_predicted(steps: int) -> None:
+    took = replace(MEASURED, steps=steps, kernels="eager")
+    hint = "Times and bytes were predicted of compiled kernels, and those of eager ran."
+    assert beside(PRICED, build("1f1b", 2, 2), took).hints[-1] == hint
+    weighed = manifest(cost(), cost(), balance="parameters")
+    assert beside(weighed, build("1f1b", 2, 2), took).hints[-1] == hint.replace("Times and bytes", "Bytes")
+
+
+def test_gpus_tell_what_torch_allocated() -> None:
+    schedule = build("1f1b", 2, 2)
+    two = told(beside(PRICED, schedule, replace(MEASURED, allocated=(12 * MIB, 10 * MIB))))
+    assert [line.split()[-2:] for line in two.splitlines()[11:13]] == [["12.0", "MiB"], ["10.0", "MiB"]]
+    one = told(beside(PRICED, schedule, replace(MEASURED, allocated=(22 * MIB,), processes=1)))
+    assert "allocated on the GPU by all ranks together, at the most: 22.0 MiB" in one
+
+
+def test_data() -> None:
+    found = beside_dict(beside(PRICED, build("1f1b", 2, 2), MEASURED))
+    assert found["stages"][1] == {
+        "stage": 1,
+        "rank": 1,
+        "F": {"predicted": 0.005, "measured": 0.005},
+        "B": {"predicted": 0.01, "measured": 0.012},
+    }
+    assert (found["priced_by"], found["measured_steps"], found["processes"]) == ("time on here", 3, 2)
+    assert (found["step"], found["allocated"]) == ({"predicted": 0.05, "measured": 0.04}, None)
+    assert (found["bubble"]["measured"], found["hints"]) == (0.15, [])
+    assert found["memory"][0]["saved"] == {"predicted": 6 * MIB, "measured": 6 * MIB}

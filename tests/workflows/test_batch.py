@@ -1,0 +1,59 @@
+"""The inputs and the loss that ``pipegraph run`` makes for itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipegraph.cost.outputs import mean_square, tensors
+from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.package import Manifest, StageEntry, Value
+from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, loss_of
+
+MANIFEST = Manifest(
+    generator="test",
+    model={},
+    args=("tokens", ["mask", "scale"], None),
+    kwargs={"flag": "flag"},
+    outputs="y",
+    values={
+        "tokens": Value("tokens", "int64", (2, 50), -1, (0,), bound=7),
+        "mask": Value("mask", "bool", (2, 50), -1, (0,)),
+        "scale": Value("scale", "bfloat16", (), -1, (0,)),
+        "flag": Value("flag", "", (), -1, (), constant=3),
+        "y": Value("y", "float32", (2, 3), 0, ()),
+    },
+    stages=(StageEntry(0, "stage_0", "Stage0", ("tokens", "mask", "scale"), ("y",)),),
+)
+
+
+def test_inputs_follow_the_manifest() -> None:
+    batch = batch_from_manifest(MANIFEST, microbatches=3)
+    tokens, (mask, scale), nothing = batch.args
+    assert (tokens.shape, tokens.dtype, int(tokens.min()), int(tokens.max())) == ((6, 50), torch.int64, 0, 6)
+    assert (mask.shape, mask.dtype, set(mask.unique().tolist())) == ((6, 50), torch.bool, {False, True})
+    assert (scale.shape, scale.dtype) == ((), torch.bfloat16)
+    assert (nothing, batch.kwargs, batch.target) == (None, {"flag": 3}, None)
+
+
+def test_inputs_are_seeded() -> None:
+    first, second, other = (batch_from_manifest(MANIFEST, 2, seed).args[0] for seed in (0, 0, 1))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+def test_example_inputs_are_repeated_for_every_microbatch() -> None:
+    source = ModelSource(
+        "model.py", "", torch.nn.Identity(), (torch.arange(2),), {"pair": (torch.tensor(1), None)}, None, torch.ones(2)
+    )
+    batch = batch_from_source(source, microbatches=2)
+    assert batch.args[0].tolist() == [0, 1, 0, 1]
+    assert batch.kwargs == {"pair": (torch.tensor(1), None)}
+    assert batch.target.shape == (4,)
+    assert loss_of(source) is mean_square
+
+
+def test_mean_square_takes_every_floating_point_output() -> None:
+    output = {"logits": torch.full((2, 2), 2.0), "more": (torch.full((9,), 4.0), torch.tensor([7]), None)}
+    assert mean_square(output).item() == pytest.approx((4 + 16) / 2)
+    assert list(tensors(output)) == ["logits", "more.0", "more.1"]

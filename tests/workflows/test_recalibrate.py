@@ -1,0 +1,218 @@
+"""What a run measured corrects the profile that its package was priced with."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipegraph.codegen.generate import generate
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.ratio import Ratio
+from pipegraph.errors import PipegraphError
+from pipegraph.graph.capture import capture
+from pipegraph.package import Manifest, Package
+from pipegraph.planner.plan import plan
+from pipegraph.report.predicted_vs_measured import beside
+from pipegraph.runtime.measured_run import MeasuredRun
+from pipegraph.schedule import Kind, build
+from pipegraph.workflows.recalibrate import profile_for, ratios, recalibrated, uneven
+from tests.models.chain import Chain
+
+SLOWER = Ratio(forward=1.5, input_grad=2.0, weight_grad=0.8)
+
+
+def priced(hardware: Hardware) -> Manifest:
+    torch.manual_seed(0)
+    captured = capture(Chain(64), (torch.randn(4, 64),))
+    return generate(plan(captured, points=["layers.2"], balance="time", hardware=hardware), weights=False)[1]
+
+
+def took(manifest: Manifest, schedule: str) -> MeasuredRun:
+    """A run by a clock that goes by what the manifest predicts."""
+    times = {}
+    for stage in manifest.stages:
+        times[stage.index, Kind.F] = stage.cost["forward"]
+        if schedule == "1f1b":
+            times[stage.index, Kind.B] = stage.cost["input_grad"] + stage.cost["weight_grad"]
+        else:
+            times[stage.index, Kind.I] = stage.cost["input_grad"]
+            times[stage.index, Kind.W] = stage.cost["weight_grad"]
+    return MeasuredRun(3, times, 1.0, (0, 0), (0, 0), (), 2, "inductor")
+
+
+@pytest.fixture(scope="module")
+def cpu() -> tuple[Hardware, Manifest]:
+    hardware = Hardware.load("cpu")
+    return hardware, priced(hardware)
+
+
+def correct(hardware: Hardware, manifest: Manifest, schedule: str, factors: Ratio) -> Hardware:
+    """The profile after a run on a device that takes so many times as long as ``cpu``."""
+    truth = priced(replace(Hardware.load("cpu"), measured_ratio=factors))
+    return recalibrated(hardware, manifest, beside(manifest, build(schedule, 2, 4), took(truth, schedule)))
+
+
+def test_prices_are_then_what_was_measured(cpu: tuple[Hardware, Manifest]) -> None:
+    hardware, manifest = cpu
+    corrected = correct(hardware, manifest, "zb-h1", SLOWER)
+    assert asdict(corrected.measured_ratio) == pytest.approx(asdict(SLOWER), rel=0.05)
+    again = priced(Hardware.from_json(corrected.to_json()))
+    assert again.plan["measured_ratio"] == asdict(corrected.measured_ratio)
+    measured = took(priced(replace(hardware, measured_ratio=SLOWER)), "zb-h1")
+    compared = beside(again, build("zb-h1", 2, 4), measured)
+    errors = [pair.error for stage in compared.stages for pair in stage.values()]
+    assert max(abs(error) for error in errors if error is not None) < 0.05
+
+
+def test_what_was_priced_with_a_ratio_multiplies_it(cpu: tuple[Hardware, Manifest]) -> None:
+    hardware, manifest = cpu
+    once = correct(hardware, manifest, "zb-h1", Ratio(2.0, 2.0, 2.0))
+    twice = correct(once, priced(once), "zb-h1", Ratio(3.0, 1.5, 1.5))
+    assert asdict(twice.measured_ratio) == pytest.approx(asdict(Ratio(3.0, 1.5, 1.5)), rel=1e-3)
+    # The old package again: the last run counts, by what its own package was priced with.
+    back = correct(twice, manifest, "zb-h1", Ratio(1.2, 1.2, 1.2))
+    assert asdict(back.measured_ratio) == pytest.approx(asdict(Ratio(1.2, 1.2, 1.2)), rel=1e-3)
+
+
+def test_whole_backwards_give_one_ratio(cpu: tuple[Hardware, Manifest]) -> None:
+    hardware, manifest = cpu
+    ratio = correct(hardware, manifest, "1f1b", SLOWER).measured_ratio
+    assert ratio.input_grad == ratio.weight_grad
+    assert SLOWER.weight_grad < ratio.weight_grad < SLOWER.input_grad
+    again = priced(replace(hardware, measured_ratio=ratio))
+    truth = priced(replace(hardware, measured_ratio=SLOWER))
+    assert backwards(again) == pytest.approx(backwards(truth), rel=0.01)
+
+
+def backwards(manifest: Manifest) -> float:
+    return sum(stage.cost["input_grad"] + stage.cost["weight_grad"] for stage in manifest.stages)
+
+
+def test_the_rest_of_the_profile_stays(cpu: tuple[Hardware, Manifest]) -> None:
+    hardware, manifest = cpu
+    corrected = correct(hardware, manifest, "1f1b", SLOWER)
+    assert corrected.sources["measured_ratio"] == (
+        "pipegraph run: Chain, 1f1b with 4 microbatches, medians of 3 steps, 2 processes"
+    )
+    assert replace(corrected, measured_ratio=Ratio(), sources=hardware.sources) == hardware
+
+
+def test_another_device_is_no_correction(cpu: tuple[Hardware, Manifest]) -> None:
+    hardware, manifest = cpu
+    with pytest.raises(PipegraphError, match=r"forward took 1e\+03 times as long as the figures of cpu come to"):
+        correct(hardware, manifest, "1f1b", Ratio(1000.0, 1.0, 1.0))
+
+
+def package(manifest: Manifest, **changes: Any) -> Package:
+    return Package(Path("out"), replace(manifest, plan={**manifest.plan, **changes}))
+
+
+def write(hardware: Hardware, file: Path) -> Path:
+    file.write_text(hardware.to_json())
+    return file
+
+
+def test_the_profile_to_correct(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
+    """A new file gives the profile its name; so both are found again by what priced a package."""
+    hardware, manifest = cpu
+    file, mine = tmp_path / "mine.json", replace(hardware, name="mine")
+    assert profile_for(package(manifest), file) == mine
+    corrected = correct(mine, manifest, "1f1b", SLOWER)
+    write(corrected, file)
+    assert profile_for(package(manifest), file) == mine
+    assert profile_for(package(manifest), file, given=hardware) == mine
+    assert profile_for(package(priced(corrected)), file) == corrected
+    other = tmp_path / "other.json"
+    assert profile_for(package(priced(corrected)), other, given=corrected) == replace(corrected, name="other")
+    assert profile_for(package(priced(corrected)), other) == replace(corrected, name="other")  # mine.json is beside it
+
+
+def test_a_profile_of_this_folder(
+    cpu: tuple[Hardware, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware, manifest = cpu
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path)
+    write(replace(hardware, name="hw"), Path("hw.json"))
+    assert profile_for(package(manifest, hardware="hw"), Path("sub/hw2.json")).name == "hw2"
+    write(replace(hardware, name="else"), Path("hw.json"))
+    with pytest.raises(PipegraphError, match=r"no hw\.json or sub/hw\.json that holds it"):
+        profile_for(package(manifest, hardware="hw"), Path("sub/hw2.json"))
+
+
+def test_corrections_under_two_names_do_not_stack(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
+    hw = replace(cpu[0], name="hw")
+    write(hw, tmp_path / "hw.json")
+    file, truth = tmp_path / "hw2.json", Ratio(2.0, 2.0, 2.0)
+    for _ in range(2):  # the second run of the same package comes to the same
+        write(correct(profile_for(package(priced(hw)), file), priced(hw), "zb-h1", truth), file)
+        assert (Hardware.load(file).name, asdict(Hardware.load(file).measured_ratio)) == (
+            "hw2", pytest.approx(asdict(truth), rel=1e-3)
+        )  # fmt: skip
+    again = priced(Hardware.load(file))
+    assert again.plan["hardware"] == "hw2"
+    third = tmp_path / "hw3.json"
+    for target in (file, third):
+        twice = correct(profile_for(package(again), target), again, "zb-h1", Ratio(3.0, 3.0, 3.0))
+        assert twice.name == target.stem
+        assert asdict(twice.measured_ratio) == pytest.approx(asdict(Ratio(3.0, 3.0, 3.0)), rel=1e-3)
+
+
+@pytest.mark.parametrize("balance", ["measured", "parameters"])
+def test_nothing_to_correct(cpu: tuple[Hardware, Manifest], tmp_path: Path, balance: str) -> None:
+    with pytest.raises(PipegraphError, match="No profile predicted this package's times"):
+        profile_for(package(cpu[1], balance=balance), tmp_path / "mine.json")
+
+
+def test_a_profile_that_is_not_found(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
+    file = tmp_path / "hw2.json"
+    with pytest.raises(PipegraphError) as raised:
+        profile_for(package(cpu[1], hardware="hw"), file)
+    assert str(raised.value).splitlines() == [
+        'The package was priced with the profile "hw", and its file is not found: there is no hw.json or '
+        f"{tmp_path}/hw.json that holds it, and pipegraph has none of that name.",
+        f"Try: pipegraph run out --steps 5 --hardware PATH/TO/hw.json --recalibrate {file}",
+    ]
+
+
+def test_another_profile(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
+    h100 = Hardware.load("h100")
+    file = write(h100, tmp_path / "mine.json")
+    for given in (None, cpu[0]):
+        with pytest.raises(
+            PipegraphError, match=r'mine.json holds the profile "h100" .*\s.*cpu-corrected\.json, a new'
+        ):
+            profile_for(package(cpu[1]), file, given)
+    with pytest.raises(PipegraphError, match='priced with the profile "cpu", and --hardware is "h100"'):
+        profile_for(package(cpu[1]), tmp_path / "new.json", h100)
+    with pytest.raises(PipegraphError, match=r'pipegraph has a profile "h100" of its own.\nTry: .*/h100-here.json'):
+        profile_for(package(cpu[1]), tmp_path / "h100.json")
+
+
+@pytest.mark.parametrize("name", ["victim.py", "cpu", "data.json"])
+@pytest.mark.parametrize("named", [False, True])
+def test_nothing_but_a_profile_is_overwritten(
+    cpu: tuple[Hardware, Manifest], tmp_path: Path, name: str, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text('{"precious": 1}')
+    with pytest.raises(PipegraphError, match=f"{name} is there, is no hardware profile, and is not overwritten"):
+        profile_for(package(cpu[1]), Path(name), cpu[0] if named else None)
+
+
+def test_ratios_and_where_stages_disagree(cpu: tuple[Hardware, Manifest]) -> None:
+    hardware, manifest = cpu
+    assert ratios(replace(hardware, measured_ratio=Ratio(2.44, 15.13, 0.5))) == "F × 2.4, I × 15, W × 0.5"
+    measured = took(manifest, "1f1b")
+    schedule = build("1f1b", 2, 4)
+    for factor, expected in (
+        (1.9, []),
+        (3.0, ["F took 1 times what was predicted in stage 0, and 3 times in stage 1"]),
+    ):
+        times = {**measured.times, (1, Kind.F): factor * measured.times[1, Kind.F]}
+        lines = list(uneven(beside(manifest, schedule, replace(measured, times=times))))
+        assert [line.partition(":")[0] for line in lines] == expected
