@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipegraph import schedule as schedule
     from pipegraph.codegen.package_writer import write_package
     from pipegraph.graph.capture import capture
-    from pipegraph.graph.split_points import SplitPoint
+    from pipegraph.graph.partition.split_points import SplitPoint
     from pipegraph.planner.plan import plan
     from pipegraph.runtime.pipeline import Pipeline
     from pipegraph.workflows.profile import profile
@@ -51,7 +51,7 @@ __all__ = [
 # Where each name that is loaded on first use is defined; `schedule` is a package of ours, found by its own name.
 _DEFINED_IN = {
     "Pipeline": "pipegraph.runtime.pipeline",
-    "SplitPoint": "pipegraph.graph.split_points",
+    "SplitPoint": "pipegraph.graph.partition.split_points",
     "capture": "pipegraph.graph.capture",
     "plan": "pipegraph.planner.plan",
     "profile": "pipegraph.workflows.profile",

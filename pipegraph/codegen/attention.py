@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipegraph.codegen.literals import literal
 from pipegraph.errors import CaptureError
-from pipegraph.graph.call_tree import Call
+from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.capture import capture
 from pipegraph.graph.captured import Captured
 
@@ -64,7 +64,7 @@ class Attentions:
         self._captured = captured
         self._found: dict[object, Arguments | None] = {}
 
-    def arguments(self, call: Call, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> Arguments | None:
+    def arguments(self, call: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> Arguments | None:
         """The arguments with which the module of ``call`` does what the call did; None where it is no attention of
         torch's, or none are found (the call is cut in two, or was simplified)."""
         module = self._captured.modules[call.fqn].module

@@ -11,7 +11,7 @@ from torch import nn
 from pipegraph.codegen.literals import literal
 from pipegraph.codegen.names import attribute, is_number, is_plain, literal_text
 from pipegraph.codegen.periods import told_apart
-from pipegraph.graph.captured import State
+from pipegraph.graph.captured import StateEntry
 
 # A row of modules with two constructors is listed up to this length.
 _LISTED = 4
@@ -24,7 +24,7 @@ class Tree:
     ``model_class`` for the container of ``torch.nn`` that the model has there, if it is one."""
 
     children: dict[str, Tree | str] = field(default_factory=dict)
-    state: dict[str, State] = field(default_factory=dict)
+    state: dict[str, StateEntry] = field(default_factory=dict)
     is_class: bool = False
     model_class: type[nn.Module] | None = None
 
@@ -62,7 +62,7 @@ class Tree:
 
 
 def build_tree(
-    constructors: Mapping[str, str], state: Mapping[str, State], module_at: Callable[[str], nn.Module | None]
+    constructors: Mapping[str, str], state: Mapping[str, StateEntry], module_at: Callable[[str], nn.Module | None]
 ) -> Tree:
     """Arrange constructors and state by their names relative to the class; ``module_at`` gives the model's own module
     of a name."""
@@ -157,7 +157,7 @@ def _each(numbers: Sequence[int], constructors: Sequence[str]) -> str | None:
     return f"{test[1]} if {test[0].format('i')} else {other}"
 
 
-def _state(owner: str, name: str, entry: State) -> str:
+def _state(owner: str, name: str, entry: StateEntry) -> str:
     sizes = ", ".join(map(str, entry.shape)) if entry.shape else "()"
     dtype = "" if entry.dtype == torch.float32 else f", dtype={literal(entry.dtype)}"
     tensor = f"torch.empty({sizes}{dtype})"

@@ -22,11 +22,12 @@ from pipegraph.codegen.regions import common_regions
 from pipegraph.codegen.roll_loops import roll
 from pipegraph.codegen.source_statements import Origins
 from pipegraph.codegen.words import Words
-from pipegraph.graph.call_arguments import handed, in_order, returned
-from pipegraph.graph.call_tree import Call, call_tree
-from pipegraph.graph.captured import Captured, State, path_of
-from pipegraph.graph.segments import opened_calls
-from pipegraph.graph.stages import StageGraph, local_name
+from pipegraph.graph.call_tree import CallTree, call_tree
+from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.export.call_arguments import argument_place, result_place, sorted_by_place
+from pipegraph.graph.nodes import path_of
+from pipegraph.graph.partition.segments import opened_calls
+from pipegraph.graph.partition.stages import StageGraph, local_name
 
 # A call without state is written where it is if it has no more operations than this, or is only a part of one.
 _SMALL = 2
@@ -72,7 +73,7 @@ class Blocks:
         self,
         inside: _Inside,
         prefix: str,
-        items: Sequence[fx.Node | Call],
+        items: Sequence[fx.Node | CallTree],
         inputs: Sequence[fx.Node],
         outputs: Sequence[fx.Node],
         regions: int,
@@ -108,7 +109,7 @@ class Blocks:
         return module.module if module is not None else None
 
     def _items(
-        self, inside: _Inside, prefix: str, items: Iterable[fx.Node | Call], inlined: frozenset[str]
+        self, inside: _Inside, prefix: str, items: Iterable[fx.Node | CallTree], inlined: frozenset[str]
     ) -> list[Item]:
         """Operations and calls in order; what cannot be a call of its own is spread out."""
         made: list[Item] = []
@@ -122,7 +123,7 @@ class Blocks:
             made += [call] if call is not None else self._items(inside, prefix, item.items, inlined)
         return made
 
-    def _call(self, inside: _Inside, prefix: str, call: Call) -> ModuleCall | None:
+    def _call(self, inside: _Inside, prefix: str, call: CallTree) -> ModuleCall | None:
         """A call of a torch.nn module, or of a class that is written for it; None for what is better spread out."""
         nodes = tuple(call.nodes())
         reads, makes = self._reads(call, nodes), _makes(inside, call, nodes)
@@ -148,7 +149,7 @@ class Blocks:
         return ModuleCall(call.fqn, text, model_class, reads, makes, nodes, modules | {call.fqn})
 
     def _attention(
-        self, call: Call, arguments: Arguments, reads: tuple[fx.Node, ...], makes: tuple[fx.Node, ...]
+        self, call: CallTree, arguments: Arguments, reads: tuple[fx.Node, ...], makes: tuple[fx.Node, ...]
     ) -> ModuleCall:
         """A call of torch's own ``nn.MultiheadAttention``."""
         module = self._captured.modules[call.fqn].module
@@ -162,7 +163,7 @@ class Blocks:
     def _sequential(
         self,
         inside: _Inside,
-        call: Call,
+        call: CallTree,
         nodes: Sequence[fx.Node],
         reads: tuple[fx.Node, ...],
         makes: tuple[fx.Node, ...],
@@ -199,7 +200,7 @@ class Blocks:
 
     def _subclass(
         self,
-        call: Call,
+        call: CallTree,
         nodes: Sequence[fx.Node],
         children: tuple[str, ...],
         reads: tuple[fx.Node, ...],
@@ -227,7 +228,7 @@ class Blocks:
             self._by_structure[structure] = make(unused_class(class_name(name), taken))
         return self._by_structure[structure]
 
-    def _reads(self, call: Call, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    def _reads(self, call: CallTree, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
         """Values from outside, in the order in which the module takes them, or else reads them; its own state is
         none."""
         inner = set(nodes)
@@ -237,12 +238,12 @@ class Blocks:
             for node in read
             if node.op != "get_attr" or not any(is_within(name, call.fqn) for name in self._names[str(node.target)])
         ]
-        return in_order(foreign, (handed(node, call.call) for node in foreign))
+        return sorted_by_place(foreign, (argument_place(node, call.call) for node in foreign))
 
     def _class(
         self,
         inside: _Inside,
-        call: Call,
+        call: CallTree,
         nodes: Sequence[fx.Node],
         reads: tuple[fx.Node, ...],
         makes: tuple[fx.Node, ...],
@@ -269,7 +270,7 @@ class Blocks:
         )
         return source, modules_of(scope, tree)
 
-    def _silent_leaves(self, prefix: str, state: dict[str, State], constructors: dict[str, str]) -> dict[str, str]:
+    def _silent_leaves(self, prefix: str, state: dict[str, StateEntry], constructors: dict[str, str]) -> dict[str, str]:
         """torch.nn modules whose weights are read although the module is not called (an attention's ``out_proj``)."""
         found: dict[str, str] = {}
         for name in state:
@@ -324,7 +325,7 @@ def modules_of(scope: Scope, tree: Tree) -> frozenset[str]:
     return frozenset(f"{prefix}{path}" for path in paths(tree)).union(*map(modules_in, scope.items))
 
 
-def _makes(inside: _Inside, call: Call, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+def _makes(inside: _Inside, call: CallTree, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     """Values that something outside a call reads, in the order in which its module returns them, or else makes them."""
     inner = set(nodes)
     made = [
@@ -332,7 +333,7 @@ def _makes(inside: _Inside, call: Call, nodes: Sequence[fx.Node]) -> tuple[fx.No
         for node in nodes
         if node in inside.outputs or any(user in inside.nodes and user not in inner for user in node.users)
     ]
-    return in_order(made, (returned(node, call.call) for node in made))
+    return sorted_by_place(made, (result_place(node, call.call) for node in made))
 
 
 def _numbers(module: nn.Module) -> dict[str, str]:

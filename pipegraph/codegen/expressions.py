@@ -12,7 +12,7 @@ from torch import fx
 
 from pipegraph.codegen.expression import ATOM, Expression, Writer
 from pipegraph.codegen.operator_spellings import FORMS
-from pipegraph.graph.captured import on_meta
+from pipegraph.graph.nodes import on_meta
 
 # What Python's numbers become, and float32 as in every other constructor of a package.
 _USUAL_DTYPES = (torch.float32, torch.int64, torch.bool)

@@ -17,11 +17,11 @@ from pipegraph.codegen.names import prose, unused, variable
 from pipegraph.codegen.source import render_blocks, render_init, render_stage, render_weights
 from pipegraph.codegen.stage_class import stage_class
 from pipegraph.codegen.weights import shard_name, shard_plan
-from pipegraph.graph.captured import label_of
-from pipegraph.graph.checkpoint_names import checkpoint_names
 from pipegraph.graph.index_bounds import index_bound
+from pipegraph.graph.nodes import label_of
+from pipegraph.graph.partition.stages import Boundary, tensor_of
+from pipegraph.graph.sources.checkpoint_names import checkpoint_names
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.graph.stages import Boundary, tensor_of
 from pipegraph.package import Buffer, Manifest, StageEntry, Value
 from pipegraph.planner.plan import Plan
 from pipegraph.version import __version__

@@ -10,7 +10,7 @@ from torch import fx
 
 from pipegraph.codegen.attention import Arguments
 from pipegraph.codegen.names import outer_names
-from pipegraph.graph.captured import State
+from pipegraph.graph.captured import StateEntry
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +166,6 @@ class Scope:
     items: tuple[Item, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
-    state: dict[str, State]
+    state: dict[str, StateEntry]
     names: dict[fx.Node, str]
     regions: int = 0

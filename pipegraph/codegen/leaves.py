@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from pipegraph.codegen.literals import literal
-from pipegraph.graph.call_tree import Call
+from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.captured import Captured
 
 # A constructor argument that the module keeps under no attribute, or changes: how to read it back.
@@ -126,7 +126,7 @@ class Leaves:
         self._captured = captured
         self._tried: dict[object, bool] = {}
 
-    def constructor(self, call: Call, read: Sequence[fx.Node], made: Sequence[fx.Node]) -> str | None:
+    def constructor(self, call: CallTree, read: Sequence[fx.Node], made: Sequence[fx.Node]) -> str | None:
         """The constructor of the module that ``call`` ran, if the call is no more than ``module(x)``.
 
         Args:

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from pipegraph.graph.call_arguments import names_handed, returned
-from pipegraph.graph.captured import Captured, path_of
-from pipegraph.graph.passes.buffer_casts import FOLLOWS
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.export.call_arguments import parameter_names, result_place
+from pipegraph.graph.nodes import path_of
+from pipegraph.graph.passes.buffer_casts import FOLLOWS_BUFFER
 
 _TORCH = str(Path(torch.__file__).parent)
 # Layers of torch.nn that become classes of their own are written with the names of torch's source.
@@ -64,7 +65,7 @@ class Origins:
         """What the innermost ``forward`` calls a value."""
         chain = self.of_operation(node)
         targets = chain[-1].targets if chain else ()
-        if not targets and FOLLOWS in node.meta and isinstance(node.args[0], fx.Node):
+        if not targets and FOLLOWS_BUFFER in node.meta and isinstance(node.args[0], fx.Node):
             return self.own_name(node.args[0])  # ``return cos.to(x.dtype)``
         if node.target is operator.getitem and len(targets) == len(node.args[0].meta["val"]):  # type: ignore[union-attr]
             return targets[int(node.args[1])]  # type: ignore[arg-type]
@@ -74,7 +75,7 @@ class Origins:
         """What the caller of a module calls one of several values that the module returns:
         ``_, weights, chosen = self.router(x)``."""
         call = next((call for call, inner in path_of(node) if inner == fqn), None)
-        place = returned(node, call) if call is not None else None
+        place = result_place(node, call) if call is not None else None
         chain = self.of_call(fqn, node)
         if place is None or place.index is None or not chain or not 1 < len(chain[-1].targets) == place.count:
             return None
@@ -83,7 +84,7 @@ class Origins:
 
     def taken_as(self, node: fx.Node, name: str) -> str | None:
         """What a ``forward`` of the model's own that takes a value as an argument calls it, other than ``name``."""
-        for fqn, parameter in names_handed(node):
+        for fqn, parameter in parameter_names(node):
             module = self._captured.modules.get(fqn)
             own = module is not None and not type(module.module).forward.__module__.startswith("torch.nn")
             if own and parameter != name:

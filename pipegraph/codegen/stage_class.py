@@ -15,7 +15,7 @@ from pipegraph.codegen.literals import type_text
 from pipegraph.codegen.names import is_plain, literal_text, prose, unused, variable
 from pipegraph.cost.stage import StageCost
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.stages import StageGraph
+from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.planner.listing import stage_modules
 from pipegraph.planner.plan import Plan
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from pipegraph.errors import PackageError
-from pipegraph.graph.captured import Captured, State
-from pipegraph.graph.stages import StageGraph
+from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.package import WEIGHTS_INDEX, Package
 from pipegraph.progress import counted
 
@@ -39,7 +39,7 @@ def shard_name(stage: int, stages: int) -> str:
     return f"stage-{stage:05}-of-{stages:05}.safetensors"
 
 
-def _is_value(entry: State) -> bool:
+def _is_value(entry: StateEntry) -> bool:
     return entry.kind != "parameter"
 
 

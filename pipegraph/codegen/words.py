@@ -11,9 +11,9 @@ from torch import fx
 from pipegraph.codegen.class_source import signature
 from pipegraph.codegen.names import prose, unused, variable
 from pipegraph.codegen.source_statements import Origins
-from pipegraph.graph.call_arguments import handed
-from pipegraph.graph.call_tree import Call
+from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.export.call_arguments import argument_place
 
 _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.type_as.default)
 
@@ -31,11 +31,11 @@ class Words:
         self._opened = opened
         self.returned_together: set[fx.Node] = set()
 
-    def parameters(self, call: Call, reads: Sequence[fx.Node]) -> list[str]:
+    def parameters(self, call: CallTree, reads: Sequence[fx.Node]) -> list[str]:
         """Names for the arguments of ``forward``: the module's own for what it was handed, else the values' names."""
         names: list[str] = []
         for node in reads:
-            place = handed(node, call.call)
+            place = argument_place(node, call.call)
             wanted = place.name if place is not None and place.name else self.value_name(node)
             names.append(unused(variable(wanted or "x", "x"), names))
         return names
@@ -62,12 +62,12 @@ class Words:
         operation = node.target._opname.strip("_") if isinstance(node.target, torch._ops.OpOverload) else "x"
         return default or operation
 
-    def is_whole(self, call: Call) -> bool:
+    def is_whole(self, call: CallTree) -> bool:
         """Whether a stage holds all operations of a call."""
         return len(list(call.nodes())) == self._captured.operations_of[call.call]
 
     def docstring(
-        self, call: Call, parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
+        self, call: CallTree, parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
     ) -> str:
         """What a class is, where it stands in the model, and the shapes that it takes and gives there."""
         module = self._captured.modules[call.fqn]

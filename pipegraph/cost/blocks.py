@@ -22,7 +22,8 @@ from pipegraph.cost.attention import fused_attention
 from pipegraph.cost.chain import Chain
 from pipegraph.cost.module import Piece, PieceModule, empty_like_value, piece_of
 from pipegraph.cost.outputs import mean_square
-from pipegraph.graph.captured import Captured, label_of
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.nodes import label_of
 from pipegraph.kernels import Loss, internals
 from pipegraph.kernels.compilers import compiler, options
 from pipegraph.kernels.derivative import Derivative

@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 from pipegraph.cost.stage import flops_of, value_bytes
-from pipegraph.graph.captured import Captured, path_of
-from pipegraph.graph.replicated_values import made_again, parameter_free
-from pipegraph.graph.split_points import Point, SplitPoint
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.nodes import path_of
+from pipegraph.graph.partition.replicated_values import parameter_free, replication_of
+from pipegraph.graph.partition.split_points import Point, SplitPoint
 
 # A cut inside a layer that carries more than this many times what lighter cuts before and behind it carry is left out.
 _HEAVIER = 2
@@ -172,7 +173,7 @@ class _Crossing:
         bytes_, gradients, illegal = ([0] * (self._end + 2) for _ in range(3))
         for start, node in enumerate(captured.nodes):
             stop = self._last(node.users, start)
-            if stop > start and not made_again(captured, node):
+            if stop > start and not replication_of(captured, node):
                 if isinstance(node.meta["val"], torch.Tensor):
                     _span(bytes_, start, stop, value_bytes(node))
                     _span(gradients, start, stop, value_bytes(node) if node.meta["requires_grad"] else 0)

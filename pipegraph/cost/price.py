@@ -20,7 +20,8 @@ from pipegraph.cost.segment import SegmentCost
 from pipegraph.cost.state import buffer_bytes, parameter_bytes
 from pipegraph.cost.weights import begins_of_type, first_uses
 from pipegraph.errors import PlanError, nearest
-from pipegraph.graph.captured import Captured, State, path_of
+from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.nodes import path_of
 
 UNITS = {
     "time": "s",
@@ -186,7 +187,7 @@ def _alike(weight: float) -> Times:
     return weight, weight, weight
 
 
-def _numel(state: Iterable[State]) -> int:
+def _numel(state: Iterable[StateEntry]) -> int:
     return sum(entry.numel for entry in state if entry.kind == "parameter")
 
 

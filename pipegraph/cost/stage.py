@@ -11,7 +11,8 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipegraph.cost.state import buffer_bytes, parameter_bytes
-from pipegraph.graph.captured import State, on_meta
+from pipegraph.graph.captured import StateEntry
+from pipegraph.graph.nodes import on_meta
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class StageCost:
 
 
 def stage_cost(
-    nodes: Iterable[fx.Node], state: Iterable[State], received: Iterable[fx.Node], sent: Iterable[fx.Node]
+    nodes: Iterable[fx.Node], state: Iterable[StateEntry], received: Iterable[fx.Node], sent: Iterable[fx.Node]
 ) -> StageCost:
     """Add up a stage. Operations are counted by torch's own registry (``torch.utils.flop_counter``)."""
     held = {entry.canonical: entry for entry in state}.values()

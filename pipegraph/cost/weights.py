@@ -10,7 +10,8 @@ from torch import fx
 
 from pipegraph.cost.chain import Chain
 from pipegraph.errors import PlanError, nearest
-from pipegraph.graph.captured import Captured, State, path_of
+from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.nodes import path_of
 
 
 def begins_of_type(captured: Captured, pattern: str) -> list[int]:
@@ -52,7 +53,7 @@ def _no_match(captured: Captured, pattern: str) -> PlanError:
     return PlanError(f"{what}.{nearest(pattern, types)}\nTry: a pattern that matches one of {', '.join(types)}.")
 
 
-def first_uses(chain: Chain, segments: Sequence[Sequence[fx.Node]]) -> list[list[State]]:
+def first_uses(chain: Chain, segments: Sequence[Sequence[fx.Node]]) -> list[list[StateEntry]]:
     """The parameters, buffers and constants of each segment, given the state that it reads: what several read where it
     is used first."""
     seen: set[str] = set()

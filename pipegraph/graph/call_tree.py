@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from pipegraph.graph.captured import path_of
+from pipegraph.graph.nodes import path_of
 
 
 @dataclass
-class Call:
+class CallTree:
     """One call of a module: the operations of its ``forward`` and the calls it makes, in order.
 
     ``call`` tells two calls of one module apart; ``fqn`` names the module, "" the model itself.
@@ -19,31 +19,31 @@ class Call:
 
     call: str
     fqn: str
-    items: list[fx.Node | Call] = field(default_factory=list)
+    items: list[fx.Node | CallTree] = field(default_factory=list)
 
     def nodes(self) -> Iterator[fx.Node]:
         """All operations of the call, those of inner calls included, in order."""
         for item in self.items:
-            if isinstance(item, Call):
+            if isinstance(item, CallTree):
                 yield from item.nodes()
             else:
                 yield item
 
-    def descendants(self) -> Iterator[Call]:
+    def descendants(self) -> Iterator[CallTree]:
         """All calls inside, however deep."""
         for call in self.calls():
             yield call
             yield from call.descendants()
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[CallTree]:
         """The calls that this one makes itself."""
-        return (item for item in self.items if isinstance(item, Call))
+        return (item for item in self.items if isinstance(item, CallTree))
 
 
-def call_tree(nodes: Sequence[fx.Node]) -> Call:
+def call_tree(nodes: Sequence[fx.Node]) -> CallTree:
     """Nest ``nodes`` by the module calls they ran in. A call that a run of operations holds only in part is in the tree
     with that part."""
-    root = Call(call="", fqn="")
+    root = CallTree(call="", fqn="")
     stack = [root]
     for node in nodes:
         path = path_of(node)
@@ -52,7 +52,7 @@ def call_tree(nodes: Sequence[fx.Node]) -> Call:
             depth += 1
         del stack[depth + 1 :]
         for call, fqn in path[depth:]:
-            inner = Call(call=call, fqn=fqn)
+            inner = CallTree(call=call, fqn=fqn)
             stack[-1].items.append(inner)
             stack.append(inner)
         stack[-1].items.append(node)

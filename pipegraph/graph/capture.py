@@ -12,16 +12,17 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pipegraph.errors import CaptureError
-from pipegraph.graph.call_arguments import plain
-from pipegraph.graph.captured import Captured, Module, State, label_of
-from pipegraph.graph.export import export, export_in
-from pipegraph.graph.flatten import flatten
-from pipegraph.graph.mode_comparison import runs_alike
-from pipegraph.graph.passes.buffer_casts import follow_buffers
-from pipegraph.graph.passes.mode_flags import differs_by_mode, follow_modes
+from pipegraph.graph.captured import Captured, ModuleEntry, StateEntry
+from pipegraph.graph.export.call_arguments import plain_containers
+from pipegraph.graph.export.flatten import flatten
+from pipegraph.graph.export.mode_comparison import same_in_both_modes
+from pipegraph.graph.export.torch_export import export, export_in
+from pipegraph.graph.nodes import label_of
+from pipegraph.graph.partition.segments import find_segments
+from pipegraph.graph.passes.buffer_casts import tie_casts_to_buffers
+from pipegraph.graph.passes.mode_flags import mark_mode_differences, may_differ_by_mode
 from pipegraph.graph.passes.simplify import simplify
-from pipegraph.graph.passes.view_layouts import loosen_views
-from pipegraph.graph.segments import find_segments
+from pipegraph.graph.passes.view_layouts import relax_attention_views
 from pipegraph.progress import counted
 
 _TORCH = Path(torch.__file__).parent
@@ -56,15 +57,15 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     exported, training = export(model, args, kwargs)
     next(phases)
     graph = flatten(exported, state, tensors)
-    follow_buffers(graph, state)
+    tie_casts_to_buffers(graph, state)
     simplify(graph)
     next(phases)
-    if training and differs_by_mode(graph, modules):
-        alike = runs_alike(model, args, kwargs)
+    if training and may_differ_by_mode(graph, modules):
+        alike = same_in_both_modes(model, args, kwargs)
         other = graph if alike else _in_evaluation(model, args, kwargs, state, tensors)
         if other is not None:
-            follow_modes(graph, other, modules)
-    loosen_views(graph)
+            mark_mode_differences(graph, other, modules)
+    relax_attention_views(graph)
     next(phases)
     inputs, constants = _inputs(exported, args, kwargs)
     captured = Captured(
@@ -86,7 +87,7 @@ def _in_evaluation(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    state: dict[str, State],
+    state: dict[str, StateEntry],
     tensors: dict[str, torch.Tensor],
 ) -> fx.Graph | None:
     """The graph of the model in evaluation mode; None where that cannot be traced."""
@@ -96,14 +97,14 @@ def _in_evaluation(
         graph = flatten(exported, state, dict(tensors))
     except Exception:  # the mode that the stages follow was captured; this one is only compared with it
         return None
-    follow_buffers(graph, state)
+    tie_casts_to_buffers(graph, state)
     simplify(graph)
     return graph
 
 
-def _state(model: nn.Module) -> tuple[dict[str, State], dict[str, torch.Tensor]]:
+def _state(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.Tensor]]:
     """Every parameter and buffer under every name it has, in the order of ``state_dict()``."""
-    state: dict[str, State] = {}
+    state: dict[str, StateEntry] = {}
     tensors: dict[str, torch.Tensor] = {}
     first_name: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -113,7 +114,7 @@ def _state(model: nn.Module) -> tuple[dict[str, State], dict[str, torch.Tensor]]
                     continue
                 fqn = f"{prefix}.{name}" if prefix else name
                 tensors[fqn] = tensor.detach()
-                state[fqn] = State(
+                state[fqn] = StateEntry(
                     fqn=fqn,
                     kind=kind,
                     shape=tuple(tensor.shape),
@@ -125,10 +126,10 @@ def _state(model: nn.Module) -> tuple[dict[str, State], dict[str, torch.Tensor]]
     return state, tensors
 
 
-def _modules(model: nn.Module) -> dict[str, Module]:
+def _modules(model: nn.Module) -> dict[str, ModuleEntry]:
     sources = {cls: _where_written(cls) for cls in {type(module) for module in model.modules()}}  # it reads whole files
     return {
-        fqn: Module(
+        fqn: ModuleEntry(
             fqn=fqn,
             class_name=type(module).__name__,
             training=module.training,
@@ -172,7 +173,7 @@ def _inputs(
                 )
             constants[name] = leaf
         labels.append(name)
-    nested = plain(pytree.tree_unflatten(labels, spec))
+    nested = plain_containers(pytree.tree_unflatten(labels, spec))
     return (tuple(nested[0]), nested[1]), constants
 
 
@@ -191,4 +192,4 @@ def _outputs(graph: fx.Graph, exported: torch.export.ExportedProgram) -> Any:
             )
     spec = exported.call_spec.out_spec
     assert spec is not None
-    return plain(pytree.tree_unflatten(leaves, spec))
+    return plain_containers(pytree.tree_unflatten(leaves, spec))

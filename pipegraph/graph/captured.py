@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
-_FRAME = re.compile(r'File "(.*)", line (\d+), in ')
+from pipegraph.graph.nodes import path_of
 
 
 @dataclass(frozen=True)
-class State:
+class StateEntry:
     """A parameter, buffer or constant of the model.
 
     Attributes:
@@ -44,7 +42,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Module:
+class ModuleEntry:
     """A module of the captured model: its name there, its class, its mode, and where its class is written."""
 
     fqn: str
@@ -92,9 +90,9 @@ class Captured:
     kwargs: dict[str, Any]
     outputs: Any
     constants: dict[str, Any]
-    state: dict[str, State] = field(repr=False)
+    state: dict[str, StateEntry] = field(repr=False)
     tensors: dict[str, torch.Tensor] = field(repr=False)
-    modules: dict[str, Module] = field(repr=False)
+    modules: dict[str, ModuleEntry] = field(repr=False)
     training: bool = True
     segments: tuple[Segment, ...] = ()
 
@@ -135,38 +133,3 @@ class Captured:
 
 def split_point(fqn: str, side: str) -> None:
     """Marks on a graph where a stage begins; it computes nothing."""
-
-
-def label_of(node: fx.Node) -> str:
-    """The name of a node in ``Captured.args``, ``kwargs`` and ``outputs``: that of the model's argument for an input
-    (the node's own name may differ, where the argument is called ``torch``)."""
-    return str(node.target) if node.op == "placeholder" else node.name
-
-
-def on_meta(node: fx.Node) -> Any:
-    """An empty stand-in on the meta device for a value (or for the tensors of a tuple), to try an operation on."""
-
-    def empty(value: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-    return pytree.tree_map_only(torch.Tensor, empty, node.meta.get("val"))
-
-
-def source_line(node: fx.Node) -> str:
-    """``model.py:12: h = h.nonzero()``: the line of the model's source that ran an operation; empty if unknown."""
-    return innermost_line(str(node.meta.get("stack_trace") or ""))
-
-
-def innermost_line(stack_trace: str) -> str:
-    """The innermost frame of a trace as ``file:line: text``."""
-    lines = [line.strip() for line in stack_trace.splitlines() if line.strip()]
-    frames = [(position, match) for position, line in enumerate(lines) if (match := _FRAME.match(line))]
-    if not frames:
-        return ""
-    position, match = frames[-1]
-    return f"{match[1]}:{match[2]}: {' '.join(lines[position + 1 :])}"
-
-
-def path_of(node: fx.Node) -> tuple[tuple[str, str], ...]:
-    """The module calls that ``node`` ran in, outermost first, the model itself left out: (call, FQN)."""
-    return node.meta.get("path", ())

@@ -14,7 +14,7 @@ from pipegraph.cost.link import Link
 from pipegraph.cost.measure import Setting
 from pipegraph.cost.price import price
 from pipegraph.errors import PlanError
-from pipegraph.graph.captured import Captured, State
+from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.kernels.threads import threads_per_rank
 from pipegraph.planner.arguments import check_balance, check_number, check_recompute
 from pipegraph.planner.costs import Costs
@@ -128,7 +128,7 @@ class Aim:
             return
         most = max(self.memory_bytes) if isinstance(self.memory_bytes, Sequence) else self.memory_bytes
 
-        def held_for(entry: State) -> float:
+        def held_for(entry: StateEntry) -> float:
             return entry.numel * entry.dtype.itemsize * (self.state_factor if entry.requires_grad else 1.0)
 
         largest = max(parameters, key=held_for)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pipegraph.graph.split_points import Point
+from pipegraph.graph.partition.split_points import Point
 from pipegraph.planner.aim import Aim
 from pipegraph.planner.costs import Costs
 from pipegraph.planner.evaluate import memory_of, seconds_of, times_of

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipegraph.graph.call_tree import Call, call_tree
+from pipegraph.graph.call_tree import CallTree, call_tree
 from pipegraph.graph.captured import Captured, split_point
-from pipegraph.graph.segments import holds_parameter, whole_calls
-from pipegraph.graph.split_points import SplitPoint
-from pipegraph.graph.stages import StageGraph
+from pipegraph.graph.partition.segments import holds_parameter, whole_calls
+from pipegraph.graph.partition.split_points import SplitPoint
+from pipegraph.graph.partition.stages import StageGraph
 
 
 def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
@@ -23,11 +23,11 @@ def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
     return [_range(run) for run in _runs(listed)] or ["operations of the model itself"]
 
 
-def _whole(captured: Captured, root: Call, begins: str | None) -> Iterator[str]:
+def _whole(captured: Captured, root: CallTree, begins: str | None) -> Iterator[str]:
     """FQNs of the calls that stay whole and hold parameters, or are that of the module at which the stage begins; of a
     call that was cut, those of the calls inside."""
 
-    def parts(call: Call) -> Iterator[Call]:
+    def parts(call: CallTree) -> Iterator[CallTree]:
         inner = list(call.calls())
         if not inner or len(list(call.nodes())) == captured.operations_of[call.call]:
             yield call

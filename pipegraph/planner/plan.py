@@ -15,8 +15,8 @@ from pipegraph.cost.price import Priced
 from pipegraph.cost.stage import StageCost, stage_cost
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.split_points import Point, SplitPoint, locate, mark
-from pipegraph.graph.stages import Boundary, StageGraph, boundaries, divide
+from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark
+from pipegraph.graph.partition.stages import Boundary, StageGraph, boundaries, divide_into_stages
 from pipegraph.planner.aim import Aim
 from pipegraph.planner.arguments import UNIFORM, ArgumentError, check_number, memory_limits
 from pipegraph.planner.choose import Choice, choose, given, settle
@@ -170,7 +170,7 @@ def plan_of(choice: Choice) -> Plan:
 
 def _cut(captured: Captured, points: Sequence[Point], starts: Sequence[int]) -> Plan:
     marked = mark(captured, points, starts)
-    divided = divide(marked)
+    divided = divide_into_stages(marked)
     crossing = boundaries(marked, divided)
     costs = tuple(_cost(marked, stage, crossing) for stage in divided)
     return Plan(captured=marked, points=tuple(points), stages=divided, boundaries=crossing, costs=costs)

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import pipegraph
-from pipegraph.graph.call_arguments import handed, returned
-from pipegraph.graph.captured import path_of
+from pipegraph.graph.export.call_arguments import argument_place, result_place
+from pipegraph.graph.nodes import path_of
 
 
 @dataclass
@@ -75,8 +75,8 @@ def seen(model: nn.Module, name: str = "inner") -> tuple[dict[str, Any], dict[st
     captured = pipegraph.capture(model, (torch.rand(3) + 1,))
     calls = {each for node in captured.nodes for each, _ in path_of(node)}
     (call,) = [each for each in calls if each.endswith(name)]
-    taken = {_operation(node): place for node in captured.nodes if (place := handed(node, call))}
-    given = {_operation(node): place for node in captured.nodes if (place := returned(node, call))}
+    taken = {_operation(node): place for node in captured.nodes if (place := argument_place(node, call))}
+    given = {_operation(node): place for node in captured.nodes if (place := result_place(node, call))}
     return (
         {name: (place.order, place.name) for name, place in taken.items()},
         {name: (place.order, place.index, place.count) for name, place in given.items()},

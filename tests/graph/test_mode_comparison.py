@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipegraph import capture
 from pipegraph.graph import capture as module_of_capture
-from pipegraph.graph.mode_comparison import runs_alike
+from pipegraph.graph.export.mode_comparison import same_in_both_modes
 
 X = (torch.randn(2, 4),)
 
@@ -33,17 +33,17 @@ class Asks(nn.Module):
 
 @pytest.mark.parametrize(("p", "alike"), [(0.0, True), (0.5, False)])
 def test_modes_are_alike_where_the_same_operations_run(p: float, alike: bool) -> None:
-    assert runs_alike(Asks(p), X, {}) == alike
+    assert same_in_both_modes(Asks(p), X, {}) == alike
 
 
 def test_a_dropout_of_nothing_is_the_same_in_both_modes() -> None:
-    assert runs_alike(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), X, {})
+    assert same_in_both_modes(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), X, {})
 
 
 def test_the_model_is_left_as_it_was() -> None:
     model = Asks(0.0).eval()
     parameters = model._parameters
-    runs_alike(model, X, {})
+    same_in_both_modes(model, X, {})
     assert model.last is None and model.made == [] and not model.training
     assert model._parameters is parameters and type(model.linear.weight) is nn.Parameter
 
@@ -65,7 +65,7 @@ def test_what_cannot_run_without_values_is_not_alike() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else -x
 
-    assert not runs_alike(Branches(), X, {})
+    assert not same_in_both_modes(Branches(), X, {})
 
 
 class Alike(nn.Module):

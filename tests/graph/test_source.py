@@ -11,7 +11,7 @@ from torch import nn
 
 from pipegraph.errors import SourceError
 from pipegraph.graph.sources.load import load
-from pipegraph.graph.sources.meta_parameters import empty_parameters
+from pipegraph.graph.sources.model_source import parameters_on_meta
 
 HEAD = "import torch\nfrom torch import nn\n"
 
@@ -67,7 +67,7 @@ def test_an_error_names_the_line_of_the_file(tmp_path: Path) -> None:
 
 
 def test_empty_parameters_keep_buffers_and_ties() -> None:
-    with empty_parameters():
+    with parameters_on_meta():
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
         model[2].weight = model[0].weight
         model.register_buffer("table", torch.arange(3.0))
@@ -80,13 +80,13 @@ def test_empty_parameters_keep_buffers_and_ties() -> None:
 
 
 def test_empty_parameters_end_with_an_error() -> None:
-    with pytest.raises(ValueError, match="stop"), empty_parameters():
+    with pytest.raises(ValueError, match="stop"), parameters_on_meta():
         raise ValueError("stop")
     assert not nn.Linear(1, 1).weight.is_meta
 
 
 def test_empty_parameters_of_a_parameter_registered_twice() -> None:
-    with empty_parameters():
+    with parameters_on_meta():
         weight = nn.Parameter(torch.ones(2, 2))
         model = nn.ParameterDict({"a": weight, "b": weight})
     assert model["a"] is model["b"] and model["a"].is_meta

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import pipegraph
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured, split_point
+from pipegraph.graph.partition.split_points import Point, SplitPoint
 from pipegraph.graph.sources.load import load
-from pipegraph.graph.split_points import Point, SplitPoint
 
 ROOT = Path(__file__).parents[2]
 

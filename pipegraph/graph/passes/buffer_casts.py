@@ -12,15 +12,15 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from pipegraph.graph.captured import State
+from pipegraph.graph.captured import StateEntry
 
 aten = torch.ops.aten
 
-FOLLOWS = "follows_buffer"
+FOLLOWS_BUFFER = "follows_buffer"
 """Marks such a cast in the metadata of a node: it says something, though it changes nothing as captured."""
 
 
-def follow_buffers(graph: fx.Graph, state: Mapping[str, State]) -> None:
+def tie_casts_to_buffers(graph: fx.Graph, state: Mapping[str, StateEntry]) -> None:
     """Turn the last cast of each such value, where it is one to its own dtype, into ``value.type_as(buffer)``.
 
     Casts before it are how the table is computed, in the precision that the model asks for.
@@ -39,7 +39,7 @@ def follow_buffers(graph: fx.Graph, state: Mapping[str, State]) -> None:
         if last and like is not None and like.meta["val"].dtype == node.meta["val"].dtype:
             with graph.inserting_before(node):
                 cast = graph.call_function(aten.type_as.default, (node.args[0], like))
-            cast.meta = {**node.meta, FOLLOWS: True}
+            cast.meta = {**node.meta, FOLLOWS_BUFFER: True}
             node.replace_all_uses_with(cast)
             graph.erase_node(node)
 
@@ -52,7 +52,7 @@ def _keeps_dtype(node: fx.Node) -> bool:
     return bool(after.is_floating_point() and before.dtype == after.dtype)
 
 
-def _buffers(graph: fx.Graph, state: Mapping[str, State]) -> dict[fx.Node, fx.Node | None]:
+def _buffers(graph: fx.Graph, state: Mapping[str, StateEntry]) -> dict[fx.Node, fx.Node | None]:
     """The values that depend on no parameter and no activation, and a buffer of floats that each depends on, if any."""
     found: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:

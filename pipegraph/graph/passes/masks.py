@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipegraph.graph.operators import arguments_of
+from pipegraph.graph.nodes import arguments_of
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pipegraph.graph.captured import Module, path_of, source_line
-from pipegraph.graph.operators import arguments_of
+from pipegraph.graph.captured import ModuleEntry
+from pipegraph.graph.nodes import arguments_of, path_of, source_line
 from pipegraph.graph.passes.view_layouts import any_layout
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ _DROPOUTS = (
 )
 
 
-def differs_by_mode(graph: fx.Graph, modules: Mapping[str, Module]) -> bool:
+def may_differ_by_mode(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> bool:
     """Whether the model could do something in evaluation mode that its graph in training mode does not show."""
     own = (node for node in graph.nodes if node.op == "call_function" and not _in_torch_layer(node, modules))
     return any(node.target in _DROPOUTS or _attention_dropout(node) for node in own) or any(
@@ -37,7 +37,7 @@ def differs_by_mode(graph: fx.Graph, modules: Mapping[str, Module]) -> bool:
     )
 
 
-def follow_modes(training: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, Module]) -> None:
+def mark_mode_differences(training: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:
     """Mark with ``meta["in_every_mode"]`` what drops values in evaluation mode too (``F.dropout(x)``), and warn if the
     modes differ in more than that."""
     first, second = (
@@ -87,7 +87,7 @@ def _attention_dropout(node: fx.Node) -> bool:
     return bool(arguments_of(node).get("dropout_p", 0.0))
 
 
-def _in_torch_layer(node: fx.Node, modules: Mapping[str, Module]) -> bool:
+def _in_torch_layer(node: fx.Node, modules: Mapping[str, ModuleEntry]) -> bool:
     """Whether a module of torch.nn made the node; that knows its modes itself."""
     path = path_of(node)
     owner: Any = modules[path[-1][1]].module if path and path[-1][1] in modules else None

@@ -9,10 +9,9 @@ import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import is_stable, is_view, is_written, readers_of, shared_memory, viewed_by, written_by
-from pipegraph.graph.call_arguments import copy_marks
-from pipegraph.graph.captured import on_meta
-from pipegraph.graph.operators import arguments_of
-from pipegraph.graph.passes.buffer_casts import FOLLOWS
+from pipegraph.graph.export.call_arguments import copy_places
+from pipegraph.graph.nodes import arguments_of, on_meta
+from pipegraph.graph.passes.buffer_casts import FOLLOWS_BUFFER
 from pipegraph.graph.passes.masks import plain_masks
 from pipegraph.graph.passes.views import plain_views
 
@@ -71,7 +70,7 @@ def drop_identities(graph: fx.Graph) -> None:
         source = node.args[0]
         unseen = not is_written(node) and (source in viewed_by(node) or is_stable(source))
         if unseen and _is_identity(node, source):
-            copy_marks(node, source)
+            copy_places(node, source)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
@@ -83,7 +82,7 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
     same = bool(before.dtype == after.dtype and before.shape == after.shape and before.device == after.device)
     target = node.target
     if target in _CASTS:
-        return same and not _copies(node) and FOLLOWS not in node.meta
+        return same and not _copies(node) and FOLLOWS_BUFFER not in node.meta
     if target in _COPIES:
         return same
     if target is aten.detach_.default:

@@ -10,7 +10,7 @@ from torch import fx
 aten = torch.ops.aten
 
 
-def loosen_views(graph: fx.Graph) -> None:
+def relax_attention_views(graph: fx.Graph) -> None:
     """graph → graph: a ``view`` of what attention gave becomes ``reshape``, which takes any layout.
 
     The kernel that attention calls decides how its result lies in memory, and another device, dtype or mode calls

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.graph.aliasing import is_stable
-from pipegraph.graph.call_arguments import copy_marks
-from pipegraph.graph.captured import on_meta
-from pipegraph.graph.operators import arguments_of
+from pipegraph.graph.export.call_arguments import copy_places
+from pipegraph.graph.nodes import arguments_of, on_meta
 from pipegraph.graph.passes.view_layouts import any_layout
 
 aten = torch.ops.aten
@@ -66,7 +65,7 @@ def _shape(node: object) -> torch.Size:
 
 def _replace(node: fx.Node, value: object) -> None:
     assert isinstance(value, fx.Node)
-    copy_marks(node, value)
+    copy_places(node, value)
     node.replace_all_uses_with(value)
     node.graph.erase_node(node)
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from pipegraph.errors import SourceError, nearest
-from pipegraph.graph.sources.meta_parameters import empty_parameters
-from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
 
 
 def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
@@ -37,7 +36,7 @@ def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
     builder = _architecture(transformers, config, path)
     torch.manual_seed(0)
     checkpoint = any(path.parent.glob("*.safetensors"))
-    with nullcontext() if weights else empty_parameters(), _default_dtype(config.dtype):
+    with nullcontext() if weights else parameters_on_meta(), _default_dtype(config.dtype):
         try:
             if weights and checkpoint:
                 built = builder.from_pretrained(path.parent, config=config, local_files_only=True)

@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 
 from pipegraph.errors import SourceError, nearest
-from pipegraph.graph.sources.meta_parameters import empty_parameters
-from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
 
 
 def load_file(model: str, weights: bool) -> ModelSource:
@@ -27,7 +26,7 @@ def load_file(model: str, weights: bool) -> ModelSource:
         found = [str(folder / entry.name) for entry in sorted(folder.glob("*.py"))] if folder.is_dir() else []
         hint = nearest(str(path), found) or (f" Python files there: {', '.join(found)}." if found else "")
         raise SourceError(f"No model file {path}.{hint}\nTry: a path to a .py file that defines build_model.")
-    with nullcontext() if weights else empty_parameters():
+    with nullcontext() if weights else parameters_on_meta():
         module = _import_file(path)
         built = _build(module, path, attribute)
     args, kwargs = _example_inputs(module, path)

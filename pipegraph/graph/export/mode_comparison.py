@@ -16,10 +16,10 @@ from torch._export.utils import _compiling_state_context
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipegraph.graph.fake_parameters import fake_parameters, mode_of
+from pipegraph.graph.export.fake_parameters import fake_parameters, mode_of
 
 
-def runs_alike(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether both modes run the same operations on the same arguments. False also where that cannot be told.
 
     The model is left as it was.

@@ -14,10 +14,9 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx.proxy import TracerBase
 
-from pipegraph.errors import CaptureError
-from pipegraph.graph.call_arguments import calls_recorded
-from pipegraph.graph.explain import explain, summary
-from pipegraph.graph.fake_parameters import fake_parameters
+from pipegraph.errors import CaptureError, user_line
+from pipegraph.graph.export.call_arguments import record_calls
+from pipegraph.graph.export.fake_parameters import fake_parameters
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -58,7 +57,7 @@ def export_in(
         fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
         _custom_backwards_named(),
         _helpers_traced(),
-        calls_recorded(),
+        record_calls(),
         warnings.catch_warnings(),
     ):
         # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.
@@ -129,3 +128,28 @@ def _custom_backwards_named() -> Iterator[None]:
         yield
     finally:
         setattr(torch.autograd.Function, "apply", apply)  # noqa: B010
+
+
+def summary(error: Exception) -> str:
+    """What went wrong, in a line."""
+    if _depends_on_values(error):
+        return "what it does depends on the values of a tensor, which are not known while it is traced"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+def _depends_on_values(error: Exception) -> bool:
+    return "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__
+
+
+def explain(model: nn.Module, error: Exception) -> str:
+    """What export says, where in the user's source, and what to try."""
+    where = user_line(error)
+    advice = (
+        "model(*example_inputs) in Python. If that fails too, mend the inputs or the model; if not, "
+        f"{'the line above' if where else 'something in it'} is Python that torch.export cannot follow"
+    )
+    if _depends_on_values(error):
+        advice = "for a branch, compute both sides and choose with torch.where; for a number, pass it as an argument"
+    at = f"\n  at {where}" if where else ""
+    return f"{type(model).__name__} cannot be captured: {summary(error)}.{at}\nTry: {advice}."

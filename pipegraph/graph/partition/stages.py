@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from pipegraph.errors import PlanError
-from pipegraph.graph.captured import Captured, State, path_of, source_line, split_point
-from pipegraph.graph.replicated_values import recomputation
+from pipegraph.graph.captured import Captured, StateEntry, split_point
+from pipegraph.graph.nodes import path_of, source_line
+from pipegraph.graph.partition.replicated_values import replicated_operations
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Boundary:
         return self.producer >= 0 and bool(self.node.meta["requires_grad"])
 
 
-def divide(captured: Captured) -> tuple[StageGraph, ...]:
+def divide_into_stages(captured: Captured) -> tuple[StageGraph, ...]:
     """The stages between the ``split_point`` markers of a graph.
 
     A value that a later stage reads goes straight there, over any number of stages; one that depends on no parameter
@@ -68,7 +69,7 @@ def divide(captured: Captured) -> tuple[StageGraph, ...]:
         needed = _needed(runs[index], outputs[index])
         wanted = [*(parent for node in needed for parent in node.all_input_nodes), *(returned if last else ())]
         foreign = [node for node in dict.fromkeys(wanted) if made_in.get(node, index) != index]
-        again = recomputation(captured, foreign)
+        again = replicated_operations(captured, foreign)
         nodes[index] = (*again, *needed)
         inside = set(nodes[index])
         wanted += [parent for node in again for parent in node.all_input_nodes]
@@ -182,7 +183,7 @@ def local_name(reader: fx.Node, names: Sequence[str]) -> str:
     return names[0]
 
 
-def _homes(entry: State, names: Mapping[str, Sequence[str]], placed: Sequence[set[str]]) -> list[int]:
+def _homes(entry: StateEntry, names: Mapping[str, Sequence[str]], placed: Sequence[set[str]]) -> list[int]:
     """Where a name that no operation reads belongs: with the same tensor, or with its nearest relatives.
 
     A buffer goes along with the buffers of its module to every stage that has them, so that the module keeps one form.

@@ -9,8 +9,9 @@ from enum import Enum
 from torch import fx
 
 from pipegraph.errors import PlanError, closest
-from pipegraph.graph.captured import Captured, path_of, split_point
-from pipegraph.graph.replicated_values import parameter_free
+from pipegraph.graph.captured import Captured, split_point
+from pipegraph.graph.nodes import path_of
+from pipegraph.graph.partition.replicated_values import parameter_free
 
 
 class SplitPoint(Enum):

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
-class Handed:
+class ArgumentPlace:
     """An argument of a call: its place among all the tensors handed over, and the name of the parameter of ``forward``
     (None for a part of a tuple, which has none)."""
 
@@ -29,7 +29,7 @@ class Handed:
 
 
 @dataclass(frozen=True)
-class Returned:
+class ResultPlace:
     """A result of a call: its place among all the tensors returned and, where ``forward`` returns a tuple of so many,
     its index there (None for a part of a part)."""
 
@@ -38,26 +38,28 @@ class Returned:
     count: int
 
 
-def handed(node: fx.Node, call: str) -> Handed | None:
+def argument_place(node: fx.Node, call: str) -> ArgumentPlace | None:
     """Where a value stood among the arguments of a call; None where it was none, or nothing is known of the call."""
-    found: Handed | None = node.meta.get("handed", {}).get(_name(call))
+    found: ArgumentPlace | None = node.meta.get("handed", {}).get(_name(call))
     return found
 
 
-def returned(node: fx.Node, call: str) -> Returned | None:
+def result_place(node: fx.Node, call: str) -> ResultPlace | None:
     """Where a value stood in what a call returned; None where it was not returned, or nothing is known of the call."""
-    found: Returned | None = node.meta.get("returned", {}).get(_name(call))
+    found: ResultPlace | None = node.meta.get("returned", {}).get(_name(call))
     return found
 
 
-def names_handed(node: fx.Node) -> Iterator[tuple[str, str]]:
+def parameter_names(node: fx.Node) -> Iterator[tuple[str, str]]:
     """(FQN of the module, name of the parameter) for each call that took a value, in the order of the calls."""
     for call, place in node.meta.get("handed", {}).items():
         if place.name:
             yield call.partition("@")[0], place.name
 
 
-def in_order(values: Sequence[fx.Node], places: Iterable[Handed | Returned | None]) -> tuple[fx.Node, ...]:
+def sorted_by_place(
+    values: Sequence[fx.Node], places: Iterable[ArgumentPlace | ResultPlace | None]
+) -> tuple[fx.Node, ...]:
     """Values in the order of their places; those without one come last, as they were."""
     known = [
         (sys.maxsize if place is None else place.order, value) for value, place in zip(values, places, strict=True)
@@ -65,7 +67,7 @@ def in_order(values: Sequence[fx.Node], places: Iterable[Handed | Returned | Non
     return tuple(value for _, value in sorted(known, key=lambda each: each[0]))
 
 
-def copy_marks(source: fx.Node, target: fx.Node) -> None:
+def copy_places(source: fx.Node, target: fx.Node) -> None:
     """Let ``target``, which takes the place of ``source``, stand for it in every call, or be another node of it."""
     for key in ("handed", "returned"):
         if key in source.meta:
@@ -73,7 +75,7 @@ def copy_marks(source: fx.Node, target: fx.Node) -> None:
 
 
 @contextmanager
-def calls_recorded() -> Iterator[None]:
+def record_calls() -> Iterator[None]:
     """Mark the values of every call of a module while a model is exported.
 
     Private interface: ``_ModuleStackTracer.call_module``, through which export runs each module (``fx.Tracer``
@@ -105,14 +107,14 @@ def calls_recorded() -> Iterator[None]:
         setattr(_ModuleStackTracer, "call_module", before)  # noqa: B010
 
 
-def plain(tree: Any) -> Any:
+def plain_containers(tree: Any) -> Any:
     """Lists and dicts only: a named tuple becomes a list, a dataclass or a ``ModelOutput`` a dict."""
     if isinstance(tree, Mapping):
-        return {str(key): plain(value) for key, value in tree.items()}
+        return {str(key): plain_containers(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [plain(value) for value in tree]
+        return [plain_containers(value) for value in tree]
     if is_dataclass(tree) and not isinstance(tree, type):
-        return {entry.name: plain(getattr(tree, entry.name)) for entry in fields(tree)}
+        return {entry.name: plain_containers(getattr(tree, entry.name)) for entry in fields(tree)}
     return tree
 
 
@@ -132,7 +134,7 @@ def _mark(tracer: _ModuleStackTracer, key: str, call: str, values: Iterator[tupl
 
 def _arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[torch.Tensor, Handed]]:
+) -> Iterator[tuple[torch.Tensor, ArgumentPlace]]:
     """The tensors among the arguments of a call, in the order of the parameters of ``forward``."""
     try:
         signature = inspect.signature(module.forward)
@@ -146,18 +148,18 @@ def _arguments(
         for key, each in named.items():
             for tensor in _tensors(each):
                 whole = tensor is each and kind is not inspect.Parameter.VAR_POSITIONAL
-                yield tensor, Handed(order, key if whole else None)
+                yield tensor, ArgumentPlace(order, key if whole else None)
                 order += 1
 
 
-def _results(result: Any) -> Iterator[tuple[torch.Tensor, Returned]]:
+def _results(result: Any) -> Iterator[tuple[torch.Tensor, ResultPlace]]:
     parts = list(result) if isinstance(result, (tuple, list)) else [result]
     order = 0
     for index, part in enumerate(parts):
         for tensor in _tensors(part):
-            yield tensor, Returned(order, index if tensor is part else None, len(parts))
+            yield tensor, ResultPlace(order, index if tensor is part else None, len(parts))
             order += 1
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(plain(value)) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(plain_containers(value)) if isinstance(leaf, torch.Tensor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from pipegraph.graph.call_tree import Call, call_tree
+from pipegraph.graph.call_tree import CallTree, call_tree
 from pipegraph.graph.captured import Captured, Segment
 
 
@@ -24,7 +24,7 @@ def find_segments(captured: Captured) -> tuple[Segment, ...]:
     return tuple(Segment(fqn, start, stop) for (fqn, _), start, stop in zip(led, starts[:-1], starts[1:], strict=True))
 
 
-def holds_parameter(captured: Captured, call: Call) -> bool:
+def holds_parameter(captured: Captured, call: CallTree) -> bool:
     """Whether an operation of the call reads a parameter."""
     return any(
         parent.op == "get_attr" and captured.state[str(parent.target)].kind == "parameter"
@@ -33,7 +33,7 @@ def holds_parameter(captured: Captured, call: Call) -> bool:
     )
 
 
-def whole_calls(captured: Captured, root: Call) -> Iterator[Call]:
+def whole_calls(captured: Captured, root: CallTree) -> Iterator[CallTree]:
     """The calls in ``root`` that stay whole, in order."""
     opened = opened_calls(captured)
     for call in root.calls():
@@ -47,7 +47,7 @@ def whole_calls(captured: Captured, root: Call) -> Iterator[Call]:
 def opened_calls(captured: Captured) -> frozenset[str]:
     """The calls on the way to repeated layers, the model itself included."""
 
-    def visit(call: Call, inside_layer: bool) -> bool:
+    def visit(call: CallTree, inside_layer: bool) -> bool:
         repeated = _repeated(captured, call)
         children = [visit(child, inside_layer or child.fqn in repeated) for child in call.calls()]
         # A layer is opened only where it is itself a row of layers, not where a part of it is.
@@ -62,10 +62,10 @@ def opened_calls(captured: Captured) -> frozenset[str]:
     return frozenset(opened)
 
 
-def _repeated(captured: Captured, call: Call) -> set[str]:
+def _repeated(captured: Captured, call: CallTree) -> set[str]:
     """FQNs of two or more equal calls in a list, dict or Sequential of ``call``, each working on what the one before
     gave. Experts, which all work on the same value, are no row."""
-    kinds: dict[tuple[str, str], list[Call]] = {}
+    kinds: dict[tuple[str, str], list[CallTree]] = {}
     for child in call.calls():
         container, _, name = child.fqn.rpartition(".")
         listed = container != call.fqn or name.isdigit()
@@ -75,7 +75,7 @@ def _repeated(captured: Captured, call: Call) -> set[str]:
     return {child.fqn for row in rows for child in row}
 
 
-def _depends(later: Call, earlier: Call, within: Call) -> bool:
+def _depends(later: CallTree, earlier: CallTree, within: CallTree) -> bool:
     """Whether a value of ``earlier`` flows into ``later``."""
     inside, source = set(within.nodes()), set(earlier.nodes())
     waiting = list(later.nodes())

@@ -11,15 +11,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from pipegraph.errors import CaptureError
-from pipegraph.graph.call_arguments import copy_marks
-from pipegraph.graph.captured import State, source_line
+from pipegraph.graph.captured import StateEntry
+from pipegraph.graph.export.call_arguments import copy_places
+from pipegraph.graph.nodes import source_line
 
 _NO_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
 
 
 def flatten(
-    exported: torch.export.ExportedProgram, state: dict[str, State], tensors: dict[str, torch.Tensor]
+    exported: torch.export.ExportedProgram, state: dict[str, StateEntry], tensors: dict[str, torch.Tensor]
 ) -> fx.Graph:
     """exported(state…, inputs…) → graph(inputs…) with ``get_attr`` nodes for state.
 
@@ -33,7 +34,7 @@ def flatten(
 
 class _Flattening:
     def __init__(
-        self, exported: torch.export.ExportedProgram, state: dict[str, State], tensors: dict[str, torch.Tensor]
+        self, exported: torch.export.ExportedProgram, state: dict[str, StateEntry], tensors: dict[str, torch.Tensor]
     ) -> None:
         self.exported = exported
         self.state = state
@@ -66,7 +67,7 @@ class _Flattening:
                 "hold.\nTry: keep tensors, numbers and modules in the model, and build other objects inside forward."
             )
         placed.meta["val"] = node.meta["val"]
-        copy_marks(node, placed)
+        copy_places(node, placed)
         return placed
 
     def _get_attr(self, node: fx.Node, fqn: str) -> fx.Node:
@@ -96,7 +97,7 @@ class _Flattening:
                 f"  at {line}\nTry: x.detach() instead of x.data."
             )
         self.tensors[fqn] = tensor.detach()
-        self.state[fqn] = State(
+        self.state[fqn] = StateEntry(
             fqn=fqn,
             kind="constant",
             shape=tuple(tensor.shape),
@@ -158,7 +159,7 @@ class _Flattening:
             "in_every_mode": False,
             "stack_trace": node.meta.get("stack_trace") or "",
         }
-        copy_marks(node, placed)
+        copy_places(node, placed)
         return placed
 
 

@@ -43,13 +43,13 @@ def _random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def recomputation(captured: Captured, values: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+def replicated_operations(captured: Captured, values: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
     """The operations that make those of ``values`` which are cheaper made again than sent, in the model's order."""
-    chosen = {node for value in values for node in made_again(captured, value)}
+    chosen = {node for value in values for node in replication_of(captured, value)}
     return tuple(node for node in captured.nodes if node in chosen)
 
 
-def made_again(captured: Captured, value: fx.Node) -> frozenset[fx.Node]:
+def replication_of(captured: Captured, value: fx.Node) -> frozenset[fx.Node]:
     """The operations that make ``value``, if they depend on no parameter and no activation and making it again is
     cheaper than sending it; none otherwise."""
     if value not in parameter_free(captured):

@@ -1,0 +1,1 @@
+"""``torch.export`` on a model with fake parameters, and its program as one flat graph."""

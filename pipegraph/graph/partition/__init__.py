@@ -1,0 +1,1 @@
+"""Where a captured graph can be cut, where it is cut, and what crosses the cuts."""
