@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import pipegraph
 from benchmarks.planner.models import SUBJECTS
-from pipegraph.runtime.observer import ActionTimes
+from pipegraph.runtime.measurements import ActionTimes
 
 RANKS = 2
 

@@ -20,7 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from pipegraph.progress import told_to
-from pipegraph.runtime.relay import Relay, Say
+from pipegraph.runtime.processes.progress_relay import Relay, Say
 
 _PATIENCE = 1.0  # seconds
 _WIDTH = 28  # columns of a bar

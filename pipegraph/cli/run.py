@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pipegraph.cost.hardware import Hardware
     from pipegraph.graph.sources.model_source import ModelSource
     from pipegraph.package import Package
-    from pipegraph.runtime.relay import Say
+    from pipegraph.runtime.processes.progress_relay import Say
     from pipegraph.schedule import Schedule
     from pipegraph.workflows.train import Training
 
@@ -83,7 +83,7 @@ def run(
         _check_recalibrate(steps, kernels)
     if profile is not None:
         _check_profile(steps)
-    from pipegraph.runtime.launch import exit_with_parent, is_launched, record_failure
+    from pipegraph.runtime.processes.launch import exit_with_parent, is_launched, record_failure
 
     try:
         exit_with_parent()
@@ -112,7 +112,7 @@ def _choose(
 ) -> tuple[Package, Schedule, int]:
     """The package, what it runs, and by how many processes. Raises PipegraphError where these cannot."""
     from pipegraph.package import Package, checkpoint_folder
-    from pipegraph.runtime.launch import check_processes, is_launched
+    from pipegraph.runtime.processes.launch import check_processes, is_launched
     from pipegraph.workflows.schedule_choice import choose_schedule
 
     package = Package.open(out)
@@ -141,8 +141,8 @@ def _links(package: Package, hardware: str | None, recalibrate: Path | None) -> 
 
 def _launch(context: typer.Context, processes: int, debug: bool) -> None:
     """The same command once for each rank."""
-    from pipegraph.runtime.launch import launch
-    from pipegraph.runtime.relay import relayed
+    from pipegraph.runtime.processes.launch import launch
+    from pipegraph.runtime.processes.progress_relay import relayed
 
     options = {name: value for name, value in context.params.items() if name not in ("out", "nproc")}
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is True]

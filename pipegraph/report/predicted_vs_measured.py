@@ -12,7 +12,7 @@ from pipegraph.package import Manifest
 from pipegraph.report.planned_step import difference
 from pipegraph.report.predicted_step import predicted
 from pipegraph.report.tables import size, table
-from pipegraph.runtime.measured_run import COMPUTING, MeasuredRun
+from pipegraph.runtime.measurements import COMPUTING, MeasuredRun
 from pipegraph.schedule import Kind, Schedule
 from pipegraph.units import TimeUnit, percent, rough, unit_of
 

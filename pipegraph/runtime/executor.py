@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pipegraph.errors import RuntimeFault
 from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
 from pipegraph.progress import tell
-from pipegraph.runtime.faults import ActionFailed
 from pipegraph.runtime.observer import Observer
+from pipegraph.runtime.processes.faults import ActionFailed
 from pipegraph.runtime.receive_lookahead import receives_due
-from pipegraph.runtime.step import Feed, Posting, Results, Step, Sums
-from pipegraph.runtime.transport import Transport
+from pipegraph.runtime.step_state import Feed, Posting, Results, Step, Sums
+from pipegraph.runtime.transport.protocol import Transport
 from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer, zeros
 from pipegraph.schedule import Action, Kind, Schedule
 
@@ -209,3 +210,15 @@ class Executor:
 
     def _is_last(self, stage: int) -> bool:
         return stage == len(self._wiring) - 1
+
+
+def drive(executors: Sequence[Executor], feed: Feed, results: Results) -> None:
+    """One step of every executor. Each goes on until it needs what another of them has yet to send."""
+    runs = [(executor, executor.run(feed, results)) for executor in executors]
+    while runs:
+        before = [executor.position for executor, _ in runs]
+        waiting = [(executor, run) for executor, run in runs if next(run, "done") is None]
+        if len(waiting) == len(runs) and before == [executor.position for executor, _ in waiting]:
+            at = ", ".join(f"rank {executor.rank} at {executor.actions[executor.position]}" for executor, _ in waiting)
+            raise RuntimeFault(f"the schedule deadlocks: every rank waits for another one ({at}). Check the schedule.")
+        runs = waiting

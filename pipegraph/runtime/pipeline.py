@@ -16,23 +16,22 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels import Loss, Maker, maker
 from pipegraph.package import CALLER, Manifest, Package
 from pipegraph.runtime import parameters
-from pipegraph.runtime.clip import clip_grad_norm
-from pipegraph.runtime.clock import Clock
-from pipegraph.runtime.distributed import DistributedTransport
-from pipegraph.runtime.embedded_run import drive
-from pipegraph.runtime.executor import Executor
-from pipegraph.runtime.faults import Guard
-from pipegraph.runtime.group import TIMEOUT
-from pipegraph.runtime.local import LocalTransport
+from pipegraph.runtime.executor import Executor, drive
+from pipegraph.runtime.gradient_clipping import clip_grad_norm
 from pipegraph.runtime.microbatch import batch_rows, bind, check, cut, cut_target, join, pack
 from pipegraph.runtime.observer import Observer, Observers
+from pipegraph.runtime.processes.clock import Clock
+from pipegraph.runtime.processes.faults import Guard
+from pipegraph.runtime.processes.group import TIMEOUT
+from pipegraph.runtime.processes.world import find, local_device
 from pipegraph.runtime.receive_lookahead import receives_ahead
 from pipegraph.runtime.schedule_choice import choose, forward_only
-from pipegraph.runtime.step import Feed, Results
+from pipegraph.runtime.step_state import Feed, Results
 from pipegraph.runtime.ties import RemoteTies, share, ties
-from pipegraph.runtime.transport import Transport
+from pipegraph.runtime.transport.distributed import DistributedTransport
+from pipegraph.runtime.transport.local import LocalTransport
+from pipegraph.runtime.transport.protocol import Transport
 from pipegraph.runtime.wiring import rank_pairs, wire
-from pipegraph.runtime.world import find, local_device
 from pipegraph.schedule import Schedule, lower, receive_buffers
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from torch import nn
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels.sharded import layout, layout_text, local, wrapper_of
 from pipegraph.package import Manifest
-from pipegraph.runtime.group import Group
-from pipegraph.runtime.world import World
+from pipegraph.runtime.processes.group import Group
+from pipegraph.runtime.processes.world import World
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pipegraph.errors import PackageError, RuntimeFault
 from pipegraph.package import CALLER, Manifest, Value
-from pipegraph.runtime.transport import Transfer
 from pipegraph.schedule import Action, Kind, Schedule
 
 
@@ -31,6 +30,32 @@ class Edge:
     @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(value.name for value in self.values)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message: all values of one edge, for one microbatch, in one direction."""
+
+    sender: int
+    receiver: int
+    backward: bool
+    microbatch: int
+    ranks: tuple[int, int]
+    """of the sender and of the receiver"""
+    values: tuple[Value, ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(value.name for value in self.values)
+
+    def __str__(self) -> str:
+        action = f"{self.sender}SEND_{'B' if self.backward else 'F'}{self.microbatch}"
+        return f"stage {self.sender}, action {action}, microbatch {self.microbatch}"
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Equal at both ends, and for no other message of a step: sender < receiver tells the direction."""
+        return self.sender, self.receiver, self.microbatch
 
 
 @dataclass(frozen=True)

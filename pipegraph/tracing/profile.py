@@ -21,8 +21,8 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 
 from pipegraph.errors import PipegraphError
-from pipegraph.runtime.clock import Clock
 from pipegraph.runtime.pipeline import Pipeline, StepResult
+from pipegraph.runtime.processes.clock import Clock
 from pipegraph.runtime.wiring import torch_dtype, transfer, wire
 from pipegraph.schedule import Action
 from pipegraph.tracing.by_rank import by_rank

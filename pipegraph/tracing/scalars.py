@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pipegraph.package import CALLER, Manifest, leaves
-from pipegraph.runtime.observer import moment
+from pipegraph.runtime.measurements import moment
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Event, Kind, Schedule, Timeline
 from pipegraph.schedule.memory import peak_activations

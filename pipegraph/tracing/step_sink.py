@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from pipegraph.runtime.clock import Clock
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.processes.clock import Clock
 from pipegraph.schedule import Timeline
 from pipegraph.tracing.run_folder import RunFolder, together, unwritable
 from pipegraph.tracing.scalars import StepFigures, StepRecorder

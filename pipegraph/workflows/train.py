@@ -17,11 +17,10 @@ from pipegraph.cost.outputs import mean_square, tensors
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.progress import counted
-from pipegraph.runtime.group import TIMEOUT
-from pipegraph.runtime.measured_run import COMPUTING, MeasuredRun
-from pipegraph.runtime.observer import ActionTimes, SavedBytes
+from pipegraph.runtime.measurements import COMPUTING, ActionTimes, MeasuredRun, SavedBytes
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.world import local_device
+from pipegraph.runtime.processes.group import TIMEOUT
+from pipegraph.runtime.processes.world import local_device
 from pipegraph.schedule import Schedule
 from pipegraph.tracing.profile import Profile
 from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, loss_of, of_the_same_model

@@ -21,7 +21,7 @@ from rich.live import Live
 from pipegraph.cli import progress
 from pipegraph.kernels import internals
 from pipegraph.progress import counted, tell, told_to
-from pipegraph.runtime import relay
+from pipegraph.runtime.processes import progress_relay
 from tests.cli.command import ROOT, Command
 
 AT_ONCE = """
@@ -170,18 +170,18 @@ def test_who_listens_is_told() -> None:
 def test_what_a_child_says_arrives_in_order() -> None:
     """All of it, also what was said right before the end."""
     heard: list[object] = []
-    with told_to(lambda *each: heard.append(each)), relay.relayed(heard.append):
-        child = relay.Relay.to_parent()
+    with told_to(lambda *each: heard.append(each)), progress_relay.relayed(heard.append):
+        child = progress_relay.Relay.to_parent()
         assert child is not None
-        assert relay.Relay.to_parent() is None  # nor do children of the child have it
+        assert progress_relay.Relay.to_parent() is None  # nor do children of the child have it
         for index in range(1000):
             child.tell("steps", index, 1000)
             child.say(f"line {index}\nand more")
         child.close()
     said = ((("steps", index, 1000), f"line {index}\nand more") for index in range(1000))
     assert heard == [each for pair in said for each in pair]
-    with relay.relayed(heard.append):
-        assert relay.Relay.to_parent() is None  # where nobody listens
+    with progress_relay.relayed(heard.append):
+        assert progress_relay.Relay.to_parent() is None  # where nobody listens
 
 
 def test_who_reads_no_more_ends_the_run() -> None:
@@ -189,8 +189,8 @@ def test_who_reads_no_more_ends_the_run() -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     def run() -> None:
-        with told_to(lambda *each: None), relay.relayed(say):
-            child = relay.Relay.to_parent()
+        with told_to(lambda *each: None), progress_relay.relayed(say):
+            child = progress_relay.Relay.to_parent()
             assert child is not None
             with closing(child):
                 child.say("a line")

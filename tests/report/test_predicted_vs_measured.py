@@ -12,7 +12,7 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.link import Link, Links
 from pipegraph.package import Manifest, StageEntry, Value
 from pipegraph.report.predicted_vs_measured import beside, beside_dict, told
-from pipegraph.runtime.measured_run import MeasuredRun
+from pipegraph.runtime.measurements import MeasuredRun
 from pipegraph.schedule import Kind, build
 
 MIB = 2**20

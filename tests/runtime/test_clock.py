@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipegraph.runtime.clock import Clock, measure
-from pipegraph.runtime.group import Group
+from pipegraph.runtime.processes.clock import Clock, measure
+from pipegraph.runtime.processes.group import Group
 from tests.runtime import ranks
 
 AHEAD = (0, 3_600_000_000_000, -5_000_000_000)  # nanoseconds that the clock of each rank is ahead of this machine's

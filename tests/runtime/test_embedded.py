@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from pipegraph.errors import PackageError, PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.package import MANIFEST, Package
-from pipegraph.runtime.clip import clip_grad_norm
+from pipegraph.runtime.gradient_clipping import clip_grad_norm
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Schedule
 from tests.runtime.packages import PARITY, Reference, batch, chain, frozen, loss, normed, skips, tied, write

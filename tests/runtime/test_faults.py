@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-import pipegraph.runtime.world
+import pipegraph.runtime.processes.world
 from pipegraph.errors import RuntimeFault
-from pipegraph.runtime.faults import Guard
-from pipegraph.runtime.group import Group
-from pipegraph.runtime.transport import ConnectionLost
-from pipegraph.runtime.world import World
+from pipegraph.runtime.processes.faults import Guard
+from pipegraph.runtime.processes.group import ConnectionLost, Group
+from pipegraph.runtime.processes.world import World
 from pipegraph.schedule import Schedule, build, lower
 from tests.runtime import ranks
 from tests.runtime.packages import chain, write
@@ -231,7 +230,7 @@ def test_what_nccl_has_on_its_way_is_lost_only_after_a_failure(
             released.wait()
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(pipegraph.runtime.world, "_PATIENCE", 0.2)
+    monkeypatch.setattr(pipegraph.runtime.processes.world, "_PATIENCE", 0.2)
     world = World.__new__(World)
     world.device, world._groups = torch.device("cuda:0"), [Group.__new__(Group) for _ in range(2)]
     for group in world._groups:

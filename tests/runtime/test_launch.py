@@ -14,12 +14,12 @@ import pytest
 
 from pipegraph import schedule
 from pipegraph.errors import PackageError, PipegraphError, RuntimeFault, ScheduleError
-from pipegraph.runtime.launch import check_processes, launch
+from pipegraph.runtime.processes.launch import check_processes, launch
 
 CHILD = """
 import os, sys, time
 from pipegraph.errors import PackageError, RuntimeFault
-from pipegraph.runtime.launch import exit_with_parent, record_failure
+from pipegraph.runtime.processes.launch import exit_with_parent, record_failure
 exit_with_parent()
 rank, line = int(os.environ["RANK"]), sys.argv[1]
 print(f"rank {rank} starts", file=sys.stderr, flush=True)
@@ -72,7 +72,7 @@ def test_failure_is_raised_as_the_child_raised_it(
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_children_end_with_their_parent(child: Path, tmp_path: Path, stop: signal.Signals) -> None:
-    start = f"import pipegraph.runtime.launch as here; here.launch([{str(child)!r}, 'time.sleep(60)'], 2)"
+    start = f"import pipegraph.runtime.processes.launch as here; here.launch([{str(child)!r}, 'time.sleep(60)'], 2)"
     environment = os.environ | {"TMPDIR": str(tmp_path)}  # a killed parent leaves its log files
     parent = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL, env=environment)
     try:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pipegraph.runtime.executor import Executor
-from pipegraph.runtime.sends import LARGE, AwaitedSends, PolledSends, Sending
-from pipegraph.runtime.step import Step
+from pipegraph.runtime.step_state import Step
+from pipegraph.runtime.transport.sends import LARGE, AwaitedSends, PolledSends, Sending
 from pipegraph.schedule import Kind, What, lifetimes, lower
 from tests.runtime.packages import batch, chain, loss, write
 from tests.runtime.pipelines import pipeline

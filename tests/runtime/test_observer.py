@@ -11,7 +11,7 @@ import torch
 
 from pipegraph import Pipeline
 from pipegraph.package import Package
-from pipegraph.runtime.observer import ActionTimes, SavedBytes
+from pipegraph.runtime.measurements import ActionTimes, SavedBytes
 from pipegraph.schedule import Action, Kind, lower
 from tests.runtime import ranks
 from tests.runtime.packages import batch, chain, loss, write

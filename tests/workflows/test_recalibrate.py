@@ -17,7 +17,7 @@ from pipegraph.graph.capture import capture
 from pipegraph.package import Manifest, Package
 from pipegraph.planner.plan import plan
 from pipegraph.report.predicted_vs_measured import beside
-from pipegraph.runtime.measured_run import MeasuredRun
+from pipegraph.runtime.measurements import MeasuredRun
 from pipegraph.schedule import Kind, build
 from pipegraph.workflows.recalibrate import profile_for, ratios, recalibrated, uneven
 from tests.models.chain import Chain

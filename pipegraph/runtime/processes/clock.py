@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from pipegraph.runtime.group import Group, lost_connections
+from pipegraph.runtime.processes.group import Group, lost_connections
 
 ROUNDS: Final = 16
 

@@ -15,12 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipegraph.runtime.transport import ConnectionLost
-
 TIMEOUT: Final = 30 * 60.0
 """Seconds: torch's own default for gloo."""
 
 _SILENT: Final = re.compile(r"timed out waiting (\d+)\s*ms|timeout after (\d+)\s*ms|timeout|timed out", re.IGNORECASE)
+
+
+class ConnectionLost(Exception):
+    """A connection to the rank `peer` is closed, or `silent`; None where it cannot be told to which of several.
+
+    `where` is what was being sent, where the action that is named beside it is another one.
+    """
+
+    def __init__(self, peer: int | None, why: str, silent: bool = False, where: str = "") -> None:
+        super().__init__(why)
+        self.peer = peer
+        self.silent = silent
+        self.where = where
 
 
 class Group:

@@ -24,8 +24,8 @@ from typing import Final
 from torch.distributed import Store
 
 from pipegraph.errors import RuntimeFault, user_line
-from pipegraph.runtime.timeouts import within
-from pipegraph.runtime.transport import ConnectionLost
+from pipegraph.runtime.processes.group import ConnectionLost
+from pipegraph.runtime.processes.timeouts import within
 from pipegraph.schedule import Action
 
 _KEY: Final = "fault"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipegraph.runtime.transport import Transfer
+from pipegraph.runtime.wiring import Transfer
 
 _Arrived = dict[tuple[int, int, int], Sequence[Tensor]]
 

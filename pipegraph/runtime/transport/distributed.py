@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipegraph.runtime.buffers import Buffers
-from pipegraph.runtime.call_agreement import Call, LateChecks
-from pipegraph.runtime.group import Group, lost_connections
-from pipegraph.runtime.sends import AwaitedSends, PolledSends, Sending, Sends
-from pipegraph.runtime.transport import Transfer
-from pipegraph.runtime.world import World
+from pipegraph.runtime.processes.group import Group, lost_connections
+from pipegraph.runtime.processes.world import World
+from pipegraph.runtime.transport.buffer_pool import Buffers
+from pipegraph.runtime.transport.call_agreement import Call, LateChecks
+from pipegraph.runtime.transport.sends import AwaitedSends, PolledSends, Sending, Sends
+from pipegraph.runtime.wiring import Transfer
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipegraph.kernels.sharded import is_sharded, layout
-from pipegraph.runtime.group import Group
+from pipegraph.runtime.processes.group import Group
 
 
 def clip_grad_norm(

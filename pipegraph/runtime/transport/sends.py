@@ -13,8 +13,8 @@ from typing import Final, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from pipegraph.runtime.group import Group, lost_connections
-from pipegraph.runtime.transport import ConnectionLost, Transfer
+from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
+from pipegraph.runtime.wiring import Transfer
 
 _PATIENCE = 5.0
 """Seconds to wait for messages on their way when everything ends."""

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipegraph.runtime.transport import Receive, Transfer
+from pipegraph.runtime.transport.protocol import Receive
+from pipegraph.runtime.wiring import Transfer
 from pipegraph.schedule import Action
 
 

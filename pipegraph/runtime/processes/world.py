@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
-from pipegraph.runtime.clock import Clock, measure
-from pipegraph.runtime.group import Group, lost_connections
-from pipegraph.runtime.timeouts import within
-from pipegraph.runtime.transport import ConnectionLost
+from pipegraph.runtime.processes.clock import Clock, measure
+from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
+from pipegraph.runtime.processes.timeouts import within
 
 _PATIENCE: Final = 10.0
 """Seconds that NCCL has for what is on its way when everything ends."""

@@ -25,8 +25,8 @@ from pathlib import Path
 from pipegraph import errors
 from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.kernels.threads import threads_per_rank
+from pipegraph.runtime.processes.group import ConnectionLost
 from pipegraph.runtime.schedule_choice import other_names
-from pipegraph.runtime.transport import ConnectionLost
 from pipegraph.schedule import Schedule
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher, for torchrun too: where a child says why it failed
