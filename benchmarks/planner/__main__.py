@@ -56,9 +56,9 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
     import pipegraph
     from benchmarks.planner.models import SUBJECTS
     from benchmarks.planner.rank import RANKS
-    from pipegraph.cost.cache import Cache
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.cost.measure import Setting
+    from pipegraph.cost.measurement.block_times import MeasureOptions
+    from pipegraph.cost.measurement.cache import Cache
     from pipegraph.planner.aim import Aim
     from pipegraph.planner.choose import choose, evaluate, settle
 
@@ -76,7 +76,7 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
         RANKS,
         hardware=Hardware.load(str(hardware)),
         loss=(subject.loss, subject.target),
-        setting=Setting(threads=1),
+        setting=MeasureOptions(threads=1),
         cache=Cache(folder / "cache"),
     ).on_ranks(RANKS)
     costs, chosen = {}, {}

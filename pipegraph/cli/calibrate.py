@@ -42,7 +42,7 @@ def calibrate(
     check_device(device, ranks)
     check_target(out, overwrite)
     with progress("measuring this machine"):
-        from pipegraph.cost.calibrate import calibrate as measure
+        from pipegraph.cost.calibration.calibrate import calibrate as measure
         from pipegraph.cost.hardware import check_new
         from pipegraph.report.hardware import described
 

@@ -66,7 +66,7 @@ def plan(
     check_device(device)
     with progress(f"loading {model}"):
         from pipegraph.cost.hardware import Hardware
-        from pipegraph.cost.measure import Setting
+        from pipegraph.cost.measurement.block_times import MeasureOptions
         from pipegraph.graph.capture import capture
         from pipegraph.graph.sources.load import load
         from pipegraph.planner.aim import Aim
@@ -86,7 +86,7 @@ def plan(
             memory_bytes=memory,
             hardware=profile,
             loss=loss_and_target(source),
-            setting=Setting(device),
+            setting=MeasureOptions(device),
         )
     with progress(f"capturing {source.name}"), held_back(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)

@@ -130,7 +130,7 @@ def _check_cuts(points: str | None, stages: int | None, plan_file: Path | None, 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a search as arguments of `plan`, checked before anything is loaded."""
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.cost.measure import Setting
+    from pipegraph.cost.measurement.block_times import MeasureOptions
     from pipegraph.planner.arguments import check_balance, check_recompute
     from pipegraph.workflows.schedule_choice import named_schedule
 
@@ -139,7 +139,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     settings |= {name: read(settings[name]) for name, read in readers.items() if name in given}
     check_balance(settings.get("balance", "time"))
     check_recompute(settings.get("recompute", "none"))
-    return {**settings, "setting": Setting(settings.pop("device", "cpu"))}
+    return {**settings, "setting": MeasureOptions(settings.pop("device", "cpu"))}
 
 
 def _planned(

@@ -13,7 +13,7 @@ from pipegraph.codegen.body import write_body
 from pipegraph.codegen.class_source import ClassSource, signature
 from pipegraph.codegen.literals import type_text
 from pipegraph.codegen.names import is_plain, literal_text, prose, unused, variable
-from pipegraph.cost.stage import StageCost
+from pipegraph.cost.stage_cost import StageCost
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.planner.listing import stage_modules

@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipegraph.cost.blocks import Block, LossOf, Parts, Tracing, find_parts
-from pipegraph.cost.cache import Cache
-from pipegraph.cost.chain import Chain, find_chain
-from pipegraph.cost.combine import Crossing, Times, saved_bytes, segment_times, weight_saved_bytes
-from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.loops import traced
-from pipegraph.cost.measure import Setting, measure
-from pipegraph.cost.module import graph_of
-from pipegraph.cost.roofline import GraphPrice, price_graph
-from pipegraph.cost.segment import SegmentCost
-from pipegraph.cost.state import buffer_bytes, parameter_bytes
-from pipegraph.cost.weights import begins_of_type, first_uses
+from pipegraph.cost.aten_graph import trace_aten
+from pipegraph.cost.hardware.profile import Hardware
+from pipegraph.cost.measurement.block_times import MeasureOptions, measure
+from pipegraph.cost.measurement.cache import Cache
+from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph
+from pipegraph.cost.segment_cost import SegmentCost
+from pipegraph.cost.segments.attribution import CrossingValue, Times, saved_bytes, segment_times, weight_saved_bytes
+from pipegraph.cost.segments.chain import Chain, find_chain
+from pipegraph.cost.segments.distinct_blocks import Block, LossOf, SegmentGroups, TraceOptions, group_segments
+from pipegraph.cost.segments.layer_types import begins_of_type, first_uses
+from pipegraph.cost.segments.subgraph import fx_graph
+from pipegraph.cost.state_bytes import buffer_bytes, parameter_bytes
 from pipegraph.errors import PlanError, nearest
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of
@@ -35,7 +35,7 @@ UNITS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Priced:
+class PricedModel:
     """A chain with the cost of each segment.
 
     Attributes:
@@ -51,8 +51,8 @@ class Priced:
     method: str
     unit: str
     uncounted: tuple[str, ...]
-    crossing: tuple[Crossing, ...] = field(repr=False)
-    parts: Parts = field(repr=False)
+    crossing: tuple[CrossingValue, ...] = field(repr=False)
+    parts: SegmentGroups = field(repr=False)
 
     def stage(self, start: int, stop: int) -> SegmentCost:
         """The cost of the segments ``start`` … ``stop`` − 1 as one stage.
@@ -67,7 +67,7 @@ class Priced:
         comes = start > 0 and self.chain.segments[start - 1].gradient_bytes > 0
         if not comes:
             of_inputs, of_weights = 0.0, of_inputs + of_weights
-        state = dict.fromkeys(node for part in self.parts.segments[start:stop] for node in part.piece.state)
+        state = dict.fromkeys(node for part in self.parts.segments[start:stop] for node in part.subgraph.state)
         (entries,) = first_uses(self.chain, [list(state)])
         saved = sum(saved_bytes(self.parts, held))
         kept = sum(weight_saved_bytes(self.parts, held))
@@ -90,10 +90,10 @@ def price(
     hardware: Hardware | None = None,
     recompute: str = "min-cut",
     loss: tuple[LossOf, Any] | None = None,
-    setting: Setting | None = None,
+    setting: MeasureOptions | None = None,
     cache: Cache | None = None,
     kept: Collection[int] = (),
-) -> Priced:
+) -> PricedModel:
     """Price every segment of a model for one microbatch, each distinct block once.
 
     Args:
@@ -114,17 +114,17 @@ def price(
     name, pattern = _method(method)
     begins = begins_of_type(captured, pattern) if name == "type" else ()
     chain = find_chain(captured, inside_layers=name != "type", kept={*kept, *begins})
-    hardware, setting = hardware or Hardware.load("cpu"), setting or Setting()
+    hardware, setting = hardware or Hardware.load("cpu"), setting or MeasureOptions()
     gpu = not setting.device.startswith("cpu") if name == "measured" else hardware.first_touch is None
-    parts = find_parts(chain, Tracing(loss, recompute, gpu))
+    parts = group_segments(chain, TraceOptions(loss, recompute, gpu))
     blocks = parts.blocks()
     prices = {block.key: _price(block, hardware) for block in blocks}
     uncounted = sorted({each for three in prices.values() for graph in three for each in graph.uncounted})
     _warn(blocks, uncounted)
-    state = first_uses(chain, [part.piece.state for part in parts.segments])
+    state = first_uses(chain, [part.subgraph.state for part in parts.segments])
     every = range(len(chain.segments))
     saved, kept = saved_bytes(parts, every), weight_saved_bytes(parts, every)
-    crossing: tuple[Crossing, ...] = ()
+    crossing: tuple[CrossingValue, ...] = ()
     if name == "type":
         times = [_alike(sum(each.start <= begin < each.stop for begin in begins)) for each in chain.segments]
     elif name == "parameters":
@@ -150,7 +150,7 @@ def price(
         )
         for index, (segment, part) in enumerate(zip(chain.segments, parts.segments, strict=True))
     )
-    return Priced(chain, costs, method, UNITS[name], tuple(uncounted), crossing, parts)
+    return PricedModel(chain, costs, method, UNITS[name], tuple(uncounted), crossing, parts)
 
 
 def _method(method: str) -> tuple[str, str]:
@@ -168,8 +168,8 @@ def _price(block: Block, hardware: Hardware) -> tuple[GraphPrice, GraphPrice, Gr
     """F, I and W. Of a block whose backward cannot be traced: its forward, and as much again for each of I and W, as
     the backward of a product of matrices takes."""
     if block.derivative is None:
-        inputs = [node.meta["val"] for node in (*block.piece.inputs, *block.piece.state)]
-        alone = price_graph(traced(graph_of(block.piece), inputs), hardware)
+        inputs = [node.meta["val"] for node in (*block.subgraph.inputs, *block.subgraph.state)]
+        alone = price_graph(trace_aten(fx_graph(block.subgraph), inputs), hardware)
         return (alone, alone, alone) if block.has_input_grad else (alone, GraphPrice(), alone + alone)
     forward, of_inputs, of_weights = (
         GraphPrice() if graph is None else price_graph(graph, hardware) for graph in block.graphs
@@ -200,7 +200,7 @@ def _warn(blocks: Iterable[Block], uncounted: Sequence[str]) -> None:
         )
     for block in blocks:
         if block.refusal:
-            paths = [path_of(node) for node in block.piece.nodes if path_of(node)]
+            paths = [path_of(node) for node in block.subgraph.nodes if path_of(node)]
             where = paths[0][-1][1] if paths else "the model's own operations"
             warnings.warn(
                 f"The backward of {where} cannot be traced by itself and is taken for twice the forward: "

@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipegraph.cost.blocks import LossOf
-from pipegraph.cost.cache import Cache
-from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.link import Link
-from pipegraph.cost.measure import Setting
+from pipegraph.cost.hardware import Hardware, Link
+from pipegraph.cost.measurement.block_times import MeasureOptions
+from pipegraph.cost.measurement.cache import Cache
 from pipegraph.cost.price import price
+from pipegraph.cost.segments.distinct_blocks import LossOf
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.kernels.threads import threads_per_rank
@@ -48,7 +47,7 @@ class Aim:
     loss: tuple[LossOf, Any] | None = None
     state_factor: float = 4.0
     effort: float = 1.0
-    setting: Setting | None = None
+    setting: MeasureOptions | None = None
     cache: Cache | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +61,7 @@ class Aim:
 
     def on_ranks(self, ranks: int) -> Aim:
         """The same for so many ranks, of which one is measured with the threads that `pipegraph run` gives it."""
-        setting = self.setting or Setting()
+        setting = self.setting or MeasureOptions()
         threads = setting.threads or threads_per_rank(ranks)
         return replace(self, setting=replace(setting, threads=threads, ranks=ranks))
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError, ScheduleError
 from pipegraph.graph.captured import Captured
 from pipegraph.kernels.registry import RECOMPUTE

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from pipegraph.cost.price import Priced
-from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost import SegmentCost
+from pipegraph.cost.price import PricedModel
 
 
 class Costs:
     """What segments and stages cost. A weight that stands for F, I and W alike counts once, as F."""
 
-    def __init__(self, priced: Priced) -> None:
+    def __init__(self, priced: PricedModel) -> None:
         self.priced = priced
         self.segments = tuple(self._once(cost) for cost in priced.costs)
         self._stages: dict[tuple[int, int], SegmentCost] = {}

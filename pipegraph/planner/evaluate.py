@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost import SegmentCost
 from pipegraph.planner.solver.climb import climb
 from pipegraph.planner.solver.links import Crossings, Link, LinkOf
 from pipegraph.planner.solver.makespan import Makespan

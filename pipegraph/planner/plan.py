@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipegraph.cost.blocks import LossOf
-from pipegraph.cost.cache import Cache
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.measure import Setting
-from pipegraph.cost.price import Priced
-from pipegraph.cost.stage import StageCost, stage_cost
+from pipegraph.cost.measurement.block_times import MeasureOptions
+from pipegraph.cost.measurement.cache import Cache
+from pipegraph.cost.price import PricedModel
+from pipegraph.cost.segments.distinct_blocks import LossOf
+from pipegraph.cost.stage_cost import StageCost, stage_cost
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark
@@ -49,7 +49,7 @@ class Plan:
     boundaries: tuple[Boundary, ...] = field(repr=False)
     costs: tuple[StageCost, ...]
     prediction: Prediction | None = None
-    priced: Priced | None = field(default=None, repr=False)
+    priced: PricedModel | None = field(default=None, repr=False)
     solution: Solution | None = field(default=None, repr=False)
 
     def describe(self) -> list[str]:
@@ -78,7 +78,7 @@ def plan(
     *,
     state_factor: float = 4.0,
     effort: float = 1.0,
-    setting: Setting | None = None,
+    setting: MeasureOptions | None = None,
     cache: Cache | None = None,
 ) -> Plan:
     """Cut a captured model.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipegraph.cost.ratio import UNCORRECTED, Ratio
+from pipegraph.cost.hardware import UNCORRECTED, MeasuredRatio
 from pipegraph.planner.solver.shortage import size
 
 _DIGITS = 6
@@ -84,7 +84,7 @@ class Prediction:
     memory: tuple[int, ...]
     stages: tuple[StagePrediction, ...]
     cuts: tuple[Cut, ...]
-    measured_ratio: Ratio = UNCORRECTED
+    measured_ratio: MeasuredRatio = UNCORRECTED
 
     @property
     def in_seconds(self) -> bool:
@@ -197,7 +197,7 @@ class Prediction:
                 Cut(str(cut["point"]), int(cut["boundary_bytes"]), _read(cut["earlier"]), _read(cut["later"]))
                 for cut in found["cuts"]
             ),
-            measured_ratio=Ratio.from_json(found.get("measured_ratio")),
+            measured_ratio=MeasuredRatio.from_json(found.get("measured_ratio")),
         )
 
 

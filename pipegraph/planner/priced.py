@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost import SegmentCost
 from pipegraph.package import Manifest
 
 

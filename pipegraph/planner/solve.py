@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError, nearest
 from pipegraph.planner.solver.arguments import byte_limits, check_costs, check_numbers
 from pipegraph.planner.solver.arrange import arrange

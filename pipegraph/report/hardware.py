@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.ratio import UNCORRECTED
-from pipegraph.cost.table import Table
+from pipegraph.cost.hardware import UNCORRECTED, Hardware, SizeTable
 from pipegraph.report.tables import count, one_line, size, table
 from pipegraph.units import unit_of
 
@@ -54,6 +52,6 @@ def _flops(hardware: Hardware) -> Iterator[tuple[str, str]]:
                 yield f"{kind.replace('_', ' ')}, {dtype}", _span(attained, peak, "FLOP/s")
 
 
-def _span(part: Table, peak: float, unit: str) -> str:
+def _span(part: SizeTable, peak: float, unit: str) -> str:
     low, high = part.smallest * peak, part.largest * peak
     return count(high, unit) if low == high else f"{count(low, unit)} to {count(high, unit)}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.segment import SegmentCost
 from pipegraph.package import Manifest
 from pipegraph.planner.evaluate import RankMemory, memory_parts_of, times_of
 from pipegraph.planner.priced import has_times, stage_costs

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.segment import SegmentCost
 from pipegraph.package import Manifest
 from pipegraph.report.planned_step import difference
 from pipegraph.report.predicted_step import predicted

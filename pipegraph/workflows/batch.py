@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegraph.cost.outputs import mean_square
+from pipegraph.cost.model_output import mean_square
 from pipegraph.errors import BatchError, PackageError, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Manifest, Value

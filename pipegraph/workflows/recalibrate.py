@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
-from pipegraph.cost.hardware import Hardware, check_new
-from pipegraph.cost.ratio import LARGEST, SMALLEST, Ratio
+from pipegraph.cost.hardware import Hardware, MeasuredRatio, check_new
+from pipegraph.cost.hardware.measured_ratio import LARGEST, SMALLEST
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest, Package
 from pipegraph.report.predicted_vs_measured import Beside, Pair
@@ -89,7 +89,7 @@ def recalibrated(hardware: Hardware, manifest: Manifest, compared: Beside) -> Ha
     the W of a stage whose inputs have no gradient, it counts for I and W alike, if no stage tells them apart. It
     replaces what an earlier run left: the last one counts.
     """
-    priced = Ratio.from_json(manifest.plan.get("measured_ratio"))
+    priced = MeasuredRatio.from_json(manifest.plan.get("measured_ratio"))
     apart = [stage for stage in compared.stages if Kind.I in stage and stage[Kind.I].predicted]
     whole = _ratio(compared.stages, Kind.B) or _ratio(compared.stages, Kind.W) or 1.0
     figures = {
@@ -110,7 +110,9 @@ def recalibrated(hardware: Hardware, manifest: Manifest, compared: Beside) -> Ha
         f"microbatches, medians of {measured.steps} steps, {measured.processes} processes"
     )
     rounded = {name: float(f"{figure:.{_DIGITS}g}") for name, figure in figures.items()}
-    return replace(hardware, measured_ratio=Ratio(**rounded), sources={**hardware.sources, "measured_ratio": source})
+    return replace(
+        hardware, measured_ratio=MeasuredRatio(**rounded), sources={**hardware.sources, "measured_ratio": source}
+    )
 
 
 def ratios(hardware: Hardware) -> str:

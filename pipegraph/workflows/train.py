@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.outputs import mean_square, tensors
+from pipegraph.cost.model_output import mean_square, output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.progress import counted
@@ -80,7 +80,7 @@ class Training:
         self._optimizer = torch.optim.AdamW([{"params": list(self._pipeline.parameters())}], lr=learning_rate)
         modules = self._pipeline.stages.values()
         state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        batch = tensors([self._batch.args, self._batch.kwargs, self._batch.target]).values()
+        batch = output_tensors([self._batch.args, self._batch.kwargs, self._batch.target]).values()
         self._weights = SavedBytes([*state, *batch])
         self._times = ActionTimes(self._device)
         self._kernels = kernels
@@ -170,5 +170,5 @@ class Training:
         held: list[Tensor] = [*parameters, *dict.fromkeys(buffer for module in modules for buffer in module.buffers())]
         held += [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
-            held += tensors(self._optimizer.state.get(parameter, {})).values()
+            held += output_tensors(self._optimizer.state.get(parameter, {})).values()
         return sum(tensor.nbytes for tensor in held)

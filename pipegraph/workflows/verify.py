@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegraph.cost.outputs import tensors
+from pipegraph.cost.model_output import output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.report.tables import clip, table
@@ -149,7 +149,7 @@ def _run_model(source: ModelSource, loss_fn: LossFunction, evaluate: bool = Fals
         loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    return _Run(tensors(output), loss.detach(), gradients, buffers)
+    return _Run(output_tensors(output), loss.detach(), gradients, buffers)
 
 
 def _run_package(
@@ -182,7 +182,7 @@ def _run_package(
         gradients |= {name: parameter.grad for name, parameter in stage.named_parameters(remove_duplicate=False)}
         buffers |= dict(stage.named_buffers(remove_duplicate=False))
     assert result.loss is not None, "every stage runs in this process, the last one too"
-    return _Run(tensors(result.outputs), result.loss.detach(), gradients, buffers), same_weights
+    return _Run(output_tensors(result.outputs), result.loss.detach(), gradients, buffers), same_weights
 
 
 def _compare(reference: _Run, found: _Run) -> Iterator[Comparison]:

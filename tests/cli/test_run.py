@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipegraph.cli import main
-from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.ratio import UNCORRECTED
+from pipegraph.cost.hardware import UNCORRECTED, Hardware
 from tests.cli.command import ROOT, Command, program
 
 # The kernels of processes that are tested for something else: they take the least time to be ready.

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipegraph.cost import attained, between_ranks, calibrate, loops
-from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.link import Link, Links, MeasuredLinks
-from pipegraph.cost.stopwatch import Stopwatch
+from pipegraph.cost.calibration import calibrate, compute_rates, loop_rates, rank_links
+from pipegraph.cost.calibration.stopwatch import Stopwatch
+from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks
 from pipegraph.errors import RuntimeFault
 from pipegraph.kernels import internals
 
@@ -25,11 +24,11 @@ QUICK = Stopwatch(CPU, budget=0.001)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and small sizes, and functions uncompiled."""
     for name in ("_MATRICES", "_BATCHED", "_ATTENTION"):
-        axes = getattr(attained, name)
-        monkeypatch.setattr(attained, name, dict.fromkeys(axes, (16, 32)))
-    monkeypatch.setattr(attained, "_CONVOLUTION", {"m": (128,), "n": (4, 8), "k": (27,)})
-    monkeypatch.setattr(loops, "_STREAMED", (12_288, 122_880))
-    monkeypatch.setattr(loops, "_NEW", (2**20, 2**25))
+        axes = getattr(compute_rates, name)
+        monkeypatch.setattr(compute_rates, name, dict.fromkeys(axes, (16, 32)))
+    monkeypatch.setattr(compute_rates, "_CONVOLUTION", {"m": (128,), "n": (4, 8), "k": (27,)})
+    monkeypatch.setattr(loop_rates, "_STREAMED", (12_288, 122_880))
+    monkeypatch.setattr(loop_rates, "_NEW", (2**20, 2**25))
     monkeypatch.setattr(calibrate, "_FOOTPRINTS", {"cpu": (0, 2**22)})
     monkeypatch.setattr(internals, "compiler_is_missing", lambda: "none in tests")
 
@@ -49,7 +48,7 @@ def _spin(seconds: float) -> None:
 
 
 def test_rates_over_sizes(quick: None) -> None:
-    found = attained.attained(QUICK, torch.float32)
+    found = compute_rates.measure_compute_rates(QUICK, torch.float32)
     assert set(found) == set(Hardware.load("cpu").attained_flops)
     assert list(found["matmul"].axes) == ["m", "n", "k"]
     large, small = (2 * size**3 / found["matmul"].at(m=size, n=size, k=size) for size in (32, 16))
@@ -57,18 +56,18 @@ def test_rates_over_sizes(quick: None) -> None:
 
 
 def test_a_loop_is_timed_as_it_is_compiled() -> None:
-    graph = loops.traced(lambda x: torch.nn.functional.gelu(x), [torch.ones(4, 4)]).graph
+    graph = loop_rates.traced(lambda x: torch.nn.functional.gelu(x), [torch.ones(4, 4)]).graph
     assert torch.ops.aten.erf.default in {node.target for node in graph.nodes}
 
 
 def test_functions_have_rates(quick: None) -> None:
-    found = loops.element_rates(Stopwatch(CPU, budget=0.01))
+    found = loop_rates.measure_element_rates(Stopwatch(CPU, budget=0.01))
     assert found["pow"] < 1e10  # whatever the machine, a power takes longer than a product
-    assert set(found) <= {*Hardware.load("cpu").element_rates, *loops._cases(CPU)}
+    assert set(found) <= {*Hardware.load("cpu").element_rates, *loop_rates._cases(CPU)}
 
 
 def test_links_between_processes() -> None:
-    found = between_ranks.measure_links(2, "cpu")
+    found = rank_links.measure_links(2, "cpu")
     assert found.name == "gloo"
     for rank, other in ((0, 1), (1, 0)):
         assert 0 <= (found.latency[rank][other] or 0.0) < 1
@@ -78,14 +77,14 @@ def test_links_between_processes() -> None:
 
 def test_links_that_take_too_long_leave_no_process() -> None:
     with pytest.raises(RuntimeFault, match=r"the links between 2 ranks were not measured within 0\.01 s"):
-        between_ranks.measure_links(2, "cpu", timeout=0.01)
+        rank_links.measure_links(2, "cpu", timeout=0.01)
     assert multiprocessing.active_children() == []
 
 
 def test_latency_and_bandwidth_are_those_that_explain_the_times() -> None:
-    sizes = np.array(between_ranks._SIZES)
-    assert between_ranks.fit((2 * 5e-5 + sizes / 1e9).tolist()) == pytest.approx((5e-5, 1e9))
-    latency, bandwidth = between_ranks.fit([1e-3] * len(sizes))  # a link faster than the clock
+    sizes = np.array(rank_links._SIZES)
+    assert rank_links.fit((2 * 5e-5 + sizes / 1e9).tolist()) == pytest.approx((5e-5, 1e9))
+    latency, bandwidth = rank_links.fit([1e-3] * len(sizes))  # a link faster than the clock
     assert latency == pytest.approx(5e-4)
     assert bandwidth > 1e9
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.cost.chain import Chain, find_chain
+from pipegraph.cost.segments.chain import Chain, find_chain
 from tests.cost.models import model
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import pipegraph
-from pipegraph.cost import blocks
 from pipegraph.cost import price as pricing
-from pipegraph.cost.price import Priced, price
+from pipegraph.cost.price import PricedModel, price
+from pipegraph.cost.segments import distinct_blocks
 from pipegraph.graph.captured import Captured
 from pipegraph.kernels.compilers import compiler, options
 from pipegraph.kernels.traced import TracedKernels
@@ -66,8 +66,10 @@ def test_a_transformer_layer_by_hand() -> None:
 
 def test_each_distinct_block_is_traced_and_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traced, priced = [], []
-    trace, of_block = blocks._traced, pricing._price
-    monkeypatch.setattr(blocks, "_traced", lambda piece, *rest: traced.append(piece.key) or trace(piece, *rest))
+    trace, of_block = distinct_blocks._traced, pricing._price
+    monkeypatch.setattr(
+        distinct_blocks, "_traced", lambda subgraph, *rest: traced.append(subgraph.key) or trace(subgraph, *rest)
+    )
     monkeypatch.setattr(pricing, "_price", lambda block, *rest: priced.append(block.key) or of_block(block, *rest))
     found = price(model("decoder"))
     # embedding, head; of three equal layers the three segments and the whole. The rest of the graph is one of each.
@@ -94,7 +96,7 @@ def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path, after: s
             module,
             [value.producer != CALLER and value.requires_grad for value in described[0]],
             [value.requires_grad for value in described[1]],
-            blocks.mean_square if last else None,
+            distinct_blocks.mean_square if last else None,
             compiler=compiler("eager"),
             options=options("inductor", recompute),
         )
@@ -116,7 +118,7 @@ def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path, after: s
     return found
 
 
-def saved_by(priced: Priced, cuts: list[int], after: str = "F") -> list[int | None]:
+def saved_by(priced: PricedModel, cuts: list[int], after: str = "F") -> list[int | None]:
     bounds = [0, *cuts, len(priced.costs)]
     stages = [priced.stage(*bound) for bound in pairwise(bounds)]
     return [stage.saved_bytes if after == "F" else stage.weight_saved_bytes for stage in stages]

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
-from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost import SegmentCost
 from pipegraph.schedule import Kind, Schedule, Times, build, lower, names, receive_buffers, simulate
 from pipegraph.schedule.build import find
 

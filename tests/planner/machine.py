@@ -6,12 +6,10 @@ import torch
 from torch import nn
 
 import pipegraph
-from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.link import Link, Links
-from pipegraph.cost.table import Table
+from pipegraph.cost.hardware import Hardware, Link, Links, SizeTable
 from pipegraph.graph.captured import Captured
 
-ONE = Table({}, 1.0)
+ONE = SizeTable({}, 1.0)
 
 MACHINE = Hardware(
     name="machine",

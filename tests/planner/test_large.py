@@ -11,8 +11,8 @@ import pytest
 
 import pipegraph
 from benchmarks.planner_scale import DEEPSEEK_V3, LLAMA_405B
+from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.segment import SegmentCost
 from pipegraph.graph.sources.load import load
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.solve import solve

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError
 from pipegraph.planner.arguments import parse_bytes
 from pipegraph.planner.solve import solve

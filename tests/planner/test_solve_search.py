@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost import SegmentCost
 from pipegraph.planner.solve import solve
 from pipegraph.planner.solver import search
 from pipegraph.planner.solver.climb import neighbours

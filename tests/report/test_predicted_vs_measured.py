@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.link import Link, Links
+from pipegraph.cost.hardware import Hardware, Link, Links
 from pipegraph.package import Manifest, StageEntry, Value
 from pipegraph.report.predicted_vs_measured import beside, beside_dict, told
 from pipegraph.runtime.measurements import MeasuredRun

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 import pipegraph
-from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.link import Link, Links
+from pipegraph.cost.hardware import Hardware, Link, Links
 from pipegraph.errors import PipegraphError
 from pipegraph.report import tensorboard
 from pipegraph.runtime.pipeline import Pipeline

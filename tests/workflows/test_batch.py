@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipegraph.cost.outputs import mean_square, tensors
+from pipegraph.cost.model_output import mean_square, output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Manifest, StageEntry, Value
 from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, loss_of
@@ -56,4 +56,4 @@ def test_example_inputs_are_repeated_for_every_microbatch() -> None:
 def test_mean_square_takes_every_floating_point_output() -> None:
     output = {"logits": torch.full((2, 2), 2.0), "more": (torch.full((9,), 4.0), torch.tensor([7]), None)}
     assert mean_square(output).item() == pytest.approx((4 + 16) / 2)
-    assert list(tensors(output)) == ["logits", "more.0", "more.1"]
+    assert list(output_tensors(output)) == ["logits", "more.0", "more.1"]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pipegraph.codegen.generate import generate
-from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.ratio import Ratio
+from pipegraph.cost.hardware import Hardware, MeasuredRatio
 from pipegraph.errors import PipegraphError
 from pipegraph.graph.capture import capture
 from pipegraph.package import Manifest, Package
@@ -22,7 +21,7 @@ from pipegraph.schedule import Kind, build
 from pipegraph.workflows.recalibrate import profile_for, ratios, recalibrated, uneven
 from tests.models.chain import Chain
 
-SLOWER = Ratio(forward=1.5, input_grad=2.0, weight_grad=0.8)
+SLOWER = MeasuredRatio(forward=1.5, input_grad=2.0, weight_grad=0.8)
 
 
 def priced(hardware: Hardware) -> Manifest:
@@ -50,7 +49,7 @@ def cpu() -> tuple[Hardware, Manifest]:
     return hardware, priced(hardware)
 
 
-def correct(hardware: Hardware, manifest: Manifest, schedule: str, factors: Ratio) -> Hardware:
+def correct(hardware: Hardware, manifest: Manifest, schedule: str, factors: MeasuredRatio) -> Hardware:
     """The profile after a run on a device that takes so many times as long as ``cpu``."""
     truth = priced(replace(Hardware.load("cpu"), measured_ratio=factors))
     return recalibrated(hardware, manifest, beside(manifest, build(schedule, 2, 4), took(truth, schedule)))
@@ -70,12 +69,12 @@ def test_prices_are_then_what_was_measured(cpu: tuple[Hardware, Manifest]) -> No
 
 def test_what_was_priced_with_a_ratio_multiplies_it(cpu: tuple[Hardware, Manifest]) -> None:
     hardware, manifest = cpu
-    once = correct(hardware, manifest, "zb-h1", Ratio(2.0, 2.0, 2.0))
-    twice = correct(once, priced(once), "zb-h1", Ratio(3.0, 1.5, 1.5))
-    assert asdict(twice.measured_ratio) == pytest.approx(asdict(Ratio(3.0, 1.5, 1.5)), rel=1e-3)
+    once = correct(hardware, manifest, "zb-h1", MeasuredRatio(2.0, 2.0, 2.0))
+    twice = correct(once, priced(once), "zb-h1", MeasuredRatio(3.0, 1.5, 1.5))
+    assert asdict(twice.measured_ratio) == pytest.approx(asdict(MeasuredRatio(3.0, 1.5, 1.5)), rel=1e-3)
     # The old package again: the last run counts, by what its own package was priced with.
-    back = correct(twice, manifest, "zb-h1", Ratio(1.2, 1.2, 1.2))
-    assert asdict(back.measured_ratio) == pytest.approx(asdict(Ratio(1.2, 1.2, 1.2)), rel=1e-3)
+    back = correct(twice, manifest, "zb-h1", MeasuredRatio(1.2, 1.2, 1.2))
+    assert asdict(back.measured_ratio) == pytest.approx(asdict(MeasuredRatio(1.2, 1.2, 1.2)), rel=1e-3)
 
 
 def test_whole_backwards_give_one_ratio(cpu: tuple[Hardware, Manifest]) -> None:
@@ -98,13 +97,13 @@ def test_the_rest_of_the_profile_stays(cpu: tuple[Hardware, Manifest]) -> None:
     assert corrected.sources["measured_ratio"] == (
         "pipegraph run: Chain, 1f1b with 4 microbatches, medians of 3 steps, 2 processes"
     )
-    assert replace(corrected, measured_ratio=Ratio(), sources=hardware.sources) == hardware
+    assert replace(corrected, measured_ratio=MeasuredRatio(), sources=hardware.sources) == hardware
 
 
 def test_another_device_is_no_correction(cpu: tuple[Hardware, Manifest]) -> None:
     hardware, manifest = cpu
     with pytest.raises(PipegraphError, match=r"forward took 1e\+03 times as long as the figures of cpu come to"):
-        correct(hardware, manifest, "1f1b", Ratio(1000.0, 1.0, 1.0))
+        correct(hardware, manifest, "1f1b", MeasuredRatio(1000.0, 1.0, 1.0))
 
 
 def package(manifest: Manifest, **changes: Any) -> Package:
@@ -147,7 +146,7 @@ def test_a_profile_of_this_folder(
 def test_corrections_under_two_names_do_not_stack(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
     hw = replace(cpu[0], name="hw")
     write(hw, tmp_path / "hw.json")
-    file, truth = tmp_path / "hw2.json", Ratio(2.0, 2.0, 2.0)
+    file, truth = tmp_path / "hw2.json", MeasuredRatio(2.0, 2.0, 2.0)
     for _ in range(2):  # the second run of the same package comes to the same
         write(correct(profile_for(package(priced(hw)), file), priced(hw), "zb-h1", truth), file)
         assert (Hardware.load(file).name, asdict(Hardware.load(file).measured_ratio)) == (
@@ -157,9 +156,9 @@ def test_corrections_under_two_names_do_not_stack(cpu: tuple[Hardware, Manifest]
     assert again.plan["hardware"] == "hw2"
     third = tmp_path / "hw3.json"
     for target in (file, third):
-        twice = correct(profile_for(package(again), target), again, "zb-h1", Ratio(3.0, 3.0, 3.0))
+        twice = correct(profile_for(package(again), target), again, "zb-h1", MeasuredRatio(3.0, 3.0, 3.0))
         assert twice.name == target.stem
-        assert asdict(twice.measured_ratio) == pytest.approx(asdict(Ratio(3.0, 3.0, 3.0)), rel=1e-3)
+        assert asdict(twice.measured_ratio) == pytest.approx(asdict(MeasuredRatio(3.0, 3.0, 3.0)), rel=1e-3)
 
 
 @pytest.mark.parametrize("balance", ["measured", "parameters"])
@@ -206,7 +205,7 @@ def test_nothing_but_a_profile_is_overwritten(
 
 def test_ratios_and_where_stages_disagree(cpu: tuple[Hardware, Manifest]) -> None:
     hardware, manifest = cpu
-    assert ratios(replace(hardware, measured_ratio=Ratio(2.44, 15.13, 0.5))) == "F × 2.4, I × 15, W × 0.5"
+    assert ratios(replace(hardware, measured_ratio=MeasuredRatio(2.44, 15.13, 0.5))) == "F × 2.4, I × 15, W × 0.5"
     measured = took(manifest, "1f1b")
     schedule = build("1f1b", 2, 4)
     for factor, expected in (

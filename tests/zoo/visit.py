@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.cost.outputs import tensors
+from pipegraph.cost.model_output import output_tensors
 from pipegraph.graph.sources.load import load
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
@@ -55,7 +55,7 @@ def visit(name: str, folder: Path) -> Visit:
 
 def loss_fn(output: Any, target: Any = None) -> Tensor:
     """A weighted mean of every output: behind a normalisation, the gradient of a plain mean is all rounding."""
-    found = [tensor.float().flatten() for tensor in tensors(output).values() if tensor.is_floating_point()]
+    found = [tensor.float().flatten() for tensor in output_tensors(output).values() if tensor.is_floating_point()]
     return torch.stack([(values * torch.linspace(-1, 1, len(values))).mean() for values in found]).sum()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost import SegmentCost
 from pipegraph.planner.solver.pool import EQUAL
 from pipegraph.planner.solver.space import Space
 from pipegraph.planner.solver.sums import Allowed, Floats, Integers

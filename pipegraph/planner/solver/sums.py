@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipegraph.cost.segment import SegmentCost
+from pipegraph.cost import SegmentCost
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

@@ -1,0 +1,1 @@
+"""Measure a hardware profile on this machine."""

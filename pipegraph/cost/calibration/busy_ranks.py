@@ -1,0 +1,69 @@
+"""Other ranks at work. On a CPU they take their part of memory, caches and clock, so that a rank by itself is faster.
+
+    with busy_ranks(ranks - 1, threads):
+        …  # what is timed here takes as long as in a step
+
+Run as a module, this is one such rank: it trains a small network until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+_ROWS, _WIDTH = 512, 512
+
+
+@contextmanager
+def busy_ranks(count: int, threads: int) -> Iterator[None]:
+    """While so many other processes compute, with so many threads each; they begin before the body does.
+
+    One that cannot be started is left out: then times are those of fewer ranks.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-m", "pipegraph.cost.calibration.busy_ranks"]
+    found = [
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        )
+        for _ in range(count)
+    ]
+    try:
+        for process in found:
+            assert process.stdout is not None
+            process.stdout.readline()  # that it has begun, or its end
+        yield
+    finally:
+        for process in found:
+            process.kill()
+            process.communicate()
+
+
+def _train() -> None:
+    network = nn.Sequential(
+        nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH), nn.LayerNorm(_WIDTH)
+    )
+    batch = torch.randn(_ROWS, _WIDTH)
+    begun = False
+    while True:
+        network(batch).square().mean().backward()
+        if not begun:
+            print("begun", flush=True)
+        begun = True
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    _train()

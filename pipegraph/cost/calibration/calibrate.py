@@ -1,0 +1,156 @@
+"""Measure what this machine attains, in about a minute: a `Hardware` profile of its own."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from pipegraph.cost.calibration import loop_rates
+from pipegraph.cost.calibration.busy_ranks import busy_ranks
+from pipegraph.cost.calibration.compute_rates import measure_compute_rates
+from pipegraph.cost.calibration.rank_links import measure_links
+from pipegraph.cost.calibration.stopwatch import Stopwatch
+from pipegraph.cost.hardware.links import Link, Links, MeasuredLinks
+from pipegraph.cost.hardware.profile import Hardware
+from pipegraph.cost.hardware.size_table import SizeTable
+from pipegraph.kernels.threads import threads_per_rank
+
+_MIB = 2**20
+# Bytes that go through the caches around a kernel: none but its own, some that the last cache holds, and more.
+_FOOTPRINTS = {"cpu": (0, 8 * _MIB, 128 * _MIB)}
+_OWN = 1 * _MIB  # what stands for none in a table, whose sizes are positive
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, name: str = "here") -> Hardware:
+    """Measure this machine as one of ``ranks`` has it, on a CPU while the others compute, and the links between them.
+
+    ``threads`` is by default what `pipegraph run` gives a rank. Each figure is a median of several runs; ``sources``
+    says how far the others are from it.
+    """
+    chosen = threads or threads_per_rank(ranks)
+    links = measure_links(ranks, device)
+    where = torch.device(device)
+    with _threads(chosen), busy_ranks(ranks - 1 if device == "cpu" else 0, chosen):
+        watches = [Stopwatch(where, footprint=size) for size in _FOOTPRINTS.get(where.type, (0,))]
+        noise: dict[str, float] = {}
+        flops = {}
+        for dtype in _DTYPES:
+            found = _over_footprints(watches, partial(measure_compute_rates, dtype=dtype))
+            if found:
+                flops[str(dtype).removeprefix("torch.")] = found
+        noise["attained_flops"] = _noise(watches)
+        bandwidth = _over_footprints(watches, lambda watch: {"": loop_rates.measure_bandwidth(watch)})[""]
+        noise["attained_bandwidth"] = _noise(watches)
+        rates, kernel = loop_rates.measure_element_rates(watches[0]), loop_rates.measure_kernel_overhead(watches[0])
+        noise["element_rates"] = _noise(watches)
+        first_touch = loop_rates.measure_first_touch(watches[0])
+        noise["first_touch"] = _noise(watches)
+    peaks = {dtype: max(table.largest for table in tables.values()) for dtype, tables in flops.items()}
+    return Hardware(
+        name=name,
+        device=f"{_device_name(where)}, {chosen} thread{'s' if chosen > 1 else ''} a rank, torch {torch.__version__}",
+        memory_bytes=_memory_bytes(where),
+        peak_flops={dtype: _rounded(peak) for dtype, peak in peaks.items()},
+        attained_flops={
+            kind: {dtype: _part(tables[kind], peaks[dtype]) for dtype, tables in flops.items()}
+            for kind in next(iter(flops.values()))
+        },
+        memory_bandwidth=_rounded(bandwidth.largest),
+        attained_bandwidth=_part(bandwidth, bandwidth.largest),
+        kernel_floor=_rounded(kernel),
+        # Launches run ahead of a GPU; on a CPU they are a part of the work.
+        kernel_overhead=_rounded(kernel) if where.type == "cpu" else 0.0,
+        element_rates={function: _rounded(rate) for function, rate in rates.items()},
+        first_touch=None if first_touch is None else first_touch.map(_rounded),
+        links=_links(links),
+        sources=_sources(noise),
+    )
+
+
+def _over_footprints(
+    watches: Sequence[Stopwatch], measure: Callable[[Stopwatch], Mapping[str, SizeTable]]
+) -> dict[str, SizeTable]:
+    """What is measured, over how much goes through the caches around it."""
+    found = {max(watch.footprint, _OWN): measure(watch) for watch in watches}
+    kinds = next(iter(found.values()))
+    return {
+        kind: SizeTable.stacked("footprint", {float(size): tables[kind] for size, tables in found.items()})
+        for kind in kinds
+    }
+
+
+def _noise(watches: Sequence[Stopwatch]) -> float:
+    """The usual distance between the quartiles of what was measured since the last call, as part of the median."""
+    spreads = [spread for watch in watches for spread in watch.spreads]
+    for watch in watches:
+        watch.spreads.clear()
+    return statistics.median(spreads or [0.0])
+
+
+def _sources(noise: Mapping[str, float]) -> dict[str, str]:
+    measured = "measured by pipegraph calibrate"
+    sources = {
+        place: f"{measured}: medians; the quartiles are {spread:.0%} of them apart" for place, spread in noise.items()
+    }
+    most = f"{measured}: the most that a kernel attained"
+    return {
+        "memory_bytes": "what the system says; ranks on a CPU share it",
+        "peak_flops": most,
+        "memory_bandwidth": most,
+        "kernel_floor": measured,
+        "kernel_overhead": measured,
+        "links": f"{measured}: medians of round trips from 1 KiB to 16 MiB, one pair of ranks at a time",
+        **sources,
+    }
+
+
+def _links(measured: MeasuredLinks) -> Links:
+    """The table, and for ranks beyond it the median link."""
+    rows = range(measured.ranks)
+    pairs = [(rank, other) for rank in rows for other in rows if rank != other]
+
+    def median(matrix: Sequence[Sequence[float | None]]) -> float:
+        return _rounded(statistics.median(matrix[rank][other] or 0.0 for rank, other in pairs))
+
+    usual = Link(median(measured.latency), median(measured.bandwidth), measured.name)
+    return Links(ranks_per_node=measured.ranks, intra_node=usual, measured=measured)
+
+
+def _part(table: SizeTable, peak: float) -> SizeTable:
+    return table.map(lambda figure: _rounded(figure / peak))
+
+
+def _rounded(figure: float) -> float:
+    """Four digits: more are noise."""
+    return float(f"{figure:.4g}")
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,17 @@
+"""Hardware profiles: what a device and the links between devices attain."""
+
+from pipegraph.cost.hardware.links import Link, Links, MeasuredLinks
+from pipegraph.cost.hardware.measured_ratio import UNCORRECTED, MeasuredRatio
+from pipegraph.cost.hardware.profile import Hardware, check_new
+from pipegraph.cost.hardware.size_table import SizeTable
+
+__all__ = [
+    "UNCORRECTED",
+    "Hardware",
+    "Link",
+    "Links",
+    "MeasuredLinks",
+    "MeasuredRatio",
+    "SizeTable",
+    "check_new",
+]

@@ -1,0 +1,1 @@
+"""Time the distinct blocks of a model on this machine."""

@@ -1,0 +1,1 @@
+"""The seconds of a graph, kernel by kernel, from a hardware profile."""

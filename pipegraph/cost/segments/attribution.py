@@ -1,0 +1,160 @@
+"""From the prices of distinct blocks to those of segments, which add up to layers and stages."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import fx
+
+from pipegraph.cost.segments.distinct_blocks import Block, SavedMemory, SegmentGroup, SegmentGroups, memory_of
+
+Times = tuple[float, float, float]
+"""F, I and W."""
+
+
+@dataclass(frozen=True)
+class CrossingValue:
+    """A value that one segment makes and another one is the last to read, and what it takes to hand it over.
+
+    That is saved where one piece holds both: the value is then never written in full, or stays in the layout that it
+    had. ``of_maker`` and ``of_reader`` are what each of the two saves.
+    """
+
+    maker: int
+    reader: int
+    bytes: int
+    of_maker: Times = (0.0, 0.0, 0.0)
+    of_reader: Times = (0.0, 0.0, 0.0)
+
+    def at_ends(self, stage: range) -> Times:
+        """What a stage takes beyond the sum of its segments, because it has one of the two."""
+        maker, reader = self.maker in stage, self.reader in stage
+        return (0.0, 0.0, 0.0) if maker == reader else self.of_maker if maker else self.of_reader
+
+
+def segment_times(parts: SegmentGroups, blocks: Mapping[str, Times]) -> tuple[list[Times], tuple[CrossingValue, ...]]:
+    """The times of segments, as parts of the largest piece that was priced, and of what crosses between them.
+    ``blocks`` gives the times of blocks, by key.
+
+    Two pieces take longer than one that holds both. By how much, follows from the times of a larger piece and of its
+    parts; the values that cross inside share it by their size. It is taken off the two segments that make and read the
+    value, so that the segments of a piece add up to what the piece takes.
+    """
+    times = [blocks[part.block.key] for part in parts.segments]
+    layer_of = {index: layer.start for layer in parts.chain.layers for index in layer}
+    crossing = _crossing(parts)
+    for part in (*parts.layers, *parts.runs):
+        inside = [
+            index
+            for index, each in enumerate(crossing)
+            if each.maker in part.segments
+            and each.reader in part.segments
+            and (layer_of[each.maker] != layer_of[each.reader]) == (part in parts.runs)
+        ]
+        ends = {end for index in inside for end in (crossing[index].maker, crossing[index].reader)}
+        lost = _lost(blocks[part.block.key], [times[index] for index in part.segments], [times[end] for end in ends])
+        size = sum(crossing[index].bytes for index in inside)
+        for index in inside:
+            each = crossing[index]
+            share = _times(of_all * each.bytes / size for of_all in lost)
+            of_maker, of_reader = _shared(share, times[each.maker], times[each.reader])
+            times[each.maker] = _times(map(operator.sub, times[each.maker], of_maker))
+            times[each.reader] = _times(map(operator.sub, times[each.reader], of_reader))
+            crossing[index] = replace(each, of_maker=of_maker, of_reader=of_reader)
+    return times, tuple(crossing)
+
+
+def _shared(lost: Times, maker: Times, reader: Times) -> tuple[Times, Times]:
+    """What is lost between two segments as parts of both, in proportion to their times; not more than these."""
+    least = [min(each, one + other) for each, one, other in zip(lost, maker, reader, strict=True)]
+    parts = [one / (one + other) if one + other else 0.0 for one, other in zip(maker, reader, strict=True)]
+    of_maker = _times(map(operator.mul, least, parts))
+    return of_maker, _times(map(operator.sub, least, of_maker))
+
+
+def _crossing(parts: SegmentGroups) -> list[CrossingValue]:
+    reader = {node: index for index, part in enumerate(parts.segments) for node in part.subgraph.inputs}
+    return [
+        CrossingValue(index, reader[node], memory_of(node.meta["val"]))
+        for index, part in enumerate(parts.segments)
+        for node in part.subgraph.outputs
+        if reader.get(node, index) > index
+    ]
+
+
+def _lost(whole: Times, parts: Iterable[Times], ends: Iterable[Times]) -> Times:
+    """By how much the parts of a piece take longer than the piece.
+
+    Where nothing before the piece needs a gradient its W is the whole backward; what is lost there is shared as I and W
+    are among ``ends``: the parts that make or read what crosses.
+    """
+    sums = _times(map(sum, zip(*parts, strict=True)))
+    forward, of_inputs, of_weights = (total - least for total, least in zip(sums, whole, strict=True))
+    if whole[1]:
+        return forward, of_inputs, of_weights
+    backward = of_inputs + of_weights
+    _, inputs, weights = map(sum, zip(*ends, strict=True))
+    part = weights / (inputs + weights) if inputs + weights else 0.0
+    return forward, backward * (1 - part), backward * part
+
+
+def _times(each: Iterable[float]) -> Times:
+    forward, of_inputs, of_weights = each
+    return forward, of_inputs, of_weights
+
+
+def saved_bytes(parts: SegmentGroups, held: range) -> list[int]:
+    """What each segment in ``held`` keeps from F to the backward, where these are a stage.
+
+    A value that two of them keep counts where it is kept first. The caller holds the model's inputs in any case.
+    """
+    return _shares(parts, held, lambda block: block.saved)
+
+
+def weight_saved_bytes(parts: SegmentGroups, held: range) -> list[int]:
+    """What each segment in ``held`` keeps from the end of I to that of W, likewise."""
+    return _shares(parts, held, lambda block: block.weight_saved)
+
+
+def _shares(parts: SegmentGroups, held: range, kept_by: Callable[[Block], SavedMemory]) -> list[int]:
+    seen: set[tuple[bool, fx.Node]] = set()
+    found: list[int] = []
+    for part in _largest(parts, held):
+        total = _kept(part, kept_by(part.block), seen)
+        segments = (parts.segments[index] for index in part.segments)
+        alone = [_kept(each, kept_by(each.block), set()) for each in segments]
+        # A piece keeps less than its segments would by themselves; each gets its share.
+        ends = [total * done // max(sum(alone), 1) for done in accumulate(alone, initial=0)]
+        ends[-1] = total
+        found += [stop - start for start, stop in pairwise(ends)]
+    return found
+
+
+def _largest(parts: SegmentGroups, held: range) -> list[SegmentGroup]:
+    """The parts that make up the segments in ``held``: runs and layers where they are whole."""
+    at: dict[int, list[SegmentGroup]] = {}
+    for part in (*parts.runs, *parts.layers, *parts.segments):
+        if part.segments.stop <= held.stop:
+            at.setdefault(part.segments.start, []).append(part)
+    found, index = [], held.start
+    while index < held.stop:
+        part = max(at[index], key=lambda each: len(each.segments))
+        found.append(part)
+        index = part.segments.stop
+    return found
+
+
+def _kept(part: SegmentGroup, saved: SavedMemory, seen: set[tuple[bool, fx.Node]]) -> int:
+    """Bytes that a part keeps, without those of values and gradients already ``seen``, to which its own are added."""
+    inputs, outputs = part.subgraph.inputs, part.subgraph.outputs
+    kept = {(False, inputs[index]) for index in saved.inputs} | {(False, outputs[index]) for index in saved.outputs}
+    kept |= {(True, inputs[index]) for index in saved.input_gradients}
+    kept |= {(True, outputs[index]) for index in saved.output_gradients}
+    new = {each for each in kept if each[1].op == "call_function"} - seen
+    seen |= new
+    values = [node.meta["val"] for _, node in new]
+    return saved.bytes + sum(memory_of(value) for value in values if isinstance(value, torch.Tensor))

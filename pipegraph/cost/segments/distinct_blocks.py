@@ -1,0 +1,296 @@
+"""The distinct blocks of a chain: segments and layers of equal structure, traced once, without memory.
+
+A block's joint graph is divided into F, I and W as the kernels of a stage are, so that what is priced is what runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from pipegraph.cost.model_output import mean_square
+from pipegraph.cost.roofline.gpu_attention import fused_attention
+from pipegraph.cost.segments.chain import Chain
+from pipegraph.cost.segments.subgraph import Subgraph, SubgraphModule, empty_like_value, subgraph_of
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.nodes import label_of
+from pipegraph.kernels import Loss, internals
+from pipegraph.kernels.compilers import compiler, options
+from pipegraph.kernels.derivative import Derivative
+from pipegraph.kernels.divide import is_view
+from pipegraph.kernels.joint import Joint
+from pipegraph.kernels.module_state import State
+from pipegraph.kernels.variant import Call, Stage, leaves_of, trace
+from pipegraph.progress import tell
+
+LossOf = Callable[[Any, Any], Tensor]
+"""(what the model returns, in its own nesting; one microbatch's target) → the loss of no dimensions."""
+
+
+@dataclass(frozen=True)
+class SavedMemory:
+    """What is kept for the backward of one microbatch, parameters and buffers aside.
+
+    ``inputs`` and ``outputs`` are positions among the piece's own, and ``input_gradients`` and ``output_gradients``
+    likewise: their memory others may hold as well. ``bytes`` is the size of everything else.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    bytes: int
+    input_gradients: tuple[int, ...] = ()
+    output_gradients: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """What pieces of one structure share.
+
+    Attributes:
+        key: equal for equal structure, in every process; the loss is part of that.
+        piece: the first of them.
+        count: how many there are.
+        recompute: what its backward computes again.
+        loss, target: of the model's last piece.
+        derivative: its graphs; None where it cannot be traced by itself, and then ``refusal`` says why.
+    """
+
+    key: str
+    subgraph: Subgraph
+    count: int
+    recompute: str
+    loss: Loss | None
+    target: Any
+    derivative: Derivative | None = field(repr=False, default=None)
+    refusal: str = ""
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None, fx.GraphModule | None]:
+        """F, I and W. Without I, where no input has a gradient, W does the whole backward."""
+        assert self.derivative is not None
+        backward = self.derivative.backward(self.derivative.all_present)
+        parts = self.derivative.forward, backward.input, backward.weight
+        forward, of_inputs, of_weights = (None if part is None else part.module for part in parts)
+        return forward, of_inputs, of_weights
+
+    @property
+    def has_input_grad(self) -> bool:
+        """Whether there is an I."""
+        return any(self.subgraph.input_gradients) if self.derivative is None else self.graphs[1] is not None
+
+    @cached_property
+    def saved(self) -> SavedMemory:
+        """What F keeps; where that is not known, every value that has a gradient."""
+        if self.derivative is None:
+            return _saved_unknown(self.subgraph)
+        return _kept(self.subgraph, self.derivative.joint, self.derivative.saved(self.derivative.all_present))
+
+    @cached_property
+    def weight_saved(self) -> SavedMemory:
+        """What is kept from the end of I to that of W: what W reads; without I everything, and the gradients that came.
+        Where that is not known, as much as F keeps."""
+        if self.derivative is None:
+            return self.saved
+        joint, present = self.derivative.joint, self.derivative.all_present
+        backward = self.derivative.backward(present)
+        if backward.input is not None:
+            return _kept(self.subgraph, joint, () if backward.weight is None else backward.weight.inputs)
+        came = (node.name for node in joint.tangents if node is not None)
+        return _kept(self.subgraph, joint, (*self.derivative.saved(present), *came))
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentGroup:
+    """Segments of a chain in a row, taken as one piece, and their block."""
+
+    segments: range
+    subgraph: Subgraph
+    block: Block
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentGroups:
+    """A chain in three grains. What stands in one piece is fused across the cuts in it.
+
+    Attributes:
+        chain: the chain.
+        segments: each segment of it.
+        layers: the layers that are more than one segment.
+        runs: neighbouring layers that the model has once each, and which a stage computes in one piece; a layer that is
+            repeated is computed by itself.
+    """
+
+    chain: Chain
+    segments: tuple[SegmentGroup, ...]
+    layers: tuple[SegmentGroup, ...]
+    runs: tuple[SegmentGroup, ...]
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Each distinct block once, in the order in which the model has run it, the smaller ones first."""
+        every = (*self.segments, *self.layers, *self.runs)
+        in_order = sorted(every, key=lambda part: (part.segments.stop, len(part.segments)))
+        return tuple({part.block.key: part.block for part in in_order}.values())
+
+
+# Tracing and dividing a graph takes time that grows faster than the graph.
+_LONGEST_RUN = 1000  # operations
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """How blocks are traced.
+
+    Attributes:
+        loss: a function of output and target, and a target; the mean square of the outputs where there is none.
+        recompute: what the backward computes again, as ``pipegraph.kernels.registry`` takes it. Of a model with
+            repeated layers "block" is for these, and what stands between them keeps what "min-cut" does.
+        gpu: whether for a GPU, wherever it is traced.
+    """
+
+    loss: tuple[LossOf, Any] | None = None
+    recompute: str = "min-cut"
+    gpu: bool = False
+
+
+def group_segments(chain: Chain, tracing: TraceOptions) -> SegmentGroups:
+    """The parts of a chain with their blocks, each traced once."""
+    whole = set(chain.layers)
+    keys = Counter(subgraph_of(chain.captured, chain.nodes(layer.start, layer.stop)).key for layer in whole)
+    repeats = len(keys) < len(whole)
+    counts: Counter[str] = Counter()
+    blocks: dict[str, Block] = {}
+
+    def parts(runs: Iterable[range]) -> tuple[SegmentGroup, ...]:
+        subgraphs = [(run, subgraph_of(chain.captured, chain.nodes(run.start, run.stop))) for run in runs]
+        counts.update(subgraph.key for _, subgraph in subgraphs)
+        total = len({*blocks, *(subgraph.key for _, subgraph in subgraphs)})
+        for run, subgraph in subgraphs:
+            if subgraph.key not in blocks:
+                tell("pricing distinct blocks", len(blocks), total)
+                between = repeats and not (run in whole and counts[subgraph.key] > 1)
+                recompute = "min-cut" if tracing.recompute == "block" and between else tracing.recompute
+                blocks[subgraph.key] = _block(subgraph, counts[subgraph.key], replace(tracing, recompute=recompute))
+        return tuple(SegmentGroup(run, subgraph, blocks[subgraph.key]) for run, subgraph in subgraphs)
+
+    segments = parts(range(index, index + 1) for index in range(len(chain.segments)))
+    layers = parts(layer for layer in chain.layers if len(layer) > 1)
+    single = {part.segments: part.block.count == 1 for part in (*segments, *layers)}
+    grouped = groupby(chain.layers, key=lambda layer: single[layer])
+    joined = [list(group) for alone, group in grouped if alone]
+    runs = [range(group[0].start, group[-1].stop) for group in joined if len(group) > 1]
+    short = (run for run in runs if len(chain.nodes(run.start, run.stop)) <= _LONGEST_RUN)
+    return SegmentGroups(chain, segments, layers, parts(short))
+
+
+def _block(subgraph: Subgraph, count: int, tracing: TraceOptions) -> Block:
+    function, target = (tracing.loss or (mean_square, None)) if subgraph.last else (None, None)
+    packed = None if function is None else _packed(subgraph.captured, function)
+    try:
+        derivative = _traced(subgraph, packed, target, tracing)
+    except Exception as error:  # whatever an operation raises on a tensor without memory
+        reason = str(error).strip().partition("\n")[0] or "no reason given"
+        return Block(
+            subgraph.key, subgraph, count, tracing.recompute, packed, target, None, f"{type(error).__name__}: {reason}"
+        )
+    key = _with_loss(subgraph.key, derivative) if subgraph.last else subgraph.key
+    return Block(key, subgraph, count, tracing.recompute, packed, target, derivative)
+
+
+def _traced(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: TraceOptions) -> Derivative:
+    instead = {torch.ops.aten.scaled_dot_product_attention.default: fused_attention} if tracing.gpu else None
+    with internals.fake_tensors():
+        state = [empty_like_value(node.meta["val"]) for node in subgraph.state]
+        module = SubgraphModule(subgraph, state, instead=instead)
+        inputs = [empty_like_value(node.meta["val"]) for node in subgraph.inputs]
+        target = pytree.tree_map_only(Tensor, empty_like_value, target)
+    with_loss = loss is not None
+    call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, True)
+    stage = Stage(module, subgraph.input_gradients, subgraph.output_gradients, loss)
+    held = list(module.modules())
+    made = trace(stage, held, State(held), call, compiler("eager"), options("inductor", tracing.recompute))
+    return made.derivative
+
+
+def _with_loss(key: str, derivative: Derivative) -> str:
+    """A function has no hash that holds in every process; the operations that it runs have."""
+    lines = [f"{node.target} {node.args} {node.kwargs}" for node in derivative.joint.module.graph.nodes]
+    return hashlib.sha256("\n".join([key, *lines]).encode()).hexdigest()
+
+
+def _packed(captured: Captured, function: LossOf) -> Loss:
+    """The loss of the last piece's outputs, which are put together as the model returns them."""
+    names = [label_of(node) for node in captured.returned]
+
+    def loss(outputs: tuple[Tensor, ...], target: Any) -> Tensor:
+        values = dict(zip(names, outputs, strict=True))
+        return function(_filled(captured.outputs, values), target)
+
+    return loss
+
+
+def _filled(structure: Any, values: dict[str, Tensor]) -> Any:
+    if isinstance(structure, dict):
+        return {key: _filled(item, values) for key, item in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return type(structure)(_filled(item, values) for item in structure)
+    return None if structure is None else values[structure]
+
+
+def _kept(subgraph: Subgraph, joint: Joint, names: Iterable[str]) -> SavedMemory:
+    """A view is counted as what it is a view of, once: that is the memory that is kept."""
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    states, received, made = len(subgraph.state), len(subgraph.inputs), len(subgraph.outputs)
+    places: dict[fx.Node, tuple[str, int]] = {}
+    # Of memory that is several of these at once, the first in this order counts.
+    for index, node in enumerate(joint.primals):
+        places[node] = ("inputs", index - states) if 0 <= index - states < received else ("apart", index)
+    for what, found in (("outputs", joint.outputs[:made]), ("output_gradients", joint.tangents[:made])):
+        for index, each in enumerate(found):
+            if each is not None:
+                places.setdefault(_base(each), (what, index))
+    for index, each in enumerate(joint.gradients[states : states + received]):
+        if each is not None:
+            places.setdefault(_base(each), ("input_gradients", index))
+    at: dict[str, list[int]] = {}
+    other = 0
+    for base in dict.fromkeys(_base(nodes[name]) for name in names):
+        if base in places:
+            at.setdefault(places[base][0], []).append(places[base][1])
+        else:
+            other += memory_of(base.meta["val"])
+    at.pop("apart", None)
+    inputs, outputs, of_inputs, of_outputs = (
+        tuple(at.get(what, ())) for what in ("inputs", "outputs", "input_gradients", "output_gradients")
+    )
+    return SavedMemory(inputs, outputs, other, of_inputs, of_outputs)
+
+
+def _saved_unknown(subgraph: Subgraph) -> SavedMemory:
+    made = [node for node in subgraph.nodes if node.meta["requires_grad"] and not is_view(node)]
+    values = (value for node in made for value in pytree.tree_leaves(node.meta["val"]))
+    wanted = [index for index, wanted in enumerate(subgraph.input_gradients) if wanted]
+    return SavedMemory(tuple(wanted), (), sum(memory_of(value) for value in values if isinstance(value, Tensor)))
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while is_view(node) or (node.target is operator.getitem and is_view(node.all_input_nodes[0])):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def memory_of(value: Tensor) -> int:
+    """Bytes from the first element of a tensor to its last: elements that overlap count once."""
+    if value.numel() == 0:
+        return 0
+    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+    return span * value.element_size()

@@ -1,0 +1,195 @@
+"""A run of a graph's operations as a module by itself: to trace it, and to run it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.index_bounds import index_bound
+
+
+@dataclass(frozen=True, eq=False)
+class Subgraph:
+    """Operations of a captured model, in a row.
+
+    Attributes:
+        inputs: the values that they read and do not make, in the order in which they are read.
+        state: the ``get_attr`` nodes that they read, likewise.
+        outputs: the values that are read further on, or returned; for the model's last piece, what the model returns.
+        last: whether the model ends here, so that a loss may follow.
+    """
+
+    captured: Captured = field(repr=False)
+    nodes: tuple[fx.Node, ...] = field(repr=False)
+    inputs: tuple[fx.Node, ...]
+    state: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    last: bool
+
+    @property
+    def input_gradients(self) -> tuple[bool, ...]:
+        """Of each input, whether its gradient is wanted."""
+        return tuple(node.op == "call_function" and bool(node.meta["requires_grad"]) for node in self.inputs)
+
+    @property
+    def output_gradients(self) -> tuple[bool, ...]:
+        """Of each output, whether a gradient comes back for it."""
+        return tuple(bool(node.meta["requires_grad"]) for node in self.outputs)
+
+    @cached_property
+    def key(self) -> str:
+        """A hash that pieces of equal structure share, in every process: operations and their arguments, shapes,
+        strides and dtypes of what goes in, which gradients are wanted; no names and no values."""
+        number: dict[fx.Node, str] = {}
+        lines = []
+        for node, wanted in zip(self.inputs, self.input_gradients, strict=True):
+            number[node] = f"%{len(number)}"
+            lines.append(f"input {_form(node)} {wanted}")
+        for node in self.state:
+            number[node] = f"%{len(number)}"
+            entry = self.captured.state[str(node.target)]
+            lines.append(f"{entry.kind} {_form(node)} {entry.requires_grad}")
+        for node in self.nodes:
+            number[node] = f"%{len(number)}"
+            arguments = fx.map_arg((node.args, node.kwargs), lambda each: _Name(number[each]))
+            lines.append(f"{node.target} {arguments} {node.meta['regions']}")
+        gradients = zip(self.outputs, self.output_gradients, strict=True)
+        lines += [f"output {number[node]} {comes}" for node, comes in gradients]
+        lines.append(f"last {self.last}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class _Name(str):
+    """A value's number, printed without quotes."""
+
+    __repr__ = str.__str__
+
+
+def _form(node: fx.Node) -> str:
+    value = node.meta["val"]
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+
+
+def subgraph_of(captured: Captured, nodes: Sequence[fx.Node]) -> Subgraph:
+    """The piece of a model that ``nodes``, a row of ``captured.nodes``, are."""
+    inside = set(nodes)
+    last = bool(nodes) and nodes[-1] is captured.nodes[-1]
+    read = [parent for node in nodes for parent in node.all_input_nodes]
+    outputs = captured.returned if last else [node for node in nodes if any(user not in inside for user in node.users)]
+    wanted = dict.fromkeys([*read, *(outputs if last else ())])
+    return Subgraph(
+        captured=captured,
+        nodes=tuple(nodes),
+        inputs=tuple(node for node in wanted if node not in inside and node.op != "get_attr"),
+        state=tuple(node for node in wanted if node.op == "get_attr"),
+        outputs=tuple(outputs),
+        last=last,
+    )
+
+
+def fx_graph(subgraph: Subgraph) -> fx.GraphModule:
+    """The operations of a piece as a graph whose placeholders are its inputs and state."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in (*subgraph.inputs, *subgraph.state):
+        values[node] = graph.placeholder(f"input_{len(values)}")
+        values[node].meta = dict(node.meta)
+    for node in subgraph.nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+    graph.output(tuple(values[node] for node in subgraph.outputs))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+class SubgraphModule(nn.Module):
+    """Run a subgraph on tensors of its own: ``state``, in the order of ``Subgraph.state``.
+
+    ``no_grad`` and ``autocast`` blocks of the model are entered as the model does; tensors that the model makes on the
+    device it was captured on are made on ``device``. ``instead`` are functions to run in the place of operations.
+    """
+
+    def __init__(
+        self,
+        subgraph: Subgraph,
+        state: Sequence[Tensor],
+        device: torch.device | None = None,
+        instead: Mapping[Any, Callable[..., Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        for index, (node, tensor) in enumerate(zip(subgraph.state, state, strict=True)):
+            entry = subgraph.captured.state[str(node.target)]
+            if entry.kind == "parameter":
+                self.register_parameter(f"state_{index}", nn.Parameter(tensor, requires_grad=entry.requires_grad))
+            else:
+                self.register_buffer(f"state_{index}", tensor)
+        self._piece = subgraph
+        self._device = device
+        self._instead = instead or {}
+        self._runs = [
+            (key, list(nodes)) for key, nodes in groupby(subgraph.nodes, key=lambda node: node.meta["regions"])
+        ]
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        values: dict[fx.Node, Any] = dict(zip(self._piece.inputs, inputs, strict=True))
+        for index, node in enumerate(self._piece.state):
+            values[node] = getattr(self, f"state_{index}")
+        for regions, nodes in self._runs:
+            with _entered(regions):
+                for node in nodes:
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                    if self._device is not None and isinstance(kwargs.get("device"), torch.device):
+                        kwargs = {**kwargs, "device": self._device}
+                    function: Any = self._instead.get(node.target, node.target)
+                    values[node] = function(*args, **kwargs)
+        return tuple(values[node] for node in self._piece.outputs)
+
+
+@contextmanager
+def _entered(regions: Iterable[tuple[str, tuple[Any, ...]]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind, settings in regions:
+            stack.enter_context(torch.set_grad_enabled(*settings) if kind == "grad" else torch.autocast(*settings))
+        yield
+
+
+def empty_like_value(value: Tensor, device: torch.device | None = None) -> Tensor:
+    """A tensor with the shape, strides and dtype of ``value``; contiguous where elements of ``value`` overlap."""
+    overlaps = any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+    where = device or value.device
+    if overlaps:
+        return torch.empty(value.shape, dtype=value.dtype, device=where)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=where)
+
+
+def random_input(node: fx.Node, device: torch.device, generator: torch.Generator) -> Tensor:
+    """A value to run on: normal floats, integers below the bound of what they index."""
+    made = empty_like_value(node.meta["val"], device)
+    if made.is_floating_point() or made.is_complex():
+        return made.copy_(torch.randn(made.shape, generator=generator, device=device))
+    bound = 2 if made.dtype == torch.bool else index_bound(node) or 2
+    return made.copy_(torch.randint(bound, made.shape, generator=generator, device=device))
+
+
+def random_state(captured: Captured, node: fx.Node, device: torch.device, generator: torch.Generator) -> Tensor:
+    """A parameter as it would be initialised; a buffer or constant keeps its values, where it has any.
+
+    Values are of a size that keeps activations normal: how long some kernels take depends on how many are negative.
+    """
+    entry, held = captured.state[str(node.target)], captured.tensors[str(node.target)]
+    made = empty_like_value(node.meta["val"], device)
+    if entry.kind != "parameter" and held.device.type != "meta":
+        return made.copy_(held)
+    if not made.is_floating_point() or entry.fqn.endswith("bias"):
+        return made.zero_()
+    if made.dim() < 2:
+        return made.fill_(1)
+    inputs = max(1, made[0].numel())
+    return made.copy_(torch.randn(made.shape, generator=generator, device=device).mul_(inputs**-0.5))

@@ -1,0 +1,139 @@
+"""Times that are measured here, each once."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipegraph.cost.measurement import block_times as measuring
+from pipegraph.cost.measurement.block_times import MeasureOptions, measure
+from pipegraph.cost.measurement.cache import Cache, default_folder
+from pipegraph.cost.price import price
+from pipegraph.cost.segments.chain import find_chain
+from pipegraph.cost.segments.distinct_blocks import Block, TraceOptions, group_segments
+from pipegraph.errors import PlanError
+from pipegraph.progress import told_to
+from tests.cost.models import model
+
+QUICK = MeasureOptions(kernels="eager", seconds=0.02)
+
+
+@cache
+def blocks(recompute: str = "min-cut") -> tuple[Block, ...]:
+    return group_segments(find_chain(model("tests.models.chain")), TraceOptions(recompute=recompute)).blocks()
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks each measurement has run."""
+    counts: list[int] = []
+    run = measuring._run
+
+    def counted(blocks: Any, *rest: Any) -> Any:
+        counts.append(len(blocks))
+        return run(blocks, *rest)
+
+    monkeypatch.setattr(measuring, "_run", counted)
+    return counts
+
+
+def test_what_was_measured_once_is_not_measured_again(runs: list[int], tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    every = blocks()
+    with told_to(lambda *each: told.append(each)):
+        first = measure(every, QUICK, Cache(tmp_path))
+        assert told[0][0].startswith(f"measuring {len(every)} distinct blocks on ")
+        what, done, rounds = told[-1]
+        assert what.startswith(f"measuring {len(every)} distinct blocks, ") and done == rounds >= 5
+        before = len(told)
+        assert measure(every, QUICK, Cache(tmp_path)) == first
+    assert (runs, len(told)) == ([len(every)], before)
+
+
+def test_what_a_measurement_depends_on(runs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (*_, block) = blocks()
+    measure([block], QUICK, Cache(tmp_path))
+    measure([block], MeasureOptions(kernels="eager", seconds=0.05), Cache(tmp_path))  # for longer: the same
+    assert len(runs) == 1
+    (*_, again) = blocks("none")
+    assert again.key == block.key
+    measure([again], QUICK, Cache(tmp_path))
+    measure([block], MeasureOptions(kernels="autograd", seconds=0.02), Cache(tmp_path))
+    threads = torch.get_num_threads()
+    measure([block], MeasureOptions(kernels="eager", seconds=0.02, threads=threads + 1), Cache(tmp_path))
+    assert (len(runs), torch.get_num_threads()) == (4, threads)
+    monkeypatch.setattr(measuring, "device_name", lambda device: "another machine")
+    measure([block], QUICK, Cache(tmp_path))
+    assert runs == [1] * 5
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", "\x00\xff", '{"key": {}, "entry": {}}', "no numbers", "negative", "a figure less"],
+)
+def test_a_damaged_entry_is_measured_anew(damage: str, runs: list[int], tmp_path: Path) -> None:
+    (*_, block) = blocks()
+    measure([block], QUICK, Cache(tmp_path))
+    (file,) = (tmp_path / "measured").iterdir()
+    sound = json.loads(file.read_text())
+    match damage:
+        case "no numbers":
+            sound["entry"]["forward"] = "fast"
+        case "negative":
+            sound["entry"]["forward"] = -1.0
+        case "a figure less":
+            del sound["entry"]["weight_grad"]
+        case _:
+            sound = None
+    file.write_text(damage if sound is None else json.dumps(sound))
+    measure([block], QUICK, Cache(tmp_path))
+    assert runs == [1, 1]
+    measure([block], QUICK, Cache(tmp_path))  # what was measured took the damaged entry's place
+    assert runs == [1, 1]
+
+
+def test_a_cache_that_cannot_be_written_loses_entries_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "measured").write_text("in the way")
+    full = Cache(tmp_path)
+    full.put({"block": "a"}, {"forward": 1.0})
+    assert full.get({"block": "a"}) is None
+    (*_, block) = blocks()
+    assert measure([block], QUICK, full)[0].forward > 0
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "pipegraph"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert default_folder() == Path.home() / ".cache/pipegraph"
+
+
+def test_a_block_takes_the_median_of_its_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By a clock that goes on by 1 ms at every look, and by 5 s at every thirteenth."""
+    looks = count()
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: (look := next(looks)) * 1e-3 + look // 13 * 5.0)
+    (*_, block) = blocks()
+    (found,) = measure([block], QUICK, Cache(tmp_path))
+    assert found.times == pytest.approx((1e-3, 1e-3, 1e-3))
+
+
+def test_measured_segments(tmp_path: Path) -> None:
+    priced = price(model("tests.models.chain"), "measured", setting=QUICK, cache=Cache(tmp_path))
+    assert (priced.unit, priced.method) == ("s", "measured")
+    whole = priced.stage(0, len(priced.costs))
+    assert 0 < whole.forward < 1 and 0 < whole.weight_grad < 1
+    assert whole.input_grad == 0  # the model's input has no gradient
+    assert priced.costs[2].input_grad > 0
+    assert priced.costs[1].forward == priced.costs[2].forward  # one block
+
+
+def test_too_large_to_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measuring, "_free_bytes", lambda device: 100)
+    with pytest.raises(PlanError, match=r"To measure 1 distinct blocks takes .* are free on cpu.\nTry: --balance time"):
+        measure(blocks()[-1:], QUICK, Cache(tmp_path))

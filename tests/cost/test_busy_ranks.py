@@ -1,0 +1,61 @@
+"""Other ranks at work while something is measured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipegraph.cost.calibration.busy_ranks import busy_ranks
+
+
+def children() -> list[int]:
+    """The processes that this one has started."""
+    return [int(each) for each in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def processor_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into Linux's /proc")
+
+
+def test_others_compute_meanwhile_and_are_gone_afterwards() -> None:
+    before = children()
+    with busy_ranks(1, 1):
+        (other,) = set(children()) - set(before)
+        begun = processor_seconds(other)
+        deadline = time.monotonic() + 30
+        while processor_seconds(other) < begun + 0.2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert children() == before
+
+
+def test_an_error_leaves_none_behind() -> None:
+    before = children()
+    with pytest.raises(KeyError), busy_ranks(1, 1):
+        raise KeyError
+    assert children() == before
+
+
+def test_none_outlives_the_process_that_started_it() -> None:
+    program = (
+        "import os\nfrom pathlib import Path\nfrom pipegraph.cost.calibration.busy_ranks import busy_ranks\n"
+        "held = busy_ranks(1, 1)\nheld.__enter__()\n"
+        "print(Path(f'/proc/self/task/{os.getpid()}/children').read_text(), flush=True)\nos._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    (other,) = map(int, done.stdout.split())
+    deadline = time.monotonic() + 30
+    while (
+        Path(f"/proc/{other}").exists() and Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,205 @@
+"""Hardware profiles: the named ones, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipegraph.cost.hardware import Hardware, Link, MeasuredRatio
+from pipegraph.errors import PipegraphError
+from pipegraph.report.hardware import described
+
+NAMES = ("a100", "b200", "cpu", "h100", "h200", "mi300x")
+PLAIN = {"schema_version", "name", "device", "sources"}
+
+
+def profile(**changes: Any) -> str:
+    """The H100's, with top-level figures changed; None leaves one out."""
+    found = Hardware.load("h100").as_dict() | changes
+    return json.dumps({name: value for name, value in found.items() if value is not None})
+
+
+def figures(found: Any, *place: str) -> Iterator[tuple[str, ...]]:
+    if isinstance(found, dict) and "axes" not in found:
+        for name, value in found.items():
+            yield from figures(value, *place, name)
+    elif not isinstance(found, str):
+        yield place
+
+
+def test_names() -> None:
+    assert Hardware.names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_named_profile_is_whole(name: str) -> None:
+    hardware = Hardware.load(name)
+    assert hardware.name == name
+    assert Hardware.from_json(hardware.to_json()) == hardware
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_has_a_source(name: str) -> None:
+    found = Hardware.load(name).as_dict()
+    for place in figures({key: value for key, value in found.items() if key not in PLAIN}):
+        groups = {".".join(place[:end]) for end in range(1, len(place) + 1)}
+        assert groups & set(found["sources"]) or place == ("kernel_overhead",), place
+
+
+def test_every_source_is_of_a_figure() -> None:
+    for name in NAMES:
+        found = Hardware.load(name).as_dict()
+        for place in found["sources"]:
+            value: Any = found
+            for key in place.split("."):
+                value = value[key]
+
+
+def test_no_device_attains_more_than_its_peak() -> None:
+    for name in NAMES:
+        hardware = Hardware.load(name)
+        for kind, by_dtype in hardware.attained_flops.items():
+            for dtype in by_dtype:
+                sizes = dict.fromkeys(("m", "n", "k", "length", "head_dim"), 4096.0)
+                rate = hardware.flops_per_second(kind, dtype, **sizes, flops=1e12, footprint=1e6)
+                assert 0 < rate <= hardware.peak_flops.get(dtype, max(hardware.peak_flops.values()))
+
+
+def test_larger_products_are_faster_on_a_gpu() -> None:
+    h100 = Hardware.load("h100")
+    rates = [h100.flops_per_second("matmul", "bfloat16", flops=flops) for flops in (1e7, 1e9, 1e11, 1e13)]
+    assert rates == sorted(rates)
+    assert rates[-1] == pytest.approx(794.5e12, rel=0.01)
+
+
+def test_a_kind_without_figures_is_a_product_of_matrices() -> None:
+    h100 = Hardware.load("h100")
+    sizes = {"flops": 1e12}
+    assert h100.flops_per_second("convolution", "float16", **sizes) == h100.flops_per_second(
+        "matmul", "float16", **sizes
+    )
+
+
+def test_links_within_and_between_nodes() -> None:
+    h100 = Hardware.load("h100")
+    assert h100.link(0, 7) == Link(10e-6, 450e9, "NVLink 4")
+    assert h100.link(7, 8) == Link(20e-6, 50e9, "InfiniBand NDR")
+    assert h100.link(7, 8).seconds(50e9) == pytest.approx(1 + 20e-6)
+
+
+def test_a_measured_table_goes_before_the_usual_link() -> None:
+    links = Hardware.load("h100").links.to_json()
+    table = {"name": "gloo", "latency": [[None, 1e-5], [2e-5, None]], "bandwidth": [[None, 1e9], [2e9, None]]}
+    hardware = Hardware.from_json(profile(links=links | {"measured": table}))
+    assert hardware.link(1, 0) == Link(2e-5, 2e9, "gloo")
+    assert hardware.link(1, 2) == hardware.links.intra_node
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(PipegraphError) as error:
+        Hardware.load("h10")
+    assert str(error.value).splitlines()[0] == (
+        'No hardware profile is called "h10". Did you mean "h100"? There are: a100, b200, cpu, h100, h200, mi300x; '
+        "or give a JSON file."
+    )
+
+
+def test_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    with pytest.raises(PipegraphError, match=r"There is no hardware profile .*mine\.json"):
+        Hardware.load(file)
+    with pytest.raises(PipegraphError, match="is a folder, not a file"):
+        Hardware.load(tmp_path)
+    file.write_text(profile(name="mine"))
+    with pytest.raises(PipegraphError, match=r'Did you mean ".*mine\.json"'):
+        Hardware.load(tmp_path / "mime.json")
+    assert Hardware.load(file).name == "mine"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PipegraphError, match="it is no text"):
+        Hardware.load(str(file))
+
+
+def test_a_ratio_is_kept_and_told() -> None:
+    h100 = Hardware.load("h100")
+    assert "measured_ratio" not in h100.as_dict()
+    corrected = replace(h100, measured_ratio=MeasuredRatio(1.25, 0.9, 1.0))
+    assert Hardware.from_json(corrected.to_json()) == corrected
+    lines = {" ".join(line.split()) for line in described(corrected).splitlines()}
+    assert "measured ÷ predicted F 1.25, I 0.9, W 1" in lines
+    assert "measured ÷ predicted" not in described(h100)
+
+
+LINKS = Hardware.load("h100").links.to_json()
+
+
+def matmul(attained: Any) -> dict[str, Any]:
+    return {"matmul": {"any": attained}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"memory_bandwidth": None}, "here: it lacks memory_bandwidth."),
+        ({"memory_bandwidth": -1}, "here: memory_bandwidth is -1: it must be 1000000 or more."),
+        ({"memory_bandwidth": "fast"}, 'here: memory_bandwidth is "fast": it must be a number.'),
+        ({"memory_bandwith": 1e9}, 'here: it has "memory_bandwith", which is no part of a profile. Did you mean'),
+        ({"kernel_floor": 7}, "here: kernel_floor is 7: it must be 0.1 or less."),
+        ({"peak_flops": {}}, "here: peak_flops is {}: it must have 1 or more entries."),
+        ({"peak_flops": {"float23": 1e12}}, 'here: it has "float23" in peak_flops, which is no part of a profile. '),
+        ({"peak_flops": {"float32": True}}, "here: peak_flops.float32 is true: it must be a number."),
+        ({"links": LINKS | {"intra_node": {"name": "x", "latency": 0}}}, "here: it lacks bandwidth in links.intra_"),
+        ({"links": LINKS | {"inter_nod": 1}}, 'here: it has "inter_nod" in links, which is no part of a profile. '),
+        ({"attained_flops": matmul(1.5)}, "here: attained_flops.matmul.any is 1.5: it must be 1"),
+        ({"attained_flops": matmul({"axes": {"q": [1]}, "values": []})}, 'here: it has "q" in attained_flops.matmul'),
+        ({"attained_flops": matmul({"axes": {"m": [1, 2]}, "values": [1]})}, "here: attained_flops.matmul.any: sizes "),
+        ({"measured_ratio": {"forward": 1.1}}, "here: it lacks input_grad, weight_grad in measured_ratio."),
+        ({"measured_ratio": {"forward": 0, "input_grad": 1, "weight_grad": 1}}, "here: measured_ratio.forward is 0: "),
+        ({"schema_version": 2}, "here: schema_version is 2: it must be 1."),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PipegraphError) as error:
+        Hardware.from_json(profile(**changes), where="here")
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "here is no hardware profile: it is no JSON"),
+        ("[]", "here: the whole is []: it must be an object."),
+        ('{"memory_bandwidth": NaN}', "here is no hardware profile: it is no JSON: NaN is no figure."),
+    ],
+)
+def test_what_is_no_profile(text: str, said: str) -> None:
+    with pytest.raises(PipegraphError) as error:
+        Hardware.from_json(text, where="here")
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("latency", "said"),
+    [
+        ([[None, 1e-5, 1e-5], [1e-5, None, 1e-5]], "latency has 3 figures for rank 0 and 2 rows"),
+        ([[None, None], [1e-5, None]], "latency from rank 0 to rank 1 is None"),
+        ([[1e-5, 1e-5], [1e-5, None]], "latency from rank 0 to rank 0 is 1e-05"),
+    ],
+)
+def test_a_table_of_links_with_holes(latency: Any, said: str) -> None:
+    table = {"name": "", "latency": latency, "bandwidth": [[None, 1e9], [1e9, None]]}
+    with pytest.raises(PipegraphError, match=said):
+        Hardware.from_json(profile(links=LINKS | {"measured": table}))
+
+
+def test_a_profile_of_ones_own_is_not_called_as_one_of_pipegraphs(tmp_path: Path) -> None:
+    file, h100 = tmp_path / "mine.json", Hardware.load("h100")
+    file.write_text(replace(h100, measured_ratio=MeasuredRatio(2.0, 2.0, 2.0)).to_json())
+    assert Hardware.load(file).figures == h100.figures
+    file.write_text(replace(h100, memory_bandwidth=1e12).to_json())
+    with pytest.raises(PipegraphError, match=r'calls its profile "h100", as pipegraph .*\n.* such as "h100-here"'):
+        Hardware.load(file)

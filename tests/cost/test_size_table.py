@@ -1,0 +1,59 @@
+"""Figures over sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipegraph.cost.hardware import SizeTable
+from pipegraph.errors import PipegraphError
+
+OVER_TWO = SizeTable({"m": (10.0, 1000.0), "n": (1.0, 4.0)}, ((1.0, 16.0), (100.0, 1600.0)))
+
+
+def test_what_was_measured_comes_back() -> None:
+    assert OVER_TWO.at(m=10, n=4) == pytest.approx(16)
+    assert OVER_TWO.at(m=1000, n=1) == pytest.approx(100)
+
+
+def test_between_sizes_a_power_law_is_exact() -> None:
+    assert OVER_TWO.at(m=100, n=2) == pytest.approx(10 * 4)
+
+
+def test_outside_it_is_constant() -> None:
+    assert OVER_TWO.at(m=1e9, n=0.1) == pytest.approx(100)
+
+
+def test_sizes_that_are_no_axis_are_ignored() -> None:
+    assert OVER_TWO.at(m=10, n=1, k=7) == pytest.approx(1)
+
+
+def test_one_figure_needs_no_sizes() -> None:
+    table = SizeTable.from_json(0.25)
+    assert table.at(m=3) == pytest.approx(0.25)
+    assert table.to_json() == 0.25
+
+
+def test_json_and_back() -> None:
+    assert SizeTable.from_json(OVER_TWO.to_json()) == OVER_TWO
+
+
+def test_tables_are_stacked_along_an_axis() -> None:
+    low, high = SizeTable({"k": (1.0, 2.0)}, (1.0, 2.0)), SizeTable({"k": (1.0, 2.0)}, (10.0, 20.0))
+    assert SizeTable.stacked("footprint", {1.0: low, 100.0: high}).at(k=2, footprint=10) == pytest.approx(40**0.5)
+    assert SizeTable.stacked("footprint", {1.0: low}) == low
+
+
+@pytest.mark.parametrize(
+    ("axes", "values", "said"),
+    [
+        ({"m": (1.0, 1.0)}, (1.0, 2.0), "the sizes along m have to be positive and ascend"),
+        ({"m": (0.0, 1.0)}, (1.0, 2.0), "the sizes along m have to be positive and ascend"),
+        ({"m": (1.0, 2.0)}, (1.0, 2.0, 3.0), "sizes and values along m differ in number: 2 and 3"),
+        ({"m": (1.0,), "n": (1.0, 2.0)}, (1.0,), "sizes and values along n differ in number: 2 and 1"),
+        ({"m": (1.0,)}, ((1.0,),), r"\(1.0,\) stands where one positive figure has to"),
+        ({}, -1.0, "-1.0 stands where one positive figure has to"),
+    ],
+)
+def test_refusals(axes: dict[str, tuple[float, ...]], values: object, said: str) -> None:
+    with pytest.raises(PipegraphError, match=said):
+        SizeTable(axes, values)  # type: ignore[arg-type]
