@@ -16,7 +16,7 @@ from pipegraph.kernels.sharded import check_outputs, waited
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _GraphEnds:
     """The ends of one microbatch's graph. An edge, unlike the output, does not keep the output's memory."""
 
     leaves: tuple[Tensor | None, ...]
@@ -65,10 +65,10 @@ class AutogradKernels:
             loss = scalar_loss(self._loss, outputs, target) if with_loss else None
             check_gradients(outputs, self._output_gradients)
         ends = outputs if loss is None else (*outputs, loss)
-        saved = _Saved(leaves, tuple(map(_edge, ends))) if differentiable else None
+        saved = _GraphEnds(leaves, tuple(map(_edge, ends))) if differentiable else None
         return Forward(tuple(map(_detached, outputs)), None if loss is None else loss.detach(), saved)
 
-    def backward(self, saved: _Saved, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def backward(self, saved: _GraphEnds, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         pairs = [
             (edge, gradient)
             for edge, gradient in zip(saved.edges, gradients, strict=True)
@@ -79,10 +79,10 @@ class AutogradKernels:
             torch.autograd.backward(edges, arrived)
         return tuple(None if leaf is None else waited(leaf.grad) for leaf in saved.leaves)
 
-    def input_backward(self, saved: _Saved, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def input_backward(self, saved: _GraphEnds, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         return self.backward(saved, gradients)
 
-    def weight_backward(self, saved: _Saved) -> None:
+    def weight_backward(self, saved: _GraphEnds) -> None:
         pass
 
 

@@ -22,6 +22,26 @@ Run = Callable[[list[Tensor]], Sequence[Tensor]]
 """Takes the tensors out of the list that it is called with, so that it can let them go."""
 
 
+OpOverload = torch._ops.OpOverload
+"""The class of an operation such as `torch.ops.aten.add.Tensor`. It has no public name."""
+
+
+def argument_names(operation: Any) -> list[str]:
+    """The names of an operation's arguments. Only its schema has them, and the schema has no public accessor."""
+    return [argument.name for argument in operation._schema.arguments]
+
+
+def is_mutable(operation: Any) -> bool:
+    """Return whether an operation writes to an argument. Only the schema says so."""
+    return isinstance(operation, OpOverload) and bool(operation._schema.is_mutable)
+
+
+def is_view_operation(operation: Any) -> bool:
+    """Return whether an operation's one result shares the memory of an argument. Only the schema says so."""
+    returns = operation._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None
+
+
 def fake_tensors() -> Any:
     """A mode in which tensors have a shape and no memory.
 

@@ -24,7 +24,7 @@ def _autograd(recompute: str) -> Maker:
 
 def _traced(name: str) -> Callable[[str], Maker]:
     def maker(recompute: str) -> Maker:
-        from pipegraph.kernels.compilers import compiler, options  # which take torch's own with them
+        from pipegraph.kernels.compiled.compilers import compiler, options  # which take torch's own with them
         from pipegraph.kernels.traced import TracedKernels
 
         return partial(TracedKernels, compiler=compiler(name), options=options(name, recompute))

@@ -12,35 +12,34 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels.accumulate import accumulate
 from pipegraph.kernels.autograd import AutogradKernels
-from pipegraph.kernels.blocks import DEVICES, autocast_state
-from pipegraph.kernels.derivative import Present
-from pipegraph.kernels.differentiate import Options
+from pipegraph.kernels.blocks.differentiate import TraceOptions
+from pipegraph.kernels.blocks.repeated_modules import DEVICES, autocast_state
+from pipegraph.kernels.compiled.program import Compiler
+from pipegraph.kernels.gradients import accumulate, with_strides
+from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import Forward, Loss
-from pipegraph.kernels.program import Compiler
+from pipegraph.kernels.modules.trace_guard import TraceGuard
 from pipegraph.kernels.sharded import local
-from pipegraph.kernels.strides import with_strides
-from pipegraph.kernels.trace_guard import Standing
-from pipegraph.kernels.variant import Call, Stage, Variant, leaves_of, trace
+from pipegraph.kernels.stage_variant import StageCall, StageSpec, StageVariant, leaves_of, trace
 
 MOST = 8
 """So often a stage is traced for values in Python that change (an attribute, a number among the targets)."""
 
 
-class _Saved:
+class SavedValues:
     """What the backward of one microbatch reads, by name; after I, what W does."""
 
-    __slots__ = ("present", "values", "variant")
+    __slots__ = ("mask", "values", "variant")
 
-    def __init__(self, variant: Variant, values: dict[str, Tensor]) -> None:
+    def __init__(self, variant: StageVariant, values: dict[str, Tensor]) -> None:
         self.variant, self.values = variant, values
-        self.present: Present = ()
+        self.mask: GradientMask = ()
 
 
 def held_tensors(saved: Any) -> Collection[Tensor] | None:
     """What a `Forward.saved` keeps in memory at the moment; None where autograd keeps it, which does not say."""
-    return saved.values.values() if isinstance(saved, _Saved) else None
+    return saved.values.values() if isinstance(saved, SavedValues) else None
 
 
 class TracedKernels:
@@ -57,33 +56,33 @@ class TracedKernels:
         output_gradients: Sequence[bool],
         loss: Loss | None,
         compiler: Compiler,
-        options: Options,
+        options: TraceOptions,
     ) -> None:
-        self._stage = Stage(stage, tuple(input_gradients), tuple(output_gradients), loss)
+        self._stage = StageSpec(stage, tuple(input_gradients), tuple(output_gradients), loss)
         self._compiler = compiler
         self._options = options
         self._autograd = AutogradKernels(stage, input_gradients, output_gradients, loss)
-        self._standing: Standing | None = None  # looked at when first called: until then the stage may be changed
-        self._variants: dict[Any, dict[Any, Variant | None]] = {}  # by how the stage stood, by calls
-        self._current: dict[Any, Variant | None] = {}
+        self._standing: TraceGuard | None = None  # looked at when first called: until then the stage may be changed
+        self._variants: dict[Any, dict[Any, StageVariant | None]] = {}  # by how the stage stood, by calls
+        self._current: dict[Any, StageVariant | None] = {}
         self._alike: Counter[Any] = Counter()  # variants that differ in Python's values alone
         self._untold: str | None = None  # why the stage is left to autograd
         self._told: set[str] = set()
 
     @property
-    def variants(self) -> list[Variant | None]:
+    def variants(self) -> list[StageVariant | None]:
         """What was traced until now; None for what is left to autograd."""
         return [variant for known in self._variants.values() for variant in known.values()]
 
     def begin(self) -> None:
         if self._standing is None:
-            self._standing = Standing(self._stage.module, self._stage.loss)
+            self._standing = TraceGuard(self._stage.module, self._stage.loss)
         else:
             self._standing.look()
         self._current = self._variants.get((self._standing.tensors, self._standing.values), {})
 
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
-        call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, differentiable)
+        call = StageCall(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, differentiable)
         try:
             variant = self._variant(call)
         except PipegraphError:
@@ -94,7 +93,7 @@ class TracedKernels:
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
     ) -> Forward:
-        call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, differentiable)
+        call = StageCall(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, differentiable)
         variant = self._variant(call)
         if variant is None:
             made = self._autograd.forward(inputs, target=target, with_loss=with_loss, differentiable=differentiable)
@@ -104,26 +103,28 @@ class TracedKernels:
             found, saved = variant.forward([*map(local, self._state), *call.tensors])
         found = [each.detach() if each.requires_grad else each for each in found]
         outputs = tuple(found[result] if isinstance(result, int) else result[0] for result in variant.results)
-        return Forward(outputs, found[-1] if with_loss else None, _Saved(variant, saved) if differentiable else None)
+        return Forward(
+            outputs, found[-1] if with_loss else None, SavedValues(variant, saved) if differentiable else None
+        )
 
     def backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        if not isinstance(saved, _Saved):
+        if not isinstance(saved, SavedValues):
             return self._autograd.backward(saved, gradients)
         self._take(saved, gradients)
         return self._run(saved, "B")
 
     def input_backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        if not isinstance(saved, _Saved):
+        if not isinstance(saved, SavedValues):
             return self._autograd.input_backward(saved, gradients)
         self._take(saved, gradients)
-        if saved.variant.derivative.backward(saved.present).input is None:
+        if saved.variant.divided.backward(saved.mask).input is None:
             return (None,) * len(self._stage.input_gradients)
         return self._run(saved, "I")
 
     def weight_backward(self, saved: Any) -> None:
-        if not isinstance(saved, _Saved):
+        if not isinstance(saved, SavedValues):
             self._autograd.weight_backward(saved)
-        elif saved.variant.derivative.backward(saved.present).weight is not None:
+        elif saved.variant.divided.backward(saved.mask).weight is not None:
             self._run(saved, "W")
 
     @property
@@ -131,28 +132,28 @@ class TracedKernels:
         assert self._standing is not None
         return self._standing.state.tensors()
 
-    def _take(self, saved: _Saved, gradients: Sequence[Tensor | None]) -> None:
+    def _take(self, saved: SavedValues, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of outputs to what was saved."""
         variant = saved.variant
         given = [gradients[index] for index, result in enumerate(variant.results) if isinstance(result, int)]
         given += gradients[len(variant.results) :]
-        tangents = variant.derivative.joint.tangents
+        tangents = variant.divided.joint.tangents
         given += [None] * (len(tangents) - len(given))
-        saved.present = tuple(
+        saved.mask = tuple(
             node is not None and gradient is not None for node, gradient in zip(tangents, given, strict=True)
         )
         for node, gradient in zip(tangents, given, strict=True):
             if node is not None and gradient is not None:
                 saved.values[node.name] = with_strides(gradient, node.meta["val"])
 
-    def _run(self, saved: _Saved, kind: str) -> tuple[Tensor | None, ...]:
+    def _run(self, saved: SavedValues, kind: str) -> tuple[Tensor | None, ...]:
         """Run I, W or B, accumulate the gradients of parameters that it gives, and return those of inputs."""
-        derivative = saved.variant.derivative
-        parts = derivative.backward(saved.present)
+        derivative = saved.variant.divided
+        parts = derivative.backward(saved.mask)
         later = parts.weight.inputs if kind == "I" and parts.weight is not None else ()
         with _plainly():
-            values = saved.variant.backward(kind, saved.present, saved.values, later)
-            given = set(derivative.part(kind, saved.present).outputs)
+            values = saved.variant.backward(kind, saved.mask, saved.values, later)
+            given = set(derivative.graph(kind, saved.mask).outputs)
             names = [name if name in given else None for name in parts.gradients]
             state = self._state
             inputs = saved.variant.of_inputs(values, names)
@@ -163,7 +164,7 @@ class TracedKernels:
         saved.values = {name: values[name] for name in later}
         return inputs
 
-    def _variant(self, call: Call) -> Variant | None:
+    def _variant(self, call: StageCall) -> StageVariant | None:
         if self._standing is None:
             self.begin()
         key = call.signature, autocast_state()
@@ -171,7 +172,7 @@ class TracedKernels:
             return self._traced(call, key)
         return self._current[key]
 
-    def _traced(self, call: Call, key: Any) -> Variant | None:
+    def _traced(self, call: StageCall, key: Any) -> StageVariant | None:
         standing = self._standing
         assert standing is not None
         like = standing.tensors, call.shapes, autocast_state()

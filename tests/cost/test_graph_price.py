@@ -16,8 +16,8 @@ from pipegraph.cost.hardware import Hardware, Link, Links, SizeTable
 from pipegraph.cost.roofline.fusion import fused_kernels
 from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph
 from pipegraph.kernels import make
-from pipegraph.kernels.block_call import OPERATION
-from pipegraph.kernels.derivative import Derivative
+from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.graphs.block_operation import OPERATION
 
 # 1 TFLOP/s, 100 GB/s: seconds can be told in the head.
 PLAIN = Hardware(
@@ -247,15 +247,15 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(x)))
 
 
-def derivative_of(stage: nn.Module, input_gradient: bool = True) -> Derivative:
+def derivative_of(stage: nn.Module, input_gradient: bool = True) -> DividedFunction:
     kernels = make("eager", stage, (input_gradient,), (True,))
     kernels.forward((torch.zeros(16, 32),))
     (variant,) = kernels.variants  # type: ignore[attr-defined]
-    return variant.derivative
+    return variant.divided
 
 
-def price_part(derivative: Derivative, kind: str) -> GraphPrice:
-    return price_graph(derivative.part(kind, derivative.all_present).module, PLAIN, footprint=1)
+def price_part(derivative: DividedFunction, kind: str) -> GraphPrice:
+    return price_graph(derivative.graph(kind, derivative.full_mask).module, PLAIN, footprint=1)
 
 
 FORWARD = 2 * 2 * 16 * 32 * 64  # operations of one block

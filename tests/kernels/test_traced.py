@@ -17,7 +17,9 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import compilers, differentiate, internals, make, maker
+from pipegraph.kernels import internals, make, maker
+from pipegraph.kernels.blocks import differentiate
+from pipegraph.kernels.compiled import compilers
 from tests.kernels.stages import Function, assert_as_autograd, linear
 
 
@@ -161,13 +163,13 @@ def test_as_autograd(name: str, way: str) -> None:
 
 
 def test_equal_layers_are_one_block_and_layers_that_differ_are_not() -> None:
-    blocks = [len(kernels_of(name).variants[-1].derivative._blocks) for name in BLOCKS]
+    blocks = [len(kernels_of(name).variants[-1].divided.blocks) for name in BLOCKS]
     assert dict(zip(BLOCKS, blocks, strict=True)) == BLOCKS
 
 
 def test_the_gradient_of_a_convolutions_weight_waits_for_w() -> None:
-    derivative = kernels_of("convolutions").variants[-1].derivative
-    backward = derivative.backward(derivative.all_present)
+    derivative = kernels_of("convolutions").variants[-1].divided
+    backward = derivative.backward(derivative.full_mask)
     for part, wanted in ((backward.input, [True, False]), (backward.weight, [False, True])):
         assert part is not None
         masks = [list(node.args[-1][:2]) for node in part.module.graph.nodes if "convolution_back" in str(node.target)]
@@ -510,7 +512,7 @@ def test_stages_that_are_made_together_share_blocks() -> None:
     stages = [make_stage(Layers(), (True,), (True,), None) for _ in range(2)]
     for kernels in stages:
         kernels.forward((x,))
-    (left,), (right,) = ([variant.derivative._blocks for variant in each.variants] for each in stages)
+    (left,), (right,) = ([variant.divided.blocks for variant in each.variants] for each in stages)
     assert left == right and len(left) == 1
 
 
@@ -521,7 +523,7 @@ def test_a_block_that_cannot_be_traced_is_a_part_of_what_is_around_it(monkeypatc
     monkeypatch.setattr(differentiate, "block_of", fail)
     kernels = assert_as_autograd(Layers(), (x,))
     (variant,) = kernels.variants
-    assert not variant.derivative._blocks
+    assert not variant.divided.blocks
 
 
 def test_a_closure_that_refers_to_itself() -> None:
@@ -532,4 +534,4 @@ def test_a_closure_that_refers_to_itself() -> None:
         return again
 
     stage = nn.Sequential(*(Function(made(), **linear("a")) for _ in range(2)))
-    assert len(assert_as_autograd(stage, (x,)).variants[-1].derivative._blocks) == 1
+    assert len(assert_as_autograd(stage, (x,)).variants[-1].divided.blocks) == 1

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing import assert_close
 
 from pipegraph.kernels import make
-from pipegraph.kernels.block_call import OPERATION, block_of
+from pipegraph.kernels.graphs.block_operation import OPERATION, called_graph
 from pipegraph.kernels.internals import is_collective
 from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
@@ -174,15 +174,15 @@ def divided(rank: int, folder: str, plan: str, recompute: str) -> tuple[int, dic
     kernels: Any = make("eager", stage, (True,), (True,), recompute=recompute)
     kernels.forward((torch.ones(2, 4, 8),))
     (variant,) = kernels.variants
-    derivative = variant.derivative
-    parts = {kind: derivative.part(kind, derivative.all_present) for kind in "FIWB"}
-    return len(derivative._blocks), {kind: list(_collectives(part)) for kind, part in parts.items()}
+    derivative = variant.divided
+    parts = {kind: derivative.graph(kind, derivative.full_mask) for kind in "FIWB"}
+    return len(derivative.blocks), {kind: list(_collectives(part)) for kind, part in parts.items()}
 
 
 def _collectives(part: Any) -> Iterator[str]:
     for node in part.module.graph.nodes:
         if node.target is OPERATION:
-            yield from _collectives(block_of(node).part(node.args[2], tuple(node.args[3])))
+            yield from _collectives(called_graph(node))
         elif is_collective(node):
             yield node.target.overloadpacket.__name__
 

@@ -14,7 +14,7 @@ from pipegraph.cost.hardware.profile import OTHER, Hardware
 from pipegraph.cost.roofline.flops import is_uncounted, work_of
 from pipegraph.cost.roofline.fusion import FusedKernel, fused_kernels
 from pipegraph.cost.roofline.operator_roles import FusionRole, elements_of, function_of, name_of, tensors
-from pipegraph.kernels.block_call import OPERATION, block_of
+from pipegraph.kernels.graphs.block_operation import OPERATION, called_graph
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def price_graph(module: fx.GraphModule, hardware: Hardware, footprint: int | Non
     """Price a graph as Inductor runs it, one kernel after the other.
 
     Args:
-        module: its nodes have their values, without memory, in ``meta["val"]``, as those of a `kernels.divide.Part`.
+        module: its nodes have their values, without memory, in ``meta["val"]``, as those of a `KernelGraph`.
             The call of a block costs what the block's part does.
         hardware: what it runs on.
         footprint: bytes that go through the caches until the graph runs again, which decide what it finds there: those
@@ -156,7 +156,7 @@ def _calls(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _called(node: fx.Node, kind: str) -> fx.Graph:
-    return block_of(node).part(kind, tuple(node.args[3])).module.graph  # type: ignore[arg-type]
+    return called_graph(node, kind).module.graph
 
 
 def _booleans(node: fx.Node) -> int:

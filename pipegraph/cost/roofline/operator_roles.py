@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from pipegraph.kernels.divide import is_view
+from pipegraph.kernels.graphs.division import is_view
 
 
 class FusionRole(Enum):

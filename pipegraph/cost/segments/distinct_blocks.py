@@ -25,12 +25,12 @@ from pipegraph.cost.segments.subgraph import Subgraph, SubgraphModule, empty_lik
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import label_of
 from pipegraph.kernels import Loss, internals
-from pipegraph.kernels.compilers import compiler, options
-from pipegraph.kernels.derivative import Derivative
-from pipegraph.kernels.divide import is_view
-from pipegraph.kernels.joint import Joint
-from pipegraph.kernels.module_state import State
-from pipegraph.kernels.variant import Call, Stage, leaves_of, trace
+from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.compiled.compilers import compiler, options
+from pipegraph.kernels.graphs.division import is_view
+from pipegraph.kernels.graphs.joint_graph import JointGraph
+from pipegraph.kernels.modules.module_state import ModuleState
+from pipegraph.kernels.stage_variant import StageCall, StageSpec, leaves_of, trace
 from pipegraph.progress import tell
 
 LossOf = Callable[[Any, Any], Tensor]
@@ -71,14 +71,14 @@ class Block:
     recompute: str
     loss: Loss | None
     target: Any
-    derivative: Derivative | None = field(repr=False, default=None)
+    derivative: DividedFunction | None = field(repr=False, default=None)
     refusal: str = ""
 
     @property
     def graphs(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None, fx.GraphModule | None]:
         """F, I and W. Without I, where no input has a gradient, W does the whole backward."""
         assert self.derivative is not None
-        backward = self.derivative.backward(self.derivative.all_present)
+        backward = self.derivative.backward(self.derivative.full_mask)
         parts = self.derivative.forward, backward.input, backward.weight
         forward, of_inputs, of_weights = (None if part is None else part.module for part in parts)
         return forward, of_inputs, of_weights
@@ -93,7 +93,7 @@ class Block:
         """What F keeps; where that is not known, every value that has a gradient."""
         if self.derivative is None:
             return _saved_unknown(self.subgraph)
-        return _kept(self.subgraph, self.derivative.joint, self.derivative.saved(self.derivative.all_present))
+        return _kept(self.subgraph, self.derivative.joint, self.derivative.saved(self.derivative.full_mask))
 
     @cached_property
     def weight_saved(self) -> SavedMemory:
@@ -101,7 +101,7 @@ class Block:
         Where that is not known, as much as F keeps."""
         if self.derivative is None:
             return self.saved
-        joint, present = self.derivative.joint, self.derivative.all_present
+        joint, present = self.derivative.joint, self.derivative.full_mask
         backward = self.derivative.backward(present)
         if backward.input is not None:
             return _kept(self.subgraph, joint, () if backward.weight is None else backward.weight.inputs)
@@ -206,7 +206,7 @@ def _block(subgraph: Subgraph, count: int, tracing: TraceOptions) -> Block:
     return Block(key, subgraph, count, tracing.recompute, packed, target, derivative)
 
 
-def _traced(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: TraceOptions) -> Derivative:
+def _traced(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: TraceOptions) -> DividedFunction:
     instead = {torch.ops.aten.scaled_dot_product_attention.default: fused_attention} if tracing.gpu else None
     with internals.fake_tensors():
         state = [empty_like_value(node.meta["val"]) for node in subgraph.state]
@@ -214,14 +214,14 @@ def _traced(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: TraceOp
         inputs = [empty_like_value(node.meta["val"]) for node in subgraph.inputs]
         target = pytree.tree_map_only(Tensor, empty_like_value, target)
     with_loss = loss is not None
-    call = Call(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, True)
-    stage = Stage(module, subgraph.input_gradients, subgraph.output_gradients, loss)
+    call = StageCall(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, True)
+    stage = StageSpec(module, subgraph.input_gradients, subgraph.output_gradients, loss)
     held = list(module.modules())
-    made = trace(stage, held, State(held), call, compiler("eager"), options("inductor", tracing.recompute))
-    return made.derivative
+    made = trace(stage, held, ModuleState(held), call, compiler("eager"), options("inductor", tracing.recompute))
+    return made.divided
 
 
-def _with_loss(key: str, derivative: Derivative) -> str:
+def _with_loss(key: str, derivative: DividedFunction) -> str:
     """A function has no hash that holds in every process; the operations that it runs have."""
     lines = [f"{node.target} {node.args} {node.kwargs}" for node in derivative.joint.module.graph.nodes]
     return hashlib.sha256("\n".join([key, *lines]).encode()).hexdigest()
@@ -246,7 +246,7 @@ def _filled(structure: Any, values: dict[str, Tensor]) -> Any:
     return None if structure is None else values[structure]
 
 
-def _kept(subgraph: Subgraph, joint: Joint, names: Iterable[str]) -> SavedMemory:
+def _kept(subgraph: Subgraph, joint: JointGraph, names: Iterable[str]) -> SavedMemory:
     """A view is counted as what it is a view of, once: that is the memory that is kept."""
     nodes = {node.name: node for node in joint.module.graph.nodes}
     states, received, made = len(subgraph.state), len(subgraph.inputs), len(subgraph.outputs)

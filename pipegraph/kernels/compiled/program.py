@@ -11,20 +11,19 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
-from pipegraph.kernels.block_call import OPERATION, block_of
-from pipegraph.kernels.derivative import Derivative
-from pipegraph.kernels.divide import Part
+from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph, block_of
+from pipegraph.kernels.graphs.joint_graph import constant_of
 from pipegraph.kernels.internals import Run
-from pipegraph.kernels.joint import constant_of
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Kernel:
+class CompiledGraph:
     """A graph to compile, or compiled."""
 
     module: fx.GraphModule
@@ -35,7 +34,7 @@ class Kernel:
 class Instruction:
     """Run `code` on the values of `reads`, of which `drops` are not read again, and put the results into `writes`."""
 
-    code: Kernel | Program
+    code: CompiledGraph | Program
     reads: tuple[int, ...]
     drops: tuple[int, ...]
     writes: tuple[int, ...]
@@ -46,32 +45,32 @@ class Compiler:
 
     def __init__(self, compile: Callable[[Sequence[fx.GraphModule]], Sequence[Run]]) -> None:
         self._compile = compile
-        self._kernels: weakref.WeakValueDictionary[Any, Kernel] = weakref.WeakValueDictionary()
+        self._kernels: weakref.WeakValueDictionary[Any, CompiledGraph] = weakref.WeakValueDictionary()
 
-    def programs(self, derivative: Derivative, wanted: Sequence[tuple[str, tuple[bool, ...]]]) -> list[Program]:
+    def programs(self, derivative: DividedFunction, wanted: Sequence[tuple[str, GradientMask]]) -> list[Program]:
         """Those of F, I, W and B of a block that are wanted, ready to run."""
-        found = [self._program(derivative, kind, present) for kind, present in wanted]
+        found = [self._program(derivative, kind, mask) for kind, mask in wanted]
         kernels = {id(kernel): kernel for program in found for kernel in program.kernels() if kernel.run is None}
         runs = self._compile([kernel.module for kernel in kernels.values()])
         for kernel, run in zip(kernels.values(), runs, strict=True):
             kernel.run = run
         return found
 
-    def _program(self, derivative: Derivative, kind: str, present: tuple[bool, ...]) -> Program:
-        key = self, kind, present
+    def _program(self, derivative: DividedFunction, kind: str, mask: GradientMask) -> Program:
+        key = self, kind, mask
         if key not in derivative.programs:
-            derivative.programs[key] = _Assembly(self, derivative.part(kind, present)).program()
+            derivative.programs[key] = _Assembly(self, derivative.graph(kind, mask)).program()
         program: Program = derivative.programs[key]
         return program
 
     def block(self, node: fx.Node) -> Program:
         """What a node of OPERATION calls."""
-        _, _, kind, present, _ = node.args
-        return self._program(block_of(node), str(kind), tuple(present))  # type: ignore[arg-type]
+        _, _, kind, mask, _ = node.args
+        return self._program(cast("DividedFunction", block_of(node)), str(kind), tuple(mask))  # type: ignore[arg-type]
 
-    def kernel(self, module: fx.GraphModule) -> Kernel:
+    def kernel(self, module: fx.GraphModule) -> CompiledGraph:
         """The kernel of a graph; equal graphs have one."""
-        return self._kernels.setdefault(_text(module), Kernel(module))
+        return self._kernels.setdefault(_text(module), CompiledGraph(module))
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Program:
             slots[-1] = result = None
         return [slots[slot] for slot in self.outputs]
 
-    def kernels(self) -> Iterator[Kernel]:
+    def kernels(self) -> Iterator[CompiledGraph]:
         """All kernels, those of blocks included."""
         for instruction in self.instructions:
             if isinstance(instruction.code, Program):
@@ -113,8 +112,8 @@ class _Assembly:
     """A part on its way to a program."""
 
     compiler: Compiler
-    part: Part
-    steps: list[tuple[Kernel | Program, list[fx.Node], list[fx.Node | None]]] = field(default_factory=list)
+    part: KernelGraph
+    steps: list[tuple[CompiledGraph | Program, list[fx.Node], list[fx.Node | None]]] = field(default_factory=list)
 
     def program(self) -> Program:
         graph = _with_whole_backwards(self.part.module)
@@ -226,12 +225,12 @@ def _with_whole_backwards(module: fx.GraphModule) -> fx.Graph:
 
 
 def _join(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
-    block, present = block_of(first), tuple(first.args[3])  # type: ignore[arg-type]
-    parts = [block.part(kind, present) for kind in "IW"]
+    block, mask = block_of(first), tuple(first.args[3])  # type: ignore[arg-type]
+    parts = [block.graph(kind, mask) for kind in "IW"]
     given: dict[str, Any] = {}
     for node, part in ((second, parts[1]), (first, parts[0])):
         given |= zip(part.inputs, node.args[0], strict=True)  # type: ignore[arg-type]
-    whole = block.part("B", present)
+    whole = block.graph("B", mask)
     tensors = [given[name] for name in whole.inputs]
     with graph.inserting_before(first):
         joined = graph.call_function(OPERATION, (tensors, first.args[1], "B", first.args[3], first.args[4]))

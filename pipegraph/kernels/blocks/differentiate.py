@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipegraph.kernels import joint
-from pipegraph.kernels.blocks import DEVICES, Blocks, Record
-from pipegraph.kernels.derivative import Derivative
-from pipegraph.kernels.module_state import State
+from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.blocks.repeated_modules import DEVICES, RecordedCall, RepeatedModules
+from pipegraph.kernels.graphs import joint_graph
+from pipegraph.kernels.modules.module_state import ModuleState
 from pipegraph.kernels.sharded import local
 
 
 @dataclass(frozen=True)
-class Options:
+class TraceOptions:
     """How graphs are made: `recompute` as in `make.RECOMPUTE`, `decompositions` gives those of operations.
 
     `blocks` are those that were made so. No signature tells what a module reads of its class or of globals, so that
@@ -29,23 +29,23 @@ class Options:
 
     recompute: str
     decompositions: Callable[[], Mapping[Any, Any]]
-    blocks: weakref.WeakValueDictionary[Any, Derivative] = field(default_factory=weakref.WeakValueDictionary)
+    blocks: weakref.WeakValueDictionary[Any, DividedFunction] = field(default_factory=weakref.WeakValueDictionary)
 
 
 def differentiate(
-    function: joint.Function,
-    state: State,
+    function: joint_graph.Function,
+    state: ModuleState,
     primals: Sequence[Tensor],
     root: nn.Module,
     comes: Callable[[int, Tensor], bool],
-    options: Options,
-) -> Derivative:
+    options: TraceOptions,
+) -> DividedFunction:
     """The derivative of `function`, which calls modules inside `root`.
 
     Primals are fake; the first ones stand in the place of `state`, and the others are inputs. `comes` says of an
     output that can have a gradient whether one will come. In the caller's modes.
     """
-    blocks = Blocks(root)
+    blocks = RepeatedModules(root)
     given = [_anew(primal) for primal in primals]
     with blocks.recording(), state.replaced(given[: len(state)]):
         outputs = function(given)
@@ -63,13 +63,13 @@ def differentiate(
     ]
     with blocks.calling():
         given = [_anew(primal) for primal in primals]
-        traced = joint.trace(function, state, given, tangents, options.decompositions())
+        traced = joint_graph.trace(function, state, given, tangents, options.decompositions())
     called = [record.block for record in blocks.records.values() if record.block is not None]
     is_input = [index >= len(state) for index in range(len(primals))]
-    return Derivative(traced, is_input, options.recompute, called)
+    return DividedFunction(traced, is_input, options.recompute, called)
 
 
-def block_of(record: Record, options: Options) -> Derivative:
+def block_of(record: RecordedCall, options: TraceOptions) -> DividedFunction:
     """The derivative of a block, one for all stages of these options. Raises whatever tracing it does."""
     found = options.blocks.get(record.signature)
     if found is None:
@@ -77,8 +77,8 @@ def block_of(record: Record, options: Options) -> Derivative:
     return found
 
 
-def _block(record: Record, options: Options) -> Derivative:
-    state = State(record.module.modules())
+def _block(record: RecordedCall, options: TraceOptions) -> DividedFunction:
+    state = ModuleState(record.module.modules())
     tensors = [leaf for leaf in record.leaves if isinstance(leaf, Tensor)]
 
     def function(primals: Sequence[Tensor]) -> list[Tensor]:
@@ -100,7 +100,7 @@ def _anew(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _modes(record: Record) -> Iterator[None]:
+def _modes(record: RecordedCall) -> Iterator[None]:
     """The modes that the call was made in."""
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(record.grad))

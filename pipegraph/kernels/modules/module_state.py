@@ -16,7 +16,7 @@ _LISTS = ("_flat_weights", "_flat_weight_refs")
 """What an RNN keeps beside its weights, and makes anew when these are other ones."""
 
 
-class State:
+class ModuleState:
     """The parameters and buffers of modules, each once, however many names it has."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

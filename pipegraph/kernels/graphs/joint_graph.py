@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.kernels import internals
-from pipegraph.kernels.block_call import is_random
-from pipegraph.kernels.module_state import State
+from pipegraph.kernels.graphs.block_operation import is_random
+from pipegraph.kernels.modules.module_state import ModuleState
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -22,7 +22,7 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointGraph:
     """A joint graph. A node's `meta["val"]` is its value without memory.
 
     `tangents` holds one node per output, None for an output that no gradient comes from; `written` the new value of
@@ -39,11 +39,11 @@ class Joint:
 
 def trace(
     function: Function,
-    state: State,
+    state: ModuleState,
     primals: Sequence[Tensor],
     tangents: Sequence[Tensor | None],
     decompositions: Mapping[Any, Any] | None,
-) -> Joint:
+) -> JointGraph:
     """The joint graph of `function`, whose outputs have `tangents` (None: no gradient comes).
 
     The first primals stand in the place of `state`, in the backward too, which may run parts of the forward again.
@@ -88,7 +88,7 @@ def _gradients(
 
 def _joint(
     module: fx.GraphModule, primals: Sequence[Tensor], tangents: Sequence[Tensor | None], written: Sequence[int]
-) -> Joint:
+) -> JointGraph:
     graph = module.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _ALIASES:
@@ -106,7 +106,7 @@ def _joint(
     names += [f"tangents_{index}" for index, tangent in enumerate(tangents) if tangent is not None]
     for node, name in zip(placeholders, names, strict=True):
         node.target = node.name = name
-    return Joint(
+    return JointGraph(
         module,
         primals=tuple(placeholders[: len(primals)]),
         tangents=tuple(None if tangent is None else next(given) for tangent in tangents),
@@ -146,7 +146,7 @@ def _check_constant(constant: Tensor, node: fx.Node) -> None:
             f"a tensor of shape {list(constant.shape)} requires a gradient, and is no parameter of a module"
         )
     for user in node.users:
-        if isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable:
+        if internals.is_mutable(user.target):
             raise RuntimeError(f"it writes to a tensor of shape {list(constant.shape)} that is no buffer of a module")
 
 

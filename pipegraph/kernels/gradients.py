@@ -1,4 +1,4 @@
-"""Adding to `.grad`, as `Tensor.backward` does."""
+"""The strides that a tensor is to have."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 from pipegraph.kernels.sharded import is_sharded, layout, local, rebuilt
+
+
+def with_strides(gradient: Tensor, value: Tensor) -> Tensor:
+    """The gradient with the strides of `value`, which the graphs were traced for."""
+    if gradient.stride() == value.stride():
+        return gradient
+    made = torch.empty_strided(value.shape, value.stride(), dtype=gradient.dtype, device=gradient.device)
+    return made.copy_(gradient)
 
 
 def accumulate(found: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor | None] = ()) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from pipegraph.kernels import internals
-from pipegraph.kernels.block_call import OPERATION, is_random
-from pipegraph.kernels.joint import Joint
+from pipegraph.kernels.graphs.block_operation import OPERATION, KernelGraph, is_random
+from pipegraph.kernels.graphs.joint_graph import JointGraph
 
 aten = torch.ops.aten
 
@@ -27,39 +27,24 @@ _HEAVY |= {"embedding_dense_backward", "_foreach", "call"}
 
 
 @dataclass(frozen=True)
-class Part:
-    """A graph whose inputs and outputs are named as in the joint graph. No output stands there twice."""
-
-    module: fx.GraphModule
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-    @property
-    def values(self) -> list[Tensor]:
-        """The outputs without memory."""
-        (end,) = self.module.graph.find_nodes(op="output")
-        return [node.meta["val"] for node in end.args[0]]
-
-
-@dataclass(frozen=True)
-class Backward:
+class BackwardGraphs:
     """The backward for one choice of outputs that a gradient comes from.
 
     `input` is None where no input has a gradient: `weight` then does everything. `gradients` names that of each primal.
     """
 
-    input: Part | None
-    weight: Part | None
-    whole: Part
+    input: KernelGraph | None
+    weight: KernelGraph | None
+    whole: KernelGraph
     gradients: tuple[str | None, ...]
 
     @property
-    def parts(self) -> list[Part]:
+    def graphs(self) -> list[KernelGraph]:
         """Those that there are."""
         return [part for part in (self.input, self.weight, self.whole) if part is not None]
 
 
-def saved_values(joint: Joint, recompute: str) -> set[fx.Node]:
+def saved_values(joint: JointGraph, recompute: str) -> set[fx.Node]:
     """The values that F keeps for the backward, beside primals.
 
     What is random, what a block gave and what other ranks had a part in always is: a backward does not wait for them to
@@ -85,19 +70,19 @@ def saved_values(joint: Joint, recompute: str) -> set[fx.Node]:
     return kept | {node for node in bases if node.op == "call_function"}
 
 
-def forward_part(joint: Joint, kept: Collection[fx.Node], backward: Iterable[Part]) -> Part:
+def forward_graph(joint: JointGraph, kept: Collection[fx.Node], backward: Iterable[KernelGraph]) -> KernelGraph:
     """F: it gives those of the values `kept` that the parts of the backward read, beside the outputs."""
     nodes = {node.name: node for node in kept}
     saved = [nodes[name] for part in backward for name in part.inputs if name in nodes]
     return _extract(joint, (), [*joint.outputs, *joint.written.values(), *saved])
 
 
-def backward_parts(
-    joint: Joint, saved: Collection[fx.Node], is_input: Sequence[bool], present: Sequence[bool]
-) -> Backward:
-    """The backward where a gradient comes from the outputs that are `present`."""
-    tangents = [node for node, here in zip(joint.tangents, present, strict=True) if node is not None and here]
-    absent = [node for node, here in zip(joint.tangents, present, strict=True) if node is not None and not here]
+def backward_graphs(
+    joint: JointGraph, saved: Collection[fx.Node], is_input: Sequence[bool], mask: Sequence[bool]
+) -> BackwardGraphs:
+    """The backward where a gradient comes from the outputs that are `mask`."""
+    tangents = [node for node, here in zip(joint.tangents, mask, strict=True) if node is not None and here]
+    absent = [node for node, here in zip(joint.tangents, mask, strict=True) if node is not None and not here]
     reached = _reached(tangents)
     gradients = [node if node in reached else None for node in joint.gradients]
     inputs = [node for node, wanted in zip(gradients, is_input, strict=True) if wanted and node is not None]
@@ -107,7 +92,7 @@ def backward_parts(
     names = tuple(None if node is None else node.name for node in gradients)
     whole = _extract(joint, available, _found(gradients), own, absent)
     if not inputs:
-        return Backward(None, whole if weights else None, whole, names)
+        return BackwardGraphs(None, whole if weights else None, whole, names)
     of_input = _ancestors(inputs, available)
     # A gradient that needs no product of matrices (of a norm's weight) costs less where its factors are at hand.
     light = [node for node in weights if not any(map(_is_heavy, _ancestors([node], available) - of_input))]
@@ -115,7 +100,7 @@ def backward_parts(
     heavy = [node for node in weights if node not in light]
     needed = _frontier(heavy, of_input, available)
     own -= {node for node in weights if _base(node) in needed}
-    return Backward(
+    return BackwardGraphs(
         _extract(joint, available, [*inputs, *light, *needed], own, absent),
         _extract(joint, available | set(needed), heavy, own, absent) if heavy else None,
         whole,
@@ -127,7 +112,7 @@ def _found(nodes: Iterable[fx.Node | None]) -> list[fx.Node]:
     return [node for node in nodes if node is not None]
 
 
-def _forward_nodes(joint: Joint) -> set[fx.Node]:
+def _forward_nodes(joint: JointGraph) -> set[fx.Node]:
     """Whatever does not depend on a tangent."""
     behind = _reached(_found(joint.tangents))
     return {node for node in joint.module.graph.nodes if node not in behind and node.op == "call_function"}
@@ -198,10 +183,9 @@ def _base(node: fx.Node) -> fx.Node:
 def is_view(node: fx.Node) -> bool:
     """Whether its result shares the memory of its first argument."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, internals.OpOverload):
         return False
-    returns = target._schema.returns
-    return target in _VIEWS or (len(returns) == 1 and returns[0].alias_info is not None)
+    return target in _VIEWS or internals.is_view_operation(target)
 
 
 def _is_waited(node: fx.Node) -> bool:
@@ -213,16 +197,16 @@ def _is_heavy(node: fx.Node) -> bool:
     target = node.target
     if internals.is_collective(node):  # I is not to wait for what only a weight's gradient needs
         return True
-    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in _HEAVY
+    return isinstance(target, internals.OpOverload) and target.overloadpacket.__name__ in _HEAVY
 
 
 def _extract(
-    joint: Joint,
+    joint: JointGraph,
     available: Collection[fx.Node],
     outputs: Iterable[fx.Node],
     own: Collection[fx.Node] | None = None,
     absent: Collection[fx.Node] = (),
-) -> Part:
+) -> KernelGraph:
     """The graph that computes `outputs` from placeholders and what is `available`.
 
     An output that is not in `own` is copied; a placeholder that is `absent` is zeros.
@@ -246,7 +230,7 @@ def _extract(
     copied = set() if own is None else {node for node in joint.gradients if node is not None and node not in own}
     results = [_copy(graph, values[node]) if node in copied else values[node] for node in ends]
     graph.output(tuple(results))
-    return Part(fx.GraphModule(joint.module, graph), tuple(inputs), tuple(node.name for node in ends))
+    return KernelGraph(fx.GraphModule(joint.module, graph), tuple(inputs), tuple(node.name for node in ends))
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipegraph.kernels.interface import Loss
-from pipegraph.kernels.module_state import State
+from pipegraph.kernels.modules.attribute_snapshot import AttributeSnapshot
+from pipegraph.kernels.modules.module_state import ModuleState
+from pipegraph.kernels.modules.signature import loss_signature, module_signature, tensor_signature
 from pipegraph.kernels.sharded import check_traceable, local
-from pipegraph.kernels.signature import loss_signature, module_signature, tensor_signature
-from pipegraph.kernels.snapshot import Snapshot
 
 
-class Standing:
+class TraceGuard:
     """Looked at once per step.
 
     `modules` are those of stage and loss, `held` these and the lists, dicts and sets that the loss reads, `state` the
@@ -24,7 +24,7 @@ class Standing:
 
     def __init__(self, stage: nn.Module, loss: Loss | None) -> None:
         self._stage, self._loss = stage, loss
-        self._before: Snapshot | None = None
+        self._before: AttributeSnapshot | None = None
         self._of_loss: list[Any] = []
         self._structure: Any = None
         self.look()
@@ -36,8 +36,8 @@ class Standing:
             roots = (self._stage, *(each for each in of_loss if isinstance(each, nn.Module)))
             self.modules = list(dict.fromkeys(part for root in roots for part in root.modules()))
             self.held = [*self.modules, *(each for each in of_loss if not isinstance(each, nn.Module))]
-            self.state = State(self.modules)
-            self._of_loss, self._before = of_loss, Snapshot(self.held)
+            self.state = ModuleState(self.modules)
+            self._of_loss, self._before = of_loss, AttributeSnapshot(self.held)
             self._structure = module_signature(self._stage)
         state = self.state.tensors()
         self.tensors = tuple(map(tensor_signature, state))

@@ -1,4 +1,4 @@
-"""Blocks: calls of equal modules, which are traced and compiled once.
+"""Calls of equal modules, which are traced and compiled once.
 
 A function is run twice on tensors without memory. The first run records the calls of its modules: those whose
 signature comes again are blocks, the outermost ones. In the second run, which is traced, each call of a block is one
@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipegraph.kernels import block_call
-from pipegraph.kernels.derivative import Derivative
-from pipegraph.kernels.module_state import State
+from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.modules.module_state import ModuleState
+from pipegraph.kernels.modules.signature import module_signature, tensor_signature, value_signature
 from pipegraph.kernels.sharded import differentiable_local, is_sharded, local
-from pipegraph.kernels.signature import module_signature, tensor_signature, value_signature
 
 
 @dataclass
-class Record:
+class RecordedCall:
     """The first call of its signature: of `module`, whose own forward is `original`.
 
     `state` are the module's tensors, `leaves` its arguments flattened, `results` what it returned: the position of an
@@ -38,14 +37,14 @@ class Record:
     state: list[Tensor]
     leaves: list[Any]
     spec: Any
-    inside: Record | None
+    inside: RecordedCall | None
     count: int = 1
     results: list[int | Tensor | tuple[Any]] = field(default_factory=list)
     results_spec: Any = None
     grad: bool = field(default_factory=torch.is_grad_enabled)
     autocast: Any = field(default_factory=lambda: autocast_state())
     refused: bool = False
-    block: Derivative | None = None
+    block: DividedFunction | None = None
 
     @property
     def is_block(self) -> bool:
@@ -60,21 +59,21 @@ class Record:
         return around is None
 
 
-class Blocks:
+class RepeatedModules:
     """The blocks among the modules inside `root`."""
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [module for module in root.modules() if module is not root and _may_be_block(module)]
-        self._states = {module: State(module.modules()) for module in self._modules}
+        self._states = {module: ModuleState(module.modules()) for module in self._modules}
         self._signatures = {module: module_signature(module) for module in self._modules}
-        self.records: dict[Any, Record] = {}
-        self._around: Record | None = None
+        self.records: dict[Any, RecordedCall] = {}
+        self._around: RecordedCall | None = None
         self._calls = 0
 
     def __bool__(self) -> bool:
         return bool(self._modules)
 
-    def outermost(self) -> list[Record]:
+    def outermost(self) -> list[RecordedCall]:
         """The blocks to trace."""
         return [record for record in self.records.values() if record.is_block and record.is_outermost]
 
@@ -117,7 +116,7 @@ class Blocks:
         if record is not None:
             return original(*args, **kwargs)
         state = self._states[module].tensors()
-        record = Record(module, original, signature, state, leaves, spec, self._around)
+        record = RecordedCall(module, original, signature, state, leaves, spec, self._around)
         self.records[signature] = record
         versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
         self._around = record
@@ -137,7 +136,7 @@ class Blocks:
         self._calls += 1
         state = map(differentiable_local, self._states[module].tensors())
         tensors = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-        found = list(block_call.call(record.block, self._calls, tensors))
+        found = list(record.block.call(self._calls, tensors))
         written = record.block.joint.written
         with torch.no_grad():
             for index, new in zip(written, found[len(found) - len(written) :], strict=True):
@@ -160,7 +159,7 @@ def _may_be_block(module: nn.Module) -> bool:
     return called and any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
-def _describe(record: Record, returned: Any, given: Sequence[Any]) -> None:
+def _describe(record: RecordedCall, returned: Any, given: Sequence[Any]) -> None:
     leaves, record.results_spec = pytree.tree_flatten(returned)
     if any(isinstance(each, Tensor) and is_sharded(each) for each in (*record.leaves, *leaves)):
         record.refused = True  # only local tensors go in and out of the call of a block
@@ -181,7 +180,7 @@ def _describe(record: Record, returned: Any, given: Sequence[Any]) -> None:
     record.refused |= not all(isinstance(each, (type(None), bool, int, float, str)) for each in constants)
 
 
-def _made_up(record: Record, leaves: Sequence[Any]) -> Any:
+def _made_up(record: RecordedCall, leaves: Sequence[Any]) -> Any:
     """What a call that equals an earlier one would return, without memory."""
     made = iter([_like(each) for each in record.results if isinstance(each, Tensor)])
     return pytree.tree_unflatten([_returned(each, leaves, made) for each in record.results], record.results_spec)

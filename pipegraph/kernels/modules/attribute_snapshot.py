@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from pipegraph.kernels.signature import ATOMS
+from pipegraph.kernels.modules.signature import ATOMS
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _ContainerContent:
     """A container, called `name`, and what it held: `content` keeps alive what `identities` are of."""
 
     name: str
@@ -38,11 +38,11 @@ class _Kept:
             (self.container.extend if isinstance(self.container, list) else self.container.update)(self.content)
 
 
-class Snapshot:
+class AttributeSnapshot:
     """The attributes of modules, and the items of lists, dicts and sets, those in them too."""
 
     def __init__(self, held: Iterable[Any]) -> None:
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _ContainerContent] = {}
         for each in held:
             if isinstance(each, nn.Module):
                 self._keep(type(each).__name__, vars(each))
@@ -66,7 +66,7 @@ class Snapshot:
         if type(value) not in _CONTAINERS or id(value) in self._kept:
             return
         content = dict(value) if isinstance(value, dict) else type(value)(value)
-        self._kept[id(value)] = _Kept(name, value, content, _identities(value))
+        self._kept[id(value)] = _ContainerContent(name, value, content, _identities(value))
         for key, item in _items(value).items():
             self._keep(f"{name}.{key}" if isinstance(key, str) else name, item)
 
@@ -75,7 +75,7 @@ class Snapshot:
 def unchanged(held: Iterable[Any]) -> Iterator[None]:
     """RuntimeError where something in modules, lists, dicts and sets is another one afterwards: a graph does not put it
     there, and what tracing puts there has no memory. It is put back as it was."""
-    before = Snapshot(held)
+    before = AttributeSnapshot(held)
     try:
         yield
         changed = before.changed()

@@ -23,7 +23,7 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 _STATE = frozenset({"_parameters", "_buffers", "_modules"})
 
 
-class _Same:
+class _Identity:
     """An object that is equal to itself alone. Holding it keeps its id from being given to another one."""
 
     def __init__(self, held: Any) -> None:
@@ -33,7 +33,7 @@ class _Same:
         return id(self.held)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.held is self.held
+        return isinstance(other, _Identity) and other.held is self.held
 
 
 def tensor_signature(tensor: Tensor) -> tuple[Any, ...]:
@@ -106,7 +106,7 @@ def _value(value: Any, walk: _Walk) -> Any:
         return _container(value, walk)
     if isinstance(value, nn.Module) and walk.held is not None:
         walk.held.append(value)
-        return (_Same(value), _module(value, walk))
+        return (_Identity(value), _module(value, walk))
     if isinstance(value, functools.partial):
         return (functools.partial, *(_value(part, walk) for part in (value.func, value.args, value.keywords)))
     if isinstance(value, types.MethodType):
@@ -119,8 +119,8 @@ def _value(value: Any, walk: _Walk) -> Any:
         return (value.__code__, cells, *given, _read(value, walk))
     if walk.held is not None and callable(value):
         walk.numbers[id(value)] = len(walk.numbers)
-        return (_Same(value), _read(type(value).__call__, walk, value))
-    return _Same(value)
+        return (_Identity(value), _read(type(value).__call__, walk, value))
+    return _Identity(value)
 
 
 def _read(function: Any, walk: _Walk, owner: Any = None) -> Any:

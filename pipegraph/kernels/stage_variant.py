@@ -11,32 +11,33 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipegraph.kernels import internals
-from pipegraph.kernels.derivative import Derivative, Present
-from pipegraph.kernels.differentiate import Options, differentiate
+from pipegraph.kernels.blocks.differentiate import TraceOptions, differentiate
+from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.compiled.program import Compiler, Program
+from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import Loss
 from pipegraph.kernels.loss import check_gradients, scalar_loss
-from pipegraph.kernels.module_state import State
-from pipegraph.kernels.program import Compiler, Program
+from pipegraph.kernels.modules.attribute_snapshot import unchanged
+from pipegraph.kernels.modules.module_state import ModuleState
+from pipegraph.kernels.modules.signature import value_signature
 from pipegraph.kernels.sharded import check_outputs, local
-from pipegraph.kernels.signature import value_signature
-from pipegraph.kernels.snapshot import unchanged
 
 Results = tuple[int | tuple[Any], ...]
 """Of each output the position of its tensor among those returned, or the constant that it is."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageSpec:
     """A stage, and of each input and output whether its gradient is wanted, and comes."""
 
     module: nn.Module
-    input_gradients: tuple[bool, ...]
-    output_gradients: tuple[bool, ...]
+    input_gradients: GradientMask
+    output_gradients: GradientMask
     loss: Loss | None
 
 
 @dataclass(frozen=True)
-class Call:
+class StageCall:
     """The arguments of one forward: `inputs` of the `leaves` are the stage's, the others the target's, flattened."""
 
     inputs: int
@@ -73,21 +74,21 @@ def leaves_of(inputs: Sequence[Any], target: Any) -> tuple[list[Any], Any]:
     return [*inputs, *leaves], spec
 
 
-class Variant:
+class StageVariant:
     """The derivative of a stage, whose programs are compiled when first asked for.
 
     Primals are the stage's state, then the tensors among the call's leaves.
     """
 
-    def __init__(self, derivative: Derivative, compiler: Compiler, results: Results, call: Call) -> None:
-        self.derivative = derivative
+    def __init__(self, derivative: DividedFunction, compiler: Compiler, results: Results, call: StageCall) -> None:
+        self.divided = derivative
         self.results = results
         self._compiler = compiler
-        self._programs: dict[tuple[str, Present], Program] = {}
+        self._programs: dict[tuple[str, GradientMask], Program] = {}
         joint, forward = derivative.joint, derivative.forward
         primals = {node.name: index for index, node in enumerate(joint.primals)}
         place = {name: index for index, name in enumerate(forward.outputs)}
-        saved = derivative.saved(derivative.all_present)
+        saved = derivative.saved(derivative.full_mask)
         self._reads = [primals[name] for name in forward.inputs]
         self._outputs = [place[node.name] for node in joint.outputs]
         self._written = [(index, place[node.name]) for index, node in joint.written.items()]
@@ -107,11 +108,11 @@ class Variant:
         return [found[place] for place in self._outputs], saved
 
     def backward(
-        self, kind: str, present: Present, values: dict[str, Tensor], keep: Iterable[str]
+        self, kind: str, mask: GradientMask, values: dict[str, Tensor], keep: Iterable[str]
     ) -> dict[str, Tensor]:
         """I, W or B on named values, of which those to `keep` are returned with the results; the others are let go."""
-        part = self.derivative.part(kind, present)
-        program = self._program(kind, present)
+        part = self.divided.graph(kind, mask)
+        program = self._program(kind, mask)
         given = [values[name] for name in part.inputs]
         kept = {name: values[name] for name in keep if name in values}
         values.clear()
@@ -120,18 +121,18 @@ class Variant:
 
     def prepare(self, kinds: str) -> None:
         """Compile F, I, W and B, those of `kinds`, at once, for gradients that come from all outputs they can."""
-        full = self.derivative.all_present
-        backward = self.derivative.backward(full)
+        full = self.divided.full_mask
+        backward = self.divided.backward(full)
         there = {"F": True, "I": backward.input is not None, "W": backward.weight is not None, "B": any(full)}
         self._make([(kind, () if kind == "F" else full) for kind in kinds if there[kind]])
 
-    def _program(self, kind: str, present: Present) -> Program:
-        if (kind, present) not in self._programs:
-            self._make([(kind, present)])
-        return self._programs[kind, present]
+    def _program(self, kind: str, mask: GradientMask) -> Program:
+        if (kind, mask) not in self._programs:
+            self._make([(kind, mask)])
+        return self._programs[kind, mask]
 
-    def _make(self, wanted: list[tuple[str, Present]]) -> None:
-        self._programs |= zip(wanted, self._compiler.programs(self.derivative, wanted), strict=True)
+    def _make(self, wanted: list[tuple[str, GradientMask]]) -> None:
+        self._programs |= zip(wanted, self._compiler.programs(self.divided, wanted), strict=True)
 
     def of_inputs(self, values: dict[str, Tensor], names: Sequence[str | None]) -> tuple[Tensor | None, ...]:
         """Of each input the value that the name for its primal stands for."""
@@ -139,7 +140,14 @@ class Variant:
         return tuple(None if name is None else values[name] for name in found)
 
 
-def trace(stage: Stage, held: Sequence[Any], state: State, call: Call, compiler: Compiler, options: Options) -> Variant:
+def trace(
+    stage: StageSpec,
+    held: Sequence[Any],
+    state: ModuleState,
+    call: StageCall,
+    compiler: Compiler,
+    options: TraceOptions,
+) -> StageVariant:
     """Trace the stage, and its loss, for calls like this one. Raises whatever the stage raises on fake tensors.
 
     `held` are the modules of both, and whatever else tracing must not change; `state` are the modules' tensors.
@@ -181,4 +189,4 @@ def trace(stage: Stage, held: Sequence[Any], state: State, call: Call, compiler:
             for tensor, want in zip([*map(local, state.tensors()), *call.tensors], wanted, strict=True)
         ]
         derivative = differentiate(function, state, primals, stage.module, comes, options)
-    return Variant(derivative, compiler, tuple(results), call)
+    return StageVariant(derivative, compiler, tuple(results), call)

@@ -1,0 +1,1 @@
+"""Blocks: repeated modules, traced and divided once."""

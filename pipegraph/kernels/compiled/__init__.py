@@ -1,0 +1,1 @@
+"""Compiled programs: graphs become runs of Inductor's kernels."""

@@ -1,0 +1,91 @@
+"""The call of a block as one operation, so that the graph around it can be traced, differentiated and divided.
+
+The call is one node for F, one for I and one for W, whatever the block holds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, fx
+
+from pipegraph.kernels import internals
+
+GradientMask = tuple[bool, ...]
+"""Of each output of a function: whether a gradient arrives for it."""
+
+
+@dataclass(frozen=True)
+class KernelGraph:
+    """The graph of one of F, I, W and B. Inputs and outputs are named as in the joint graph; no output comes twice."""
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The outputs as tensors without memory."""
+        (end,) = self.module.graph.find_nodes(op="output")
+        return [node.meta["val"] for node in end.args[0]]
+
+
+class CallableBlock(Protocol):
+    """What the operation needs of a block."""
+
+    @property
+    def is_random(self) -> bool:
+        """Whether its forward draws random numbers."""
+        ...
+
+    def graph(self, kind: str, mask: GradientMask) -> KernelGraph:
+        """The graph of `kind`: F, I, W or B."""
+        ...
+
+
+_blocks: weakref.WeakValueDictionary[int, CallableBlock] = weakref.WeakValueDictionary()
+_library = torch.library.Library("pipegraph", "FRAGMENT")
+# `kind` is F, I, W or B. `call` numbers the calls of a block: equal calls (dropout) stay apart, and I and W of one call
+# are known to belong together.
+_library.define("call(Tensor[] tensors, int block, str kind, bool[] mask, int call) -> Tensor[]")
+
+OPERATION = torch.ops.pipegraph.call.default
+
+
+@torch.library.register_fake("pipegraph::call", lib=_library)
+def _results(tensors: Sequence[Tensor], block: int, kind: str, mask: Sequence[bool], call: int) -> list[Tensor]:
+    values = _blocks[block].graph(kind, tuple(mask)).values
+    return [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in values]
+
+
+def register(block: CallableBlock) -> int:
+    """Return the number that stands for a block in a graph. Only a weak reference to the block is kept."""
+    number = register.count = getattr(register, "count", 0) + 1  # type: ignore[attr-defined]
+    _blocks[number] = block
+    return number
+
+
+def block_of(node: fx.Node) -> CallableBlock:
+    """Return the block that a node of `OPERATION` calls."""
+    return _blocks[node.args[1]]  # type: ignore[index]
+
+
+def called_graph(node: fx.Node, kind: str | None = None) -> KernelGraph:
+    """Return the graph that a node of `OPERATION` runs; with `kind`, another one of the same call."""
+    _, _, own_kind, mask, _ = node.args
+    return block_of(node).graph(kind or str(own_kind), tuple(mask))  # type: ignore[arg-type]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return whether a node draws random numbers, itself or in the block whose forward it calls."""
+    operation = node.target
+    if operation is OPERATION:
+        return node.args[2] == "F" and block_of(node).is_random
+    if not isinstance(operation, internals.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    # The backward of attention has the tag too, but repeats the forward's numbers from the seed that it is given.
+    return "philox_seed" not in internals.argument_names(operation)
