@@ -134,9 +134,9 @@ def measure(model: str, ranks: int, seq: int, search: bool) -> Measured:
         from pipegraph.cost.hardware import Hardware
         from pipegraph.graph.capture import capture
         from pipegraph.graph.sources.load import load
-        from pipegraph.planner.aim import Aim
-        from pipegraph.planner.compare import candidates, compare, price_each
+        from pipegraph.planner.comparison import candidates, compare, price_each
         from pipegraph.planner.plan import plan_of
+        from pipegraph.planner.plan_options import Aim
         from pipegraph.workflows.batch import loss_and_target
     with phase("load"), tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.json")

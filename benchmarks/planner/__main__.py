@@ -59,8 +59,8 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
     from pipegraph.cost.hardware import Hardware
     from pipegraph.cost.measurement.block_times import MeasureOptions
     from pipegraph.cost.measurement.cache import Cache
-    from pipegraph.planner.aim import Aim
-    from pipegraph.planner.choose import choose, evaluate, settle
+    from pipegraph.planner.cut_choice import choose, evaluate, settle
+    from pipegraph.planner.plan_options import Aim
 
     torch.set_num_threads(1)
     subject = SUBJECTS[name]()

@@ -69,10 +69,10 @@ def plan(
         from pipegraph.cost.measurement.block_times import MeasureOptions
         from pipegraph.graph.capture import capture
         from pipegraph.graph.sources.load import load
-        from pipegraph.planner.aim import Aim
-        from pipegraph.planner.compare import candidates, compare_model
+        from pipegraph.planner.comparison import candidates, compare_model
         from pipegraph.planner.plan import plan_of
         from pipegraph.planner.plan_file import PlanFile, is_plan
+        from pipegraph.planner.plan_options import Aim
         from pipegraph.report.plan import compared, comparison_dict, explained
         from pipegraph.workflows.batch import loss_and_target
 

@@ -16,8 +16,8 @@ from pipegraph.codegen.names import is_plain, literal_text, prose, unused, varia
 from pipegraph.cost.stage_cost import StageCost
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.partition.stages import StageGraph
-from pipegraph.planner.listing import stage_modules
 from pipegraph.planner.plan import Plan
+from pipegraph.planner.stage_modules import stage_modules
 
 _TIES_LISTED = 4
 

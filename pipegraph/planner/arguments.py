@@ -9,7 +9,7 @@ from typing import ClassVar
 from pipegraph.cost.price import UNITS
 from pipegraph.errors import PlanError, nearest
 from pipegraph.kernels.registry import RECOMPUTE
-from pipegraph.planner.solver.arguments import is_figure
+from pipegraph.planner.solver.solve_arguments import is_figure
 
 UNIFORM = "uniform"
 """The balance that prices nothing: equal numbers of segments."""

@@ -17,13 +17,13 @@ from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark
 from pipegraph.graph.partition.stages import Boundary, StageGraph, boundaries, divide_into_stages
-from pipegraph.planner.aim import Aim
 from pipegraph.planner.arguments import UNIFORM, ArgumentError, check_number, memory_limits
-from pipegraph.planner.choose import Choice, choose, given, settle
-from pipegraph.planner.listing import stage_modules
+from pipegraph.planner.cut_choice import Choice, choose, given, settle
+from pipegraph.planner.plan_options import Aim
 from pipegraph.planner.prediction import Prediction, StagePrediction
-from pipegraph.planner.solve import Solution
-from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
+from pipegraph.planner.solver.memory_shortage import MemoryShortage, limit_for, size
+from pipegraph.planner.solver.solve import Solution
+from pipegraph.planner.stage_modules import stage_modules
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes.recipe import counted
 

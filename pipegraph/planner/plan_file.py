@@ -15,8 +15,8 @@ from pipegraph.graph.captured import Captured
 from pipegraph.planner.arguments import UNIFORM, check_balance
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.prediction import Prediction
-from pipegraph.planner.solver.arrange import arrange
-from pipegraph.planner.solver.shortage import MemoryShortage, size
+from pipegraph.planner.solver.memory_shortage import MemoryShortage, size
+from pipegraph.planner.solver.stage_schedule import arrange
 
 SCHEMA_VERSION = 1
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipegraph.cost.hardware import UNCORRECTED, MeasuredRatio
-from pipegraph.planner.solver.shortage import size
+from pipegraph.planner.solver.memory_shortage import size
 
 _DIGITS = 6
 

@@ -8,8 +8,8 @@ from typing import Any
 from rich.style import Style
 from rich.text import Text
 
-from pipegraph.planner.choose import Choice
-from pipegraph.planner.compare import SAME, WORTH, Comparison
+from pipegraph.planner.comparison import SAME, WORTH, Comparison
+from pipegraph.planner.cut_choice import Choice
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.prediction import Neighbour, Prediction

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
 from pipegraph.package import Manifest
-from pipegraph.planner.evaluate import RankMemory, memory_parts_of, times_of
-from pipegraph.planner.priced import has_times, stage_costs
+from pipegraph.planner.package_costs import has_times, stage_costs
+from pipegraph.planner.step_estimate import RankMemory, memory_parts_of, times_of
 from pipegraph.report.planned_step import Planned
 from pipegraph.schedule import Schedule, Times, simulate
 

@@ -7,8 +7,8 @@ from os import PathLike
 from pipegraph import schedule as schedules
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Kind, Schedule
-from pipegraph.schedule.build import find
-from pipegraph.schedule.fit import fitted
+from pipegraph.schedule.build import schedule_for_stages
+from pipegraph.schedule.recipes import find_recipe
 
 
 def choose(
@@ -25,7 +25,7 @@ def choose(
     """
     if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv")):
         schedule = schedules.read_csv(schedule)
-    found = fitted(schedule, stages, 1 if microbatches is None else microbatches, processes or ranks)
+    found = schedule_for_stages(schedule, stages, 1 if microbatches is None else microbatches, processes or ranks)
     if microbatches not in (None, found.microbatches):
         raise ScheduleError(
             f"{found.name} has {found.microbatches} microbatches; microbatches={microbatches} was given."
@@ -49,7 +49,7 @@ def other_names(stages: int, ranks: int) -> str:
     """A sentence that says which schedules can have so many stages on so many ranks; empty if none can."""
     if stages % ranks:
         return ""
-    recipes = [find(name) for name in schedules.names()]
+    recipes = [find_recipe(name) for name in schedules.names()]
     fitting = [recipe.name for recipe in recipes if recipe.any_chunks or recipe.chunks * ranks == stages]
     shared = f"{stages // ranks} stages on each of {ranks} ranks" if ranks > 1 else f"{stages} stages on 1 rank"
     return f" With {shared} run {', '.join(fitting)}." if fitting else ""

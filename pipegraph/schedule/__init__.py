@@ -8,20 +8,19 @@ build ──▶ Schedule ──▶ lower ──▶ Schedule with transfers ─�
 from __future__ import annotations
 
 from pipegraph.schedule.action import Action, Kind
-from pipegraph.schedule.build import build, names
+from pipegraph.schedule.build import build
 from pipegraph.schedule.check import check
-from pipegraph.schedule.csv import from_csv, to_csv
-from pipegraph.schedule.file import read_csv, read_times
-from pipegraph.schedule.lifetimes import Lifetime, What, lifetimes, receive_buffers
+from pipegraph.schedule.csv_format import from_csv, read_csv, to_csv
+from pipegraph.schedule.lifetimes import Lifetime, What, lifetimes, peak_activations, receive_buffers
 from pipegraph.schedule.lower import lower
-from pipegraph.schedule.lower_bound import lower_bound
-from pipegraph.schedule.memory import peak_activations
 from pipegraph.schedule.placement import PLACEMENTS, Placement
+from pipegraph.schedule.recipes import names
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.search import SearchedSchedule, search
+from pipegraph.schedule.search.lower_bound import lower_bound
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.timeline import Event, Timeline
-from pipegraph.schedule.times import Times
+from pipegraph.schedule.times import Times, read_times
 
 __all__ = [
     "PLACEMENTS",

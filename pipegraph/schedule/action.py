@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -112,6 +113,11 @@ class Action:
         if arrow is not None and (arrow == ">") is not action.sends:
             raise ScheduleError(f"{text.strip()!r} is no action: a SEND points to its peer with >, a RECV with <.")
         return action
+
+
+def unit_text(unit: Sequence[Action]) -> str:
+    """An action, or an overlapped pair, as torch writes it."""
+    return f"({unit[0]};{unit[1]})OVERLAP_F_B" if len(unit) == 2 else str(unit[0])
 
 
 def _kind(text: str) -> Kind:

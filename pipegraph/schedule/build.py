@@ -1,51 +1,16 @@
-"""Schedules by name."""
+"""Schedules by name, of given numbers of ranks or stages."""
 
 from __future__ import annotations
 
 from weakref import WeakValueDictionary
 
-from pipegraph.errors import ScheduleError, nearest
-from pipegraph.schedule.recipes import (
-    controllable_memory,
-    dualpipe_v,
-    eager_1f1b,
-    forward,
-    gpipe,
-    interleaved,
-    interleaved_zb,
-    looped_bfs,
-    one_f_one_b,
-    zb_h,
-    zb_v,
-)
-from pipegraph.schedule.recipes.recipe import Recipe, counted
+from pipegraph.errors import ScheduleError
+from pipegraph.schedule.recipes import find_recipe
+from pipegraph.schedule.recipes.recipe import counted
 from pipegraph.schedule.schedule import Schedule
-
-RECIPES: tuple[Recipe, ...] = (
-    gpipe.RECIPE,
-    one_f_one_b.RECIPE,
-    eager_1f1b.RECIPE,
-    interleaved.RECIPE,
-    looped_bfs.RECIPE,
-    zb_h.H1,
-    zb_h.H2,
-    interleaved_zb.RECIPE,
-    zb_v.RECIPE,
-    controllable_memory.HALF,
-    controllable_memory.MIN,
-    dualpipe_v.RECIPE,
-    forward.RECIPE,
-)
 
 # A schedule never changes: one that is in use is given again, with all that it has found out about itself.
 _alive: WeakValueDictionary[tuple[str, int, int, int], Schedule] = WeakValueDictionary()
-
-_BY_NAME = {name.casefold(): recipe for recipe in RECIPES for name in (recipe.name, *recipe.aliases)}
-
-
-def names() -> tuple[str, ...]:
-    """The names that `build` knows. It knows torch's class names as well, and letters of any case."""
-    return tuple(recipe.name for recipe in RECIPES)
 
 
 def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
@@ -53,7 +18,7 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
 
     Raises ScheduleError for an unknown name, or numbers that the schedule cannot have.
     """
-    recipe = find(name)
+    recipe = find_recipe(name)
     chunks = recipe.chunks if chunks is None else chunks
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if type(number) is not int or number < 1:
@@ -77,12 +42,29 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
     return schedule
 
 
-def find(name: str) -> Recipe:
-    """The recipe of this name. Raises ScheduleError."""
-    recipe = _BY_NAME.get(str(name).casefold())
-    if recipe is None:
-        file = " A file that holds one ends in .csv." if {".", "/", "\\"} & {*str(name)} else ""
+def schedule_for_stages(schedule: str | Schedule, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
+    """The schedule by this name of so many stages, or a ready one, which must have as many.
+
+    By name, there are as many ranks as the stages make up; ``ranks`` are taken where a rank may hold any number of
+    stages. A ready one has its own microbatches and ranks.
+
+    Raises ScheduleError for a name, or numbers, that there is no schedule for.
+    """
+    if isinstance(schedule, Schedule):
+        if schedule.stages != stages:
+            raise ScheduleError(
+                f"{schedule.name} is for {counted([schedule.stages], 'stage')}, and there are {stages}.\n"
+                f"Try: {counted([schedule.stages], 'stage')}, or a schedule for {stages}."
+            )
+        return schedule
+    recipe = find_recipe(schedule)
+    chunks = recipe.chunks
+    if recipe.any_chunks and type(ranks) is int and ranks > 0 and stages % ranks == 0:
+        chunks = stages // ranks
+    if stages % chunks:
+        fitting = [number for number in (stages // chunks * chunks, (stages // chunks + 1) * chunks) if number]
         raise ScheduleError(
-            f'There is no schedule "{name}".{nearest(str(name), names())} The schedules are {", ".join(names())}.{file}'
+            f"{recipe.name} has {chunks} stages on each rank, and {counted([stages], 'stage')} cannot be shared out "
+            f"so.\nTry: {counted(fitting, 'stage')}, or a schedule with 1 stage on each rank, such as 1f1b."
         )
-    return recipe
+    return build(recipe.name, stages // chunks, microbatches, chunks)

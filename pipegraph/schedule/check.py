@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
-from pipegraph.schedule.arrays import RECV_F, SEND_F, B, I, W
+from pipegraph.schedule.action_arrays import RECV_F, SEND_F, B, I, W
 from pipegraph.schedule.deadlock import explain, stuck
 from pipegraph.schedule.grid import marked_grid
-from pipegraph.schedule.memory import held_activations
+from pipegraph.schedule.lifetimes import held_activations
 from pipegraph.schedule.replay import slots
 from pipegraph.schedule.schedule import Schedule
 

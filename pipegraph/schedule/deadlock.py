@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from pipegraph.schedule.arrays import Arrays
-from pipegraph.schedule.csv import cell
+from pipegraph.schedule.action import unit_text
+from pipegraph.schedule.action_arrays import Arrays
 from pipegraph.schedule.replay import NEVER, replay
 from pipegraph.schedule.schedule import Schedule
 
@@ -49,7 +49,7 @@ def explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[i
     circle = circle[circle.index(rank) :]
     at_pair = [rank for rank in circle if arrays.bounds[rank] + reached[rank] in arrays.pairs]
     steps = "; ".join(
-        f"rank {rank} is at {cell(schedule.actions[rank][reached[rank] : reached[rank] + 1 + (rank in at_pair)])} "
+        f"rank {rank} is at {unit_text(schedule.actions[rank][reached[rank] : reached[rank] + 1 + (rank in at_pair)])} "
         f"and waits for {arrays.action(waits[rank])} of rank {arrays.place(waits[rank])[0]}"
         for rank in circle
     )

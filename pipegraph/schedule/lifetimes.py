@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from pipegraph.schedule.arrays import RECV_B, RECV_F, SEND_B, SEND_F, Arrays, B, F, I, Integers, W
+from pipegraph.schedule.action_arrays import RECV_B, RECV_F, SEND_B, SEND_F, Arrays, B, F, I, Integers, W
 from pipegraph.schedule.schedule import Schedule
 
 
@@ -103,3 +104,21 @@ def _on_one_rank(arrays: Arrays) -> tuple[Integers, Integers]:
     read, made = arrays.needs
     kept = arrays.rank[read] == arrays.rank[made]
     return made[kept], read[kept]
+
+
+def held_activations(schedule: Schedule) -> list[Integers]:
+    """Of each rank, how many activations it holds while each of its actions runs.
+
+    One activation is what one stage saves for one microbatch, held from the start of its F to the end of its W or B.
+    Without a backward nothing is saved.
+    """
+    arrays = schedule.arrays
+    saves = (arrays.kind == F) & schedule.has_backward
+    frees = (arrays.kind == W) | (arrays.kind == B)
+    rows = [(saves[first:last], frees[first:last]) for first, last in pairwise(arrays.bounds)]
+    return [np.cumsum(saved) - np.cumsum(freed) + freed for saved, freed in rows]
+
+
+def peak_activations(schedule: Schedule) -> tuple[int, ...]:
+    """Of each rank, the most activations it holds at one time."""
+    return tuple(int(held.max(initial=0)) for held in held_activations(schedule))

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
-from pipegraph.schedule.arrays import KINDS, SEND_B, SEND_F, B, F, I, Integers
+from pipegraph.schedule.action_arrays import KINDS, SEND_B, SEND_F, B, F, I, Integers
 from pipegraph.schedule.check import check
 from pipegraph.schedule.dependencies import Edge
 from pipegraph.schedule.replay import UNIT, replay

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipegraph.schedule.action import Kind
-from pipegraph.schedule.arrays import KINDS, SEND_F, Arrays, Integers
+from pipegraph.schedule.action_arrays import KINDS, SEND_F, Arrays, Integers
 
 UNIT = dict.fromkeys(Kind, 1)
 """Every action takes one time slot, as in the grid of a schedule."""

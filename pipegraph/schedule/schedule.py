@@ -9,7 +9,7 @@ from typing import Any
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import BACKWARD, Action, Kind
-from pipegraph.schedule.arrays import Arrays
+from pipegraph.schedule.action_arrays import Arrays
 from pipegraph.schedule.dependencies import Dependencies, Edge, chain
 from pipegraph.schedule.grid import grid
 from pipegraph.schedule.replay import slots

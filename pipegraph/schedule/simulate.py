@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.check import check, check_actions
-from pipegraph.schedule.memory import peak_activations
+from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.timeline import Event, Place, Timeline
 from pipegraph.schedule.times import Times

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest
-from pipegraph.planner.evaluate import times_of
-from pipegraph.planner.priced import has_times, stage_costs
+from pipegraph.planner.package_costs import has_times, stage_costs
+from pipegraph.planner.step_estimate import times_of
 from pipegraph.schedule import Schedule, Timeline, Times, simulate
 
 

@@ -17,7 +17,7 @@ from pipegraph.package import CALLER, Manifest, leaves
 from pipegraph.runtime.measurements import moment
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Event, Kind, Schedule, Timeline
-from pipegraph.schedule.memory import peak_activations
+from pipegraph.schedule.lifetimes import peak_activations
 
 PARTS = {
     Kind.F: "forward",

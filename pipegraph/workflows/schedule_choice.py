@@ -7,7 +7,7 @@ from pipegraph.package import Package
 from pipegraph.report.planned_step import Planned
 from pipegraph.runtime.schedule_choice import choose
 from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, check, read_csv, search
-from pipegraph.schedule.build import find
+from pipegraph.schedule.recipes import find_recipe
 
 SEARCH = "search"
 """The name that asks for `search` instead of a known order."""
@@ -28,7 +28,7 @@ def choose_schedule(
     if not schedule.endswith(".csv"):
         if microbatches is None:
             microbatches = planned.microbatches if planned else stages
-        if ranks is None and planned and planned.schedule == find(schedule).name:
+        if ranks is None and planned and planned.schedule == find_recipe(schedule).name:
             ranks = planned.ranks
     chosen = choose(schedule, microbatches, stages, processes=None, ranks=ranks)
     check(chosen)
@@ -37,7 +37,7 @@ def choose_schedule(
 
 def named_schedule(name: str) -> str | Schedule:
     """The schedule in the CSV file of this name, or the name itself, which has to be one. Raises ScheduleError."""
-    return read_csv(name) if name.endswith(".csv") else find(name).name
+    return read_csv(name) if name.endswith(".csv") else find_recipe(name).name
 
 
 def make_schedule(
@@ -58,7 +58,7 @@ def make_schedule(
         made = read_csv(name)
     elif ranks is None or microbatches is None:
         if name.casefold() != SEARCH:
-            find(name)  # a name that is none matters more than what else is missing
+            find_recipe(name)  # a name that is none matters more than what else is missing
         lacking = " and ".join(f"--{what}" for what, size in _sizes(ranks, microbatches).items() if size is None)
         raise ScheduleError(f"{name} lacks {lacking}: say how many, such as --ranks 4 --microbatches 8.")
     elif name.casefold() == SEARCH:

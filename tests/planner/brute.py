@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost
 from pipegraph.schedule import Kind, Schedule, Times, build, lower, names, receive_buffers, simulate
-from pipegraph.schedule.build import find
+from pipegraph.schedule.recipes import find_recipe
 
 Cuts = tuple[int, ...]
 Link = tuple[float, float] | None
@@ -99,7 +99,7 @@ def costs(segments: int, figures: st.SearchStrategy[float] = WHOLE) -> st.Search
 @st.composite
 def small_schedules(draw: st.DrawFn, name: str | None = None) -> Schedule:
     """A schedule of any name with six stages at most."""
-    recipe = find(draw(st.sampled_from(names())) if name is None else name)
+    recipe = find_recipe(draw(st.sampled_from(names())) if name is None else name)
     chunks = draw(st.integers(1, 3)) if recipe.any_chunks else recipe.chunks
     ranks = draw(st.integers(1, 4 if chunks == 1 else 6 // chunks))
     microbatches = draw(st.integers(1, 8))

@@ -12,7 +12,7 @@ import pipegraph
 from pipegraph.codegen.generate import generate
 from pipegraph.errors import PlanError, ScheduleError
 from pipegraph.planner.prediction import Prediction
-from pipegraph.planner.solver.shortage import MemoryShortage
+from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.schedule import Times, build, simulate
 from tests.planner.machine import MACHINE, linears
 
@@ -212,7 +212,7 @@ def test_refusals(options: dict[str, Any], error: type[Exception], message: str)
 
 
 def test_a_schedule_is_refused_before_anything_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipegraph.planner.aim.price", None)
+    monkeypatch.setattr("pipegraph.planner.plan_options.price", None)
     with pytest.raises(ScheduleError):
         plan(stages=2, schedule="no schedule")
 

@@ -9,11 +9,11 @@ import pytest
 
 import pipegraph
 from pipegraph.errors import PlanError, ScheduleError, SourceError
-from pipegraph.planner.aim import Aim
-from pipegraph.planner.compare import Candidate, Comparison, candidates, compare_model
+from pipegraph.planner.comparison import Candidate, Comparison, candidates, compare_model
 from pipegraph.planner.plan import plan_of
 from pipegraph.planner.plan_file import PlanFile
-from pipegraph.planner.solver.shortage import MemoryShortage
+from pipegraph.planner.plan_options import Aim
+from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from tests.planner.machine import MACHINE, linears
 
 MODEL = linears(*[64] * 7, 320)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError, ScheduleError
-from pipegraph.planner.solve import Solution, solve
+from pipegraph.planner import Solution, solve
 from pipegraph.schedule import Schedule, build, from_csv, lower, simulate
 from tests.planner.brute import Link, costs, every_cut, links, makespan, slowest_stage, small_schedules
 
@@ -158,7 +158,7 @@ def test_the_same_arguments_give_the_same_result() -> None:
 
 def test_importing_it_loads_no_torch() -> None:
     code = (
-        "from pipegraph.planner.solve import solve\n"
+        "from pipegraph.planner import solve\n"
         "from pipegraph.cost import SegmentCost\n"
         "solve([SegmentCost(1.0, 1.0, 1.0)] * 4, 2)\n"
         "import sys; print('torch' in sys.modules)"

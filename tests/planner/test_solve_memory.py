@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError
+from pipegraph.planner import solve
 from pipegraph.planner.arguments import parse_bytes
-from pipegraph.planner.solve import solve
-from pipegraph.planner.solver.shortage import limit_for
+from pipegraph.planner.solver.memory_shortage import limit_for
 from pipegraph.schedule import Schedule, from_csv
 from tests.planner.brute import costs, every_cut, makespan, memory, slowest_stage, small_schedules
 

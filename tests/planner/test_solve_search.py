@@ -9,25 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost
-from pipegraph.planner.solve import solve
-from pipegraph.planner.solver import search
-from pipegraph.planner.solver.climb import neighbours
-from pipegraph.planner.solver.game import Game
-from pipegraph.planner.solver.links import Crossings
-from pipegraph.planner.solver.makespan import Makespan
-from pipegraph.planner.solver.memory import Memory
-from pipegraph.planner.solver.network import Network
-from pipegraph.planner.solver.objective import Limited, Objective, SlowestStage
-from pipegraph.planner.solver.search import even_cuts
-from pipegraph.planner.solver.space import Space
-from pipegraph.planner.solver.sums import TIMES, Piece, Sums
+from pipegraph.planner import solve
+from pipegraph.planner.solver.objectives.action_graph import Network
+from pipegraph.planner.solver.objectives.boundary_times import Crossings
+from pipegraph.planner.solver.objectives.makespan import Makespan
+from pipegraph.planner.solver.objectives.memory_need import Memory
+from pipegraph.planner.solver.objectives.objective import Limited, Objective, SlowestStage
+from pipegraph.planner.solver.prefix_sums import TIMES, Piece, Sums
+from pipegraph.planner.solver.search import cut_search
+from pipegraph.planner.solver.search.cut_search import even_cuts
+from pipegraph.planner.solver.search.cut_space import Space
+from pipegraph.planner.solver.search.local_search import neighbours
+from pipegraph.planner.solver.search.matrix_game import Game
 from pipegraph.schedule import Schedule, Times, build, names, simulate
 from tests.planner.brute import costs, every_cut, links, makespan, memory, slowest_stage, small_schedules
 
 
 @pytest.fixture
 def _nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_EVERY", 0)
+    monkeypatch.setattr(cut_search, "_EVERY", 0)
 
 
 @given(st.data(), small_schedules())

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from pipegraph.schedule import Schedule, build, lower, names
-from pipegraph.schedule.build import find
+from pipegraph.schedule.recipes import find_recipe
 
 
 @st.composite
@@ -21,7 +21,7 @@ def schedules(
     name = draw(st.sampled_from(names())) if name is None else name
     on = draw(st.integers(1, ranks))
     count = draw(st.integers(1, microbatches))
-    recipe = find(name)
+    recipe = find_recipe(name)
     while recipe.rule(on, count):
         count += 1
     chunks = draw(st.integers(1, 3)) if recipe.any_chunks else None

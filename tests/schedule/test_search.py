@@ -24,7 +24,7 @@ from pipegraph.schedule import (
     simulate,
     to_csv,
 )
-from pipegraph.schedule.search.problem import Problem
+from pipegraph.schedule.search.order_problem import Problem
 from pipegraph.schedule.search.seeds import orders_of
 
 QUICK = 0.02

@@ -1,1 +1,48 @@
-"""One file a schedule: the order in which each rank runs its actions."""
+"""The schedules known by name. To add one, write its recipe in a file here, and name it in `RECIPES`."""
+
+from __future__ import annotations
+
+from pipegraph.errors import ScheduleError, nearest
+from pipegraph.schedule.recipes import controllable_memory, dualpipe_v, gpipe, one_f_one_b, zb_v, zero_bubble
+from pipegraph.schedule.recipes.recipe import Recipe
+
+RECIPES: tuple[Recipe, ...] = (
+    gpipe.GPIPE,
+    one_f_one_b.ONE_F_ONE_B,
+    one_f_one_b.EAGER,
+    one_f_one_b.INTERLEAVED,
+    gpipe.LOOPED_BFS,
+    zero_bubble.ZB_H1,
+    zero_bubble.ZB_H2,
+    zero_bubble.INTERLEAVED_ZB,
+    zb_v.ZB_V,
+    controllable_memory.V_HALF,
+    controllable_memory.V_MIN,
+    dualpipe_v.DUALPIPE_V,
+    gpipe.FORWARD,
+)
+"""In the order in which they are listed. Of equally good plans, the one whose schedule comes first is chosen."""
+
+_BY_NAME = {name.casefold(): recipe for recipe in RECIPES for name in (recipe.name, *recipe.aliases)}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that `build` knows. It also knows torch's class names, in upper or lower case."""
+    return tuple(recipe.name for recipe in RECIPES)
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe of this name or alias. Raises ScheduleError."""
+    recipe = _BY_NAME.get(str(name).casefold())
+    if recipe is None:
+        file = " A file that holds one ends in .csv." if {".", "/", "\\"} & {*str(name)} else ""
+        raise ScheduleError(
+            f'There is no schedule "{name}".{nearest(str(name), names())} The schedules are {", ".join(names())}.{file}'
+        )
+    return recipe
+
+
+def trains(name: str) -> bool:
+    """Return whether the schedule of this name has a backward. A name that is no recipe's counts as one that has."""
+    recipe = _BY_NAME.get(name.casefold())
+    return recipe is None or recipe.trains

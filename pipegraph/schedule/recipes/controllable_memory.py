@@ -170,5 +170,5 @@ def _recipe(name: str, offsets: Callable[[int, int], Offsets]) -> Recipe:
     return Recipe(name, partial(orders, offsets), chunks=2, placement=v, rule=full_pipeline(-1))
 
 
-HALF = _recipe("v-half", v_half)
-MIN = _recipe("v-min", v_min)
+V_HALF = _recipe("v-half", v_half)
+V_MIN = _recipe("v-min", v_min)

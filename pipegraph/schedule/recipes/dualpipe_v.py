@@ -53,7 +53,7 @@ def _order(rank: int, ranks: int, microbatches: int) -> list[Action]:
     return order.actions
 
 
-RECIPE = Recipe(
+DUALPIPE_V = Recipe(
     "dualpipe-v",
     orders,
     aliases=("DualPipeV", "ScheduleDualPipeV"),

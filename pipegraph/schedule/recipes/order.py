@@ -1,4 +1,4 @@
-"""How an order is put together: forwards and backwards in turn, or steps that are repeated."""
+"""How the order of one rank is put together: forwards and backwards in turn, or steps that are repeated."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ Step = tuple[int, Kind]
 """(stage, kind): the next microbatch of it"""
 
 
+def by_groups(kind: Kind, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+    """Return a rank's actions of one kind: each group of ``ranks`` microbatches through all chunks, then the next."""
+    stages = range(rank, ranks * chunks, ranks)
+    return [
+        Action(stage, kind, j)
+        for first in range(0, microbatches, ranks)
+        for stage in (stages if kind is Kind.F else reversed(stages))
+        for j in range(first, min(first + ranks, microbatches))
+    ]
+
+
 def alternate(
     forwards: Sequence[Action],
     backwards: Sequence[Action],
@@ -18,9 +29,9 @@ def alternate(
     weights: Sequence[Action] = (),
     delay: int = 0,
 ) -> list[Action]:
-    """``warm_up`` forwards, then a forward and a backward in turn, then the backwards that are left.
+    """Return ``warm_up`` forwards, then a forward and a backward in turn, then the remaining backwards.
 
-    From the backward numbered ``delay`` on (from 0), one of ``weights`` follows each; what is left of them stands last.
+    From the backward numbered ``delay`` on (from 0), one of ``weights`` follows each; the rest of them come last.
     """
     order = list(forwards[:warm_up])
     for number, backward in enumerate(backwards):

@@ -76,4 +76,5 @@ class Recipe:
     any_chunks: bool = False
     placement: Callable[[int, int], tuple[int, ...]] = loop
     rule: Rule = every_number
+    trains: bool = True
     overlapped: Callable[[Orders], Iterable[tuple[Action, Action]]] = no_pairs

@@ -39,7 +39,7 @@ def _order(rank: int, ranks: int, microbatches: int) -> list[Action]:
     return order.actions
 
 
-RECIPE = Recipe(
+ZB_V = Recipe(
     "zb-v",
     orders,
     aliases=("ZBVZeroBubble", "ScheduleZBVZeroBubble"),

@@ -6,7 +6,7 @@ import heapq
 import math
 from typing import NamedTuple
 
-from pipegraph.schedule.search.problem import FORWARD, INPUT_GRAD, PER_STAGE, WEIGHT_GRAD, Orders, Problem
+from pipegraph.schedule.search.order_problem import FORWARD, INPUT_GRAD, PER_STAGE, WEIGHT_GRAD, Orders, Problem
 
 
 class Policy(NamedTuple):

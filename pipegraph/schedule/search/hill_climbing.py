@@ -7,7 +7,16 @@ from random import Random
 from typing import Generic, NamedTuple, TypeVar
 
 from pipegraph.schedule.search.greedy import Policy, greedy
-from pipegraph.schedule.search.problem import FORWARD, IMPOSSIBLE, PER_STAGE, WEIGHT_GRAD, Orders, Path, Problem, Run
+from pipegraph.schedule.search.order_problem import (
+    FORWARD,
+    IMPOSSIBLE,
+    PER_STAGE,
+    WEIGHT_GRAD,
+    Orders,
+    Path,
+    Problem,
+    Run,
+)
 
 _HISTORY = 80
 """Late acceptance hill climbing (Burke and Bykov, 2017): a change is kept if it is no worse than things were so many

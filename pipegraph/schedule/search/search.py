@@ -9,13 +9,13 @@ from itertools import product
 from random import Random
 
 from pipegraph.errors import ScheduleError, nearest
-from pipegraph.schedule.lower_bound import lower_bound
-from pipegraph.schedule.memory import peak_activations
+from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.schedule.placement import PLACEMENTS
 from pipegraph.schedule.recipes.recipe import counted
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.search.hill_climbing import Skeleton, climb_orders, climb_policy, climb_skeleton
-from pipegraph.schedule.search.problem import Orders, Problem
+from pipegraph.schedule.search.lower_bound import lower_bound
+from pipegraph.schedule.search.order_problem import Orders, Problem
 from pipegraph.schedule.search.seeds import actions_of, named, orders_of, policies, skeleton_of
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.times import Times

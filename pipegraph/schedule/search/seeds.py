@@ -7,10 +7,11 @@ from itertools import product
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
-from pipegraph.schedule.build import build, names
+from pipegraph.schedule.build import build
+from pipegraph.schedule.recipes import names
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.search.greedy import Policy
-from pipegraph.schedule.search.problem import FORWARD, INPUT_GRAD, PER_STAGE, WEIGHT_GRAD, Orders, Problem
+from pipegraph.schedule.search.order_problem import FORWARD, INPUT_GRAD, PER_STAGE, WEIGHT_GRAD, Orders, Problem
 
 _CODES = {
     Kind.F: (FORWARD,),

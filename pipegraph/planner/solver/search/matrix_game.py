@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipegraph.planner.solver.sums import Floats
+from pipegraph.planner.solver.prefix_sums import Floats
 
 _TINY = 1e-10
 _PIVOTS = 50  # per row and column: far more than the simplex method takes

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipegraph.planner.solver.sums import Allowed, Floats, Integers, Piece
+from pipegraph.planner.solver.prefix_sums import Allowed, Floats, Integers, Piece
 
 Stages = Callable[[int, Integers, Integers], Allowed]
 """Of (stage, begins, ends): whether the stage may be the segments begin … end − 1, by (ends, begins)."""

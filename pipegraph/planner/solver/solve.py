@@ -10,18 +10,18 @@ import numpy as np
 
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError, nearest
-from pipegraph.planner.solver.arguments import byte_limits, check_costs, check_numbers
-from pipegraph.planner.solver.arrange import arrange
-from pipegraph.planner.solver.climb import apart
-from pipegraph.planner.solver.links import Crossings, Link, LinkOf
-from pipegraph.planner.solver.makespan import Makespan
-from pipegraph.planner.solver.memory import Memory
-from pipegraph.planner.solver.objective import Limited, Objective, SlowestStage
-from pipegraph.planner.solver.pool import EQUAL, Pool
-from pipegraph.planner.solver.search import even_cuts, search
-from pipegraph.planner.solver.shortage import fitting
-from pipegraph.planner.solver.space import Space
-from pipegraph.planner.solver.sums import TIMES, Integers, Sums
+from pipegraph.planner.solver.memory_shortage import fitting
+from pipegraph.planner.solver.objectives.boundary_times import Crossings, Link, LinkOf
+from pipegraph.planner.solver.objectives.makespan import Makespan
+from pipegraph.planner.solver.objectives.memory_need import Memory
+from pipegraph.planner.solver.objectives.objective import Limited, Objective, SlowestStage
+from pipegraph.planner.solver.prefix_sums import TIMES, Integers, Sums
+from pipegraph.planner.solver.search.cut_search import even_cuts, search
+from pipegraph.planner.solver.search.cut_space import Space
+from pipegraph.planner.solver.search.incumbents import EQUAL, Pool
+from pipegraph.planner.solver.search.local_search import apart
+from pipegraph.planner.solver.solve_arguments import byte_limits, check_costs, check_numbers
+from pipegraph.planner.solver.stage_schedule import arrange
 from pipegraph.schedule import Schedule, Times, simulate
 
 OBJECTIVES = "makespan", "bottleneck"

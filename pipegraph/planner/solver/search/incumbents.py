@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipegraph.planner.solver.objective import Objective
-from pipegraph.planner.solver.sums import Allowed, Floats, Integers, Piece
+from pipegraph.planner.solver.objectives.objective import Objective
+from pipegraph.planner.solver.prefix_sums import Allowed, Floats, Integers, Piece
 
 EQUAL = 1e-9  # figures that differ by less than this part are equal
 _PIECES = 16

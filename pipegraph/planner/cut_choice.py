@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipegraph.graph.partition.split_points import Point
-from pipegraph.planner.aim import Aim
-from pipegraph.planner.costs import Costs
-from pipegraph.planner.evaluate import memory_of, seconds_of, times_of
+from pipegraph.planner.plan_options import Aim
 from pipegraph.planner.prediction import Cut, Neighbour, Prediction, StagePrediction, rounded
-from pipegraph.planner.solve import Solution
-from pipegraph.planner.solver.even import evenest
-from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
+from pipegraph.planner.priced_model import Costs
+from pipegraph.planner.solver.memory_shortage import MemoryShortage, limit_for, size
+from pipegraph.planner.solver.search.even_cuts import evenest
+from pipegraph.planner.solver.solve import Solution
+from pipegraph.planner.step_estimate import memory_of, seconds_of, times_of
 from pipegraph.schedule import Schedule
 
 _NONE_FITS = "No cuts that were found fit into the memory, with what several stages hold"

@@ -6,8 +6,8 @@ from random import Random
 
 import numpy as np
 
-from pipegraph.planner.solver.pool import EQUAL, Pool
-from pipegraph.planner.solver.sums import Allowed, Integers
+from pipegraph.planner.solver.prefix_sums import Allowed, Integers
+from pipegraph.planner.solver.search.incumbents import EQUAL, Pool
 
 _TRIED = 64  # neighbours at once
 _REACH = 3  # segments that a single cut moves by, at most

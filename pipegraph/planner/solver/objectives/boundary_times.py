@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from pipegraph.errors import PlanError
-from pipegraph.planner.solver.sums import Floats
+from pipegraph.planner.solver.prefix_sums import Floats
 
 
 class HasLatency(Protocol):

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipegraph.planner.solver.climb import climb, spaced
-from pipegraph.planner.solver.game import Game
-from pipegraph.planner.solver.pool import EQUAL, Pool
-from pipegraph.planner.solver.space import Space
-from pipegraph.planner.solver.sums import Floats, Integers, Piece
+from pipegraph.planner.solver.prefix_sums import Floats, Integers, Piece
+from pipegraph.planner.solver.search.cut_space import Space
+from pipegraph.planner.solver.search.incumbents import EQUAL, Pool
+from pipegraph.planner.solver.search.local_search import climb, spaced
+from pipegraph.planner.solver.search.matrix_game import Game
 
 _PRECISION = 0.02  # of what the bound lies below its target
 _ROUNDS = 500  # several times as many as are needed for 64 stages

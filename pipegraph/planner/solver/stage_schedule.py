@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from pipegraph.errors import PlanError, nearest
 from pipegraph.schedule import PLACEMENTS, Schedule, check
-from pipegraph.schedule.fit import fitted
+from pipegraph.schedule.build import schedule_for_stages
 from pipegraph.schedule.recipes.recipe import counted
 
 _Settings = ParamSpec("_Settings")
@@ -43,7 +43,7 @@ def arrange(
     placement, or other ranks.
     """
     plain = _plain(schedule) if isinstance(schedule, Schedule) else schedule
-    found = fitted(plain, stages, microbatches, ranks)
+    found = schedule_for_stages(plain, stages, microbatches, ranks)
     if ranks not in (None, found.ranks):
         raise PlanError(
             f"{found.name} has {counted([stages], 'stage')} on {counted([found.ranks], 'rank')}, not on {ranks}.\n"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
 
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.action import Action, Kind, unit_text
+from pipegraph.schedule.check import check
 from pipegraph.schedule.schedule import Schedule
+from pipegraph.schedule.text_file import read_text
 
 # torch writes two actions that run at the same time as (0F7;7B3)OVERLAP_F_B.
 _OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
@@ -33,12 +36,7 @@ def to_csv(schedule: Schedule) -> str:
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"to_csv takes a Schedule, not {schedule!r}. build makes one from a name.")
-    return "".join(f"{','.join(map(cell, schedule.units(rank)))}\n" for rank in range(schedule.ranks))
-
-
-def cell(unit: Sequence[Action]) -> str:
-    """An action, or an overlapped pair, as torch writes it."""
-    return f"({unit[0]};{unit[1]})OVERLAP_F_B" if len(unit) == 2 else str(unit[0])
+    return "".join(f"{','.join(map(unit_text, schedule.units(rank)))}\n" for rank in range(schedule.ranks))
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
@@ -48,11 +46,26 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     0 to the largest that stands there. Raises ScheduleError that names line and action; whether the schedule can run is
     for `check` to say.
     """
-    schedule, _ = parse_csv(text, name, name)
+    schedule, _ = _parse_csv(text, name, name)
     return schedule
 
 
-def parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
+def read_csv(path: str | PathLike[str]) -> Schedule:
+    """Read a schedule from a file, as `from_csv` does, and `check` it. It is called as the file is.
+
+    Raises ScheduleError that names the file, and line and action in it.
+    """
+    path = Path(path)
+    schedule, columns = _parse_csv(read_text("schedule", path), path.stem, path.name)
+    try:
+        check(schedule)
+    except ScheduleError as error:
+        what, picture = str(error).split("\n", 1)
+        raise ScheduleError(f"{what} ({path.name}, {_where(error, columns)})\n{picture}", error.places) from None
+    return schedule
+
+
+def _parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
     """As `from_csv`; also say where each action stands. Line n is that of rank n − 1. Errors speak of ``source``."""
     orders: list[list[Action]] = []
     columns: list[list[int]] = []
@@ -89,6 +102,15 @@ def parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
     ranks_of_stages = tuple(placement[stage] for stage in range(len(placement)))
     schedule = Schedule(name, ranks_of_stages, microbatches, tuple(map(tuple, orders)), frozenset(overlapped))
     return schedule, tuple(map(tuple, columns))
+
+
+def _where(error: ScheduleError, columns: Columns) -> str:
+    """The lines and actions at fault. Where an action is missing at the end of a line, the line."""
+    places = []
+    for rank, position in sorted(error.places.items()):
+        action = f", action {columns[rank][position]}" if position < len(columns[rank]) else ""
+        places.append(f"line {rank + 1}{action}")
+    return " and ".join(places)
 
 
 def _place(action: Action, rank: int, placement: dict[int, int]) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipegraph.errors import PlanError, ScheduleError
-from pipegraph.planner.solver.memory import Memory
-from pipegraph.planner.solver.pool import EQUAL, Pool
-from pipegraph.planner.solver.search import even_cuts, search
-from pipegraph.planner.solver.space import Space
-from pipegraph.planner.solver.sums import HELD, SAVED, Integers, Sums
+from pipegraph.planner.solver.objectives.memory_need import Memory
+from pipegraph.planner.solver.prefix_sums import HELD, SAVED, Integers, Sums
+from pipegraph.planner.solver.search.cut_search import even_cuts, search
+from pipegraph.planner.solver.search.cut_space import Space
+from pipegraph.planner.solver.search.incumbents import EQUAL, Pool
 
 MemoryOf = Callable[[int], Memory]
 """Of the same schedule with so many stages. Raises ScheduleError or PlanError where that is none."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipegraph.cost import SegmentCost
-from pipegraph.planner.solver.climb import climb
-from pipegraph.planner.solver.links import Crossings, Link, LinkOf
-from pipegraph.planner.solver.makespan import Makespan
-from pipegraph.planner.solver.memory import Memory
-from pipegraph.planner.solver.pool import Pool
-from pipegraph.planner.solver.sums import Sums
+from pipegraph.planner.solver.objectives.boundary_times import Crossings, Link, LinkOf
+from pipegraph.planner.solver.objectives.makespan import Makespan
+from pipegraph.planner.solver.objectives.memory_need import Memory
+from pipegraph.planner.solver.prefix_sums import Sums
+from pipegraph.planner.solver.search.incumbents import Pool
+from pipegraph.planner.solver.search.local_search import climb
 from pipegraph.schedule import Schedule, Times
 
 

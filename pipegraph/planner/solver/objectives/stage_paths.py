@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipegraph.planner.solver.sums import FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from pipegraph.planner.solver.prefix_sums import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from pipegraph.schedule import Kind, Schedule
 
 PARTS = {Kind.F: (FORWARD,), Kind.I: (INPUT_GRAD,), Kind.W: (WEIGHT_GRAD,), Kind.B: (INPUT_GRAD, WEIGHT_GRAD)}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipegraph.cost import SegmentCost
-from pipegraph.planner.solver.pool import EQUAL
-from pipegraph.planner.solver.space import Space
-from pipegraph.planner.solver.sums import Allowed, Floats, Integers
+from pipegraph.planner.solver.prefix_sums import Allowed, Floats, Integers
+from pipegraph.planner.solver.search.cut_space import Space
+from pipegraph.planner.solver.search.incumbents import EQUAL
 
 _LITTLE = 1e-9  # what evenness in operations counts beside that in weight
 

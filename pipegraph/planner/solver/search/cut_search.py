@@ -8,12 +8,12 @@ from math import comb
 
 import numpy as np
 
-from pipegraph.planner.solver.branch import Tree
-from pipegraph.planner.solver.climb import climb, neighbours, spaced, wander
-from pipegraph.planner.solver.objective import Objective
-from pipegraph.planner.solver.pool import EQUAL, Pool
-from pipegraph.planner.solver.space import Space
-from pipegraph.planner.solver.sums import Floats, Integers, Sums
+from pipegraph.planner.solver.objectives.objective import Objective
+from pipegraph.planner.solver.prefix_sums import Floats, Integers, Sums
+from pipegraph.planner.solver.search.branch_and_bound import Tree
+from pipegraph.planner.solver.search.cut_space import Space
+from pipegraph.planner.solver.search.incumbents import EQUAL, Pool
+from pipegraph.planner.solver.search.local_search import climb, neighbours, spaced, wander
 
 _EVERY = 10_000_000  # if it takes fewer steps to value all cuts that there are, they are valued
 _STEPS = 120_000_000  # of any other search: a few seconds

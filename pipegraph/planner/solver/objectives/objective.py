@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from pipegraph.planner.solver.memory import Memory
-from pipegraph.planner.solver.sums import FORWARD, Floats, Integers, Piece, Sums
+from pipegraph.planner.solver.objectives.memory_need import Memory
+from pipegraph.planner.solver.prefix_sums import FORWARD, Floats, Integers, Piece, Sums
 
 _STEEP = 25.0
 

@@ -10,15 +10,15 @@ from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError, ScheduleError
 from pipegraph.graph.captured import Captured
 from pipegraph.kernels.registry import RECOMPUTE
-from pipegraph.planner.aim import Aim
 from pipegraph.planner.arguments import ArgumentError, check_recompute
-from pipegraph.planner.choose import Choice, choose, evaluate, settle
-from pipegraph.planner.costs import Costs
-from pipegraph.planner.evaluate import improve
-from pipegraph.planner.solve import solve
-from pipegraph.planner.solver.shortage import MemoryShortage, limit_for, size
+from pipegraph.planner.cut_choice import Choice, choose, evaluate, settle
+from pipegraph.planner.plan_options import Aim
+from pipegraph.planner.priced_model import Costs
+from pipegraph.planner.solver.memory_shortage import MemoryShortage, limit_for, size
+from pipegraph.planner.solver.solve import solve
+from pipegraph.planner.step_estimate import improve
 from pipegraph.schedule import names
-from pipegraph.schedule.build import find
+from pipegraph.schedule.recipes import find_recipe
 from pipegraph.schedule.recipes.recipe import counted
 
 WORTH = 0.01
@@ -81,7 +81,7 @@ def candidates(
     """
     for each in recompute:
         check_recompute(each)
-    chosen = [find(name) for name in schedules or names() if schedules or name not in ("forward",)]
+    chosen = [find_recipe(name) for name in schedules or names() if schedules or name not in ("forward",)]
     found = []
     for recipe in chosen:
         numbers = [recipe.chunks]
@@ -95,7 +95,7 @@ def candidates(
                 again = recompute if recipe.name != "forward" else recompute[:1]  # without a backward none matters
                 found += [Candidate(recipe.name, number, count, each) for each in again]
     if not found:
-        several = ", ".join(recipe.name for recipe in map(find, names()) if recipe.any_chunks)
+        several = ", ".join(recipe.name for recipe in map(find_recipe, names()) if recipe.any_chunks)
         raise ArgumentError(
             f"{', '.join(f'{recipe.name} has {recipe.chunks}' for recipe in chosen)} to a rank, and --stages-per-rank "
             f"{','.join(map(str, chunks or ()))} was given.\nTry: --schedule with one of {several}."

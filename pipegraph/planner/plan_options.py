@@ -16,14 +16,14 @@ from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.kernels.threads import threads_per_rank
 from pipegraph.planner.arguments import check_balance, check_number, check_recompute
-from pipegraph.planner.costs import Costs
-from pipegraph.planner.solve import Solution, solve
-from pipegraph.planner.solver.arguments import byte_limits
-from pipegraph.planner.solver.arrange import arrange
-from pipegraph.planner.solver.shortage import size
+from pipegraph.planner.priced_model import Costs
+from pipegraph.planner.solver.memory_shortage import size
+from pipegraph.planner.solver.solve import Solution, solve
+from pipegraph.planner.solver.solve_arguments import byte_limits
+from pipegraph.planner.solver.stage_schedule import arrange
 from pipegraph.progress import tell
 from pipegraph.schedule import Schedule
-from pipegraph.schedule.build import find
+from pipegraph.schedule.recipes import find_recipe
 from pipegraph.schedule.recipes.recipe import counted
 
 TIMED = "time", "measured"
@@ -57,7 +57,7 @@ class Aim:
         if self.ranks is not None:
             check_number("ranks", self.ranks, 4)
         if not isinstance(self.schedule, Schedule):
-            find(self.schedule)
+            find_recipe(self.schedule)
 
     def on_ranks(self, ranks: int) -> Aim:
         """The same for so many ranks, of which one is measured with the threads that `pipegraph run` gives it."""
@@ -85,7 +85,7 @@ class Aim:
         return Costs(priced)
 
     def arrange(self, stages: int) -> Schedule:
-        """The schedule of so many stages. Raises as `pipegraph.planner.solver.arrange.arrange` does."""
+        """The schedule of so many stages. Raises as `pipegraph.planner.solver.stage_schedule.arrange` does."""
         return arrange(self.schedule, stages, self.microbatches, None, self.ranks)
 
     def solve(self, costs: Costs, stages: int, memory_bytes: float | Sequence[float] | None) -> Solution:

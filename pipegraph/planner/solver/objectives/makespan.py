@@ -6,11 +6,11 @@ from functools import cached_property
 
 import numpy as np
 
-from pipegraph.planner.solver.arrange import once_for_each
-from pipegraph.planner.solver.links import Crossings
-from pipegraph.planner.solver.network import Network
-from pipegraph.planner.solver.sums import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Floats, Integers, Piece, Sums
-from pipegraph.planner.solver.walks import PARTS, Walk, walks
+from pipegraph.planner.solver.objectives.action_graph import Network
+from pipegraph.planner.solver.objectives.boundary_times import Crossings
+from pipegraph.planner.solver.objectives.stage_paths import PARTS, Walk, walks
+from pipegraph.planner.solver.prefix_sums import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Floats, Integers, Piece, Sums
+from pipegraph.planner.solver.stage_schedule import once_for_each
 from pipegraph.schedule import Kind, Schedule, Times
 
 _TIMES = 3  # F, I and W

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipegraph.planner.solver.arrange import once_for_each
-from pipegraph.planner.solver.sums import (
+from pipegraph.planner.solver.prefix_sums import (
     HELD,
     QUANTITIES,
     SAVED,
@@ -21,8 +20,9 @@ from pipegraph.planner.solver.sums import (
     Piece,
     Sums,
 )
+from pipegraph.planner.solver.stage_schedule import once_for_each
 from pipegraph.schedule import Schedule, lower, receive_buffers
-from pipegraph.schedule.arrays import B, F, I, W
+from pipegraph.schedule.action_arrays import B, F, I, W
 
 
 class Parts(NamedTuple):
