@@ -13,6 +13,7 @@ from torch import fx
 from pipegraph.codegen.expression import ATOM, Expression, Writer
 from pipegraph.codegen.operator_spellings import FORMS
 from pipegraph.graph.nodes import on_meta
+from pipegraph.graph.operators import operator_of
 
 # What Python's numbers become, and float32 as in every other constructor of a package.
 _USUAL_DTYPES = (torch.float32, torch.int64, torch.bool)
@@ -28,7 +29,7 @@ def express(node: fx.Node, writer: Writer) -> Expression:
     arguments = _bind(node)
     if target.namespace == "aten":
         name = target._schema.name.removeprefix("aten::")
-        special = FORMS.get(name)
+        special = FORMS.get(operator_of(node).spelling)
         written = special(node, arguments, writer) if special is not None else None
         if written is None:
             written = _generic(node, name, arguments, writer)
@@ -81,45 +82,6 @@ def _required(node: fx.Node) -> list[str]:
     return [argument.name for argument in arguments if not argument.has_default_value() and not argument.kwarg_only]
 
 
-# Functions that read better with their library's name than as a method.
-_FUNCTIONAL = frozenset(
-    [
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "relu",
-        "silu",
-        "gelu",
-        "leaky_relu",
-        "elu",
-        "celu",
-        "selu",
-        "mish",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "softplus",
-        "glu",
-        "logsigmoid",
-        "max_pool1d",
-        "max_pool2d",
-        "max_pool3d",
-        "avg_pool1d",
-        "avg_pool2d",
-        "avg_pool3d",
-        "adaptive_avg_pool1d",
-        "adaptive_avg_pool2d",
-        "adaptive_avg_pool3d",
-        "pad",
-        "one_hot",
-        "rms_norm",
-        "bilinear",
-        "pixel_shuffle",
-        "cosine_similarity",
-    ]
-)
-
-
 # Where Python has an operation, how it is called there, and how the names of its operations begin.
 _LIBRARIES: tuple[tuple[Any, str, str], ...] = (
     (torch.linalg, "torch.linalg", "linalg_"),
@@ -144,7 +106,7 @@ def _generic(node: fx.Node, name: str, arguments: dict[str, Any], writer: Writer
     for owner, prefix, start in _LIBRARIES:
         if (
             not name.startswith(start)
-            or (prefix == "F" and name not in _FUNCTIONAL)
+            or (prefix == "F" and operator_of(node).spelling != "F.name")
             or (not prefix and first != "self")
         ):
             continue

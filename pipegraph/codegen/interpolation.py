@@ -34,12 +34,12 @@ def _interpolate(mode: str, antialias: bool = False) -> Form:
 
 
 INTERPOLATIONS: dict[str, Form] = {
-    **{f"upsample_nearest{n}d": _interpolate("nearest") for n in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{n}d": _interpolate("nearest-exact") for n in (1, 2, 3)},
-    "upsample_linear1d": _interpolate("linear"),
-    "upsample_bilinear2d": _interpolate("bilinear"),
-    "upsample_trilinear3d": _interpolate("trilinear"),
-    "upsample_bicubic2d": _interpolate("bicubic"),
-    "_upsample_bilinear2d_aa": _interpolate("bilinear", antialias=True),
-    "_upsample_bicubic2d_aa": _interpolate("bicubic", antialias=True),
+    "interpolate nearest": _interpolate("nearest"),
+    "interpolate nearest-exact": _interpolate("nearest-exact"),
+    "interpolate linear": _interpolate("linear"),
+    "interpolate bilinear": _interpolate("bilinear"),
+    "interpolate trilinear": _interpolate("trilinear"),
+    "interpolate bicubic": _interpolate("bicubic"),
+    "interpolate bilinear antialias": _interpolate("bilinear", antialias=True),
+    "interpolate bicubic antialias": _interpolate("bicubic", antialias=True),
 }

@@ -13,33 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from pipegraph.cost.roofline.operator_roles import FusionRole, arguments_of, given_to, name_of, role_of, value_of
 from pipegraph.graph.nodes import on_meta
+from pipegraph.graph.operators import Loop, operator_of
 
 aten = torch.ops.aten
-
-# The formulas of the registry that hold for these as well.
-_LIKE = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_fused_attention_overrideable: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_fused_attention_overrideable_backward: aten._scaled_dot_product_flash_attention_backward,
-}
-
-# They move or order elements, or are too small to matter: their bytes are what they cost.
-_MEMORY_BOUND = {
-    "sort",
-    "topk",
-    "cumsum",
-    "cumprod",
-    "logcumsumexp",
-    "cummax",
-    "cummin",
-    "nonzero",
-    "bincount",
-    "histc",
-}
-_MEMORY_BOUND |= {"masked_select", "multinomial", "searchsorted", "bucketize", "randperm", "nll_loss_forward"}
-_MEMORY_BOUND |= {"nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward", "_assert_async", "sym_size"}
-_MEMORY_BOUND |= {"_embedding_bag", "_embedding_bag_backward", "_embedding_bag_dense_backward"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +35,7 @@ class KernelWork:
 
 def work_of(node: fx.Node) -> KernelWork | None:
     """What a node computes; None where it has no formula, or no elements."""
-    formula = _formula(node.target)
+    formula = _formula(node)
     if formula is None:
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
@@ -79,7 +55,7 @@ def work_of(node: fx.Node) -> KernelWork | None:
 
 def is_uncounted(node: fx.Node) -> bool:
     """Whether it may compute a lot, and nothing says how much: its bytes alone are counted."""
-    return role_of(node) is FusionRole.KERNEL and _formula(node.target) is None and name_of(node) not in _MEMORY_BOUND
+    return role_of(node) is FusionRole.KERNEL and _formula(node) is None and operator_of(node).loop is not Loop.MEMORY
 
 
 def dtype_of(tensor: Tensor) -> str:
@@ -90,10 +66,11 @@ def dtype_of(tensor: Tensor) -> str:
     return "float8" if name.startswith("float8") else name
 
 
-def _formula(target: Any) -> Any:
-    packet = getattr(target, "overloadpacket", target)
-    grouped = _GROUPED.get(getattr(target, "_name", ""))
-    return grouped or flop_registry.get(_LIKE.get(packet, packet))
+def _formula(node: fx.Node) -> Any:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    like = operator_of(node).flops_like
+    grouped = _GROUPED.get(getattr(node.target, "_name", ""))
+    return grouped or flop_registry.get(getattr(aten, like) if like else packet)
 
 
 def _grouped_product(one: Tensor, other: Tensor, *args: object, **kwargs: object) -> int:

@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from pipegraph.cost.roofline.operator_roles import (
-    GATHERS,
     FusionRole,
     given_to,
-    name_of,
     reduces_last,
     role_of,
     source_of,
     target_of,
     tensors,
 )
+from pipegraph.graph.operators import Loop, operator_of
 
 Reduction = tuple[int, bool]
 """How many elements are left, and whether the last dimension is among the reduced."""
@@ -178,7 +177,7 @@ class _Fusion:
         """Let the kernel run the node as well."""
         kernel.nodes.append(node)
         self._maker[node] = kernel
-        gathers = name_of(node) in GATHERS
+        gathers = operator_of(node).loop is Loop.GATHER
         for each in node.all_input_nodes:
             if each is not without:
                 size = size_of(each)

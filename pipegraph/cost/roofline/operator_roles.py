@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from pipegraph.graph.operators import Loop, operator_of
 from pipegraph.kernels.graphs.division import is_view
 
 
@@ -25,77 +26,45 @@ class FusionRole(Enum):
     KERNEL = "in a kernel of its own"
 
 
-_CONSTANTS = {"full", "zeros", "ones", "empty", "empty_strided", "arange", "iota", "scalar_tensor", "full_like", "eye"}
-_CONSTANTS |= {"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "empty_like"}
-_CONSTANTS |= {"new_empty_strided", "inductor_seed", "inductor_seeds", "inductor_lookup_seed"}
-
-# What torch does not tag as pointwise although it passes over its result element by element.
-_COPIES = {"cat", "stack", "copy", "_to_copy", "constant_pad_nd", "repeat", "flip", "roll", "tril", "triu"}
-_COPIES |= {"slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter", "lift_fresh_copy"}
-_RANDOM = {"rand", "randn", "randint", "rand_like", "randn_like", "bernoulli", "native_dropout", "inductor_random"}
-_RANDOM |= {"inductor_randint"}
-GATHERS = {"index", "_unsafe_index", "_unsafe_masked_index", "embedding", "gather", "index_select"}
-"""They read of their first argument no more than they return."""
-
-# Windows over the pixels of an image.
-_WINDOWS = {"_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices", "max_pool2d_with_indices"}
-_WINDOWS |= {"max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward", "_adaptive_avg_pool2d"}
-_WINDOWS |= {"_adaptive_avg_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward"}
-_WINDOWS |= {"upsample_bilinear2d", "upsample_bilinear2d_backward"}
-
-# What torch does not tag as a reduction, where nothing has decomposed it: normalisations by a mean and a variance, and
-# softmax.
-_NORMALISATIONS = {"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit_functional"}
-_NORMALISATIONS |= {"native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward"}
-_NORMALISATIONS |= {"_fused_rms_norm", "_fused_rms_norm_backward"}
-_SOFTMAX = {
-    "_softmax",
-    "_log_softmax",
-    "_softmax_backward_data",
-    "_log_softmax_backward_data",
-    "prepare_softmax_online",
+_ROLES: dict[Loop | None, FusionRole] = {
+    Loop.CONSTANT: FusionRole.CONSTANT,
+    Loop.ELEMENTWISE: FusionRole.ELEMENTWISE,
+    Loop.RANDOM: FusionRole.ELEMENTWISE,
+    Loop.GATHER: FusionRole.ELEMENTWISE,
+    Loop.WINDOW: FusionRole.ELEMENTWISE,
+    Loop.REDUCTION: FusionRole.REDUCTION,
+    Loop.SCATTER: FusionRole.SCATTER,
 }
-_VARIANCES = _NORMALISATIONS | {"var", "var_mean", "std"}
-
-_SCATTERS = {"scatter", "scatter_add", "scatter_reduce", "index_put", "_unsafe_index_put", "index_add", "index_copy"}
-_SCATTERS |= {"_unsafe_masked_index_put_accumulate", "embedding_dense_backward"}
-
-# The function that bounds an operation's loop, where it has another name.
-_FUNCTIONS = {"cos": "sin", "gelu": "erf", "gelu_backward": "erf", "silu": "sigmoid", "silu_backward": "sigmoid"}
-_FUNCTIONS |= {"_softmax": "exp", "_log_softmax": "exp", "logsumexp": "exp", "exp2": "exp", "expm1": "exp"}
-_FUNCTIONS |= {"log1p": "log", "log2": "log", "log10": "log", "softplus": "log", "mish": "tanh", "sqrt": "rsqrt"}
-_FUNCTIONS |= {"reciprocal": "div"} | dict.fromkeys(_RANDOM, "random") | dict.fromkeys(_WINDOWS, "window")
-_FUNCTIONS |= dict.fromkeys(_SCATTERS, "scatter")
 
 
 def role_of(node: fx.Node) -> FusionRole:
     """How a node that calls a function runs."""
-    name, target = name_of(node), node.target
+    target = node.target
     if target is operator.getitem or is_view(node) or not tensors(node):
         return FusionRole.VIEW
-    if name in _CONSTANTS:
-        return FusionRole.CONSTANT
-    if name in _SCATTERS:
-        return FusionRole.SCATTER
+    role = _ROLES.get(operator_of(node).loop)
+    if role is not None:
+        return role
     tags = target.tags if isinstance(target, torch._ops.OpOverload) else ()
-    if torch.Tag.reduction in tags or name in _NORMALISATIONS | _SOFTMAX:
+    if torch.Tag.reduction in tags:
         return FusionRole.REDUCTION
-    if torch.Tag.pointwise in tags or name in _COPIES | _RANDOM | GATHERS | _WINDOWS:
-        return FusionRole.ELEMENTWISE
-    return FusionRole.KERNEL
+    return FusionRole.ELEMENTWISE if torch.Tag.pointwise in tags else FusionRole.KERNEL
 
 
 def function_of(node: fx.Node) -> str:
     """The name under which a profile may have the rate of its elements."""
-    name = name_of(node)
-    if role_of(node) is FusionRole.REDUCTION and name not in _FUNCTIONS:
-        along = "sum" if reduces_last(node) else "sum across"
-        return "var_mean" if name in _VARIANCES else along
+    name, row = name_of(node), operator_of(node)
+    if row.rate:
+        return row.rate
+    if row.loop in (Loop.RANDOM, Loop.WINDOW, Loop.SCATTER):
+        return row.loop.name.lower()
+    if role_of(node) is FusionRole.REDUCTION:
+        return "sum" if reduces_last(node) else "sum across"
     if name == "pow":
         exponent = node.args[1]
         # Powers of whole and half numbers are products and roots.
         return "mul" if isinstance(exponent, int | float) and float(2 * exponent).is_integer() else "pow"
-    return _FUNCTIONS.get(name, name)
+    return name
 
 
 def elements_of(node: fx.Node) -> int:
@@ -105,7 +74,7 @@ def elements_of(node: fx.Node) -> int:
             return given_to(node).numel()
         case FusionRole.SCATTER:
             return tensors(source_of(node))[0].numel()
-    passed = [node, *node.all_input_nodes] if name_of(node) in _WINDOWS else [node]
+    passed = [node, *node.all_input_nodes] if operator_of(node).loop is Loop.WINDOW else [node]
     return max(value.numel() for each in passed for value in tensors(each))
 
 
