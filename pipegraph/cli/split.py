@@ -83,7 +83,7 @@ def split(
     check_device(device)
     folder = None if dry_run else out or Path("build", _stem(model))
     with progress(f"loading {model}"):
-        from pipegraph.codegen.check import check_there
+        from pipegraph.codegen.package_check import check_there
         from pipegraph.codegen.package_writer import check_folder
         from pipegraph.graph.sources.load import load
         from pipegraph.package import checkpoint_folder
@@ -173,8 +173,8 @@ def _planned(
 
 def _check(planned: Plan, folder: Path, weights: bool, source: ModelSource, json: bool) -> int:
     """Print what would change in a package; 1 if anything does."""
-    from pipegraph.codegen.check import check_package
-    from pipegraph.codegen.generate import generate
+    from pipegraph.codegen.package_check import check_package
+    from pipegraph.codegen.package_files import generate
 
     changes = check_package(folder, *generate(planned, weights, source))
     if json:
@@ -188,7 +188,7 @@ def _check(planned: Plan, folder: Path, weights: bool, source: ModelSource, json
 
 def _write(planned: Plan, folder: Path | None, weights: bool | Path, overwrite: bool, source: ModelSource) -> Manifest:
     """Write the package, if there is a folder for it."""
-    from pipegraph.codegen.generate import generate
+    from pipegraph.codegen.package_files import generate
     from pipegraph.codegen.package_writer import write_package
 
     if folder is None:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
-from pipegraph.codegen.generate import generate
-from pipegraph.codegen.weights import copy_weights, shard_plan, write_weights
+from pipegraph.codegen.package_files import generate
+from pipegraph.codegen.shards import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder

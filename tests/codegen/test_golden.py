@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pipegraph
-from pipegraph.codegen.generate import generate
+from pipegraph.codegen.package_files import generate
 from pipegraph.graph.sources.load import load
 from tests.codegen.parity import ROOT, untidy
 
@@ -21,7 +21,7 @@ MODELS = {
     "t5": ("tests/models/t5.py", "t5.encoder.block.2,t5.decoder.block.1"),
 }
 GENERATE = """
-from pipegraph.codegen.generate import generate
+from pipegraph.codegen.package_files import generate
 from tests.codegen.parity import plan_of
 from pipegraph.graph.sources.load import load
 

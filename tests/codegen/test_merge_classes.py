@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipegraph.codegen.names import literal_text
-from pipegraph.codegen.pieces import Hole, pieces, rename_calls
+from pipegraph.codegen.classes.pieces import Hole, pieces, rename_calls
+from pipegraph.codegen.names.identifiers import literal_text
 from tests.codegen.layers import Block, Row, batch
 from tests.codegen.parity import differences, forward_lines, split
 

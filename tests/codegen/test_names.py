@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipegraph.codegen.literals import literal
-from pipegraph.codegen.names import attribute, class_name, is_plain, literal_text, prose, variable
+from pipegraph.codegen.names.docstrings import prose
+from pipegraph.codegen.names.identifiers import attribute, class_name, is_plain, literal_text, variable
+from pipegraph.codegen.syntax.literals import literal
 from tests.codegen.layers import Block, batch
 from tests.codegen.parity import differences, source, split
 

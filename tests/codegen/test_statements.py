@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegraph.codegen.wrap import reads_well, wrap
+from pipegraph.codegen.syntax.line_breaks import reads_well, wrap
 from tests.codegen.layers import Block, batch
 from tests.codegen.parity import differences, forward_lines, split
 

@@ -88,7 +88,7 @@ def test_a_graph_is_not_changed_by_a_plan() -> None:
 @pytest.mark.parametrize("name", ["buffers.py", "rotary.py", "llama.py", "batch_norm.py", "nested_values.py"])
 def test_empty_parameters_give_the_same_package(name: str) -> None:
     """Parameters on the meta device cost nothing; buffers are real, ties kept, and the source is the same."""
-    from pipegraph.codegen.generate import generate
+    from pipegraph.codegen.package_files import generate
 
     texts = []
     for weights in (True, False):

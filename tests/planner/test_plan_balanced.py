@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pipegraph
-from pipegraph.codegen.generate import generate
+from pipegraph.codegen.package_files import generate
 from pipegraph.errors import PlanError, ScheduleError
 from pipegraph.planner.prediction import Prediction
 from pipegraph.planner.solver.memory_shortage import MemoryShortage

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipegraph.codegen.generate import generate
+from pipegraph.codegen.package_files import generate
 from pipegraph.cost.hardware import Hardware, MeasuredRatio
 from pipegraph.errors import PipegraphError
 from pipegraph.graph.capture import capture

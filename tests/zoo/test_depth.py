@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.codegen.generate import generate
+from pipegraph.codegen.package_files import generate
 
 
 class Layer(nn.Module):

@@ -1,0 +1,95 @@
+"""Names that come from a model and must become safe Python."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import unicodedata
+from collections.abc import Container, Iterator
+from itertools import accumulate
+
+# What the generated source itself calls; a local variable must not shadow it.
+_TAKEN = frozenset({"torch", "nn", "F", "self", "str", "float", "range", "getattr", "super", "slice", "bool", "int"})
+
+# The classes of stages, which import the others.
+_STAGE = re.compile(r"Stage\d+")
+
+# Letters that look like digits (pycodestyle's E741).
+_AMBIGUOUS = frozenset({"l", "O", "I"})
+
+
+def is_plain(name: str) -> bool:
+    """Whether ``self.<name>`` means the attribute of that name: an identifier that Python does not normalise to
+    another, no keyword, and not a name that a class body mangles (``__x``)."""
+    identifier = name.isidentifier() and unicodedata.normalize("NFKC", name) == name
+    mangled = name.startswith("__") and not name.endswith("__")
+    return identifier and not keyword.iskeyword(name) and not mangled
+
+
+def attribute(owner: str, name: str) -> str:
+    """The expression for an attribute, whatever it is called."""
+    return f"{owner}.{name}" if is_plain(name) else f"getattr({owner}, {literal_text(name)})"
+
+
+def variable(name: str, default: str) -> str:
+    """A name for a local variable, made from any text; ``default`` where nothing of it can be kept."""
+    clean = re.sub(r"[^0-9a-zA-Z_]+", "_", name).strip("_")
+    if not clean or not clean.isidentifier():
+        clean = default
+    avoided = keyword.iskeyword(clean) or keyword.issoftkeyword(clean) or clean in _TAKEN or clean in _AMBIGUOUS
+    return f"{clean}_" if avoided else clean
+
+
+def class_name(name: str) -> str:
+    """A name for a class, made from any text."""
+    clean = re.sub(r"[^0-9a-zA-Z_]+", "_", name).strip("_")
+    clean = clean if clean.isidentifier() and not keyword.iskeyword(clean) else "Block"
+    return f"{clean}_" if clean in _TAKEN or _STAGE.fullmatch(clean) else clean
+
+
+def unused(name: str, taken: Container[str]) -> str:
+    """``name``, or ``name_1``, ``name_2``, … until it is not taken."""
+    if name not in taken:
+        return name
+    count = 1
+    while f"{name}_{count}" in taken:
+        count += 1
+    return f"{name}_{count}"
+
+
+def unused_class(name: str, taken: Container[str]) -> str:
+    """``Block``, or ``Block2``, ``Block3``, … until it is not taken."""
+    if name not in taken:
+        return name
+    stem, count = f"{name}_" if name[-1].isdigit() else name, 2
+    while f"{stem}{count}" in taken:
+        count += 1
+    return f"{stem}{count}"
+
+
+def is_number(name: str) -> bool:
+    """Whether ``str(i)`` of some ``i`` is the name: not for ``01``, nor for digits of other scripts."""
+    return name.isdecimal() and str(int(name)) == name
+
+
+def is_within(name: str, prefix: str) -> bool:
+    """Whether a dotted name stands for something inside ``prefix``; everything is inside the model, ""."""
+    return not prefix or name.startswith(f"{prefix}.")
+
+
+def outer_names(name: str) -> Iterator[str]:
+    """What a dotted name stands inside of: ``a`` and ``a.b`` for ``a.b.c``."""
+    return accumulate(name.split(".")[:-1], "{}.{}".format)
+
+
+def relative(fqn: str, prefix: str) -> str:
+    """A dotted name without ``prefix``, in which it is."""
+    return fqn.removeprefix(f"{prefix}.") if prefix else fqn
+
+
+def literal_text(text: str) -> str:
+    """A string literal: ASCII, on one line, in the quotes that a formatter would choose."""
+    body = text.encode("unicode_escape").decode("ascii")
+    if '"' in body and "'" not in body:
+        return f"'{body}'"
+    return '"' + body.replace('"', '\\"') + '"'

@@ -1,0 +1,174 @@
+"""What a package holds: its source files and its manifest, made from a plan; nothing is written here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from pipegraph.codegen.classes.block_classes import Blocks
+from pipegraph.codegen.classes.merge_classes import merge
+from pipegraph.codegen.classes.stage_class import stage_class
+from pipegraph.codegen.libraries import libraries
+from pipegraph.codegen.names.docstrings import dtype_name, prose
+from pipegraph.codegen.names.identifiers import unused, variable
+from pipegraph.codegen.render import render_blocks, render_init, render_stage, render_weights
+from pipegraph.codegen.shards import shard_name, shard_plan
+from pipegraph.graph.index_bounds import index_bound
+from pipegraph.graph.nodes import label_of
+from pipegraph.graph.partition.stages import Boundary, tensor_of
+from pipegraph.graph.sources.checkpoint_names import checkpoint_names
+from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.package import Buffer, Manifest, StageEntry, Value
+from pipegraph.planner.plan import Plan
+from pipegraph.version import __version__
+
+
+def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None) -> tuple[dict[str, str], Manifest]:
+    """The source files of a package by name, and its manifest; nothing is written."""
+    captured = plan.captured
+    blocks = Blocks(captured)
+    words = _source_names(plan, blocks)
+    names = _unique(words, set(captured.constants))
+    stages = [stage_class(plan, blocks, stage, words) for stage in plan.stages]
+    shared, stages = merge(blocks.used_by(stages), stages)
+    requires = libraries(captured)
+    model = source.name if source is not None else captured.model_name
+    about = f"{prose(captured.model_name)} ({prose(model)})"
+    count = f"{len(stages)} stages" if len(stages) > 1 else "one stage"
+    files = {
+        "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {__version__}."),
+        "blocks.py": render_blocks(shared, f"The blocks that the stages of {about} share.", requires),
+        "weights.py": render_weights(
+            "How a stage gets its tensors: from this folder, or from a Hugging Face checkpoint."
+        ),
+    }
+    for index, stage in enumerate(stages):
+        header = f"Stage {index} of {len(stages)} of {about}."
+        files[f"stage_{index}.py"] = render_stage(stage, shared, header, requires)
+    return files, _manifest(plan, names, files, weights, tuple(requires), source)
+
+
+def _manifest(
+    plan: Plan,
+    names: Mapping[fx.Node, str],
+    files: Mapping[str, str],
+    weights: bool,
+    requires: Sequence[str],
+    source: ModelSource | None,
+) -> Manifest:
+    captured = plan.captured
+    by_label = {label_of(node): names[node] for node in (*captured.inputs, *captured.returned)}
+    shards = shard_plan(captured, plan.stages, weights)
+    values = {names[boundary.node]: _value(names[boundary.node], boundary) for boundary in plan.boundaries}
+    for name, constant in captured.constants.items():
+        values[name] = Value(name, "", (), -1, (), constant=constant)
+    return Manifest(
+        generator=f"pipegraph {__version__}",
+        model={
+            "source": source.name if source is not None else "",
+            "class": captured.model_name,
+            "sha256": source.sha256 if source is not None else "",
+        },
+        args=_relabel(list(captured.args), by_label),
+        kwargs=_relabel(captured.kwargs, by_label),
+        outputs=_relabel(captured.outputs, by_label),
+        values=values,
+        stages=tuple(
+            StageEntry(
+                index=stage.index,
+                module=f"stage_{stage.index}",
+                class_name=f"Stage{stage.index}",
+                inputs=tuple(names[node] for node in stage.inputs),
+                outputs=tuple(names[node] for node in stage.outputs),
+                parameters=tuple(fqn for fqn in stage.state if captured.state[fqn].kind == "parameter"),
+                buffers=tuple(
+                    Buffer(fqn, captured.state[fqn].persistent)
+                    for fqn in stage.state
+                    if captured.state[fqn].kind != "parameter"
+                ),
+                weights=file if (file := shard_name(stage.index, len(plan.stages))) in shards else None,
+                cost=cost.to_json(),
+            )
+            for stage, cost in zip(plan.stages, plan.costs, strict=True)
+        ),
+        tied=captured.tied,
+        plan=_plan_entry(plan),
+        files={name: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for name, text in files.items()},
+        requires=tuple(requires),
+        checkpoint=checkpoint_names(captured.modules[""].module),
+    )
+
+
+def _plan_entry(plan: Plan) -> dict[str, Any]:
+    """Where the cuts are and, where that is known, why. What each stage costs stands in its own entry."""
+    found = {} if plan.prediction is None else plan.prediction.to_json()
+    found.pop("costs", None)
+    return {
+        "points": [str(point) for point in plan.points],
+        "stages": [line.partition(": ")[2] for line in plan.describe()],
+        **found,
+    }
+
+
+def _value(name: str, boundary: Boundary) -> Value:
+    tensor = tensor_of(boundary.node)
+    integer = boundary.producer < 0 and not (tensor.is_floating_point() or tensor.dtype == torch.bool)
+    return Value(
+        name=name,
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        producer=boundary.producer,
+        consumers=boundary.consumers,
+        requires_grad=boundary.requires_grad,
+        bound=index_bound(boundary.node) if integer else None,
+    )
+
+
+def _source_names(plan: Plan, blocks: Blocks) -> dict[fx.Node, str]:
+    """What everything that crosses is called: the model's own name for its arguments, the key for what it returns in a
+    dict, and else what its source calls the value. Several may have one name."""
+    captured = plan.captured
+    keys = {label: key for key, label in _labelled(captured.outputs)}
+    names: dict[fx.Node, str] = {}
+    for boundary in plan.boundaries:
+        node = boundary.node
+        if node.op == "placeholder":
+            wanted = label_of(node)
+        elif node in captured.returned:
+            wanted = keys.get(label_of(node)) or blocks.words.value_name(node, default="output")
+        else:
+            wanted = blocks.words.value_name(node)
+        names[node] = variable(wanted, "x")
+    return names
+
+
+def _unique(wanted: Mapping[fx.Node, str], taken: set[str]) -> dict[fx.Node, str]:
+    """The names of values in the manifest, where each value of the whole model has its own."""
+    names: dict[fx.Node, str] = {}
+    for node, name in wanted.items():
+        names[node] = unused(name, taken | set(names.values()))
+    return names
+
+
+def _labelled(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, label) of each leaf that stands under a key."""
+    if isinstance(tree, dict):
+        for name, inner in tree.items():
+            yield from _labelled(inner, name)
+    elif isinstance(tree, list):
+        for inner in tree:
+            yield from _labelled(inner, key)
+    elif tree is not None and key:
+        yield key, tree
+
+
+def _relabel(tree: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _relabel(inner, names) for key, inner in tree.items()}
+    if isinstance(tree, list):
+        return [_relabel(inner, names) for inner in tree]
+    return names.get(tree, tree)
