@@ -1,7 +1,7 @@
-"""How far long work has come: told by whoever does it, to one listener, and to nobody unless there is one.
+"""How far long work has come: whoever does it reports, and one listener hears it, if there is one.
 
-tell("compiling kernels", 3, 12)                      anywhere below
-with told_to(bar.tell): …                             the command line, on a terminal
+report_progress("compiling kernels", 3, 12)           anywhere below
+with listen(bar.update): …                            the command line, on a terminal
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 Listener = Callable[[str, int, int], None]
-"""(what is being done, how many are done, of how many; 0 where nobody knows). It may be called from any thread."""
+"""(what is being done, how many are done, of how many; 0 if nobody knows). It may be called from any thread."""
 
 _Item = TypeVar("_Item")
 _listener: Listener | None = None
 
 
-def tell(what: str, done: int = 0, total: int = 0) -> None:
-    """Say that so many of ``total`` are done. Costs nothing where nobody listens."""
+def report_progress(what: str, done: int = 0, total: int = 0) -> None:
+    """Report that so many of ``total`` are done. Costs nothing if nobody listens."""
     if _listener is not None:
         _listener(what, done, total)
 
 
-def counted(what: str, items: Collection[_Item]) -> Iterator[_Item]:
-    """The items, each told when the next one is asked for."""
+def track(what: str, items: Collection[_Item]) -> Iterator[_Item]:
+    """Yield the items, and report how many are done before each of them and after the last."""
     for done, item in enumerate(items):
-        tell(what, done, len(items))
+        report_progress(what, done, len(items))
         yield item
-    tell(what, len(items), len(items))
+    report_progress(what, len(items), len(items))
 
 
 @contextmanager
-def told_to(listener: Listener) -> Iterator[None]:
-    """Everything that is told in this process while the body runs goes to ``listener``."""
+def listen(listener: Listener) -> Iterator[None]:
+    """Send every report of this process to ``listener`` while the body runs."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -42,6 +42,6 @@ def told_to(listener: Listener) -> Iterator[None]:
         _listener = before
 
 
-def current() -> Listener | None:
-    """Who listens."""
+def current_listener() -> Listener | None:
+    """Return whoever listens now."""
     return _listener

@@ -1,74 +1,200 @@
-"""Times for people: all figures of one report in one unit."""
+"""Figures for people: the one place that formats and reads bytes, counts, times and percentages.
+
+A figure alone has the unit in which it is a number from 1 on. Figures of one column share a unit and have equally many
+decimals (`TimeFormat.of_column`), or have one decimal and a unit each (`format_bytes`, `format_count`).
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+UNKNOWN = "—"
+"""What stands for a figure that is not known."""
+
+_SI = ("", "k", "M", "G", "T", "P", "E")
+_PLAIN = ("", "k", "M", "B", "T")  # of things that are counted: a model of 8 billion parameters is an 8 B model
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_FIGURES = 4  # significant ones of a time
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
+_FACTORS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}".casefold(): base**power
+    for power, prefix in enumerate("kMGT", 1)
+    for unit, base in (("B", 1000), ("iB", 1024))
+}
+_LEAST, _MOST = 2**20, 2**50
+
+
+def format_count(number: float, unit: str = "") -> str:
+    """Format a count with one decimal and a decimal prefix; with SI's prefixes if ``unit`` is one, such as ``FLOP``.
+
+    >>> format_count(12_584_960), format_count(8_030_261_248), format_count(7)
+    ('12.6 M', '8.0 B', '7')
+    >>> format_count(51_300_000_000, "FLOP"), format_count(8_030_261_248, "parameters")
+    ('51.3 GFLOP', '8.0 B parameters')
+    """
+    is_word = not unit or unit.islower()
+    scaled, prefix = _scaled(number, 1000, _PLAIN if is_word else _SI)
+    return f"{scaled} {prefix}{' ' if is_word and prefix else ''}{unit}".rstrip()
+
+
+def format_bytes(number: float | None, decimals: int = 1) -> str:
+    """Format bytes with a binary prefix.
+
+    >>> format_bytes(2 * 2**20), format_bytes(100), format_bytes(None)
+    ('2.0 MiB', '100 B', '—')
+    """
+    if number is None:
+        return UNKNOWN
+    return " ".join(_scaled(number, 1024, _BINARY, decimals))
+
+
+def bytes_option(needed: int) -> str:
+    """Write the least amount of memory with four digits that is enough for ``needed`` bytes, as `parse_bytes` reads it.
+
+    >>> bytes_option(85_047_905_485)
+    '79.21GiB'
+    """
+    unit, name, count = 2**20, "MiB", max(needed, _LEAST)
+    if count >= 2**30:
+        unit, name = 2**30, "GiB"
+    step = 10 ** max(0, 4 - len(str(count // unit)))
+    return f"{-(-count * step // unit) / step:.10g}{name}"
+
+
+def parse_bytes(text: str) -> int:
+    """Read ``80GiB`` (1024³), ``16GB`` (1000³), ``500MB``, or plain bytes: the memory of a device.
+
+    Raises ValueError for anything else, and for less than 1 MiB or more than 1 PiB, which nobody means.
+    """
+    found = _BYTES.fullmatch(text.strip())
+    if found is None or found[2].casefold() not in _FACTORS:
+        raise ValueError(f"{text!r} is no amount of memory: write 80GiB, 16GB, 500MB or plain bytes.")
+    number = float(found[1]) * _FACTORS[found[2].casefold()]
+    if not _LEAST <= number <= _MOST:
+        raise ValueError(f"{text!r} is not what a rank has: give 1MiB to 1PiB, such as 80GiB.")
+    return int(number)
+
+
+def format_percent(part: float | None, signed: bool = False, decimals: int = 1) -> str:
+    """Format a part of 1, with its sign if it is a difference.
+
+    >>> format_percent(0.2727), format_percent(-0.1234, signed=True), format_percent(-1e-9), format_percent(None)
+    ('27.3 %', '−12.3 %', '0.0 %', '—')
+    """
+    if part is None:
+        return UNKNOWN
+    rounded = round(part * 100, decimals) + 0.0  # no negative zero
+    return f"{rounded:{'+' if signed else ''}.{decimals}f} %".replace("-", "−")
+
+
+def format_factor(factor: float) -> str:
+    """Format how many times something is, with two figures.
+
+    >>> format_factor(2.6412), format_factor(0.419), format_factor(12345.6)
+    ('2.6', '0.42', '12000')
+    """
+    return f"{float(f'{factor:.2g}'):g}"
+
+
+def format_number_of(number: int, noun: str, plural: str = "") -> str:
+    """Format a number of things.
+
+    >>> format_number_of(1, "rank"), format_number_of(2, "rank"), format_number_of(8, "process", "processes")
+    ('1 rank', '2 ranks', '8 processes')
+    """
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Format a time alone: four figures and a unit.
+
+    >>> format_seconds(0.0185223), format_seconds(7200.0), format_seconds(-2e-6), format_seconds(0.0)
+    ('18.52 ms', '7200 s', '−2 µs', '0 s')
+    """
+    return TimeFormat.of(seconds or 0.0).text(seconds)
 
 
 @dataclass(frozen=True)
-class TimeUnit:
-    """Seconds are shown divided by ``size``. A time that is no seconds has no name."""
+class TimeFormat:
+    """How times are shown: in one unit, and in a column with a fixed number of ``decimals``.
+
+    ``size`` is the unit in seconds. A time that does not count seconds has no ``unit``.
+    """
 
     size: float = 1.0
-    name: str = ""
+    unit: str = ""
+    decimals: int | None = None
 
-    def number(self, time: float) -> str:
-        """Four figures, without the unit.
+    @classmethod
+    def of(cls, seconds: float) -> TimeFormat:
+        """Return the format in which this time is a number from 1 on.
 
-        >>> TimeUnit().number(33.0), TimeUnit(1e-3, "ms").number(0.0185223), TimeUnit().number(12345.6)
+        >>> TimeFormat.of(0.25)
+        TimeFormat(size=0.001, unit='ms', decimals=None)
+        """
+        if not seconds:
+            return cls(*_TIMES[0])
+        return cls(*next((unit for unit in _TIMES if abs(seconds) >= unit[0]), _TIMES[-1]))
+
+    @classmethod
+    def of_column(cls, times: Iterable[float | None]) -> TimeFormat:
+        """Return one format for many times: the largest has four figures, and all have as many decimals.
+
+        >>> column = TimeFormat.of_column([0.0185223, 0.0005, None])
+        >>> column.unit, [column.number(time) for time in (0.0185223, 0.0005, None)]
+        ('ms', ['18.52', '0.50', '—'])
+        """
+        largest = max((abs(time) for time in times if time), default=0.0)
+        found = cls.of(largest)
+        digits = math.floor(math.log10(largest / found.size)) + 1 if largest else 1
+        return cls(found.size, found.unit, max(0, _FIGURES - max(digits, 1)))
+
+    def number(self, time: float | None) -> str:
+        """Format a time without its unit.
+
+        >>> TimeFormat().number(33.0), TimeFormat(1e-3, "ms").number(0.0185223), TimeFormat().number(12345.6)
         ('33', '18.52', '12346')
         """
+        if time is None:
+            return UNKNOWN
         value = time / self.size
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        if self.decimals is not None:
+            return f"{value:.{self.decimals}f}".replace("-", "−")
+        text = f"{value:.0f}" if abs(value) >= 10 ** (_FIGURES - 1) else f"{value:.{_FIGURES}g}"
+        return text.replace("-", "−")
 
-    def text(self, time: float) -> str:
-        """Four figures and the unit.
+    def text(self, time: float | None) -> str:
+        """Format a time with its unit.
 
-        >>> TimeUnit().text(33.0), TimeUnit(1e-3, "ms").text(0.0185223)
+        >>> TimeFormat().text(33.0), TimeFormat(1e-3, "ms").text(0.0185223)
         ('33', '18.52 ms')
         """
-        return f"{self.number(time)} {self.name}".rstrip()
+        return UNKNOWN if time is None else f"{self.number(time)} {self.unit}".rstrip()
 
 
-def unit_of(seconds: float) -> TimeUnit:
-    """The unit in which so many seconds are a number from 1 on.
+def tick_marks(end: float, largest_number: int) -> list[float]:
+    """Return round figures from 0 to ``end`` for an axis, equally far apart: 1, 2 or 5 times a power of ten.
 
-    >>> unit_of(0.25)
-    TimeUnit(size=0.001, name='ms')
-    """
-    return TimeUnit(*next((unit for unit in _UNITS if seconds >= unit[0]), _UNITS[-1]))
+    There are ``largest_number`` of them at most, which is 2 or more.
 
-
-def ticks(end: float, most: int) -> list[float]:
-    """Round times from 0 to ``end``, at most ``most`` of them (2 or more), equally far apart: 1, 2 or 5 times a power
-    of ten.
-
-    >>> ticks(33.0, 6)
+    >>> tick_marks(33.0, 6)
     [0.0, 10.0, 20.0, 30.0]
     """
     if end <= 0:
         return [0.0]
-    power = 10.0 ** math.floor(math.log10(end / max(most - 1, 1)))
-    step = next(power * factor for factor in (1, 2, 5, 10, 20) if end // (power * factor) < most)
+    power = 10.0 ** math.floor(math.log10(end / max(largest_number - 1, 1)))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if end // (power * factor) < largest_number)
     return [index * step for index in range(int(end / step) + 1)]
 
 
-def percent(part: float) -> str:
-    """A part of 1, with one decimal and without a negative zero.
-
-    >>> percent(0.2727)
-    '27.3 %'
-    """
-    return f"{part * 100:.1f} %".replace("-0.0", "0.0")
-
-
-def rough(factor: float) -> str:
-    """How many times, with two figures.
-
-    >>> rough(2.6412), rough(0.419), rough(12345.6)
-    ('2.6', '0.42', '12000')
-    """
-    return f"{float(f'{factor:.2g}'):g}"
+def _scaled(number: float, base: int, prefixes: tuple[str, ...], decimals: int = 1) -> tuple[str, str]:
+    """(the number in the largest prefix of which it is 1 or more, that prefix); a number without one has no decimal."""
+    power, scaled = 0, float(number)
+    while round(scaled, decimals if power else 0) >= base and power < len(prefixes) - 1:
+        power, scaled = power + 1, scaled / base
+    return f"{scaled:.{decimals if power else 0}f}", prefixes[power]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import typer
 
+from pipegraph.units import parse_bytes
+
 
 def parse_memory(text: str) -> int:
-    """As `pipegraph.planner.arguments.parse_bytes`. Raises typer.BadParameter."""
-    from pipegraph.planner.arguments import ArgumentError, parse_bytes
-
+    """Read a size as `pipegraph.units.parse_bytes` does. Raises typer.BadParameter."""
     try:
         return parse_bytes(text)
-    except ArgumentError as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
 

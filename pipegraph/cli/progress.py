@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
-from pipegraph.progress import told_to
+from pipegraph.progress import listen
 from pipegraph.runtime.processes.progress_relay import Relay, Say
 
 _PATIENCE = 1.0  # seconds
@@ -37,7 +37,7 @@ def progress(doing: str, quiet: bool = False) -> Iterator[Say]:
     global _shown
     relay = Relay.to_parent(quiet)
     if relay is not None:
-        with closing(relay), told_to(relay.tell):
+        with closing(relay), listen(relay.tell):
             yield relay.say
         return
     if quiet or not sys.stderr.isatty():
@@ -45,7 +45,7 @@ def progress(doing: str, quiet: bool = False) -> Iterator[Say]:
         return
     before, _shown = _shown, _Bar(doing)
     try:
-        with _shown, told_to(_shown.tell):
+        with _shown, listen(_shown.tell):
             yield _shown.print
     finally:
         _shown = before
@@ -90,7 +90,7 @@ class _Bar:
             self._live.stop()
 
     def tell(self, what: str, done: int, total: int) -> None:
-        """As `pipegraph.progress.tell`."""
+        """As `pipegraph.progress.report_progress`."""
         self._what, self._done, self._total = what, done, total
 
     def print(self, line: str, error: bool = False) -> None:

@@ -14,7 +14,7 @@ from pipegraph.errors import PackageError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.package import WEIGHTS_INDEX, Package
-from pipegraph.progress import counted
+from pipegraph.progress import track
 
 
 def shard_plan(captured: Captured, stages: Sequence[StageGraph], weights: bool) -> dict[str, tuple[str, ...]]:
@@ -51,7 +51,7 @@ def write_weights(captured: Captured, shards: dict[str, tuple[str, ...]], folder
     """
     from safetensors.torch import save_file
 
-    for file, names in counted("writing weights of stages", shards.items()):
+    for file, names in track("writing weights of stages", shards.items()):
         _check_values(captured, names)
         save_file({name: captured.tensors[name].cpu().contiguous().clone() for name in names}, folder / file)
     _write_index(captured, shards, folder)
@@ -71,7 +71,7 @@ def copy_weights(
     from safetensors.torch import save_file
 
     package = Package.open(folder)
-    for stage in counted("copying weights of stages", package.manifest.stages):
+    for stage in track("copying weights of stages", package.manifest.stages):
         file = shard_name(stage.index, len(package.manifest.stages))
         if file not in shards:
             continue

@@ -23,7 +23,7 @@ from pipegraph.graph.passes.buffer_casts import tie_casts_to_buffers
 from pipegraph.graph.passes.mode_flags import mark_mode_differences, may_differ_by_mode
 from pipegraph.graph.passes.simplify import simplify
 from pipegraph.graph.passes.view_layouts import relax_attention_views
-from pipegraph.progress import counted
+from pipegraph.progress import track
 
 _TORCH = Path(torch.__file__).parent
 
@@ -50,7 +50,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     if not isinstance(args, tuple):
         raise CaptureError(f"args must be a tuple, not {type(args).__name__}.\nTry: args=(tokens,).")
     kwargs = dict(kwargs or {})
-    phases = counted(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments"))
+    phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments"))
     next(phases)
     state, tensors = _state(model)
     modules = _modules(model)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipegraph.progress import counted
+from pipegraph.progress import track
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 """Takes the tensors out of the list that it is called with, so that it can let them go."""
@@ -215,7 +215,7 @@ def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
     begun: list[int] = []
     AsyncCompile.wait = later  # type: ignore[method-assign, assignment]
     try:
-        for module in counted("writing kernels", modules):
+        for module in track("writing kernels", modules):
             try:
                 found.append(_compile_graph(module))
             except Exception as error:
@@ -223,7 +223,7 @@ def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
             begun.append(len(waits))
     finally:
         AsyncCompile.wait = own  # type: ignore[method-assign]
-    for index, (first, last) in enumerate(counted("compiling kernels", list(zip([0, *begun], begun, strict=False)))):
+    for index, (first, last) in enumerate(track("compiling kernels", list(zip([0, *begun], begun, strict=False)))):
         try:
             for wait in waits[first:last]:
                 wait()

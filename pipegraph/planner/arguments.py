@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -10,17 +9,10 @@ from pipegraph.cost.price import UNITS
 from pipegraph.errors import PlanError, nearest
 from pipegraph.kernels.registry import RECOMPUTE
 from pipegraph.planner.solver.solve_arguments import is_figure
+from pipegraph.units import parse_bytes
 
 UNIFORM = "uniform"
 """The balance that prices nothing: equal numbers of segments."""
-
-_SIZES = {"": 1, "b": 1} | {
-    f"{prefix}{unit}".casefold(): base**power
-    for power, prefix in enumerate("kMGT", 1)
-    for unit, base in (("B", 1000), ("iB", 1024))
-}
-_FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
-_LEAST, _MOST = 2**20, 2**50
 
 
 class ArgumentError(PlanError):
@@ -29,26 +21,12 @@ class ArgumentError(PlanError):
     exit_code: ClassVar[int] = 2
 
 
-def parse_bytes(text: str) -> int:
-    """``80GiB`` (1024³), ``16GB`` (1000³), ``500MB``, or plain bytes. Between 1 MiB and 1 PiB: anything else is a slip.
-
-    Raises ArgumentError.
-    """
-    found = _FORM.fullmatch(text.strip())
-    if found is None or found[2].casefold() not in _SIZES:
-        raise ArgumentError(f"{text!r} is no size of memory: write 80GiB, 16GB, 500MB or plain bytes.")
-    size = float(found[1]) * _SIZES[found[2].casefold()]
-    if not _LEAST <= size <= _MOST:
-        raise ArgumentError(f"{text!r} is no rank's memory: give 1MiB to 1PiB, such as 80GiB.")
-    return int(size)
-
-
 def memory_limits(memory_bytes: float | str | Sequence[float | str] | None) -> float | tuple[float, ...] | None:
     """What ranks have, in bytes: of each figure or size as `parse_bytes` reads it. Raises ArgumentError."""
     if memory_bytes is None:
         return None
     if isinstance(memory_bytes, str):
-        return parse_bytes(memory_bytes)
+        return _limit(memory_bytes)
     if isinstance(memory_bytes, Iterable):
         limits = tuple(_limit(each) for each in memory_bytes)
         if not limits:
@@ -59,7 +37,10 @@ def memory_limits(memory_bytes: float | str | Sequence[float | str] | None) -> f
 
 def _limit(limit: float | str) -> float:
     if isinstance(limit, str):
-        return parse_bytes(limit)
+        try:
+            return parse_bytes(limit)
+        except ValueError as error:
+            raise ArgumentError(str(error)) from None
     if not is_figure(limit):
         raise ArgumentError(
             f'memory_bytes are numbers of bytes, not {limit!r}.\nTry: memory_bytes={80 * 2**30}, or "80GiB".'

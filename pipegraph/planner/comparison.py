@@ -14,12 +14,13 @@ from pipegraph.planner.arguments import ArgumentError, check_recompute
 from pipegraph.planner.cut_choice import Choice, choose, evaluate, settle
 from pipegraph.planner.plan_options import Aim
 from pipegraph.planner.priced_model import Costs
-from pipegraph.planner.solver.memory_shortage import MemoryShortage, limit_for, size
+from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.solve import solve
 from pipegraph.planner.step_estimate import improve
 from pipegraph.schedule import names
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.schedule.recipes.recipe import counted
+from pipegraph.units import bytes_option, format_bytes
 
 WORTH = 0.01
 """A plan that saves less than this part of another's memory is as lean."""
@@ -224,9 +225,9 @@ def _shortage(short: Sequence[tuple[Choice, MemoryShortage]], limit: float) -> M
     look, least = min(short, key=lambda each: each[1].needed)
     schedule = look.schedule
     return MemoryShortage(
-        f"No plan that was compared fits into {size(limit)} on each rank. The closest is {schedule.name} with "
+        f"No plan that was compared fits into {format_bytes(limit)} on each rank. The closest is {schedule.name} with "
         f"{schedule.stages} stages, {schedule.microbatches} microbatches and recompute {look.aim.recompute}:\n{least}\n"
-        f"Try: --memory {limit_for(least.needed)}, or more --ranks.",
+        f"Try: --memory {bytes_option(least.needed)}, or more --ranks.",
         least.needed,
     )
 

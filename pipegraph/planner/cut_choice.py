@@ -11,11 +11,12 @@ from pipegraph.graph.partition.split_points import Point
 from pipegraph.planner.plan_options import Aim
 from pipegraph.planner.prediction import Cut, Neighbour, Prediction, StagePrediction, rounded
 from pipegraph.planner.priced_model import Costs
-from pipegraph.planner.solver.memory_shortage import MemoryShortage, limit_for, size
+from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.search.even_cuts import evenest
 from pipegraph.planner.solver.solve import Solution
 from pipegraph.planner.step_estimate import memory_of, seconds_of, times_of
 from pipegraph.schedule import Schedule
+from pipegraph.units import bytes_option, format_bytes
 
 _NONE_FITS = "No cuts that were found fit into the memory, with what several stages hold"
 _TRIES = 4
@@ -184,8 +185,8 @@ def _too_full(choice: Choice, what: str, instead: str) -> MemoryShortage:
     limits = choice.aim.limits(choice.schedule.ranks)
     rank = max(range(len(limits)), key=lambda rank: choice.memory[rank] - limits[rank])
     return MemoryShortage(
-        f"{what}: rank {rank} needs {size(choice.memory[rank])}, and has {size(limits[rank])}.\n"
-        f"Try: --memory {limit_for(choice.peak)}, --recompute block, or {instead}.",
+        f"{what}: rank {rank} needs {format_bytes(choice.memory[rank], 2)}, and has {format_bytes(limits[rank], 2)}.\n"
+        f"Try: --memory {bytes_option(choice.peak)}, --recompute block, or {instead}.",
         choice.peak,
     )
 

@@ -21,11 +21,12 @@ from pipegraph.planner.arguments import UNIFORM, ArgumentError, check_number, me
 from pipegraph.planner.cut_choice import Choice, choose, given, settle
 from pipegraph.planner.plan_options import Aim
 from pipegraph.planner.prediction import Prediction, StagePrediction
-from pipegraph.planner.solver.memory_shortage import MemoryShortage, limit_for, size
+from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.solve import Solution
 from pipegraph.planner.stage_modules import stage_modules
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes.recipe import counted
+from pipegraph.units import bytes_option, format_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,10 +195,10 @@ def _with_recompute(captured: Captured, aim: Aim, stages: int) -> str:
         needed = choose(aim.price(captured), aim, stages).peak
     except MemoryShortage as shortage:
         return (
-            f'With recompute="block", which keeps the least, {size(shortage.needed)} would do.\n'
-            f"Try: --recompute block --memory {limit_for(shortage.needed)}, or more stages."
+            f'With recompute="block", which keeps the least, {format_bytes(shortage.needed)} would do.\n'
+            f"Try: --recompute block --memory {bytes_option(shortage.needed)}, or more stages."
         )
-    return f'With recompute="block" there are cuts that fit, and need {size(needed)}.\nTry: --recompute block.'
+    return f'With recompute="block" there are cuts that fit, and need {format_bytes(needed)}.\nTry: --recompute block.'
 
 
 def _points(points: Sequence[str | Point] | Mapping[str, SplitPoint]) -> tuple[Point, ...]:

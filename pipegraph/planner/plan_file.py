@@ -15,8 +15,9 @@ from pipegraph.graph.captured import Captured
 from pipegraph.planner.arguments import UNIFORM, check_balance
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.prediction import Prediction
-from pipegraph.planner.solver.memory_shortage import MemoryShortage, size
+from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.stage_schedule import arrange
+from pipegraph.units import format_bytes
 
 SCHEMA_VERSION = 1
 
@@ -109,7 +110,8 @@ class PlanFile:
         peak = self.prediction.peak
         if memory_bytes is not None and peak > memory_bytes:
             raise MemoryShortage(
-                f"The plan needs {size(peak)} on its fullest rank, and {size(memory_bytes)} are there.\n"
+                f"The plan needs {format_bytes(peak, 2)} on its fullest rank, and {format_bytes(memory_bytes, 2)} are "
+                "there.\n"
                 "Try: pipegraph plan with this --memory.",
                 peak,
             )

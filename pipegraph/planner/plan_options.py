@@ -17,14 +17,14 @@ from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.kernels.threads import threads_per_rank
 from pipegraph.planner.arguments import check_balance, check_number, check_recompute
 from pipegraph.planner.priced_model import Costs
-from pipegraph.planner.solver.memory_shortage import size
 from pipegraph.planner.solver.solve import Solution, solve
 from pipegraph.planner.solver.solve_arguments import byte_limits
 from pipegraph.planner.solver.stage_schedule import arrange
-from pipegraph.progress import tell
+from pipegraph.progress import report_progress
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.schedule.recipes.recipe import counted
+from pipegraph.units import bytes_option, format_bytes
 
 TIMED = "time", "measured"
 """The balances in seconds, for which a step is predicted. By any other the largest stage is made as small as it can."""
@@ -90,7 +90,7 @@ class Aim:
 
     def solve(self, costs: Costs, stages: int, memory_bytes: float | Sequence[float] | None) -> Solution:
         """The cuts of a priced chain, by what its segments add up to."""
-        tell("looking for the best cuts")
+        report_progress("looking for the best cuts")
         chain = costs.priced.chain
         if stages > len(chain.segments):
             raise PlanError(
@@ -135,7 +135,7 @@ class Aim:
         if held > most:
             state = " with its gradient and the optimizer's state" if largest.requires_grad else ""
             raise PlanError(
-                f"The largest parameter, {largest.fqn}, takes {size(held)}{state}, "
-                f"and a rank has {size(most)}. No cut parts a parameter.\n"
-                f"Try: --memory {size(held * 1.25).replace(' ', '')}, or shard the stage (parallelize_fn)."
+                f"The largest parameter, {largest.fqn}, takes {format_bytes(held)}{state}, "
+                f"and a rank has {format_bytes(most)}. No cut parts a parameter.\n"
+                f"Try: --memory {bytes_option(round(held * 1.25))}, or shard the stage (parallelize_fn)."
             )

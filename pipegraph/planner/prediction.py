@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipegraph.cost.hardware import UNCORRECTED, MeasuredRatio
-from pipegraph.planner.solver.memory_shortage import size
+from pipegraph.units import format_bytes, format_count, format_percent, format_seconds
 
 _DIGITS = 6
 
@@ -121,7 +121,7 @@ class Prediction:
         cut, before, behind = self.cuts[number], self.stages[number], self.stages[number + 1]
         words = [
             f"stages {number} and {number + 1} take {self.amount(before.total)} and {self.amount(behind.total)}",
-            f"{size(cut.boundary_bytes)} cross",
+            f"{format_bytes(cut.boundary_bytes)} cross",
         ]
         for side, neighbour in (("earlier", cut.earlier), ("later", cut.later)):
             if neighbour is not None:
@@ -135,19 +135,13 @@ class Prediction:
         part = neighbour.value / self.value - 1 if self.value else 0.0
         if abs(part) < 5e-5:
             return "no change"
-        return f"{part * 100:+.2f} %".replace("-", "−")
+        return format_percent(part, signed=True, decimals=2)
 
     def amount(self, value: float) -> str:
         """A value with its unit: ``3.12 ms``, ``51.3 GFLOP``."""
         if self.in_seconds:
-            power = next((power for power in (0, 3, 6) if value * 10**power >= 1), 9)
-            return f"{value * 10**power:.4g} {'s' if power == 0 else {3: 'ms', 6: 'µs', 9: 'ns'}[power]}"
-        if self.unit == "bytes":
-            return size(value)
-        power = max(0, min(5, int(math.log10(value) // 3))) if value >= 1000 else 0
-        prefix = ("", "k", "M", "G", "T", "P")[power]
-        space = " " if prefix and self.unit.islower() else ""  # TFLOP, but M parameters
-        return f"{value / 1000**power:.4g} {prefix}{space}{self.unit}"
+            return format_seconds(value)
+        return format_bytes(value) if self.unit == "bytes" else format_count(value, self.unit)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values. An infinite value is None; a ratio that corrects nothing is left out."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipegraph.cost.hardware import UNCORRECTED, Hardware, SizeTable
-from pipegraph.report.tables import count, one_line, size, table
-from pipegraph.units import unit_of
+from pipegraph.report.tables import one_line, table
+from pipegraph.units import format_bytes, format_count, format_seconds
 
 
 def described(hardware: Hardware) -> str:
@@ -15,8 +15,8 @@ def described(hardware: Hardware) -> str:
     rows = [
         *_flops(hardware),
         ("memory bandwidth", _span(hardware.attained_bandwidth, hardware.memory_bandwidth, "B/s")),
-        ("memory", size(hardware.memory_bytes)),
-        ("kernel, at least", unit_of(hardware.kernel_floor).text(hardware.kernel_floor)),
+        ("memory", format_bytes(hardware.memory_bytes)),
+        ("kernel, at least", format_seconds(hardware.kernel_floor)),
     ]
     ends = [("in a node", links.intra_node), ("between nodes", links.inter_node)]
     if links.measured is not None:
@@ -28,7 +28,7 @@ def described(hardware: Hardware) -> str:
         ]
     for where, link in ends:
         if link is not None:
-            figures = f"{unit_of(link.latency).text(link.latency)}, {count(link.bandwidth, 'B/s')}"
+            figures = f"{format_seconds(link.latency)}, {format_count(link.bandwidth, 'B/s')}"
             rows.append((f"link {where}", f"{figures} ({link.name})"))
     ratio = hardware.measured_ratio
     if ratio != UNCORRECTED:
@@ -54,4 +54,4 @@ def _flops(hardware: Hardware) -> Iterator[tuple[str, str]]:
 
 def _span(part: SizeTable, peak: float, unit: str) -> str:
     low, high = part.smallest * peak, part.largest * peak
-    return count(high, unit) if low == high else f"{count(low, unit)} to {count(high, unit)}"
+    return format_count(high, unit) if low == high else f"{format_count(low, unit)} to {format_count(high, unit)}"

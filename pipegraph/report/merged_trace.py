@@ -10,7 +10,7 @@ from pipegraph.report.tables import one_line, table
 from pipegraph.schedule import Timeline
 from pipegraph.tracing.merge import Merged, stages_of
 from pipegraph.tracing.recorded import RecordedRun
-from pipegraph.units import unit_of
+from pipegraph.units import format_seconds
 
 
 def told_merge(run: RecordedRun, file: Path, merged: Merged, expected: Timeline | None) -> str:
@@ -21,8 +21,10 @@ def told_merge(run: RecordedRun, file: Path, merged: Merged, expected: Timeline 
     rows = []
     for rank, trace in sorted(run.ranks.items()):
         clock = trace.clock
-        error = "not known" if clock.error is None else f"± {_text(clock.error)}"
-        rows.append([stages_of(run, rank), str(len(trace.spans)), _text(clock.offset), "" if rank == 0 else error])
+        error = "not known" if clock.error is None else f"± {format_seconds(clock.error)}"
+        rows.append(
+            [stages_of(run, rank), str(len(trace.spans)), format_seconds(clock.offset), "" if rank == 0 else error]
+        )
     parts.append(table(["", "actions", "clock offset", "error"], rows))
     notes = [f"note: {note}" for note in run.notes]
     if merged.early:
@@ -47,7 +49,3 @@ def merged_dict(run: RecordedRun, file: Path, merged: Merged, expected: Timeline
         "problems": list(run.problems),
         "notes": list(run.notes),
     }
-
-
-def _text(seconds: float) -> str:
-    return "0" if seconds == 0 else f"{'−' if seconds < 0 else ''}{unit_of(abs(seconds)).text(abs(seconds))}"

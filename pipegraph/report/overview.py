@@ -13,10 +13,10 @@ from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
 from pipegraph.planner.prediction import Prediction
 from pipegraph.report.plan import summary
 from pipegraph.report.simulation import title
-from pipegraph.report.tables import clip, count, one_line, size, table
+from pipegraph.report.tables import clip, one_line, table
 from pipegraph.report.timeline_text import grid, legend
 from pipegraph.schedule import Schedule, Times, simulate
-from pipegraph.units import unit_of
+from pipegraph.units import TimeFormat, format_bytes, format_count
 
 _TIMES = ("forward", "input_grad", "weight_grad")
 
@@ -115,10 +115,13 @@ def stage_cells(package: Package) -> tuple[list[str], list[list[str]]]:
     headers = ["stage", "holds", "parameters", "forward", "weights"]
     if knows_times(manifest):
         times = [[float(stage.cost[name]) for name in _TIMES] for stage in manifest.stages]
-        unit = unit_of(max(map(sum, times)))
-        headers[4:4] = ["F", "I", "W", unit.name, "keeps"]
+        unit = TimeFormat.of_column(map(sum, times))
+        headers[4:4] = ["F", "I", "W", unit.unit, "keeps"]
         for row, stage, figures in zip(rows, manifest.stages, times, strict=True):
-            row[4:4] = [*(unit.number(each) for each in (*figures, sum(figures))), size(stage.cost["saved_bytes"])]
+            row[4:4] = [
+                *(unit.number(each) for each in (*figures, sum(figures))),
+                format_bytes(stage.cost["saved_bytes"]),
+            ]
     return headers, rows
 
 
@@ -143,8 +146,8 @@ def explanation(manifest: Manifest) -> list[str]:
 def _costs(package: Package, stage: StageEntry) -> list[str]:
     parameters, flops = stage.cost.get("parameters"), stage.cost.get("flops")
     return [
-        str(len(stage.parameters)) if parameters is None else count(parameters),
-        "" if flops is None else count(flops, "FLOP"),
+        str(len(stage.parameters)) if parameters is None else format_count(parameters),
+        "" if flops is None else format_count(flops, "FLOP"),
         stage.weights if stage.weights and package.has_weights else "buffers only" if stage.weights else "none",
     ]
 
@@ -157,7 +160,7 @@ def boundary_cells(manifest: Manifest) -> tuple[list[str], list[list[str]]]:
             f"{value.dtype}{list(value.shape)}",
             "caller" if value.producer == CALLER else f"stage {value.producer}",
             ", ".join(f"stage {consumer}" for consumer in value.consumers) or "no stage",
-            size(bytes_of(value)),
+            format_bytes(bytes_of(value)),
             "yes" if value.requires_grad else "no",
         ]
         for value in _crossing(manifest)

@@ -10,8 +10,9 @@ from pipegraph.package import Package
 from pipegraph.report.memory_kinds import memory_kinds
 from pipegraph.report.overview import boundary_cells, explanation, model_title, stage_cells
 from pipegraph.report.package_svg import package_svg
-from pipegraph.report.tables import clip, is_number, one_line, size
+from pipegraph.report.tables import clip, is_number, one_line
 from pipegraph.schedule import Schedule, to_csv
+from pipegraph.units import format_bytes
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -42,5 +43,5 @@ def package_page(package: Package, schedule: Schedule) -> str:
 
 def _memory(package: Package, schedule: Schedule) -> Table:
     ranks = memory_kinds(package.manifest, schedule)
-    rows = [[str(rank.rank), *map(size, rank.bytes.values()), size(rank.total)] for rank in ranks]
+    rows = [[str(rank.rank), *map(format_bytes, rank.bytes.values()), format_bytes(rank.total)] for rank in ranks]
     return ["rank", *(ranks[0].bytes if ranks else ()), "together"], rows

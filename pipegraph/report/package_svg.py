@@ -12,9 +12,10 @@ from pipegraph.report.predicted_step import predicted
 from pipegraph.report.simulation import Simulation
 from pipegraph.report.stages_svg import rank_colour, stages_drawing
 from pipegraph.report.svg import GREY, LETTER, picture, px, text
-from pipegraph.report.tables import clip, size
+from pipegraph.report.tables import clip
 from pipegraph.report.timeline_svg import timeline_drawing
 from pipegraph.schedule import Schedule, Times
+from pipegraph.units import format_bytes
 
 _MARGIN, _NARROWEST, _WIDEST = 36, 1080, 1500
 _ROW, _BAR = 34, 22  # of the memory of a rank
@@ -97,11 +98,11 @@ def _bar(rank: RankKinds, y: float, left: float, scale: float) -> Iterator[str]:
     yield f'<text x="29" y="{px(y + 15)}" text-anchor="middle" font-weight="600" fill="#ffffff">rank {rank.rank}</text>'
     x = left
     for kind, held in rank.bytes.items():
-        wide, said = held * scale, size(held)
+        wide, said = held * scale, format_bytes(held)
         yield f'<rect x="{px(x)}" y="{px(y)}" width="{px(wide)}" height="{_BAR}" fill="{KINDS[kind]}">'
         yield f"<title>{kind}: {said}</title></rect>"
         if wide > LETTER * len(said) + 8:
             yield f'<text x="{px(x + wide / 2)}" y="{px(y + 15)}" text-anchor="middle" fill="{ink(KINDS[kind])}" '
             yield f'pointer-events="none">{said}</text>'
         x += wide
-    yield f'<text x="{px(x + 8)}" y="{px(y + 15)}" font-weight="600">{size(rank.total)}</text>'
+    yield f'<text x="{px(x + 8)}" y="{px(y + 15)}" font-weight="600">{format_bytes(rank.total)}</text>'

@@ -14,9 +14,9 @@ from pipegraph.planner.plan import Plan
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.prediction import Neighbour, Prediction
 from pipegraph.report.colours import colour
-from pipegraph.report.tables import clip, one_line, size, table
+from pipegraph.report.tables import clip, one_line, table
 from pipegraph.schedule import Kind
-from pipegraph.units import percent, unit_of
+from pipegraph.units import TimeFormat, format_bytes, format_percent, format_seconds
 
 _BAR = 40  # columns of the longest bar
 _PARTS = ((Kind.F, "forward", "█"), (Kind.I, "input_grad", "▓"), (Kind.W, "weight_grad", "░"))
@@ -28,12 +28,12 @@ def summary(prediction: Prediction) -> str:
     sureness = _sureness(prediction)
     if not prediction.in_seconds:
         return f"largest stage  {prediction.amount(prediction.value)}{sureness}"
-    count, unit = prediction.microbatches, unit_of(prediction.value)
+    count = prediction.microbatches
     again = f" with recompute {prediction.recompute}" if prediction.has_backward else ""
     return (
-        f"predicted  {unit.text(prediction.value)} a step of {prediction.schedule} with {count} "
+        f"predicted  {format_seconds(prediction.value)} a step of {prediction.schedule} with {count} "
         f"microbatch{'es' if count > 1 else ''} on {prediction.hardware}{sureness}\n"
-        f"memory     {size(prediction.peak)} on the fullest rank{again}"
+        f"memory     {format_bytes(prediction.peak)} on the fullest rank{again}"
     )
 
 
@@ -56,7 +56,7 @@ def explained_prediction(prediction: Prediction, coloured: bool = False) -> Text
 def compared(comparison: Comparison) -> str:
     """The plans worth a choice, fastest first; what each loses and saves beside the first, the best."""
     best = comparison.best
-    unit = unit_of(best.per_microbatch)
+    unit = TimeFormat.of_column(choice.per_microbatch for choice in comparison.choices)
     rows = [_alternative(choice, best, unit.text) for choice in comparison.choices]
     headers = [
         "",
@@ -75,8 +75,8 @@ def compared(comparison: Comparison) -> str:
         "",
         f"* the best of {comparison.considered} plans, by the time of a microbatch. The others here need less memory; "
         "none found",
-        f"that is not here is faster with as little. {percent(SAME)} of time and {percent(WORTH)} of memory count as "
-        "equal.",
+        f"that is not here is faster with as little. {format_percent(SAME)} of time and {format_percent(WORTH)} of "
+        "memory count as equal.",
     ]
     return "\n".join(lines)
 
@@ -109,7 +109,6 @@ def comparison_dict(comparison: Comparison, plan: Plan) -> dict[str, Any]:
 
 
 def _alternative(choice: Choice, best: Choice, text: Any) -> list[str]:
-    step = unit_of(choice.value).text(choice.value)
     saved = 1 - choice.peak / best.peak
     return [
         "*" if choice is best else "",
@@ -117,11 +116,11 @@ def _alternative(choice: Choice, best: Choice, text: Any) -> list[str]:
         str(choice.schedule.stages),
         str(choice.schedule.microbatches),
         choice.aim.recompute,
-        step,
+        format_seconds(choice.value),
         text(choice.per_microbatch),
-        "" if choice is best else percent(choice.per_microbatch / best.per_microbatch - 1),
-        size(choice.peak),
-        "" if choice is best else percent(saved),
+        "" if choice is best else format_percent(choice.per_microbatch / best.per_microbatch - 1),
+        format_bytes(choice.peak),
+        "" if choice is best else format_percent(saved),
     ]
 
 
@@ -130,7 +129,7 @@ def _sureness(prediction: Prediction) -> str:
     if gap is None:
         return ""
     where = f"other cuts at the {prediction.places} places looked at are better"
-    return f"; no {where}" if gap < _PROVED else f"; {where} by {percent(gap)} at most"
+    return f"; no {where}" if gap < _PROVED else f"; {where} by {format_percent(gap)} at most"
 
 
 def _stages(prediction: Prediction, coloured: bool) -> Text:
@@ -138,8 +137,8 @@ def _stages(prediction: Prediction, coloured: bool) -> Text:
     longest = max(stage.total for stage in prediction.stages) or 1.0
     headers, rows = ["stage", "rank"], [[str(n), str(rank)] for n, rank in enumerate(prediction.placement)]
     if prediction.in_seconds:
-        unit = unit_of(longest)
-        headers += ["F", "I", "W", unit.name] if prediction.has_backward else [f"F {unit.name}"]
+        unit = TimeFormat.of_column([longest])
+        headers += ["F", "I", "W", unit.unit] if prediction.has_backward else [f"F {unit.unit}"]
         for row, stage in zip(rows, prediction.stages, strict=True):
             figures = [stage.forward, stage.input_grad, stage.weight_grad, stage.total]
             row += [unit.number(figure) for figure in (figures if prediction.has_backward else figures[:1])]
@@ -168,15 +167,22 @@ def _memory(prediction: Prediction) -> str:
         held = [n for n, where in enumerate(prediction.placement) if where == rank]
         saved = sum(prediction.stages[n].saved_bytes for n in held)
         parameters = sum(prediction.stages[n].parameter_bytes for n in held)
-        kept = [size(saved)] if prediction.has_backward else []
-        rows.append([str(rank), size(needed), size(parameters), *kept, "█" * round(_BAR / 2 * needed / most)])
+        kept = [format_bytes(saved)] if prediction.has_backward else []
+        rows.append(
+            [str(rank), format_bytes(needed), format_bytes(parameters), *kept, "█" * round(_BAR / 2 * needed / most)]
+        )
     keeps = ["a microbatch keeps"] if prediction.has_backward else []
     return table(["rank", "memory", "parameters", *keeps, ""], rows)
 
 
 def _cuts(prediction: Prediction) -> str:
     rows = [
-        [str(number), clip(cut.point, 44), size(cut.boundary_bytes), *_moves(prediction, (cut.earlier, cut.later))]
+        [
+            str(number),
+            clip(cut.point, 44),
+            format_bytes(cut.boundary_bytes),
+            *_moves(prediction, (cut.earlier, cut.later)),
+        ]
         for number, cut in enumerate(prediction.cuts, 1)
     ]
     return table(["stage", "begins at", "crosses", "one segment earlier", "one later"], rows)

@@ -11,12 +11,11 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.package import Manifest
 from pipegraph.report.planned_step import difference
 from pipegraph.report.predicted_step import predicted
-from pipegraph.report.tables import size, table
+from pipegraph.report.tables import table
 from pipegraph.runtime.measurements import COMPUTING, MeasuredRun
 from pipegraph.schedule import Kind, Schedule
-from pipegraph.units import TimeUnit, percent, rough, unit_of
+from pipegraph.units import TimeFormat, format_bytes, format_factor, format_percent
 
-_UNKNOWN = "—"
 _FAR = 0.3
 """Of what was predicted: by so much stages may take more or less before it is said what to do."""
 
@@ -135,7 +134,7 @@ def _off(balance: str, stages: Sequence[Mapping[Kind, Pair]]) -> str:
     )
     if abs(factor - 1) <= _FAR:
         return ""
-    said = f"Stages took {rough(factor)} times what was predicted."
+    said = f"Stages took {format_factor(factor)} times what was predicted."
     if balance != "time":
         return f"{said} They were priced by a measurement: was it of this device, and was that doing nothing else?"
     return (
@@ -159,7 +158,7 @@ def _heading(compared: Beside) -> str:
     if not count:
         return f"{priced}; memory as measured"
     steps = f"{count} step{'s' if count > 1 else ''}"
-    return f"{priced}; measured: medians of {steps}, without the first; times of stages in {_unit(compared).name}"
+    return f"{priced}; measured: medians of {steps}, without the first; times of stages in {_unit(compared).unit}"
 
 
 def _stages(compared: Beside) -> str:
@@ -169,24 +168,24 @@ def _stages(compared: Beside) -> str:
     for number, stage in enumerate(compared.stages):
         row = [str(number), str(compared.schedule.placement[number])]
         for pair in stage.values():
-            row += [_number(pair.predicted, unit), _number(pair.measured, unit), _error(pair)]
+            row += [unit.number(pair.predicted), unit.number(pair.measured), _error(pair)]
         rows.append(row)
     return table(headers, rows)
 
 
-def _unit(compared: Beside) -> TimeUnit:
+def _unit(compared: Beside) -> TimeFormat:
     """Of the times of stages."""
     pairs = [pair for stage in compared.stages for pair in stage.values()]
-    return unit_of(max((figure for pair in pairs for figure in (pair.predicted, pair.measured) if figure), default=1.0))
+    return TimeFormat.of_column(figure for pair in pairs for figure in (pair.predicted, pair.measured))
 
 
 def _steps(compared: Beside) -> str:
     step, bubble = compared.step, compared.bubble
-    unit = unit_of(max(step.predicted or 0.0, step.measured or 0.0))
+    unit = TimeFormat.of_column([step.predicted, step.measured])
     turns = f"step, {compared.schedule.ranks} ranks in turn"
-    rows = [["step" if bubble else turns, _text(step.predicted, unit), _text(step.measured, unit), _error(step)]]
+    rows = [["step" if bubble else turns, unit.text(step.predicted), unit.text(step.measured), _error(step)]]
     if bubble is not None:
-        parts = [_UNKNOWN if each is None else percent(each) for each in (bubble.predicted, bubble.measured)]
+        parts = [format_percent(each) for each in (bubble.predicted, bubble.measured)]
         rows.append(["bubble", *parts, ""])
     return table(["", "predicted", "measured", "error"], rows)
 
@@ -194,7 +193,7 @@ def _steps(compared: Beside) -> str:
 def _memory(compared: Beside) -> str:
     headers = ["rank", "state predicted", "measured", "saved predicted", "measured", "buffers predicted"]
     rows = [
-        [str(rank), *map(_bytes, (state.predicted, state.measured, saved.predicted, saved.measured, buffers))]
+        [str(rank), *map(format_bytes, (state.predicted, state.measured, saved.predicted, saved.measured, buffers))]
         for rank, (state, saved, buffers) in enumerate(
             zip(compared.state, compared.saved, compared.buffers, strict=True)
         )
@@ -202,13 +201,13 @@ def _memory(compared: Beside) -> str:
     allocated = compared.measured.allocated
     if len(allocated) == len(rows):
         headers.append("allocated")
-        rows = [[*row, _bytes(each)] for row, each in zip(rows, allocated, strict=True)]
+        rows = [[*row, format_bytes(each)] for row, each in zip(rows, allocated, strict=True)]
     lines = [
         table(headers, rows),
         "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most",
     ]
     if allocated and len(allocated) < len(rows):
-        lines.append(f"allocated on the GPU by all ranks together, at the most: {_bytes(sum(allocated))}")
+        lines.append(f"allocated on the GPU by all ranks together, at the most: {format_bytes(sum(allocated))}")
     return "\n".join(lines)
 
 
@@ -239,17 +238,5 @@ def beside_dict(compared: Beside) -> dict[str, Any]:
     }
 
 
-def _number(seconds: float | None, unit: TimeUnit) -> str:
-    return _UNKNOWN if seconds is None else unit.number(seconds)
-
-
-def _text(seconds: float | None, unit: TimeUnit) -> str:
-    return _UNKNOWN if seconds is None else unit.text(seconds)
-
-
-def _bytes(number: float | None) -> str:
-    return _UNKNOWN if number is None else size(int(number))
-
-
 def _error(pair: Pair) -> str:
-    return "" if pair.error is None else f"{pair.error * 100:+.1f} %".replace("-", "−")
+    return "" if pair.error is None else format_percent(pair.error, signed=True)

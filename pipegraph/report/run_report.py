@@ -13,7 +13,7 @@ from pipegraph.tracing.analysis.analyse import Analysis, StageKind
 from pipegraph.tracing.analysis.bubble import RankBubble
 from pipegraph.tracing.analysis.steps import MeasuredStep
 from pipegraph.tracing.predicted import links_known
-from pipegraph.units import TimeUnit, percent, unit_of
+from pipegraph.units import UNKNOWN, TimeFormat, format_percent, format_seconds
 
 CAUSES = ("warm-up and drain", "imbalance", "transfers", "overhead")
 """as `Causes` has them"""
@@ -23,7 +23,6 @@ MEANING_OF_CAUSES = (
     "idle until a message has come",
     "idle beyond that: the host between two actions, and actions that took longer than their medians",
 )
-_UNKNOWN = "—"
 
 
 def told_run(analysis: Analysis) -> str:
@@ -50,13 +49,13 @@ def step_line(analysis: Analysis) -> str:
     count = len(analysis.steps)
     of = f"median of {count} steps" if count > 1 else "one step"
     if analysis.run.takes_turns:
-        unit = unit_of(analysis.simulated.makespan)
+        unit = TimeFormat.of(analysis.simulated.makespan)
         said = (
             "the ranks took turns in one process; one step with a process each, simulated with what the actions took: "
         )
         said += unit.text(analysis.simulated.makespan)
     else:
-        unit = unit_of(analysis.makespan)
+        unit = TimeFormat.of(analysis.makespan)
         said = f"a step took {unit.text(analysis.makespan)} from its first action to its last ({of})"
     if analysis.expected is not None:
         said += f"; predicted {unit.text(analysis.expected.makespan)}"
@@ -76,7 +75,7 @@ def remarks(analysis: Analysis) -> Iterator[str]:
     if run.takes_turns:
         yield "note: ranks that take turns wait for each other, which is no bubble: theirs is of the simulated step"
     elif run.clock_error is not None and len(run.ranks) > 1:
-        yield f"note: the ranks' clocks agree to ± {unit_of(run.clock_error).text(run.clock_error)}"
+        yield f"note: the ranks' clocks agree to ± {format_seconds(run.clock_error)}"
         if any(hop < run.clock_error for hop in analysis.times.hops.values()):
             yield "note: messages took less than that, so that transfers and overhead are hardly told apart"
     yield from (f"note: {each}" for each in analysis.times.assumed)
@@ -91,17 +90,16 @@ def _counted(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
 
-def time_unit(analysis: Analysis) -> TimeUnit:
+def time_unit(analysis: Analysis) -> TimeFormat:
     """Of the times of stages."""
-    figures = [figure for each in analysis.stages for figure in (each.predicted, each.measured) if figure]
-    return unit_of(max(figures, default=1.0))
+    return TimeFormat.of_column(figure for each in analysis.stages for figure in (each.predicted, each.measured))
 
 
 def error_of(predicted: float | None, measured: float | None) -> str:
     """Of the prediction, as a part of what was measured: ``−12.3 %``."""
     if not predicted or not measured:
         return ""
-    return f"{(predicted / measured - 1) * 100:+.1f} %".replace("-0.0", "+0.0").replace("-", "−")
+    return format_percent(predicted / measured - 1, signed=True)
 
 
 def _stages(analysis: Analysis) -> str:
@@ -117,40 +115,40 @@ def _stages(analysis: Analysis) -> str:
         for kind in kinds:
             row += _cells(found.get((stage, kind)), unit)
         rows.append(row)
-    return f"a microbatch of each stage, in {unit.name} (medians)\n{table(headers, rows)}"
+    return f"a microbatch of each stage, in {unit.unit} (medians)\n{table(headers, rows)}"
 
 
-def _cells(each: StageKind | None, unit: TimeUnit) -> list[str]:
+def _cells(each: StageKind | None, unit: TimeFormat) -> list[str]:
     if each is None:
-        return [_UNKNOWN, _UNKNOWN, ""]
-    figures = [_UNKNOWN if each_ is None else unit.number(each_) for each_ in (each.predicted, each.measured)]
+        return [UNKNOWN, UNKNOWN, ""]
+    figures = [unit.number(figure) for figure in (each.predicted, each.measured)]
     return [*figures, error_of(each.predicted, each.measured)]
 
 
 def _bubbles(analysis: Analysis) -> str:
     if not analysis.bubble:
         return "no rank was recorded whole, so that no bubble can be told"
-    unit = unit_of(max(bubble.makespan for bubble in analysis.bubble))
+    unit = TimeFormat.of_column(bubble.makespan for bubble in analysis.bubble)
     rows = [
         [
             str(bubble.rank),
             unit.number(bubble.busy),
             unit.number(bubble.idle),
-            percent(bubble.idle / bubble.makespan if bubble.makespan else 0.0),
+            format_percent(bubble.idle / bubble.makespan if bubble.makespan else 0.0),
             *cause_cells(analysis, bubble, unit),
         ]
         for bubble in analysis.bubble
     ]
     of = "the simulated step" if analysis.run.takes_turns else "a step (mean)"
     headers = ["rank", "computes", "idle", "of the step", *CAUSES]
-    return f"what each rank does in {of}, in {unit.name}, and why it is idle\n{table(headers, rows)}"
+    return f"what each rank does in {of}, in {unit.unit}, and why it is idle\n{table(headers, rows)}"
 
 
-def cause_cells(analysis: Analysis, bubble: RankBubble, unit: TimeUnit) -> list[str]:
+def cause_cells(analysis: Analysis, bubble: RankBubble, unit: TimeFormat) -> list[str]:
     """The causes as numbers; of a step that was simulated without them, transfers and overhead are not known."""
     known = 2 if analysis.run.takes_turns else len(CAUSES)
     figures = [unit.number(cause) for cause in astuple(bubble.causes)]
-    return [*figures[:known], *[_UNKNOWN] * (len(CAUSES) - known)]
+    return [*figures[:known], *[UNKNOWN] * (len(CAUSES) - known)]
 
 
 def run_dict(analysis: Analysis) -> dict[str, Any]:

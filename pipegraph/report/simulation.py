@@ -11,7 +11,7 @@ from typing import Any
 from pipegraph.report.colours import chunks_of
 from pipegraph.report.tables import one_line
 from pipegraph.schedule import Schedule, SearchedSchedule, Timeline, Times, lower_bound, simulate
-from pipegraph.units import TimeUnit, percent, unit_of
+from pipegraph.units import TimeFormat, format_percent
 
 _MOST_RANKS = 16  # whose figures are told one by one
 
@@ -47,8 +47,8 @@ class Simulation:
         return self.timeline.makespan / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
 
     @cached_property
-    def unit(self) -> TimeUnit:
-        return unit_of(self.timeline.makespan) if self.in_seconds else TimeUnit()
+    def unit(self) -> TimeFormat:
+        return TimeFormat.of(self.timeline.makespan) if self.in_seconds else TimeFormat()
 
 
 def title(schedule: Schedule) -> str:
@@ -68,8 +68,8 @@ def figures(simulation: Simulation) -> str:
     times = [unit.text(time) for time in (timeline.makespan, timeline.span, simulation.lower_bound)]
     width = max(map(len, times))
     lines = [
-        ("makespan", f"{times[0]:<{width}}   bubble {percent(timeline.bubble)}"),
-        ("span", f"{times[1]:<{width}}   bubble {percent(timeline.span_bubble)}"),
+        ("makespan", f"{times[0]:<{width}}   bubble {format_percent(timeline.bubble)}"),
+        ("span", f"{times[1]:<{width}}   bubble {format_percent(timeline.span_bubble)}"),
         ("lower bound", f"{times[2]:<{width}}   {_gap(simulation)}"),
         ("peak activations", _peaks(timeline.peak_activations, simulation.memory_limit)),
         ("critical path", timeline.describe_critical_path()),
@@ -118,7 +118,7 @@ def simulation_dict(simulation: Simulation) -> dict[str, Any]:
 def _gap(simulation: Simulation) -> str:
     if simulation.gap < 5e-4:
         return "reached" if simulation.gap < 1e-9 else "all but reached"
-    return f"makespan {percent(simulation.gap)} above it"
+    return f"makespan {format_percent(simulation.gap)} above it"
 
 
 def _peaks(peaks: Sequence[int], limit: int | None) -> str:

@@ -17,9 +17,9 @@ from pipegraph.package import CALLER, Manifest, StageEntry, Value
 from pipegraph.report.colours import MEANING, colour, ink
 from pipegraph.report.overview import bytes_of, holds, knows_times
 from pipegraph.report.svg import DARK, GREY, LETTER, LINE, px, text
-from pipegraph.report.tables import clip, count, size
+from pipegraph.report.tables import clip
 from pipegraph.schedule import Kind, Schedule
-from pipegraph.units import unit_of
+from pipegraph.units import TimeFormat, format_bytes, format_count
 
 _CARD, _HEIGHT, _GAP = 440, 62, 44  # width and height of a stage, and the way to the next one
 _LANE = 24  # of a value that goes around stages
@@ -73,13 +73,13 @@ def _card(manifest: Manifest, stage: StageEntry, rank: int, left: float) -> Iter
 
 def _sizes(stage: StageEntry) -> str:
     cost, said = stage.cost, []
-    said.append(f"{count(cost.get('parameters', len(stage.parameters)))} parameters")
+    said.append(f"{format_count(cost.get('parameters', len(stage.parameters)))} parameters")
     if "parameters" not in cost:
         said[0] = f"{len(stage.parameters)} parameter tensors"
     if "flops" in cost:
-        said.append(f"{count(cost['flops'], 'FLOP')} forward")
+        said.append(f"{format_count(cost['flops'], 'FLOP')} forward")
     if "saved_bytes" in cost:
-        said.append(f"keeps {size(cost['saved_bytes'])} for its backward")
+        said.append(f"keeps {format_bytes(cost['saved_bytes'])} for its backward")
     return "  ·  ".join(said)
 
 
@@ -132,7 +132,11 @@ def _said(values: list[Value], note: str) -> str:
     bold = f'<tspan font-weight="600" fill="{DARK}">{text(name)}</tspan>'
     shape = clip(f"{first.dtype}{list(first.shape)}", 30)
     both = first.producer != CALLER and back and values[0].consumers
-    amount = f"{size(total)}, {'as much' if back == total else size(back)} back" if both else size(total)
+    amount = (
+        f"{format_bytes(total)}, {'as much' if back == total else format_bytes(back)} back"
+        if both
+        else format_bytes(total)
+    )
     every = f"<title>{text('; '.join(map(str, values)))}</title>"
     said = "  ·  ".join([f"  {shape}{more}", amount]) + (f", {note}" if note else "")
     return f"{every}{bold}{text(clip(said, _SAID - len(name)))}"
@@ -165,15 +169,15 @@ def _skips(manifest: Manifest, lanes: dict[tuple[int, int], int], left: float) -
         yield f'stroke="{_ARROW}" stroke-width="1.4"/><path d="M{px(left - 8)} {end - 5}v10l8 -5z" fill="{_ARROW}"/>'
         middle = px((start + end) / 2)
         yield f'<text transform="translate({px(x - 5)} {middle}) rotate(-90)" text-anchor="middle" font-size="10" '
-        yield f'fill="{_ARROW}">{text(size(sum(map(bytes_of, values))))}</text></g>'
+        yield f'fill="{_ARROW}">{text(format_bytes(sum(map(bytes_of, values))))}</text></g>'
 
 
 def _times(manifest: Manifest, left: float, width: float) -> Iterator[str]:
     """F, I and W of each stage as one bar, all in one scale."""
     times = [{kind: float(stage.cost[name]) for kind, name in _TIMES.items()} for stage in manifest.stages]
     longest = max(sum(each.values()) for each in times)
-    unit, scale = unit_of(longest), (width - 80) / longest if longest > 0 else 0.0
-    yield f'<text x="{px(left)}" y="18" font-size="13" font-weight="600">time of one microbatch, in {unit.name}</text>'
+    unit, scale = TimeFormat.of_column([longest]), (width - 80) / longest if longest > 0 else 0.0
+    yield f'<text x="{px(left)}" y="18" font-size="13" font-weight="600">time of one microbatch, in {unit.unit}</text>'
     x = left + LETTER * 41
     for kind in _TIMES:
         fill = colour(kind, 0, 1)
@@ -207,4 +211,5 @@ def _flops(manifest: Manifest, left: float, width: float) -> Iterator[str]:
     for stage, flops in enumerate(work if most else []):
         long, y = flops / most * (width - 80), _top(stage) + (_HEIGHT - _BAR) / 2
         yield f'<rect x="{px(left)}" y="{px(y)}" width="{px(long)}" height="{_BAR}" fill="{_FLOPS}"/>'
-        yield f'<text x="{px(left + long + 8)}" y="{px(y + 17)}" font-weight="600">{text(count(flops, "FLOP"))}</text>'
+        said = text(format_count(flops, "FLOP"))
+        yield f'<text x="{px(left + long + 8)}" y="{px(y + 17)}" font-weight="600">{said}</text>'

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-
-_THOUSANDS = ("", "k", "M", "G", "T", "P", "E")
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -56,32 +52,6 @@ def markdown(text: str) -> str:
 def is_number(cell: str) -> bool:
     """Whether a cell may stand among numbers: one that is unknown may."""
     return cell.lstrip("+−")[:1].isdigit() or cell in ("", "—", "inf", "nan")
-
-
-def count(number: float, unit: str = "") -> str:
-    """Three figures and a decimal prefix.
-
-    >>> count(12_584_960), count(51_300_000_000, "FLOP"), count(7)
-    ('12.6 M', '51.3 GFLOP', '7')
-    """
-    power = 0 if number < 1000 else min(int(math.log10(number) // 3), len(_THOUSANDS) - 1)
-    scaled = number / 1000**power
-    if round(scaled, 1) >= 1000 and power < len(_THOUSANDS) - 1:
-        power, scaled = power + 1, scaled / 1000
-    text = f"{scaled:.0f}" if power == 0 else f"{scaled:.1f}"
-    return f"{text} {_THOUSANDS[power]}{unit}".rstrip()
-
-
-def size(number: int) -> str:
-    """Bytes with a binary prefix.
-
-    >>> size(2 * 2**20), size(100)
-    ('2.0 MiB', '100 B')
-    """
-    scaled, power = float(number), 0
-    while scaled >= 1024 and power < len(_BINARY) - 1:
-        scaled, power = scaled / 1024, power + 1
-    return f"{scaled:.0f} B" if power == 0 else f"{scaled:.1f} {_BINARY[power]}"
 
 
 def one_line(text: str) -> str:

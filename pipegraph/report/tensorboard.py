@@ -20,7 +20,7 @@ from pipegraph.report.timeline_png import timeline_png
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Schedule, Timeline, simulate
 from pipegraph.tracing.scalars import StepFigures, batch_sizes
-from pipegraph.units import unit_of
+from pipegraph.units import TimeFormat
 
 _MIB = 2**20
 _FLUSHED = 5  # seconds after which a figure is on disk; waiting for it at every step would take time of the steps
@@ -92,7 +92,7 @@ class StepWriter:
         import numpy as np
 
         said = f"measured, step {step}" if what == "measured" else what
-        image = timeline_png(self._schedule, timeline, unit_of(timeline.makespan), said)
+        image = timeline_png(self._schedule, timeline, TimeFormat.of(timeline.makespan), said)
         self._writer.add_image(f"timeline/{what}", np.asarray(image), step, dataformats="HWC")
 
     def _add_settings(self, settings: dict[str, str | float], metrics: list[str]) -> None:

@@ -12,7 +12,7 @@ from pipegraph.report.simulation import title
 from pipegraph.report.svg import DARK, GREY, LIGHT, LINE
 from pipegraph.report.tables import clip
 from pipegraph.schedule import Schedule, Timeline
-from pipegraph.units import TimeUnit, percent, ticks
+from pipegraph.units import TimeFormat, format_percent, tick_marks
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,13 +26,13 @@ _DIGIT = 6.5  # width of a digit in a box
 _SCALE, _SMOOTH = 2, 2  # pixels of the image to a point; and how much larger it is drawn
 
 
-def timeline_png(schedule: Schedule, timeline: Timeline, unit: TimeUnit, what: str) -> Image:
+def timeline_png(schedule: Schedule, timeline: Timeline, unit: TimeFormat, what: str) -> Image:
     """The image of a timeline whose times are shown in ``unit``; ``what`` it is, such as ``predicted``."""
     from PIL.Image import Resampling
 
     page = _Page(schedule, timeline)
     page.text(_LEFT, 14, clip(f"{title(schedule)} · {what}", 100), size=17)
-    said = f"step {unit.text(timeline.makespan)} (bubble {percent(timeline.bubble)})"
+    said = f"step {unit.text(timeline.makespan)} (bubble {format_percent(timeline.bubble)})"
     page.text(_LEFT, 38, said, size=12, fill=GREY)
     page.legend()
     page.lanes()
@@ -91,13 +91,13 @@ class _Page:
                 self.text(_LEFT - 10, y + 24, f"stages {', '.join(shown)}", 8, GREY, "rm")
             self.rectangle(_LEFT, y, self._length, _BOX, LIGHT)
 
-    def axis(self, unit: TimeUnit) -> None:
+    def axis(self, unit: TimeFormat) -> None:
         bottom = self._lane(self._schedule.ranks) - _BETWEEN
-        for tick in ticks(self._timeline.makespan / unit.size, max(2, int(self._length / 90))):
+        for tick in tick_marks(self._timeline.makespan / unit.size, max(2, int(self._length / 90))):
             x = _LEFT + tick * unit.size * self._scale
             self._draw.line([(_pixels(x), _pixels(_TOP - 4)), (_pixels(x), _pixels(bottom + 6))], LINE, _SMOOTH)
             self.text(x, bottom + 10, unit.number(tick * unit.size), 11, GREY, "ma")
-        self.text(_LEFT - 10, bottom + 10, f"time in {unit.name}" if unit.name else "time", 11, GREY, "ra")
+        self.text(_LEFT - 10, bottom + 10, f"time in {unit.unit}" if unit.unit else "time", 11, GREY, "ra")
 
     def boxes(self) -> None:
         most, chunks = chunks_of(self._schedule)

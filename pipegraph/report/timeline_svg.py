@@ -19,7 +19,7 @@ from pipegraph.report.simulation import Simulation, title
 from pipegraph.report.svg import GREY, LETTER, LIGHT, LINE, picture, px, text
 from pipegraph.report.tables import clip
 from pipegraph.schedule import Event, Kind
-from pipegraph.units import percent, ticks
+from pipegraph.units import format_percent, tick_marks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 64, 92, 40  # around the lanes
 _BOX, _MEMORY, _BETWEEN = 24, 14, 8  # heights of a box and the curve below it, and the gap to the next lane
@@ -77,9 +77,9 @@ def _head(simulation: Simulation) -> Iterator[str]:
     """The title, the figures and the legend."""
     timeline, unit = simulation.timeline, simulation.unit
     said = [
-        f"makespan {unit.text(timeline.makespan)} (bubble {percent(timeline.bubble)})",
-        f"span {unit.text(timeline.span)} (bubble {percent(timeline.span_bubble)})",
-        f"lower bound {unit.text(simulation.lower_bound)} (gap {percent(simulation.gap)})",
+        f"makespan {unit.text(timeline.makespan)} (bubble {format_percent(timeline.bubble)})",
+        f"span {unit.text(timeline.span)} (bubble {format_percent(timeline.span_bubble)})",
+        f"lower bound {unit.text(simulation.lower_bound)} (gap {format_percent(simulation.gap)})",
         f"at most {max(timeline.peak_activations)} saved activations on a rank",
     ]
     name = text(clip(title(simulation.schedule), 90))
@@ -131,13 +131,13 @@ def _axis(simulation: Simulation, scale: float) -> Iterator[str]:
             stages = f"stages {held[0]}, {held[1]}" if len(held) == 2 else f"{held[0]}, {held[1]} … {held[-1]}"
             yield f'<text {at} y="{y + 30}" font-size="9" fill="{GREY}">{stages}</text>'
         yield f'<rect x="{_LEFT}" y="{y}" width="{px(length)}" height="{_BOX}" fill="{LIGHT}"/>'
-    shown = ticks(timeline.makespan / unit.size, max(2, int(length / 80)))
+    shown = tick_marks(timeline.makespan / unit.size, max(2, int(length / 80)))
     for tick in shown:
         x = px(_LEFT + tick * unit.size * scale)
         yield f'<path d="M{x} {_TOP - 4}V{bottom + 6}" stroke="{LINE}" stroke-width="0.7"/>'
         number = unit.number(tick * unit.size)
         yield f'<text x="{x}" y="{bottom + 19}" text-anchor="middle" fill="{GREY}">{number}</text>'
-    name = f"time in {unit.name}" if unit.name else "time"
+    name = f"time in {unit.unit}" if unit.unit else "time"
     yield f'<text x="{_LEFT - 10}" y="{bottom + 19}" text-anchor="end" fill="{GREY}">{name}</text>'
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from pipegraph.report.colours import MEANING, TONES, chunks_of, colour, ink, kinds_of, tones
 from pipegraph.report.simulation import Simulation, figures, title
 from pipegraph.schedule import Event, Schedule, Timeline
-from pipegraph.units import TimeUnit, ticks
+from pipegraph.units import TimeFormat, tick_marks
 
 _MOST_LINES = 100  # of a folded grid; a longer one is drawn in one block, without the numbers that do not fit
 _WIDEST = 12  # columns of all boxes ÷ columns that their texts need; what is more is waiting for a slow link
@@ -50,7 +50,7 @@ def grid(
     timeline: Timeline,
     width: int | None = None,
     coloured: bool = False,
-    unit: TimeUnit | None = None,
+    unit: TimeFormat | None = None,
 ) -> Text:
     """Draw a schedule; with a unit, below an axis of time.
 
@@ -74,7 +74,7 @@ def grid(
         lines += [Text()] if lines else []
         if unit is not None:
             axis = _axis(timeline, scale, first, last, unit)
-            lines.append(Text(f"{unit.name or 'time':<{len(labels[0])}}{axis}".rstrip()))
+            lines.append(Text(f"{unit.unit or 'time':<{len(labels[0])}}{axis}".rstrip()))
         lines += [_line(label, row, first, last) for label, row in zip(labels, rows, strict=True)]
     return Text("\n").join(lines)
 
@@ -173,11 +173,11 @@ def _pieces(box: Box, start: int, end: int) -> Iterator[tuple[str, Style]]:
     yield text[before + len(number) :], plain
 
 
-def _axis(timeline: Timeline, scale: float, first: int, last: int, unit: TimeUnit) -> str:
+def _axis(timeline: Timeline, scale: float, first: int, last: int, unit: TimeFormat) -> str:
     """Round times, each above the column where it begins."""
     end = timeline.makespan / unit.size
     line = ""
-    for tick in ticks(end, max(2, _columns(timeline.makespan, scale) // 10)):
+    for tick in tick_marks(end, max(2, _columns(timeline.makespan, scale) // 10)):
         column = _columns(tick * unit.size, scale)
         if first <= column < last:
             line = f"{line:<{column - first}}{unit.number(tick * unit.size)}"

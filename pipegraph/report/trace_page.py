@@ -32,13 +32,12 @@ from pipegraph.report.trace_page_data import page_data
 from pipegraph.tracing.analysis.advice import WORTH
 from pipegraph.tracing.analysis.analyse import Analysis
 from pipegraph.tracing.analysis.bubble import RankBubble
-from pipegraph.units import percent, unit_of
+from pipegraph.units import UNKNOWN, TimeFormat, format_percent, format_seconds
 
 _PAGES = Path(__file__).with_name("pages")
 _SCRIPT = ("trace_view.js", "trace_paint.js", "trace_controls.js")
 _COMPUTES = "#1b5faa"
 _CAUSE_COLOURS = ("#aab4c2", "#8a5bb5", "#1f9e8f", "#4b5262")
-_UNKNOWN = "—"
 
 
 def trace_page(analysis: Analysis) -> str:
@@ -99,32 +98,32 @@ def _alternative(analysis: Analysis) -> str:
 def _figures(analysis: Analysis) -> Iterator[dict[str, str]]:
     turns = analysis.run.takes_turns
     measured = analysis.simulated.makespan if turns else analysis.makespan
-    unit, expected = unit_of(measured), analysis.expected
+    unit, expected = TimeFormat.of(measured), analysis.expected
     count = len(analysis.steps)
     aside = "with a process for each rank" if turns else f"median of {count}" if count > 1 else "the only one recorded"
     yield {"name": "a step, simulated" if turns else "a step", "value": unit.text(measured), "aside": aside}
     if expected is None:
-        yield {"name": "predicted", "value": _UNKNOWN, "aside": "the package has no predicted times"}
+        yield {"name": "predicted", "value": UNKNOWN, "aside": "the package has no predicted times"}
     else:
         off = expected.makespan / measured - 1 if measured else 0.0
-        aside = f"{percent(abs(off))} {'less' if off < 0 else 'more'} than that"
+        aside = f"{format_percent(abs(off))} {'less' if off < 0 else 'more'} than that"
         yield {"name": "predicted", "value": unit.text(expected.makespan), "aside": aside}
     if analysis.bubble:
         idle = sum(bubble.idle for bubble in analysis.bubble)
         total = sum(bubble.makespan for bubble in analysis.bubble) or 1.0
-        told = "" if expected is None else f"predicted {percent(_idle_part(analysis))}"
-        yield {"name": "bubble, mean of ranks", "value": percent(idle / total), "aside": told}
+        told = "" if expected is None else f"predicted {format_percent(_idle_part(analysis))}"
+        yield {"name": "bubble, mean of ranks", "value": format_percent(idle / total), "aside": told}
         most = max(range(len(CAUSES)), key=lambda n: sum(astuple(bubble.causes)[n] for bubble in analysis.bubble))
         part = sum(astuple(bubble.causes)[most] for bubble in analysis.bubble)
         yield {
             "name": "largest part of it",
-            "value": percent(part / idle if idle else 0.0),
+            "value": format_percent(part / idle if idle else 0.0),
             "aside": CAUSES[most],
         }
     if analysis.took is not None:
         yield {
             "name": "a step, ranks in turn" if turns else "with data and optimizer",
-            "value": unit_of(analysis.took).text(analysis.took),
+            "value": format_seconds(analysis.took),
             "aside": "with data and optimizer" if turns else "a step",
         }
 
@@ -138,7 +137,7 @@ def _idle_part(analysis: Analysis) -> float:
 
 def _bubble(analysis: Analysis) -> dict[str, Any]:
     names = ("computes", *CAUSES)
-    unit = unit_of(max((bubble.makespan for bubble in analysis.bubble), default=1.0))
+    unit = TimeFormat.of_column(bubble.makespan for bubble in analysis.bubble)
     colours = (_COMPUTES, *_CAUSE_COLOURS)
 
     def row(bubble: RankBubble) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def _bubble(analysis: Analysis) -> dict[str, Any]:
             {"width": round(100 * figure / whole, 3), "colour": fill, "title": f"{name}: {unit.text(figure)}"}
             for name, figure, fill in zip(names, figures, colours, strict=True)
         ]
-        cells = [unit.number(bubble.busy), unit.number(bubble.idle), percent(bubble.idle / whole)]
+        cells = [unit.number(bubble.busy), unit.number(bubble.idle), format_percent(bubble.idle / whole)]
         return {"rank": bubble.rank, "parts": parts, "cells": [*cells, *cause_cells(analysis, bubble, unit)]}
 
     count = len([each for each in analysis.bubbles if each])
@@ -156,7 +155,7 @@ def _bubble(analysis: Analysis) -> dict[str, Any]:
     return {
         "bubble": [row(bubble) for bubble in analysis.bubble],
         "bubble_of": of,
-        "bubble_headers": [unit.name, "computes", "idle", "of the step", *CAUSES],
+        "bubble_headers": [unit.unit, "computes", "idle", "of the step", *CAUSES],
         "parts": [{"name": name, "colour": fill} for name, fill in zip(names, colours, strict=True)],
         "causes": [{"name": name, "meaning": told} for name, told in zip(CAUSES, MEANING_OF_CAUSES, strict=True)],
     }
@@ -178,7 +177,7 @@ def _stages(analysis: Analysis) -> dict[str, Any]:
                 "colour": fill,
                 "ink": ink(fill),
                 "cells": [
-                    *(_UNKNOWN if figure is None else unit.number(figure) for figure in figures),
+                    *map(unit.number, figures),
                     error_of(*figures),
                 ],
                 "bars": [
@@ -190,8 +189,8 @@ def _stages(analysis: Analysis) -> dict[str, Any]:
     headers = [
         "a microbatch",
         "",
-        f"predicted {unit.name}",
-        f"measured {unit.name}",
+        f"predicted {unit.unit}",
+        f"measured {unit.unit}",
         "error",
         "one above the other",
     ]
@@ -203,7 +202,7 @@ def _candidates(analysis: Analysis) -> Iterator[dict[str, Any]]:
         yield {
             "change": one_line(each.change),
             "assuming": one_line(each.assuming),
-            "gain": f"{each.gain * 100:+.1f} %".replace("-", "−").replace("+", ""),
+            "gain": format_percent(each.gain),
             "of": "a step" if each.same_batch else "a microbatch",
             "better": each.gain >= WORTH,
         }

@@ -11,7 +11,7 @@ from pipegraph.tracing.analysis.analyse import Analysis
 from pipegraph.tracing.analysis.critical import measured_timeline
 from pipegraph.tracing.analysis.steps import MeasuredStep
 from pipegraph.tracing.analysis.times import messages
-from pipegraph.units import unit_of
+from pipegraph.units import TimeFormat
 
 _MOST = 60_000  # actions and messages on a page; more steps than that are left out
 
@@ -20,7 +20,7 @@ def page_data(analysis: Analysis) -> dict[str, Any]:
     """The data of ``pages/trace_view.js``, which says how actions and messages are written."""
     schedule = analysis.run.schedule
     most, chunks = chunks_of(schedule)
-    unit = unit_of(analysis.step.makespan)
+    unit = TimeFormat.of(analysis.step.makespan)
     kept = _kept(analysis)
     timelines = [
         ("predicted", "predicted", analysis.expected),
@@ -34,7 +34,7 @@ def page_data(analysis: Analysis) -> dict[str, Any]:
         for kind in kinds_of(schedule)
     }
     return {
-        "unit": {"name": unit.name, "microseconds": unit.size * 1e6},
+        "unit": {"name": unit.unit, "microseconds": unit.size * 1e6},
         "ranks": [
             {"stages": [n for n, place in enumerate(schedule.placement) if place == rank]}
             for rank in range(schedule.ranks)

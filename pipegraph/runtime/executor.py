@@ -15,7 +15,7 @@ from torch import Tensor
 from pipegraph.errors import RuntimeFault
 from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
-from pipegraph.progress import tell
+from pipegraph.progress import report_progress
 from pipegraph.runtime.observer import Observer
 from pipegraph.runtime.processes.faults import ActionFailed
 from pipegraph.runtime.receive_lookahead import receives_due
@@ -113,7 +113,7 @@ class Executor:
                 differentiable=self._schedule.has_backward,
                 kinds=needed,
             )
-        tell("running the first step")
+        report_progress("running the first step")
 
     def _post(self, step: Step, action: Action) -> None:
         message = self._transfers[action]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipegraph.errors import PackageError, PipegraphError, nearest
 from pipegraph.kernels.sharded import is_sharded, shards
 from pipegraph.package import Manifest, Package
-from pipegraph.progress import counted
+from pipegraph.progress import track
 
 Stages = Mapping[int, nn.Module]
 
@@ -39,7 +39,7 @@ def load_stages(
         )
     stages = {}
     with torch.random.fork_rng(devices=[]):  # making layers must not move the caller's random numbers
-        for index in counted("loading weights of stages", indices):
+        for index in track("loading weights of stages", indices):
             if made_up:
                 stages[index] = _initialised(package.load_stage(index, "cpu", weights=False)).to(device)
             else:

@@ -12,7 +12,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest, Package
 from pipegraph.report.predicted_vs_measured import Beside, Pair
 from pipegraph.schedule import Kind
-from pipegraph.units import rough
+from pipegraph.units import format_factor
 
 _DIGITS = 4
 _UNEVEN = 2.0
@@ -118,7 +118,7 @@ def recalibrated(hardware: Hardware, manifest: Manifest, compared: Beside) -> Ha
 def ratios(hardware: Hardware) -> str:
     """A profile's correction: ``F × 2.4, I × 2.1, W × 2.3``."""
     each = astuple(hardware.measured_ratio)
-    return ", ".join(f"{kind} × {rough(ratio)}" for kind, ratio in zip("FIW", each, strict=True))
+    return ", ".join(f"{kind} × {format_factor(ratio)}" for kind, ratio in zip("FIW", each, strict=True))
 
 
 def uneven(compared: Beside) -> Iterator[str]:
@@ -129,8 +129,9 @@ def uneven(compared: Beside) -> Iterator[str]:
         if found and max(found)[0] > _UNEVEN * min(found)[0]:
             (least, one), (most, other) = min(found), max(found)
             yield (
-                f"{kind} took {rough(least)} times what was predicted in stage {one}, and {rough(most)} times in stage "
-                f"{other}: one ratio cannot correct both. Try: pipegraph calibrate, or a machine that does nothing else"
+                f"{kind} took {format_factor(least)} times what was predicted in stage {one}, and "
+                f"{format_factor(most)} times in stage {other}: one ratio cannot correct both. "
+                "Try: pipegraph calibrate, or a machine that does nothing else"
             )
 
 

@@ -16,7 +16,7 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.model_output import mean_square, output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
-from pipegraph.progress import counted
+from pipegraph.progress import track
 from pipegraph.runtime.measurements import COMPUTING, ActionTimes, MeasuredRun, SavedBytes
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.group import TIMEOUT
@@ -108,7 +108,7 @@ class Training:
 
         In the first step of all, which compiles, what is saved is weighed; in the others every action is timed.
         """
-        for index in counted("training steps", range(len(self._seconds), len(self._seconds) + count)):
+        for index in track("training steps", range(len(self._seconds), len(self._seconds) + count)):
             self._pipeline.observe(self._times if index else self._weights)
             self._optimizer.zero_grad()
             start = time.perf_counter()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipegraph.planner.arguments import parse_bytes
+from pipegraph.units import parse_bytes
 from tests.cli.command import Command
 
 MODEL = """
@@ -90,5 +90,5 @@ def test_a_parameter_that_fits_nowhere(pipegraph: Command, model: Path) -> None:
     )
     done = pipegraph("plan", large, "--ranks", 4, "--memory", "1.5MiB")
     assert (done.code, done.out) == (3, "")
-    assert "The largest parameter, layers.0.weight, takes 4 MiB with its gradient" in done.err
+    assert "The largest parameter, layers.0.weight, takes 4.0 MiB with its gradient" in done.err
     assert "Try: --memory 5MiB, or shard the stage" in done.err

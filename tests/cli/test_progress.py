@@ -20,7 +20,7 @@ from rich.live import Live
 
 from pipegraph.cli import progress
 from pipegraph.kernels import internals
-from pipegraph.progress import counted, tell, told_to
+from pipegraph.progress import listen, report_progress, track
 from pipegraph.runtime.processes import progress_relay
 from tests.cli.command import ROOT, Command
 
@@ -99,16 +99,16 @@ def test_lines_and_warnings_stand_above_the_bar(
     terminal = on_terminal(monkeypatch)
     with progress.progress("beginning") as say:
         shown_until(terminal, "beginning …")
-        tell("counting", 3, 7)
+        report_progress("counting", 3, 7)
         shown_until(terminal, "3 of 7")
         progress.warn("warning: look out")
         say("a line")
-        tell("counting", 4, 7)
+        report_progress("counting", 4, 7)
         shown_until(terminal, "4 of 7")
     assert "warning: look out" in lines(terminal.getvalue())
     assert capsys.readouterr().out == "a line\n"
     so_far = terminal.getvalue()
-    tell("counting", 5, 7)
+    report_progress("counting", 5, 7)
     progress.warn("warning: later")
     assert terminal.getvalue() == f"{so_far}warning: later\n"
 
@@ -136,7 +136,7 @@ def test_ctrl_c_while_the_bar_is_drawn_anew_leaves_the_terminal_whole(monkeypatc
 def test_short_work_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch, patience=1.0)
     with progress.progress("beginning"):
-        tell("counting", 3, 7)
+        report_progress("counting", 3, 7)
     assert terminal.getvalue() == ""
 
 
@@ -152,25 +152,25 @@ def test_nothing_is_shown_without_a_terminal(pipegraph: Command, chain: Path, mo
 def test_kernels_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals, "_compile_graph", lambda module: module)
     told: list[tuple[str, int, int]] = []
-    with told_to(lambda *each: told.append(each)):
+    with listen(lambda *each: told.append(each)):
         assert internals.compile_graphs(["one", "two"]) == ["one", "two"]  # type: ignore[list-item, comparison-overlap]
     assert told == [(what, done, 2) for what in ("writing kernels", "compiling kernels") for done in range(3)]
 
 
 def test_who_listens_is_told() -> None:
     told: list[tuple[str, int, int]] = []
-    tell("nobody hears this")
-    with told_to(lambda *each: told.append(each)):
-        assert list(counted("items", "ab")) == ["a", "b"]
-        tell("something")
-    tell("nobody hears this")
+    report_progress("nobody hears this")
+    with listen(lambda *each: told.append(each)):
+        assert list(track("items", "ab")) == ["a", "b"]
+        report_progress("something")
+    report_progress("nobody hears this")
     assert told == [("items", 0, 2), ("items", 1, 2), ("items", 2, 2), ("something", 0, 0)]
 
 
 def test_what_a_child_says_arrives_in_order() -> None:
     """All of it, also what was said right before the end."""
     heard: list[object] = []
-    with told_to(lambda *each: heard.append(each)), progress_relay.relayed(heard.append):
+    with listen(lambda *each: heard.append(each)), progress_relay.relayed(heard.append):
         child = progress_relay.Relay.to_parent()
         assert child is not None
         assert progress_relay.Relay.to_parent() is None  # nor do children of the child have it
@@ -189,7 +189,7 @@ def test_who_reads_no_more_ends_the_run() -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     def run() -> None:
-        with told_to(lambda *each: None), progress_relay.relayed(say):
+        with listen(lambda *each: None), progress_relay.relayed(say):
             child = progress_relay.Relay.to_parent()
             assert child is not None
             with closing(child):
@@ -208,7 +208,7 @@ def test_a_quiet_rank_shows_nothing_and_tells_no_parent(
     monkeypatch.setenv("PIPEGRAPH_PROGRESS", str(tmp_path / "told"))
     terminal = on_terminal(monkeypatch)
     with progress.progress("beginning", quiet=True) as say:
-        tell("counting", 3, 7)
+        report_progress("counting", 3, 7)
         say("a line")
         assert "PIPEGRAPH_PROGRESS" not in os.environ
     assert terminal.getvalue() == ""

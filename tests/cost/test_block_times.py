@@ -18,7 +18,7 @@ from pipegraph.cost.price import price
 from pipegraph.cost.segments.chain import find_chain
 from pipegraph.cost.segments.distinct_blocks import Block, TraceOptions, group_segments
 from pipegraph.errors import PlanError
-from pipegraph.progress import told_to
+from pipegraph.progress import listen
 from tests.cost.models import model
 
 QUICK = MeasureOptions(kernels="eager", seconds=0.02)
@@ -46,7 +46,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_what_was_measured_once_is_not_measured_again(runs: list[int], tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     every = blocks()
-    with told_to(lambda *each: told.append(each)):
+    with listen(lambda *each: told.append(each)):
         first = measure(every, QUICK, Cache(tmp_path))
         assert told[0][0].startswith(f"measuring {len(every)} distinct blocks on ")
         what, done, rounds = told[-1]

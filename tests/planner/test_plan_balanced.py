@@ -117,7 +117,8 @@ def test_each_cut_has_a_reason() -> None:
     assert (cut.point, cut.boundary_bytes, cut.later) == ("6", 16 * 64 * 4, None)  # no stage behind the last layer
     assert cut.earlier is not None and cut.earlier.value > made.value
     assert made.reason(0) == (
-        f"stages 0 and 1 take 2.228 µs and 2.359 µs; 4 KiB cross; one segment earlier, at 5, {made.change(cut.earlier)}"
+        "stages 0 and 1 take 2.228 µs and 2.359 µs; 4.0 KiB cross; one segment earlier, at 5, "
+        f"{made.change(cut.earlier)}"
     )
 
 
@@ -153,7 +154,7 @@ def test_a_frozen_parameter_needs_no_more_than_itself() -> None:
     layer = 4 * (256 * 256 + 256)
     found = pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=1.2 * layer).prediction
     assert found is not None and layer <= found.memory[0] < 1.2 * layer
-    with pytest.raises(PlanError, match=r"parameter, 0.weight, takes 256 KiB, and a rank has 100 KiB"):
+    with pytest.raises(PlanError, match=r"parameter, 0.weight, takes 256.0 KiB, and a rank has 100.0 KiB"):
         pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=100 * 2**10)
 
 
@@ -179,7 +180,7 @@ def test_nothing_fits() -> None:
 
 
 def test_the_largest_parameter_does_not_fit() -> None:
-    with pytest.raises(PlanError, match=r"The largest parameter, 6.weight, takes 384 KiB .* a rank has 300 KiB"):
+    with pytest.raises(PlanError, match=r"The largest parameter, 6.weight, takes 384.0 KiB .* a rank has 300.0 KiB"):
         plan(stages=2, memory_bytes=300 * 1024)
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError
 from pipegraph.planner import solve
-from pipegraph.planner.arguments import parse_bytes
-from pipegraph.planner.solver.memory_shortage import limit_for
 from pipegraph.schedule import Schedule, from_csv
+from pipegraph.units import bytes_option, parse_bytes
 from tests.planner.brute import costs, every_cut, makespan, memory, slowest_stage, small_schedules
 
 SAVES = [SegmentCost(1.0, 1.0, 1.0, 0, 100, 10)] * 8
@@ -69,7 +68,7 @@ def test_where_nothing_crosses_no_bytes_are_counted() -> None:
 
 @given(st.integers(1, 2**45))
 def test_a_limit_that_is_told_does_and_is_close(needed: int) -> None:
-    limit = parse_bytes(limit_for(needed))
+    limit = parse_bytes(bytes_option(needed))
     assert needed <= limit <= max(2**20, 1.001 * needed)
 
 
@@ -127,12 +126,12 @@ def test_too_little_memory_says_what_to_do() -> None:
     with pytest.raises(PlanError) as caught:
         solve(SAVES, stages=2, schedule="zb-h1", microbatches=4, memory_bytes=600)
     assert str(caught.value).splitlines() == [
-        "No cuts fit into 600 bytes on each rank: 960 bytes (960 bytes) would do, and no less.",
-        "Of that, rank 0 needs 160 bytes for parameters, buffers, gradients and optimizer state, 800 bytes for saved "
-        "activations, which recompute or smaller microbatches make less, and 0 bytes for receive buffers. "
+        "No cuts fit into 600 B on each rank: 960 B (960 bytes) would do, and no less.",
+        "Of that, rank 0 needs 160 B for parameters, buffers, gradients and optimizer state, 800 B for saved "
+        "activations, which recompute or smaller microbatches make less, and 0 B for receive buffers. "
         "What a kernel needs while it runs comes on top.",
-        "The least on a rank depends on their number: with 4 stages on 4 ranks it is 880 bytes, "
-        "with 8 stages on 8 ranks it is 440 bytes.",
+        "The least on a rank depends on their number: with 4 stages on 4 ranks it is 880 B, "
+        "with 8 stages on 8 ranks it is 440 B.",
     ]
 
 

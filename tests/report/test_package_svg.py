@@ -81,12 +81,12 @@ def test_costs_are_bars_in_one_scale() -> None:
     root = drawn(package(2, PRICED))
     bars: dict[str, list[float]] = {}
     for box in root.iter(f"{SVG}rect"):
-        if found := re.fullmatch(r"([FIW]) \d ms", box.findtext(f"{SVG}title") or ""):
+        if found := re.fullmatch(r"([FIW]) \d\.\d+ ms", box.findtext(f"{SVG}title") or ""):
             bars.setdefault(found[1], []).append(float(box.get("width", "")))
     assert {kind: len(widths) for kind, widths in bars.items()} == {"F": 2, "I": 2, "W": 2}
     assert bars["I"][0] == pytest.approx(2 * bars["F"][0], abs=0.02)
     assert bars["W"][1] == pytest.approx(3 * bars["F"][1], abs=0.02)
-    assert said(root).count("6 ms") == 2
+    assert said(root).count("6.000 ms") == 2
 
 
 def test_memory_by_kind() -> None:

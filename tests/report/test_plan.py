@@ -47,15 +47,15 @@ def test_summary() -> None:
     weighed = replace(PREDICTION, unit="FLOP", balance="flops", value=2.5e12, lower_bound=2.5e12)
     assert summary(weighed) == "largest stage  2.5 TFLOP; no other cuts at the 40 places looked at are better"
     counted = replace(PREDICTION, unit="parameters", balance="parameters", value=10_290_000, lower_bound=None)
-    assert summary(counted) == "largest stage  10.29 M parameters"
+    assert summary(counted) == "largest stage  10.3 M parameters"
 
 
 def test_stages_memory_and_cuts() -> None:
     assert explained_prediction(PREDICTION).plain.splitlines() == [
-        "stage  rank   F    I    W  ms",
-        "    0     0   5    0   15  20  ██████████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░",
-        "    1     1  10   10    0  20  ████████████████████▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓",
-        "    2     2   5  2.5  2.5  10  ██████████▓▓▓▓▓░░░░░",
+        "stage  rank      F      I      W     ms",
+        "    0     0   5.00   0.00  15.00  20.00  ██████████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░",
+        "    1     1  10.00  10.00   0.00  20.00  ████████████████████▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓",
+        "    2     2   5.00   2.50   2.50  10.00  ██████████▓▓▓▓▓░░░░░",
         "",
         "rank   memory  parameters  a microbatch keeps",
         "   0  3.0 GiB   256.0 MiB           256.0 MiB  ████████████████████",
@@ -83,6 +83,6 @@ def test_colour_changes_no_text() -> None:
 
 def test_a_reason_in_words() -> None:
     assert PREDICTION.reason(1) == (
-        "stages 1 and 2 take 20 ms and 10 ms; 2 MiB cross; one segment earlier, at layers.7.mlp, no change; "
+        "stages 1 and 2 take 20 ms and 10 ms; 2.0 MiB cross; one segment earlier, at layers.7.mlp, no change; "
         "one segment later, at layers.8.mlp, does not fit"
     )

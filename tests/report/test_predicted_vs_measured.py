@@ -73,11 +73,11 @@ def test_tables() -> None:
         "predicted (time on here); measured: medians of 3 steps, without the first; times of stages in ms",
         "",
         "stage  rank  F predicted  measured    error  B predicted  measured    error",
-        "    0     0            4         5  −20.0 %            8         8   +0.0 %",
-        "    1     1            5         5   +0.0 %           10        12  −16.7 %",
+        "    0     0         4.00      5.00  −20.0 %         8.00      8.00   +0.0 %",
+        "    1     1         5.00      5.00   +0.0 %        10.00     12.00  −16.7 %",
         "",
         "        predicted  measured    error",
-        "step        50 ms     40 ms  +25.0 %",
+        "step     50.00 ms  40.00 ms  +25.0 %",
         "bubble     40.0 %    15.0 %",
         "",
         "rank  state predicted  measured  saved predicted  measured  buffers predicted",
@@ -169,7 +169,7 @@ def test_ranks_in_one_process_take_turns() -> None:
         "The plan was 1f1b with 2 microbatches on 2 ranks, and this was 1f1b with 4 microbatches on 2 ranks. Try: "
         + PLANNED,
     )
-    assert "step, 2 ranks in turn     108 ms     40 ms  +170.0 %" in told(found)
+    assert "step, 2 ranks in turn   108.0 ms   40.0 ms  +170.0 %" in told(found)
     assert "bubble" not in told(found)
 
 
@@ -179,11 +179,11 @@ def test_a_package_without_prices() -> None:
         "nothing was predicted; measured: medians of 3 steps, without the first; times of stages in ms",
         "",
         "stage  rank  F predicted  measured  error  B predicted  measured  error",
-        "    0     0            —         5                   —         8",
-        "    1     1            —         5                   —        12",
+        "    0     0            —      5.00                   —      8.00",
+        "    1     1            —      5.00                   —     12.00",
         "",
         "        predicted  measured  error",
-        "step            —     40 ms",
+        "step            —  40.00 ms",
         "bubble          —    15.0 %",
         "",
         "rank  state predicted  measured  saved predicted  measured  buffers predicted",

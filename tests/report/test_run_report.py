@@ -28,13 +28,13 @@ with data and optimizer 11 ms
 
 a microbatch of each stage, in ms (medians)
 stage  rank  F predicted  measured   error  B predicted  measured    error
-    0     0            1         1  +0.0 %          1.5         2  −25.0 %
-    1     1            1         1  +0.0 %          1.5         2  −25.0 %
+    0     0        1.000     1.000  +0.0 %        1.500     2.000  −25.0 %
+    1     1        1.000     1.000  +0.0 %        1.500     2.000  −25.0 %
 
 what each rank does in a step (mean), in ms, and why it is idle
-rank  computes   idle  of the step  warm-up and drain  imbalance  transfers  overhead
-   0         6  5.667       48.6 %                  3          0          1     1.667
-   1         8  3.667       31.4 %                  3          0     0.6667         0
+rank  computes  idle  of the step  warm-up and drain  imbalance  transfers  overhead
+   0      6.00  5.67       48.6 %               3.00       0.00       1.00      1.67
+   1      8.00  3.67       31.4 %               3.00       0.00       0.67      0.00
 
 critical path of step 3
   0F0 → 1F0 → 1B1 → 0B1: rank 1 60%, rank 0 30%, transfers and overhead 10%

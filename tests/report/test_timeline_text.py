@@ -9,12 +9,12 @@ from rich.text import Text
 from pipegraph.report.colours import colour, ink
 from pipegraph.report.timeline_text import grid, legend
 from pipegraph.schedule import Kind, Schedule, Times, build, simulate
-from pipegraph.units import TimeUnit
+from pipegraph.units import TimeFormat
 
 
 def drawn(schedule: Schedule, width: int | None = None, coloured: bool = False, times: Times | None = None) -> Text:
     timeline = simulate(schedule, times or Times.equal(schedule.stages))
-    return grid(schedule, timeline, width, coloured, TimeUnit())
+    return grid(schedule, timeline, width, coloured, TimeFormat())
 
 
 def backgrounds(text: Text, number: int) -> list[tuple[str, str]]:

@@ -19,6 +19,7 @@ from pipegraph.graph.captured import Captured
 from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.stage_modules import stage_modules
+from pipegraph.units import format_count
 
 _TIES_LISTED = 4
 
@@ -93,15 +94,7 @@ def _parameter_names(captured: Captured, stage: StageGraph) -> dict[str, str]:
 
 def cost_text(cost: StageCost) -> str:
     """``12.6 M parameters, 51.3 GFLOP``."""
-    return f"{scaled(cost.parameters)} parameters, {scaled(cost.flops, 'FLOP')}"
-
-
-def scaled(number: int, unit: str = "") -> str:
-    """``12.6 M``, or ``51.3 GFLOP`` with a unit."""
-    for factor, prefix in ((10**15, "P"), (10**12, "T"), (10**9, "G" if unit else "B"), (10**6, "M"), (10**3, "k")):
-        if number >= factor:
-            return f"{number / factor:.1f} {prefix}{unit}"
-    return f"{number} {unit}".rstrip()
+    return f"{format_count(cost.parameters, 'parameters')}, {format_count(cost.flops, 'FLOP')}"
 
 
 def _ties(captured: Captured, stage: StageGraph, tree: Tree) -> Iterator[str]:

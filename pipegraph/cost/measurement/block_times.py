@@ -21,7 +21,8 @@ from pipegraph.cost.segments.distinct_blocks import Block, memory_of
 from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, random_state
 from pipegraph.errors import PlanError
 from pipegraph.kernels import make
-from pipegraph.progress import counted, tell
+from pipegraph.progress import report_progress, track
+from pipegraph.units import format_bytes, format_seconds
 from pipegraph.version import __version__
 
 # A stage runs several equal layers in turn, so that the weights of the next one are seldom in a core's cache. So many
@@ -147,7 +148,7 @@ def _threads(count: int | None) -> Iterator[None]:
 def _run(blocks: Sequence[Block], setting: MeasureOptions) -> list[BlockTimes]:
     device = torch.device(setting.device)
     _check_memory(blocks, device)
-    tell(f"measuring {len(blocks)} distinct blocks on {device_name(device)}")
+    report_progress(f"measuring {len(blocks)} distinct blocks on {device_name(device)}")
     generator = torch.Generator(device).manual_seed(0)
     rounds = _Rounds([_Run.of(block, setting, device, generator) for block in blocks], device)
     others = 0 if setting.has_own_device else setting.ranks - 1
@@ -159,7 +160,7 @@ def _run(blocks: Sequence[Block], setting: MeasureOptions) -> list[BlockTimes]:
         once = time.perf_counter() - start
         count = min(max(int(setting.seconds / max(once, 1e-9)), _LEAST_ROUNDS), _MOST_ROUNDS)
         rounds.clock.readings.clear()
-        for _ in counted(f"measuring {len(blocks)} distinct blocks, {count * once:.0f} s", range(count)):
+        for _ in track(f"measuring {len(blocks)} distinct blocks, {format_seconds(round(count * once))}", range(count)):
             rounds.next()
     return [BlockTimes(*(rounds.clock.median(index, kind) for kind in "FIW")) for index in range(len(blocks))]
 
@@ -303,7 +304,7 @@ def _check_memory(blocks: Sequence[Block], device: torch.device) -> None:
     needed, free = sum(map(_bytes, blocks)), _free_bytes(device)
     if free is not None and needed > free:
         raise PlanError(
-            f"To measure {len(blocks)} distinct blocks takes {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are "
+            f"To measure {len(blocks)} distinct blocks takes {format_bytes(needed)}, and {format_bytes(free)} are "
             f"free on {device}.\nTry: --balance time, which runs nothing, or a smaller microbatch."
         )
 

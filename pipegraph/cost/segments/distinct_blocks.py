@@ -31,7 +31,7 @@ from pipegraph.kernels.graphs.division import is_view
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.modules.module_state import ModuleState
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, leaves_of, trace
-from pipegraph.progress import tell
+from pipegraph.progress import report_progress
 
 LossOf = Callable[[Any, Any], Tensor]
 """(what the model returns, in its own nesting; one microbatch's target) → the loss of no dimensions."""
@@ -176,7 +176,7 @@ def group_segments(chain: Chain, tracing: TraceOptions) -> SegmentGroups:
         total = len({*blocks, *(subgraph.key for _, subgraph in subgraphs)})
         for run, subgraph in subgraphs:
             if subgraph.key not in blocks:
-                tell("pricing distinct blocks", len(blocks), total)
+                report_progress("pricing distinct blocks", len(blocks), total)
                 between = repeats and not (run in whole and counts[subgraph.key] > 1)
                 recompute = "min-cut" if tracing.recompute == "block" and between else tracing.recompute
                 blocks[subgraph.key] = _block(subgraph, counts[subgraph.key], replace(tracing, recompute=recompute))

@@ -13,6 +13,7 @@ from pipegraph.planner.solver.prefix_sums import HELD, SAVED, Integers, Sums
 from pipegraph.planner.solver.search.cut_search import even_cuts, search
 from pipegraph.planner.solver.search.cut_space import Space
 from pipegraph.planner.solver.search.incumbents import EQUAL, Pool
+from pipegraph.units import format_bytes
 
 MemoryOf = Callable[[int], Memory]
 """Of the same schedule with so many stages. Raises ScheduleError or PlanError where that is none."""
@@ -59,13 +60,13 @@ def _least(sums: Sums, memory: Memory, effort: float) -> tuple[Integers, float, 
 def _what_would_do(memory: Memory, needed: float, bound: float) -> str:
     proved = bound >= needed * (1 - EQUAL)
     low, high = min(memory.limits), memory.limit
-    has, base, more = f"{size(high)} on each rank", 0.0, ""
+    has, base, more = f"{format_bytes(high)} on each rank", 0.0, ""
     if low < high:
-        has, base, more = f"{size(low)} to {size(high)} on a rank", high, " more on each"
+        has, base, more = f"{format_bytes(low)} to {format_bytes(high)} on a rank", high, " more on each"
     least, known = math.ceil(needed - base), math.floor(bound - base)
     return (
-        f"No cuts{'' if proved else ' that were found'} fit into {has}: {size(least)} ({least} bytes){more} would do, "
-        f"{'and no less' if proved else f'and less than {size(known)}{more} would not'}."
+        f"No cuts{'' if proved else ' that were found'} fit into {has}: {format_bytes(least)} ({least} bytes){more} "
+        f"would do, {'and no less' if proved else f'and less than {format_bytes(known)}{more} would not'}."
     )
 
 
@@ -73,9 +74,9 @@ def _what_it_is(memory: Memory, cuts: Integers) -> str:
     state, saved, buffers = (part[:, 0] for part in memory.parts(cuts[None]))
     rank = memory.fullest(cuts)
     return (
-        f"Of that, rank {rank} needs {size(state[rank])} for parameters, buffers, gradients and optimizer state, "
-        f"{size(saved[rank])} for saved activations, which recompute or smaller microbatches make less, and "
-        f"{size(buffers[rank])} for receive buffers. What a kernel needs while it runs comes on top."
+        f"Of that, rank {rank} needs {format_bytes(state[rank])} for parameters, buffers, gradients and optimizer "
+        f"state, {format_bytes(saved[rank])} for saved activations, which recompute or smaller microbatches make less, "
+        f"and {format_bytes(buffers[rank])} for receive buffers. What a kernel needs while it runs comes on top."
     )
 
 
@@ -91,25 +92,7 @@ def _with_more_stages(sums: Sums, memory: Memory, effort: float, memory_of: Memo
         except (ScheduleError, PlanError):
             break
         needed = _least(sums, larger, _LOOK * effort)[1]
-        tried.append(f"with {stages} stages on {larger.ranks} ranks it is {size(needed)}")
+        tried.append(f"with {stages} stages on {larger.ranks} ranks it is {format_bytes(needed)}")
         if needed <= memory.limit:
             break
     return [f"The least on a rank depends on their number: {', '.join(tried)}."] if tried else []
-
-
-def size(count: float) -> str:
-    """Bytes as a person writes them: ``79.2 GiB``."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
-
-
-def limit_for(needed: int) -> str:
-    """The least that an option takes, in four digits, and does for so many bytes: ``79.21GiB``."""
-    unit, name, count = 2**20, "MiB", max(needed, 2**20)
-    if count >= 2**30:
-        unit, name = 2**30, "GiB"
-    step = 10 ** max(0, 4 - len(str(count // unit)))
-    return f"{-(-count * step // unit) / step:.10g}{name}"

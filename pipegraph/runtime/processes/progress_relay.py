@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipegraph.progress import Listener, current
+from pipegraph.progress import Listener, current_listener
 
 _FILE = "PIPEGRAPH_PROGRESS"
 _OFTEN = 0.05  # seconds between two looks
@@ -37,7 +37,7 @@ class Relay:
         return None if file is None or quiet else Relay(file)
 
     def tell(self, what: str, done: int, total: int) -> None:
-        """As `pipegraph.progress.tell`."""
+        """As `pipegraph.progress.report_progress`."""
         self._write([what, done, total])
 
     def say(self, line: str) -> None:
@@ -58,7 +58,7 @@ def relayed(say: Say) -> Iterator[None]:
 
     Where nobody reads what is printed any more, the body is interrupted as by Ctrl-C, and the OSError raised.
     """
-    listener = current()
+    listener = current_listener()
     if listener is None:
         yield
         return
