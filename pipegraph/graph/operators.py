@@ -1,9 +1,9 @@
 """What pipegraph knows about ATen operators beyond their schemas and tags: one table, one row per kind of operator.
 
-To add an operator, add its name to a row with the same columns, or add a row. ``codegen/operator_spellings.py`` holds
-the functions behind the column ``spelling``; ``cost/roofline/operator_roles.py`` reads ``loop`` and ``rate``,
-and ``cost/roofline/flops.py`` ``flops_like``. An operator without a row is understood from its schema: which arguments
-it writes into or shares memory with, and which function or method of torch does the same.
+To add an operator, add its name to a row with the same columns, or add a row. The functions behind the column
+``spelling`` are in ``codegen/expressions/operator_spellings.py``; ``cost/roofline/operator_roles.py`` reads ``loop``
+and ``rate``, and ``cost/roofline/flops.py`` ``flops_like``. An operator without a row is understood from its schema:
+which arguments it writes into or shares memory with, and which function or method of torch does the same.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Operator:
         factory: whether it takes a tensor for its shape, dtype and device alone.
         uninitialized: whether the values of its result are undefined.
         dropout: whether it drops values if its argument ``train`` says so.
-        spelling: the form of its Python source, a key of ``codegen.operator_spellings.FORMS``; "F.name" is the
-            function of that name in ``torch.nn.functional``.
+        spelling: the form of its Python source, a key of ``FORMS`` in ``codegen/expressions/operator_spellings.py``;
+            "F.name" is the function of that name in ``torch.nn.functional``.
         loop: how Inductor runs it.
         rate: the operator or kind of loop whose measured rate bounds its own, if that has another name.
         flops_like: the operator whose formula in ``torch.utils.flop_counter`` holds for it.

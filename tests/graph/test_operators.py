@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-from pipegraph.codegen.operator_spellings import FORMS
 from torch import fx
 
+from pipegraph.codegen.expressions.operator_spellings import FORMS
 from pipegraph.graph.operators import _ROWS, OPERATORS, Operator, View, operator_of
 
 NAMES = [name for names, _ in _ROWS for name in names.split()]
