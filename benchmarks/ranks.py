@@ -114,6 +114,9 @@ class SleepingKernels:
     def begin(self) -> None:
         pass
 
+    def retrace(self) -> None:
+        pass
+
     def prepare(self, *_: Any, **__: Any) -> None:
         pass
 

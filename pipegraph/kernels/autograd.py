@@ -45,6 +45,9 @@ class AutogradKernels:
     def begin(self) -> None:
         pass
 
+    def retrace(self) -> None:
+        pass
+
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
         pass
 

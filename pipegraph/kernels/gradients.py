@@ -1,4 +1,4 @@
-"""The strides that a tensor is to have."""
+"""Gradients as autograd lays them out, added to `.grad` as `Tensor.backward` does."""
 
 from __future__ import annotations
 
@@ -11,37 +11,41 @@ from pipegraph.kernels.sharded import is_sharded, layout, local, rebuilt
 
 
 def with_strides(gradient: Tensor, value: Tensor) -> Tensor:
-    """The gradient with the strides of `value`, which the graphs were traced for."""
+    """Return the gradient with the strides of `value`, which the graphs were traced for."""
     if gradient.stride() == value.stride():
         return gradient
-    made = torch.empty_strided(value.shape, value.stride(), dtype=gradient.dtype, device=gradient.device)
-    return made.copy_(gradient)
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=gradient.dtype, device=gradient.device)
+    return copy.copy_(gradient)
 
 
-def accumulate(found: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor | None] = ()) -> None:
-    """Add (parameter, gradient) pairs. A parameter's first gradient becomes its `.grad` itself, without a copy, unless
-    its strides are not those of the parameter, which everyone takes for granted.
+def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor | None] = ()) -> None:
+    """Add gradients to the `.grad` of parameters.
 
-    A gradient shares memory with nothing else, unless it stands there twice, or among those `shared`. That of a DTensor
-    is its local tensor, in the placements of the parameter, and so is the sum.
+    A parameter's first gradient becomes its `.grad` without a copy, if it has the parameter's strides, which optimizers
+    and others rely on.
+
+    Args:
+        pairs: (parameter, gradient). The gradient of a DTensor is its local tensor, in the parameter's placements. A
+            gradient shares its memory with no other tensor, unless it comes twice or is `shared`.
+        shared: tensors that others hold too.
     """
     sums: list[Tensor] = []
-    added: list[Tensor] = []
-    given = set(map(id, shared))
-    for parameter, gradient in found:
+    addends: list[Tensor] = []
+    taken = set(map(id, shared))
+    for parameter, gradient in pairs:
         if parameter.grad is None:
             own = _laid_out(gradient, local(parameter))
-            if id(own) in given:
+            if id(own) in taken:
                 own = own.clone()
-            given.add(id(own))
+            taken.add(id(own))
             parameter.grad = rebuilt(own, parameter)
         elif not is_sharded(parameter) or layout(parameter.grad) == layout(parameter):
             sums.append(local(parameter.grad))
-            added.append(gradient)
-        else:  # someone else put a gradient there, in another layout
+            addends.append(gradient)
+        else:  # the user put a gradient there, in another layout
             parameter.grad = parameter.grad + rebuilt(gradient, parameter)
     if sums:
-        torch._foreach_add_(sums, added)
+        torch._foreach_add_(sums, addends)
 
 
 def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:

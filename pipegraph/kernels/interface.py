@@ -9,15 +9,18 @@ from typing import Any, Protocol
 from torch import Tensor
 
 Loss = Callable[[tuple[Tensor, ...], Any], Tensor]
-"""(the stage's outputs, one microbatch's target) → a loss of no dimensions."""
+"""(the stage's outputs, one microbatch's target) → a loss without dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What the forward of one microbatch gives.
+    """The result of one microbatch's forward.
 
-    `outputs` and `loss` are detached. `saved` is what the backward needs, and belongs to the kernels: the caller keeps
-    it from F to the end of B, or of W, and lets it go, so that activations live as long as the schedule needs them.
+    Attributes:
+        outputs: detached.
+        loss: detached; None if none was asked for.
+        saved: what the backward needs, in a form of the kernels' own. The caller keeps it from F to the end of B or W,
+            so activations live as long as the schedule needs them.
     """
 
     outputs: tuple[Tensor, ...]
@@ -28,38 +31,45 @@ class Forward:
 class StageKernels(Protocol):
     """F, I, W and B of one stage, without state between microbatches.
 
-    Gradients of outputs come in the order of the stage's outputs, with that of the loss as one more at the end where a
-    loss was asked for; None stands for an output that nothing used. Gradients of inputs go out in the order of the
-    inputs; None stands for an input that needs none, or did not take part. Gradients of parameters are added to
-    `.grad` as `Tensor.backward` would.
+    The gradients of outputs are given in the order of the stage's outputs, then that of the loss if there is one; None
+    for an output that nothing used. The gradients of inputs are returned in the order of the inputs; None for an input
+    that needs none or had no part. Gradients of parameters are added to `.grad` as `Tensor.backward` does.
     """
 
     def begin(self) -> None:
-        """Before each step: look for what has changed in stage and loss since the last one."""
+        """Compare stage and loss with the last step. Called before each step."""
+        ...
+
+    def retrace(self) -> None:
+        """Forget what was traced: the next call traces the stage and its loss again. Not called within a step."""
         ...
 
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
-        """Compile what a step needs, of `kinds` (some of F, I, W and B), for arguments like these of `forward`.
+        """Compile what a step needs, ahead of its first action.
 
-        Not needed: what was not prepared is compiled when it is first called, rank after rank along the pipeline.
-        What is wrong with stage or loss is left for `forward` to say.
+        Optional: otherwise each kernel is compiled at its first call, rank after rank along the pipeline. An error of
+        the stage or the loss is left for `forward` to raise.
+
+        Args:
+            inputs, target, with_loss, differentiable: arguments like those of `forward` in the step.
+            kinds: some of F, I, W and B.
         """
         ...
 
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
     ) -> Forward:
-        """F. With `with_loss`, the loss of the outputs and `target` too; `saved` is None unless `differentiable`."""
+        """Run F, and with `with_loss` the loss of its outputs and `target`. Unless `differentiable`, save nothing."""
         ...
 
     def backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """B: the gradients of the inputs; those of the parameters are accumulated."""
+        """Run B: return the gradients of the inputs, and accumulate those of the parameters."""
         ...
 
     def input_backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """I: the gradients of the inputs. W follows with the same `saved`, which holds what it needs."""
+        """Run I: return the gradients of the inputs. W follows with the same `saved`."""
         ...
 
     def weight_backward(self, saved: Any) -> None:
-        """W, once after I: the gradients of the parameters are accumulated."""
+        """Run W, once after I: accumulate the gradients of the parameters."""
         ...

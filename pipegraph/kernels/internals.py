@@ -14,13 +14,17 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from pipegraph.progress import track
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 """Takes the tensors out of the list that it is called with, so that it can let them go."""
 
+
+# Structures of lists, tuples, dicts and registered classes as torch.export knows them. torch.utils has no public name.
+tree_flatten, tree_unflatten, tree_leaves = pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_leaves
 
 OpOverload = torch._ops.OpOverload
 """The class of an operation such as `torch.ops.aten.add.Tensor`. It has no public name."""
@@ -40,6 +44,51 @@ def is_view_operation(operation: Any) -> bool:
     """Return whether an operation's one result shares the memory of an argument. Only the schema says so."""
     returns = operation._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to. Autograd's count has no public name."""
+    return tensor._version
+
+
+def storage_identity(tensor: Tensor) -> int:
+    """A number for a tensor's memory. Without memory there is no `data_ptr`."""
+    return tensor.untyped_storage()._cdata
+
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+
+
+def tensor_dicts(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """A module's own parameters and buffers. Through `setattr` a parameter cannot be replaced by a plain tensor."""
+    return module._parameters, module._buffers  # type: ignore[return-value]
+
+
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's children by name. `named_children` leaves out None, and a child that comes again."""
+    return module._modules
+
+
+def hook_dicts(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """A module's hooks by kind and by number. There is no public way to ask for hooks."""
+    held = vars(module)
+    return {name: held[name] for name in _HOOKS if held.get(name)}
+
+
+def hook_numbers(module: nn.Module) -> tuple[int, ...]:
+    """The numbers of a module's hooks, which no other hook of the process ever has."""
+    return tuple(number for hooks in hook_dicts(module).values() for number in hooks)
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether autograd calls a hook of a parameter. There is no public way to ask."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds that is no tensor, child or hook. The names of these places are private."""
+    places = {"_parameters", "_buffers", "_modules", *_HOOKS}
+    return {name: item for name, item in vars(module).items() if name not in places}
 
 
 def fake_tensors() -> Any:

@@ -1,4 +1,4 @@
-"""The registry of kernels. Another kind of kernels is one more maker here."""
+"""The registry of kernels. A new kind of kernels is one more maker here."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.interface import Loss, StageKernels
 
 Maker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None], StageKernels]
-"""(stage, which inputs want a gradient, which outputs get one, the loss behind the last stage) → kernels"""
+"""(stage, which inputs want a gradient, for which outputs one arrives, the loss behind the last stage) → kernels"""
 
 RECOMPUTE = ("none", "min-cut", "block")
-"""What the backward computes again instead of keeping it: nothing, what torch's partitioner would, or the block."""
+"""What the backward computes again instead of reading it: nothing, what torch's partitioner chooses, or the block."""
 
 
-def _autograd(recompute: str) -> Maker:
+def _autograd(recompute: str, max_variants: int) -> Maker:
     return AutogradKernels
 
 
-def _traced(name: str) -> Callable[[str], Maker]:
-    def maker(recompute: str) -> Maker:
-        from pipegraph.kernels.compiled.compilers import compiler, options  # which take torch's own with them
+def _traced(name: str) -> Callable[[str, int], Maker]:
+    def maker(recompute: str, max_variants: int) -> Maker:
+        from pipegraph.kernels.compiled.compilers import compiler, options  # which import torch's compiler
         from pipegraph.kernels.traced import TracedKernels
 
-        return partial(TracedKernels, compiler=compiler(name), options=options(name, recompute))
+        return partial(
+            TracedKernels, compiler=compiler(name), options=options(name, recompute), max_variants=max_variants
+        )
 
     return maker
 
 
-_MAKERS: dict[str, Callable[[str], Maker]] = {
+_MAKERS: dict[str, Callable[[str, int], Maker]] = {
     "inductor": _traced("inductor"),
     "eager": _traced("eager"),
     "autograd": _autograd,
@@ -40,15 +42,22 @@ _MAKERS: dict[str, Callable[[str], Maker]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The kinds of kernels there are."""
+    """Return the names of all kinds of kernels."""
     return tuple(_MAKERS)
 
 
-def maker(name: str, recompute: str = "min-cut") -> Maker:
-    """What makes the kernels `name` of the stages of one pipeline, which share what is equal in them.
+def maker(name: str, recompute: str = "min-cut", max_variants: int = 8) -> Maker:
+    """Return what makes the kernels of one pipeline's stages. The stages share equal blocks.
 
-    `recompute` is one of `RECOMPUTE`, by default "min-cut": also on a CPU a chain of pointwise operations is computed
-    again in less time than it is written and read.
+    Args:
+        name: one of `names()`.
+        recompute: one of `RECOMPUTE`. "min-cut" is the default on every device: also on a CPU, computing a chain of
+            pointwise operations again takes less time than writing and reading its results.
+        max_variants: how often a stage is traced, for different modes, shapes and so on. Further variants are left to
+            autograd, with a warning.
+
+    Raises:
+        PipegraphError: an argument has another value.
     """
     if name not in _MAKERS:
         raise PipegraphError(
@@ -58,7 +67,9 @@ def maker(name: str, recompute: str = "min-cut") -> Maker:
         raise PipegraphError(
             f'recompute cannot be "{recompute}".{nearest(recompute, RECOMPUTE)} There are: {", ".join(RECOMPUTE)}.'
         )
-    return _MAKERS[name](recompute)
+    if max_variants < 1:
+        raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.")
+    return _MAKERS[name](recompute, max_variants)
 
 
 def make(
@@ -69,9 +80,13 @@ def make(
     loss: Loss | None = None,
     recompute: str = "min-cut",
 ) -> StageKernels:
-    """The kernels `name` of one stage.
+    """Return the kernels of one stage.
 
-    `input_gradients` says of each input whether its gradient is wanted, `output_gradients` of each output whether one
-    will come; `loss` is the last segment of the last stage. `recompute` as for `maker`.
+    Args:
+        name, recompute: as for `maker`.
+        stage: the module.
+        input_gradients: of each input, whether its gradient is wanted.
+        output_gradients: of each output, whether a gradient arrives.
+        loss: the last segment of the last stage.
     """
     return maker(name, recompute)(stage, input_gradients, output_gradients, loss)

@@ -75,6 +75,11 @@ class Pipeline:
     tensors. If it gives all parameters another dtype, as `stage.to(torch.bfloat16)` does, on every rank, then what the
     caller passes and what crosses between stages has that dtype, too.
 
+    A stage is traced again when its mode, `requires_grad`, a dtype or shape, autocast, or the identity of its modules,
+    parameters or buffers changes. For anything else call `pipe.retrace()`: attributes such as `dropout.p`, and numbers
+    that `loss_fn` reads, are constants of the traced graph. A stage is traced `max_variants` times at most, counted
+    from the last `retrace`; one more variant is left to autograd, with a warning.
+
         pipe = Pipeline("out/", schedule="1f1b", microbatches=8, loss_fn=loss)
         optimizer = torch.optim.AdamW(pipe.parameters())
         result = pipe.step(tokens, target=labels)
@@ -94,6 +99,7 @@ class Pipeline:
         parallelize_fn: parameters.Parallelize | None = None,
         timeout: float = TIMEOUT,
         weights: str | PathLike[str] | None = None,
+        max_variants: int = 8,
     ) -> None:
         self._loss_fn = loss_fn
         self.device = local_device(device)
@@ -123,8 +129,8 @@ class Pipeline:
             elsewhere = (parameter for tie, parameter in shared.items() if tie.owner(placement) not in ranks)
             self._counted_elsewhere = set(map(id, elsewhere))
             wiring, loss = wire(manifest), _packed_loss(manifest, loss_fn)
-            make = maker(kernels, recompute) if isinstance(kernels, str) else kernels
-            made = {
+            make = maker(kernels, recompute, max_variants) if isinstance(kernels, str) else kernels
+            self._kernels = {
                 index: make(
                     stage,
                     wiring[index].input_gradients,
@@ -147,7 +153,7 @@ class Pipeline:
             if world and self.device.type == "cuda":
                 guard.watch(lambda: world.close(abort=True))
             self._training, self._evaluation = (
-                [Executor(rank, lowered, wiring, made, self._transport, self.device) for rank in ranks]
+                [Executor(rank, lowered, wiring, self._kernels, self._transport, self.device) for rank in ranks]
                 for lowered in (training, evaluation)
             )
 
@@ -181,6 +187,15 @@ class Pipeline:
         Forward only, without gradients. Modules stay in the mode they are in: `pipe.stages[0].eval()` sets it.
         """
         return self._joined(self._run(self._evaluation, args, kwargs, None, False, True, False))
+
+    def retrace(self) -> None:
+        """Trace the stages of this process, and the loss, again at their next call. Not collective.
+
+        For changes that are not noticed: an attribute of a module, a number or a function that `loss_fn` reads. Kernels
+        that were compiled are used again for graphs that come out equal.
+        """
+        for kernels in self._kernels.values():
+            kernels.retrace()
 
     def observe(self, observer: Observer | None) -> None:
         """Tell an observer of every action of the steps and evals to come: when it begins, ends, and what is saved.

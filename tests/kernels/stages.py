@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from pipegraph.kernels import StageKernels, make
+
+x = torch.randn(4, 8)
+tokens = torch.randint(0, 5, (4,))
 
 
 class Function(nn.Module):
@@ -26,6 +30,32 @@ class Function(nn.Module):
         return self.function(self, *inputs)
 
 
+class Layer(nn.Module):
+    """A residual layer, with dropout where asked for."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.dropout = nn.Dropout(p)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.dropout(F.silu(self.up(self.norm(x)))))
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int = 3, p: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(p) for _ in range(count))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 def linear(*names: str) -> dict[str, nn.Module]:
     return {name: nn.Linear(8, 8) for name in names}
 
@@ -38,7 +68,7 @@ def assert_as_autograd(
     given: Sequence[bool] | None = None,
     kernels: str = "eager",
     recompute: str = "min-cut",
-    divided: bool = True,
+    divided: bool | None = None,
     microbatches: int = 3,
     tolerance: float = 1e-5,
     traced: bool = True,
@@ -46,7 +76,8 @@ def assert_as_autograd(
     """Outputs, gradients and buffers equal autograd's, all microbatches in flight before the first backward.
 
     `wanted` says of each input whether its gradient is (by default, of floating-point ones), `given` of each output
-    whether one comes. Random numbers are the same for both.
+    whether one comes. The backward is I and W if `divided`, else B; by default each for some of the microbatches.
+    Random numbers are the same for both.
     """
     wanted = [isinstance(x, Tensor) and x.is_floating_point() for x in inputs] if wanted is None else wanted
     reference = copy.deepcopy(stage)
@@ -67,7 +98,7 @@ def assert_as_autograd(
         ours = found.forward(batch)
         torch.manual_seed(number)
         forwards.append((ours, expected.forward(batch)))
-    for ours, theirs in forwards:
+    for number, (ours, theirs) in enumerate(forwards):
         assert not any(isinstance(x, Tensor) and x.requires_grad for x in ours.outputs)
         assert_close(ours.outputs, theirs.outputs, rtol=tolerance, atol=tolerance)
         gradients = [
@@ -75,7 +106,7 @@ def assert_as_autograd(
             for output, comes in zip(theirs.outputs, given or [True] * 8, strict=False)
         ]
         for_inputs = expected.backward(theirs.saved, gradients)
-        if divided:
+        if number % 2 == 0 if divided is None else divided:
             got = found.input_backward(ours.saved, gradients)
             found.weight_backward(ours.saved)
         else:
@@ -92,3 +123,11 @@ def assert_as_autograd(
     if traced:
         assert None not in found.variants  # type: ignore[attr-defined]
     return found
+
+
+def step(kernels: Any, target: Any = None) -> Tensor:
+    """A step of one microbatch: its loss."""
+    kernels.begin()
+    forward = kernels.forward((x,), target=target, with_loss=True)
+    kernels.backward(forward.saved, (None, torch.ones(())))
+    return forward.loss

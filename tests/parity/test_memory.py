@@ -62,6 +62,9 @@ class Kernels:
     def begin(self) -> None:
         self._kernels.begin()
 
+    def retrace(self) -> None:
+        pass
+
     def prepare(self, *given: Any, **options: Any) -> None:
         self._kernels.prepare(*given, **options)
 

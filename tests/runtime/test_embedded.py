@@ -76,10 +76,13 @@ def test_eval_mode_is_the_users_and_reaches_dropout(tmp_path: Path) -> None:
     assert (pipe.eval(x) == 0).any()
 
 
-def test_what_changes_between_steps_reaches_the_kernels(tmp_path: Path) -> None:
+def test_what_changes_between_steps_reaches_the_kernels_after_retrace(tmp_path: Path) -> None:
     factor = 1.0
     pipe = Pipeline(
-        write(normed(), tmp_path / "normed"), microbatches=2, loss_fn=lambda output, target: factor * output.mean()
+        write(normed(), tmp_path / "normed"),
+        microbatches=2,
+        loss_fn=lambda output, target: factor * output.mean(),
+        kernels="eager",
     )
     (x,) = batch(pipe.package.manifest, 2).values()
     for part in (part for stage in pipe.stages.values() for part in stage.modules()):
@@ -87,10 +90,13 @@ def test_what_changes_between_steps_reaches_the_kernels(tmp_path: Path) -> None:
             part.p = 0.0
     first = pipe.step(x).loss
     factor = 2.0
+    assert_close(pipe.step(x).loss, first)
+    pipe.retrace()
     assert_close(pipe.step(x).loss, 2 * first)
     for part in (part for stage in pipe.stages.values() for part in stage.modules()):
         if isinstance(part, torch.nn.Dropout):
             part.p = 1.0
+    pipe.retrace()
     assert not pipe.eval(x).any()
 
 

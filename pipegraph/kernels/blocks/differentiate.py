@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from pipegraph.kernels.autocast import autocast_as
 from pipegraph.kernels.blocks.divided_function import DividedFunction
-from pipegraph.kernels.blocks.repeated_modules import DEVICES, RecordedCall, RepeatedModules
+from pipegraph.kernels.blocks.repeated_modules import RecordedCall, RepeatedModules
 from pipegraph.kernels.graphs import joint_graph
+from pipegraph.kernels.internals import tree_leaves, tree_unflatten
 from pipegraph.kernels.modules.module_state import ModuleState
 from pipegraph.kernels.sharded import local
 
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """How graphs are made: `recompute` as in `make.RECOMPUTE`, `decompositions` gives those of operations.
+    """How graphs are made.
 
-    `blocks` are those that were made so. No signature tells what a module reads of its class or of globals, so that
-    they are not for other stages than those that are made with one another.
+    Attributes:
+        recompute: one of `registry.RECOMPUTE`.
+        decompositions: returns those of operations.
+        blocks: the blocks made with these options, by signature. A signature says nothing of what a module reads from
+            its class or from globals, so only the stages of one pipeline share blocks.
     """
 
     recompute: str
@@ -37,74 +40,72 @@ def differentiate(
     state: ModuleState,
     primals: Sequence[Tensor],
     root: nn.Module,
-    comes: Callable[[int, Tensor], bool],
+    has_gradient: Callable[[int, Tensor], bool],
     options: TraceOptions,
 ) -> DividedFunction:
-    """The derivative of `function`, which calls modules inside `root`.
+    """Differentiate and divide a function, in the caller's grad mode and autocast.
 
-    Primals are fake; the first ones stand in the place of `state`, and the others are inputs. `comes` says of an
-    output that can have a gradient whether one will come. In the caller's modes.
+    Args:
+        function: calls modules inside `root`.
+        state: the tensors that the first primals replace. The other primals are inputs.
+        primals: fake tensors.
+        root: its inner modules may be blocks.
+        has_gradient: of an output that requires one (its position, the output), whether a gradient arrives.
+        options: how graphs are made.
+
+    Raises:
+        Exception: whatever the function raises on fake tensors.
     """
     blocks = RepeatedModules(root)
-    given = [_anew(primal) for primal in primals]
-    with blocks.recording(), state.replaced(given[: len(state)]):
-        outputs = function(given)
+    leaves = [_new_leaf(primal) for primal in primals]
+    with blocks.recording(), state.replaced(leaves[: len(state)]):
+        outputs = function(leaves)
     while waiting := [record for record in blocks.outermost() if record.block is None]:
         for record in waiting:
             try:
                 record.block = block_of(record, options)
-            except Exception:  # it may be traced as a part of what is around it, and the blocks in it by themselves
-                record.refused = True
+            except Exception:  # then it is traced as a part of what calls it, and the blocks inside it by themselves
+                record.is_refused = True
     tangents = [
         torch.empty_like(output, requires_grad=False)  # with the output's strides, unless its elements overlap
-        if output.requires_grad and comes(index, output)
+        if output.requires_grad and has_gradient(index, output)
         else None
         for index, output in enumerate(outputs)
     ]
     with blocks.calling():
-        given = [_anew(primal) for primal in primals]
-        traced = joint_graph.trace(function, state, given, tangents, options.decompositions())
+        leaves = [_new_leaf(primal) for primal in primals]
+        joint = joint_graph.trace(function, state, leaves, tangents, options.decompositions())
     called = [record.block for record in blocks.records.values() if record.block is not None]
     is_input = [index >= len(state) for index in range(len(primals))]
-    return DividedFunction(traced, is_input, options.recompute, called)
+    return DividedFunction(joint, is_input, options.recompute, called)
 
 
 def block_of(record: RecordedCall, options: TraceOptions) -> DividedFunction:
-    """The derivative of a block, one for all stages of these options. Raises whatever tracing it does."""
-    found = options.blocks.get(record.signature)
-    if found is None:
-        found = options.blocks[record.signature] = _block(record, options)
-    return found
+    """Return the block of a call, one for all stages that share the options. Raises whatever tracing raises."""
+    block = options.blocks.get(record.signature)
+    if block is None:
+        block = options.blocks[record.signature] = _differentiate_call(record, options)
+    return block
 
 
-def _block(record: RecordedCall, options: TraceOptions) -> DividedFunction:
+def _differentiate_call(record: RecordedCall, options: TraceOptions) -> DividedFunction:
     state = ModuleState(record.module.modules())
     tensors = [leaf for leaf in record.leaves if isinstance(leaf, Tensor)]
 
     def function(primals: Sequence[Tensor]) -> list[Tensor]:
-        given = iter(primals[len(state) :])
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in record.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, record.spec)
-        returned = pytree.tree_leaves(record.original(*args, **kwargs))
+        inputs = iter(primals[len(state) :])
+        leaves = [next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in record.leaves]
+        args, kwargs = tree_unflatten(leaves, record.spec)
+        returned = tree_leaves(record.original(*args, **kwargs))
         return [each for each, result in zip(returned, record.results, strict=True) if isinstance(result, Tensor)]
 
-    primals = [*record.state, *tensors]
-    with _modes(record):
-        return differentiate(function, state, primals, record.module, lambda index, output: True, options)
+    with torch.set_grad_enabled(record.grad_enabled), autocast_as(record.autocast):
+        return differentiate(
+            function, state, [*record.state, *tensors], record.module, lambda index, output: True, options
+        )
 
 
-def _anew(tensor: Tensor) -> Tensor:
+def _new_leaf(tensor: Tensor) -> Tensor:
     own = local(tensor)
-    made = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
-    return made.requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def _modes(record: RecordedCall) -> Iterator[None]:
-    """The modes that the call was made in."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(record.grad))
-        for device, (enabled, dtype) in zip(DEVICES, record.autocast, strict=True):
-            if (enabled, dtype) != (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)):
-                stack.enter_context(torch.autocast(device, dtype, enabled))
-        yield
+    leaf = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
+    return leaf.requires_grad_(tensor.requires_grad)

@@ -1,34 +1,46 @@
-"""Calls of equal modules, which are traced and compiled once.
+"""Calls of equal modules, which are traced and compiled once: blocks.
 
-A function is run twice on tensors without memory. The first run records the calls of its modules: those whose
-signature comes again are blocks, the outermost ones. In the second run, which is traced, each call of a block is one
-operation. Whatever stands between the blocks, or in modules called once, belongs to the function's own graph.
+A function runs twice on tensors without memory. The first run records the calls of its modules: the outermost ones
+whose signature comes again are blocks. In the second run, which is traced, each call of a block is one operation.
+What stands between blocks, or in modules called once, belongs to the function's own graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from pipegraph.kernels.autocast import AutocastState, autocast_state
 from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.internals import storage_identity, tree_flatten, tree_unflatten, version
 from pipegraph.kernels.modules.module_state import ModuleState
 from pipegraph.kernels.modules.signature import module_signature, tensor_signature, value_signature
 from pipegraph.kernels.sharded import differentiable_local, is_sharded, local
 
+_CONSTANTS = (type(None), bool, int, float, str)
+
 
 @dataclass
 class RecordedCall:
-    """The first call of its signature: of `module`, whose own forward is `original`.
+    """The first call with its signature. No tensor here has memory.
 
-    `state` are the module's tensors, `leaves` its arguments flattened, `results` what it returned: the position of an
-    argument, a tensor, or a constant. No tensor of them has memory.
+    Attributes:
+        module, original: the module and its own forward.
+        signature: equal for calls that run the same code.
+        state: the module's parameters and buffers.
+        leaves, spec: the flattened arguments.
+        inside: the call around this one.
+        count: how many calls have this signature.
+        results, results_spec: the flattened result: the position of an argument, a tensor, or a constant in a tuple.
+        grad_enabled, autocast: the modes of the call.
+        is_refused: it cannot be a block.
+        block: its graphs, once traced.
     """
 
     module: nn.Module
@@ -41,26 +53,60 @@ class RecordedCall:
     count: int = 1
     results: list[int | Tensor | tuple[Any]] = field(default_factory=list)
     results_spec: Any = None
-    grad: bool = field(default_factory=torch.is_grad_enabled)
-    autocast: Any = field(default_factory=lambda: autocast_state())
-    refused: bool = False
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
+    autocast: AutocastState = field(default_factory=autocast_state)
+    is_refused: bool = False
     block: DividedFunction | None = None
 
     @property
     def is_block(self) -> bool:
-        return self.count > 1 and not self.refused
+        return self.count > 1 and not self.is_refused
 
     @property
     def is_outermost(self) -> bool:
-        """Whether no block that is called holds it."""
+        """Whether no block contains it."""
         around = self.inside
         while around is not None and not around.is_block:
             around = around.inside
         return around is None
 
+    def set_results(self, returned: Any) -> None:
+        """Record what the call returned, and refuse what the call of a block could not return."""
+        results, self.results_spec = tree_flatten(returned)
+        if any(isinstance(each, Tensor) and is_sharded(each) for each in (*self.leaves, *results)):
+            self.is_refused = True  # only local tensors enter and leave the call of a block
+            return
+        storages = {storage_identity(local(each)) for each in (*self.leaves, *self.state) if isinstance(each, Tensor)}
+        for result in results:
+            position = next((index for index, leaf in enumerate(self.leaves) if leaf is result), None)
+            if not isinstance(result, Tensor):
+                self.results.append((result,))
+                self.is_refused |= not isinstance(result, _CONSTANTS)
+            elif position is not None:
+                self.results.append(position)
+            else:
+                # A view of an argument, or of another result, would no longer be a view.
+                self.is_refused |= storage_identity(result) in storages
+                storages.add(storage_identity(result))
+                self.results.append(result)
+
+    def result(self, leaves: Sequence[Any], tensors: Iterator[Tensor]) -> Any:
+        """Put a result together from the arguments of an equal call and from new tensors."""
+        return tree_unflatten(
+            [
+                leaves[each] if isinstance(each, int) else next(tensors) if isinstance(each, Tensor) else each[0]
+                for each in self.results
+            ],
+            self.results_spec,
+        )
+
 
 class RepeatedModules:
-    """The blocks among the modules inside `root`."""
+    """Finds and calls the blocks among the modules inside `root`.
+
+    Attributes:
+        records: the first call with each signature.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [module for module in root.modules() if module is not root and _may_be_block(module)]
@@ -70,129 +116,83 @@ class RepeatedModules:
         self._around: RecordedCall | None = None
         self._calls = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._modules)
-
     def outermost(self) -> list[RecordedCall]:
-        """The blocks to trace."""
+        """Return the blocks to trace."""
         return [record for record in self.records.values() if record.is_block and record.is_outermost]
 
-    def recording(self) -> Any:
-        """While the function is run the first time."""
-        return self._patched(self._record)
+    def recording(self) -> AbstractContextManager[None]:
+        """Record the calls of modules while the function runs the first time."""
+        return self._with_forwards(self._record)
 
-    def calling(self) -> Any:
-        """While it is traced."""
+    def calling(self) -> AbstractContextManager[None]:
+        """Call blocks as operations while the function is traced."""
         self._calls = 0
-        return self._patched(self._call)
+        return self._with_forwards(self._call)
 
     @contextmanager
-    def _patched(self, called: Callable[..., Any]) -> Iterator[None]:
-        own = [(module, vars(module).get("forward")) for module in self._modules]
+    def _with_forwards(self, called: Callable[..., Any]) -> Iterator[None]:
+        before = [(module, vars(module).get("forward")) for module in self._modules]
         for module in self._modules:
             module.forward = partial(called, module, module.forward)
         try:
             yield
         finally:
-            for module, before in own:
-                if before is None:
+            for module, forward in before:
+                if forward is None:
                     del module.forward
                 else:
-                    module.forward = before
+                    module.forward = forward
 
     def _signature(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
-        given = tuple(tensor_signature(leaf) if isinstance(leaf, Tensor) else value_signature(leaf) for leaf in leaves)
+        values = tuple(tensor_signature(leaf) if isinstance(leaf, Tensor) else value_signature(leaf) for leaf in leaves)
         same = tuple(next(i for i, other in enumerate(leaves) if other is leaf) for leaf in leaves)
         state = tuple(map(tensor_signature, self._states[module].tensors()))
-        return (self._signatures[module], state, given, same, spec, torch.is_grad_enabled(), autocast_state())
+        return (self._signatures[module], state, values, same, spec, torch.is_grad_enabled(), autocast_state())
 
     def _record(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
         signature = self._signature(module, leaves, spec)
         record = self.records.get(signature)
-        if record is not None and not record.refused:
-            record.count += 1
-            return _made_up(record, leaves)
-        if record is not None:
+        if record is not None and record.is_refused:
             return original(*args, **kwargs)
+        if record is not None:
+            record.count += 1
+            return record.result(leaves, iter([_like(each) for each in record.results if isinstance(each, Tensor)]))
         state = self._states[module].tensors()
-        record = RecordedCall(module, original, signature, state, leaves, spec, self._around)
-        self.records[signature] = record
-        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+        record = self.records[signature] = RecordedCall(module, original, signature, state, leaves, spec, self._around)
+        versions = [version(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         self._around = record
         try:
             returned = original(*args, **kwargs)
         finally:
             self._around = record.inside
-        _describe(record, returned, [*leaves, *map(local, state)])
-        record.refused |= versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+        record.set_results(returned)
+        record.is_refused |= versions != [version(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         return returned
 
     def _call(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
         record = self.records.get(self._signature(module, leaves, spec))
-        if record is None or record.block is None or record.refused:
+        if record is None or record.block is None or record.is_refused:
             return original(*args, **kwargs)
         self._calls += 1
         state = map(differentiable_local, self._states[module].tensors())
         tensors = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-        found = list(record.block.call(self._calls, tensors))
+        results = record.block.call(self._calls, tensors)
         written = record.block.joint.written
         with torch.no_grad():
-            for index, new in zip(written, found[len(found) - len(written) :], strict=True):
-                tensors[index].copy_(new)
-        given = iter(found)
-        return pytree.tree_unflatten([_returned(each, leaves, given) for each in record.results], record.results_spec)
-
-
-DEVICES = ("cpu", "cuda")
-
-
-def autocast_state() -> Any:
-    """What a graph takes from the regions of autocast around it."""
-    return tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES)
+            for index, value in zip(written, results[len(results) - len(written) :], strict=True):
+                tensors[index].copy_(value)
+        return record.result(leaves, iter(results))
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """One that holds others and computes with parameters. A lone layer is better fused with what stands beside it."""
-    called = type(module).forward is not nn.Module.forward
-    return called and any(True for _ in module.children()) and any(True for _ in module.parameters())
-
-
-def _describe(record: RecordedCall, returned: Any, given: Sequence[Any]) -> None:
-    leaves, record.results_spec = pytree.tree_flatten(returned)
-    if any(isinstance(each, Tensor) and is_sharded(each) for each in (*record.leaves, *leaves)):
-        record.refused = True  # only local tensors go in and out of the call of a block
-        return
-    memory = {each.untyped_storage()._cdata for each in given if isinstance(each, Tensor)}
-    for leaf in leaves:
-        position = next((index for index, each in enumerate(record.leaves) if each is leaf), None)
-        if not isinstance(leaf, Tensor):
-            record.results.append((leaf,))
-        elif position is not None:
-            record.results.append(position)
-        else:
-            # A view of what came in, or of another output, would no longer be one.
-            record.refused |= leaf.untyped_storage()._cdata in memory
-            memory.add(leaf.untyped_storage()._cdata)
-            record.results.append(leaf)
-    constants = (each[0] for each in record.results if isinstance(each, tuple))
-    record.refused |= not all(isinstance(each, (type(None), bool, int, float, str)) for each in constants)
-
-
-def _made_up(record: RecordedCall, leaves: Sequence[Any]) -> Any:
-    """What a call that equals an earlier one would return, without memory."""
-    made = iter([_like(each) for each in record.results if isinstance(each, Tensor)])
-    return pytree.tree_unflatten([_returned(each, leaves, made) for each in record.results], record.results_spec)
+    """Whether a module holds others and computes with parameters. A lone layer is better fused with its neighbours."""
+    is_called = type(module).forward is not nn.Module.forward
+    return is_called and any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _like(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    # No leaf, so that it may be written to as what it stands for.
-    return made.requires_grad_().clone(memory_format=torch.preserve_format) if tensor.requires_grad else made
-
-
-def _returned(result: int | Tensor | tuple[Any], leaves: Sequence[Any], tensors: Iterator[Tensor]) -> Any:
-    if isinstance(result, int):
-        return leaves[result]
-    return next(tensors) if isinstance(result, Tensor) else result[0]
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    # No leaf: the original may be written to, and so may this.
+    return copy.requires_grad_().clone(memory_format=torch.preserve_format) if tensor.requires_grad else copy

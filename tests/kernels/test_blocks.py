@@ -1,0 +1,119 @@
+"""Equal modules are traced and compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from pipegraph.kernels import make, maker
+from pipegraph.kernels.blocks import differentiate
+from tests.kernels.cases import build
+from tests.kernels.stages import Function, Layers, assert_as_autograd, linear, x
+
+BLOCKS = {
+    "layers": 1,
+    "one layer": 0,
+    "layers that differ": 0,
+    "a layer called again": 1,
+    "batch norm in blocks": 1,
+    "frozen": 1,
+}
+
+
+def test_equal_layers_are_one_block_and_layers_that_differ_are_not() -> None:
+    blocks = [len(assert_as_autograd(*build(name)).variants[-1].divided.blocks) for name in BLOCKS]
+    assert dict(zip(BLOCKS, blocks, strict=True)) == BLOCKS
+
+
+def test_a_stage_of_more_layers_has_no_more_kernels() -> None:
+    counts = []
+    for layers in (3, 12):
+        kernels = assert_as_autograd(Layers(layers), (x,))
+        (variant,) = kernels.variants
+        programs = variant._programs.values()
+        counts.append(len({id(kernel) for program in programs for kernel in program.kernels()}))
+    assert counts[0] == counts[1]
+
+
+class Factor(nn.Module):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.factor
+
+
+def test_stages_that_are_made_apart_share_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = assert_as_autograd(nn.Sequential(Factor(), Factor()), (x,))
+    monkeypatch.setattr(Factor, "factor", 2.0)
+    second = assert_as_autograd(nn.Sequential(Factor(), Factor()), (x,))
+    assert first is not second
+
+
+def test_stages_that_are_made_together_share_blocks() -> None:
+    make_stage = maker("eager")
+    stages = [make_stage(Layers(), (True,), (True,), None) for _ in range(2)]
+    for kernels in stages:
+        kernels.forward((x,))
+    (left,), (right,) = ([variant.divided.blocks for variant in each.variants] for each in stages)
+    assert left == right and len(left) == 1
+
+
+def test_a_block_that_cannot_be_traced_is_a_part_of_what_is_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(record: Any, options: Any) -> Any:
+        raise RuntimeError("not by itself")
+
+    monkeypatch.setattr(differentiate, "block_of", fail)
+    kernels = assert_as_autograd(Layers(), (x,))
+    (variant,) = kernels.variants
+    assert not variant.divided.blocks
+
+
+def test_a_closure_that_refers_to_itself() -> None:
+    def made() -> Callable[[Any, Tensor], Tensor]:
+        def again(stage: Any, x: Tensor, times: int = 2) -> Tensor:
+            return again(stage, stage.a(x), times - 1) if times else x
+
+        return again
+
+    stage = nn.Sequential(*(Function(made(), **linear("a")) for _ in range(2)))
+    assert len(assert_as_autograd(stage, (x,)).variants[-1].divided.blocks) == 1
+
+
+def test_an_attribute_that_holds_itself() -> None:
+    stage = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    stage.tree = [{"name": "root"}]
+    stage.tree[0]["inside"] = stage.tree
+    assert_as_autograd(stage, (x,))
+
+
+def test_dropout_differs_between_microbatches_and_layers_and_is_the_same_in_backward() -> None:
+    stage = nn.Sequential(*(nn.Sequential(nn.Identity(), Scaled(), nn.Dropout(0.5)) for _ in range(2)))
+    kernels = make("eager", stage, (True,), (True,))
+    ones = torch.ones(64, 8)
+    masks = []
+    for _ in range(2):
+        forward = kernels.forward((ones,))
+        mask = forward.outputs[0]
+        (gradient,) = kernels.input_backward(forward.saved, (ones,))
+        assert_close(gradient, mask)
+        masks.append(mask)
+    assert not torch.equal(*masks)
+    assert 0.1 < (masks[0] != 0).float().mean() < 0.4  # two masks of a half
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale

@@ -1,0 +1,143 @@
+"""The loss as the last segment: what it may be, and what it may hold."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from pipegraph.errors import PipegraphError
+from pipegraph.kernels import make
+from tests.kernels.stages import Layers, step, x
+
+
+def test_the_loss_is_a_segment() -> None:
+    stage = Layers()
+    kernels = make("eager", stage, (True,), (True,), lambda outputs, target: F.cross_entropy(outputs[0], target["y"]))
+    target = {"y": torch.tensor([0, 1, 2, 3])}
+    forward = kernels.forward((x,), target=target, with_loss=True)
+    leaf = x.clone().requires_grad_()
+    loss = F.cross_entropy(stage(leaf), target["y"])
+    assert_close(forward.loss, loss.detach())
+    expected = torch.autograd.grad(loss / 2, [leaf, *stage.parameters()])
+    (found,) = kernels.input_backward(forward.saved, (None, torch.tensor(0.5)))
+    kernels.weight_backward(forward.saved)
+    assert_close([found, *(parameter.grad for parameter in stage.parameters())], list(expected))
+    assert kernels.forward((x,)).loss is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda outputs, target: outputs[0], "returned a tensor of shape"),
+        (lambda outputs, target: outputs[0].detach().sum(), "without a gradient"),
+        (None, "give Pipeline a loss_fn"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss: Any, message: str) -> None:
+    with pytest.raises(PipegraphError, match=message):
+        make("eager", Layers(), (True,), (True,), loss).forward((x,), target=None, with_loss=True)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter, and a buffer that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Any) -> Tensor:
+        loss = self.scale * output.square().mean()
+        self.average.mul_(0.5).add_(loss.detach())
+        return loss / (1 + self.average)
+
+
+@pytest.mark.parametrize("held", ["in a closure", "in an attribute", "in a list", "in an object", "itself"])
+def test_a_loss_that_is_a_module(held: str) -> None:
+    stage, loss = nn.Linear(8, 8), Scaled()
+    other, reference = copy.deepcopy(stage), copy.deepcopy(loss)
+    loss.holder = loss if held == "in an attribute" else None  # a module that holds itself
+    hidden, namespace = nn.Module(), SimpleNamespace(criterion=loss)
+    hidden.criteria = [loss]
+    functions: dict[str, Any] = {
+        "itself": loss,
+        "in a list": lambda outputs, target: hidden.criteria[0](outputs[0], target),
+        "in an object": lambda outputs, target: namespace.criterion(outputs[0], target),
+    }
+    if held == "itself":
+        loss.forward = lambda outputs, target: Scaled.forward(loss, outputs[0], target)  # type: ignore[method-assign]
+    function = functions.get(held, lambda outputs, target: loss(outputs[0], target))
+    kernels = make("eager", stage, (False,), (True,), function)
+    plain = make("autograd", other, (False,), (True,), lambda outputs, target: reference(outputs[0], target))
+    for value in (1.0, 1.0, 5.0):
+        with torch.no_grad():
+            loss.scale.fill_(value)
+            reference.scale.fill_(value)
+        assert_close(step(kernels), step(plain))
+    assert_close(loss.scale.grad, reference.scale.grad)
+    assert_close(loss.average, reference.average)
+    assert_close(stage.weight.grad, other.weight.grad)
+    assert None not in kernels.variants  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["eager", "inductor"])
+def test_a_tensor_that_a_loss_holds_is_read_at_each_step(name: str) -> None:
+    weights = [torch.ones(()), torch.ones(8)]
+    stage = nn.Linear(8, 8)
+    kernels = make(name, stage, (True,), (True,), lambda outputs, target: (outputs[0] * weights[0] * weights[1]).sum())
+    for value in (1.0, 3.0):
+        for weight in weights:
+            weight.fill_(value)
+        stage.zero_grad()
+        assert_close(step(kernels), (stage(x) * value**2).sum().detach())
+        assert_close(stage.bias.grad, torch.full((8,), 4 * value**2))
+
+
+def test_a_tensor_that_requires_a_gradient_is_left_to_autograd() -> None:
+    weight = torch.ones(8, requires_grad=True)
+    kernels = make("eager", nn.Linear(8, 8), (True,), (True,), lambda outputs, target: (outputs[0] * weight).sum())
+    with pytest.warns(UserWarning, match=r"shape \[8\] requires a gradient"):
+        step(kernels)
+    assert weight.grad is not None
+
+
+def test_a_tensor_that_is_written_to_is_left_to_autograd() -> None:
+    average = torch.zeros(())
+
+    def loss(outputs: Any, target: Any) -> Tensor:
+        found = outputs[0].sum()
+        average.add_(found.detach())
+        return found
+
+    kernels = make("eager", nn.Linear(8, 8), (True,), (True,), loss)
+    with pytest.warns(UserWarning, match="cannot be traced"):
+        found = sum(step(kernels) for _ in range(3))
+    assert_close(average, found)
+
+
+def test_a_loss_that_keeps_what_it_found() -> None:
+    found: list[Tensor] = []
+
+    def loss(outputs: Any, target: Any) -> Tensor:
+        found.append(outputs[0].sum())
+        return found[-1]
+
+    kernels = make("eager", nn.Linear(8, 8), (True,), (True,), loss)
+    with pytest.warns(UserWarning, match="sets a list"):
+        losses = [step(kernels) for _ in range(3)]
+    assert_close(found, losses)
+
+
+def test_what_is_wrong_with_a_loss_is_not_announced_as_tracing(caplog: pytest.LogCaptureFixture) -> None:
+    kernels = make("eager", nn.Linear(8, 8), (True,), (True,), lambda outputs, target: F.mse_loss(outputs[0] @ x, x))
+    with caplog.at_level(logging.DEBUG), pytest.raises(RuntimeError, match="cannot be multiplied"):
+        step(kernels)  # where a warning would be an error
+    assert not caplog.records
