@@ -97,3 +97,19 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """Return ``' Did you mean "layers.4"?'`` for the closest choice, or an empty string if none is close."""
     close = closest(name, choices)
     return f' Did you mean "{close}"?' if close is not None else ""
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` with what is not printable escaped: names in files may hold anything, terminal escapes included.
+
+    >>> one_line("layers.new\nline")
+    'layers.new\\nline'
+    """
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with what is not printable escaped on each of its lines."""
+    return "\n".join(map(one_line, text.split("\n")))

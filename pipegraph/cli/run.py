@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from msgspec import structs
 
 from pipegraph.cli.devices import check_device
 from pipegraph.cli.options import (
@@ -231,7 +232,7 @@ def _run_here(
         write_target(recalibrate, corrected.to_json())
         result["recalibrated"] = {
             "file": str(recalibrate),
-            "measured_ratio": dataclasses.asdict(corrected.measured_ratio),
+            "measured_ratio": structs.asdict(corrected.measured_ratio),
             "uneven": list(uneven(compared)),
         }
         if not json:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 
+from msgspec import structs
+
 from pipegraph.errors import PackageError
 from pipegraph.package import MANIFEST, Manifest
 
@@ -24,7 +26,11 @@ def check_package(out: str | PathLike[str], files: Mapping[str, str], manifest: 
     """
     folder = Path(out)
     check_there(folder)
-    wanted = {**files, MANIFEST: manifest.to_json()}
+    try:
+        shards = Manifest.read(folder / MANIFEST).shards
+    except PackageError:
+        shards = {}
+    wanted = {**files, MANIFEST: structs.replace(manifest, shards=shards).to_json()}
     there = {path.name for path in folder.glob("*.py")} | {MANIFEST}
     found: dict[str, str] = {}
     for name in sorted({*wanted, *there}):

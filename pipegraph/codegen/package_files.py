@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import fx
 
 from pipegraph.codegen.classes.block_classes import Blocks
@@ -22,7 +23,7 @@ from pipegraph.graph.nodes import label_of
 from pipegraph.graph.partition.stages import Boundary, tensor_of
 from pipegraph.graph.sources.checkpoint_names import checkpoint_names
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.package import Buffer, Manifest, StageEntry, Value
+from pipegraph.package import Buffer, CheckpointNames, Manifest, ModelEntry, PlanEntry, StageEntry, Value
 from pipegraph.planner.plan import Plan
 from pipegraph.version import __version__
 
@@ -68,11 +69,11 @@ def _manifest(
         values[name] = Value(name, "", (), -1, (), constant=constant)
     return Manifest(
         generator=f"pipegraph {__version__}",
-        model={
-            "source": source.name if source is not None else "",
-            "class": captured.model_name,
-            "sha256": source.sha256 if source is not None else "",
-        },
+        model=ModelEntry(
+            source=source.name if source is not None else "",
+            class_name=captured.model_name,
+            sha256=source.sha256 if source is not None else "",
+        ),
         args=_relabel(list(captured.args), by_label),
         kwargs=_relabel(captured.kwargs, by_label),
         outputs=_relabel(captured.outputs, by_label),
@@ -91,7 +92,7 @@ def _manifest(
                     if captured.state[fqn].kind != "parameter"
                 ),
                 weights=file if (file := shard_name(stage.index, len(plan.stages))) in shards else None,
-                cost=cost.to_json(),
+                cost=cost,
             )
             for stage, cost in zip(plan.stages, plan.costs, strict=True)
         ),
@@ -99,19 +100,17 @@ def _manifest(
         plan=_plan_entry(plan),
         files={name: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for name, text in files.items()},
         requires=tuple(requires),
-        checkpoint=checkpoint_names(captured.modules[""].module),
+        checkpoint=CheckpointNames(**checkpoint_names(captured.modules[""].module)),
     )
 
 
-def _plan_entry(plan: Plan) -> dict[str, Any]:
-    """Where the cuts are and, where that is known, why. What each stage costs stands in its own entry."""
-    found = {} if plan.prediction is None else plan.prediction.to_json()
-    found.pop("costs", None)
-    return {
-        "points": [str(point) for point in plan.points],
-        "stages": [line.partition(": ")[2] for line in plan.describe()],
-        **found,
-    }
+def _plan_entry(plan: Plan) -> PlanEntry:
+    """Where the cuts are and, if that is known, why. What each stage costs stands in its own entry."""
+    return PlanEntry(
+        points=tuple(str(point) for point in plan.points),
+        stages=tuple(line.partition(": ")[2] for line in plan.describe()),
+        prediction=None if plan.prediction is None else structs.replace(plan.prediction, stages=()),
+    )
 
 
 def _value(name: str, boundary: Boundary) -> Value:
@@ -124,6 +123,7 @@ def _value(name: str, boundary: Boundary) -> Value:
         producer=boundary.producer,
         consumers=boundary.consumers,
         requires_grad=boundary.requires_grad,
+        batch_dim=0 if tensor.shape else None,
         bound=index_bound(boundary.node) if integer else None,
     )
 

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
+from msgspec import structs
+
 from pipegraph.codegen.package_files import generate
 from pipegraph.codegen.shards import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder
+from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder, file_digest
 from pipegraph.planner.plan import Plan
 
 _OF_A_PACKAGE = re.compile(
@@ -56,12 +58,14 @@ def write_package(
     with _beside(folder) as staging:
         for name, text in files.items():
             (staging / name).write_text(text, encoding="utf-8")
-        (staging / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         if checkpoint is None:
             write_weights(plan.captured, shards, staging)
         else:
+            (staging / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")  # to load stages by
             write_weights(plan.captured, shard_plan(plan.captured, plan.stages, False), staging)
             copy_weights(plan.captured, shards, staging, checkpoint)
+        written = structs.replace(manifest, shards={name: file_digest(staging / name) for name in shards})
+        (staging / MANIFEST).write_text(written.to_json(), encoding="utf-8")
     return Package.open(folder)
 
 

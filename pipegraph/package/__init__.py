@@ -3,16 +3,20 @@
 Package                    the folder: open, edited, missing, load_stage
  └── Manifest              the JSON, key for key
       ├── values: Value    what crosses a boundary, for one microbatch
-      └── stages: StageEntry
+      ├── stages: StageEntry, each with a StageCost
+      └── plan: PlanEntry  where it was cut, with the Prediction of a step
 """
 
-from pipegraph.package.folder import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder
+from pipegraph.package.folder import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder, file_digest
 from pipegraph.package.manifest import (
     CALLER,
-    NOT_CONSTANT,
     SCHEMA_VERSION,
     Buffer,
+    CheckpointNames,
     Manifest,
+    ModelEntry,
+    PlanEntry,
+    StageCost,
     StageEntry,
     Value,
     leaves,
@@ -21,14 +25,18 @@ from pipegraph.package.manifest import (
 __all__ = [
     "CALLER",
     "MANIFEST",
-    "NOT_CONSTANT",
     "SCHEMA_VERSION",
     "WEIGHTS_INDEX",
     "Buffer",
+    "CheckpointNames",
     "Manifest",
+    "ModelEntry",
     "Package",
+    "PlanEntry",
+    "StageCost",
     "StageEntry",
     "Value",
     "checkpoint_folder",
+    "file_digest",
     "leaves",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
-import json
+import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +14,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from pipegraph.errors import PackageError
+from pipegraph.package.json_file import FileKind, Name
 from pipegraph.package.manifest import Manifest, leaves_folder
 
 if TYPE_CHECKING:
     from torch import nn
 
+_RESTORE = "Try: restore it, or split the model again."
 MANIFEST: Final = "pipeline.json"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 _OF_PACKAGE = "mend what was edited, restore the files, or split the model again."
@@ -28,6 +32,15 @@ _OF_CHECKPOINT = (
     "transformers then reads."
 )
 _numbers = itertools.count()
+
+
+class WeightsIndex(msgspec.Struct, frozen=True):
+    """``model.safetensors.index.json``: FQN → shard file. Other keys are other libraries'."""
+
+    weight_map: dict[Name, Name]
+
+
+_INDEX: Final = FileKind(WeightsIndex, "an index of safetensors", PackageError, _RESTORE)
 
 
 @dataclass(frozen=True)
@@ -40,19 +53,14 @@ class Package:
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Package:
         """Read and check the manifest in the folder `path`; nothing is imported and no weight read yet."""
-        folder = Path(path).resolve()
-        try:
-            text = (folder / MANIFEST).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or error
-            hint = "A package is the folder that `pipegraph split MODEL -o OUT` writes."
-            raise PackageError(f"{path} is not a package: {MANIFEST} cannot be read ({why}). {hint}") from None
-        return cls(folder, Manifest.from_json(text, str(folder / MANIFEST)))
+        folder = Path(os.path.realpath(path))
+        return cls(folder, Manifest.read(folder / MANIFEST))
 
     def edited(self) -> tuple[str, ...]:
         """The generated files whose content is no longer what was written."""
         written = sorted(self.manifest.files.items())
-        return tuple(name for name, digest in written if _digest(self.path / name) not in (digest, None))
+        there = ((name, digest) for name, digest in written if (self.path / name).is_file())
+        return tuple(name for name, digest in there if file_digest(self.path / name) != digest)
 
     def missing(self) -> tuple[str, ...]:
         """The generated files and the shards of weights that are gone."""
@@ -66,17 +74,11 @@ class Package:
         if not index.exists():
             shards = [stage.weights for stage in self.manifest.stages if stage.weights]
             if shards:
-                raise PackageError(
-                    f"{index} is missing: without it nothing tells what {shards[0]} holds.\n"
-                    "Try: restore it, or split the model again."
-                )
+                raise PackageError(f"{index} is missing: without it nothing tells what {shards[0]} holds.\n{_RESTORE}")
             return {}
-        try:
-            found = {str(name): str(file) for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PackageError(f"{index} is no index of safetensors, or truncated: {error!r}.") from None
+        found = _INDEX.read(index).weight_map
         for file in filter(leaves_folder, found.values()):
-            raise PackageError(f"{index}: the path {file!r} leaves the package's folder.")
+            raise _INDEX.problem(str(index), f"weight_map: the path {file!r} leaves the package's folder")
         return found
 
     @property
@@ -161,5 +163,7 @@ def checkpoint_folder(path: str | PathLike[str]) -> Path:
     return folder
 
 
-def _digest(path: Path) -> str | None:
-    return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}" if path.is_file() else None
+def file_digest(path: Path) -> str:
+    """The content of a file as `files` and `shards` of a manifest have it."""
+    with path.open("rb") as file:
+        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"

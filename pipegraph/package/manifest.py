@@ -1,177 +1,247 @@
-"""The manifest of a package, `pipeline.json`, as dataclasses.
+"""The manifest of a package, `pipeline.json`, as frozen structures.
 
-The dataclasses are the JSON, key for key (a stage's ``class_name`` is ``"class"`` there). They check themselves when
-made, so that a manifest that exists is one that the runtime can run. Everything wrong is a `PackageError`.
+The structures are the JSON, key for key (``class_name`` is ``"class"`` there). They check themselves when made, so that
+a manifest that exists is one that the runtime can run. Everything wrong is a `PackageError`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from enum import Enum
-from pathlib import PurePosixPath
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Final
 
-from pipegraph.errors import PackageError
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
-SCHEMA_VERSION: Final = 1
-_LINE: Final = 120
+from pipegraph.errors import PackageError, nearest
+from pipegraph.package.json_file import KEY, Count, Entry, Figure, FileKind, Name, Text, json_text
+from pipegraph.package.prediction import Prediction
+from pipegraph.package.sizes import Dimension, Size, evaluate
+
+SCHEMA_VERSION: Final = 2
 CALLER: Final = -1
 """The producer of a value that the caller passes in."""
 
+_DEEPEST: Final = 32
+_ADVICE: Final = "Try: restore the file, or write the package anew: `pipegraph split MODEL -o OUT`."
 
-class _NotConstant(Enum):
-    NOT_CONSTANT = "NOT_CONSTANT"
-
-    def __repr__(self) -> str:
-        return self.value
-
-
-NOT_CONSTANT: Final = _NotConstant.NOT_CONSTANT
+Digest = Annotated[str, Meta(pattern="^sha256 [0-9a-f]{64}$")]
+Constant = bool | int | float | str | None
+Nested = Any
+"""Nested objects and lists whose leaves are names of values, or null."""
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(Entry, frozen=True, rename={"name": KEY}):
     """One value that crosses a boundary, for one microbatch: a tensor, or a constant fixed at capture.
 
-    `dtype` is torch's name without the prefix ("float32"); `producer` a stage or `CALLER`; `consumers` the stages that
-    take it, ascending; `bound` an exclusive upper bound for integers; a `constant` has dtype "" and shape ().
+    Attributes:
+        name: its key among the values.
+        dtype: torch's name without the prefix (``"float32"``); ``""`` for a constant.
+        shape: numbers, and expressions of the manifest's sizes.
+        producer: a stage, or `CALLER`.
+        consumers: the stages that take it, ascending.
+        requires_grad: whether a gradient comes back for it.
+        bound: an exclusive upper bound for integers.
+        batch_dim: the dimension along which it is cut into microbatches; None if each takes the whole.
+        constant: the constant; UNSET for a tensor.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    producer: int
-    consumers: tuple[int, ...]
+    name: Name
+    dtype: Text
+    shape: tuple[Dimension, ...]
+    producer: Annotated[int, Meta(ge=CALLER, le=10**6)]
+    consumers: tuple[Count, ...]
     requires_grad: bool = False
-    bound: int | None = None
-    constant: object = NOT_CONSTANT
+    bound: Count | None = None
+    batch_dim: Count | None = None
+    constant: Constant | UnsetType = UNSET
 
     @property
     def is_constant(self) -> bool:
-        return self.constant is not NOT_CONSTANT
+        return self.constant is not UNSET
+
+    def shape_at(self, sizes: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """The shape in numbers. Raises PackageError for a size that is not among ``sizes``."""
+        return tuple(evaluate(dimension, sizes or {}) for dimension in self.shape)
 
     def __str__(self) -> str:
         return f"{self.name} = {self.constant!r}" if self.is_constant else f"{self.name} {self.dtype}{list(self.shape)}"
 
-    def to_dict(self) -> dict[str, Any]:
-        entry = {"dtype": self.dtype, "shape": self.shape, "producer": self.producer, "consumers": self.consumers}
-        optional = {} if self.bound is None else {"bound": self.bound}
-        constant = {"constant": self.constant} if self.is_constant else {}
-        return {**entry, "requires_grad": self.requires_grad, **optional, **constant}
 
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(Entry, frozen=True):
     """A buffer's FQN, and whether it stands in the model's `state_dict()`."""
 
-    name: str
+    name: Name
     persistent: bool = True
 
-    def to_json(self) -> str | dict[str, Any]:
-        return self.name if self.persistent else {"name": self.name, "persistent": False}
 
-    @staticmethod
-    def from_json(entry: str | Mapping[str, Any]) -> Buffer:
-        return Buffer(entry) if isinstance(entry, str) else Buffer(entry["name"], entry["persistent"])
+class StageCost(Entry, frozen=True):
+    """What one microbatch on one stage needs; None if that is not known.
 
-
-@dataclass(frozen=True, slots=True)
-class StageEntry:
-    """One stage: `module` is its file without `.py`; `inputs` and `outputs` name values in the order of its forward."""
-
-    index: int
-    module: str
-    class_name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    parameters: tuple[str, ...] = ()
-    buffers: tuple[Buffer, ...] = ()
-    weights: str | None = None
-    cost: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        entry = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "class_name"}
-        return {**entry, "class": self.class_name, "buffers": [buffer.to_json() for buffer in self.buffers]}
-
-    @staticmethod
-    def from_dict(entry: Mapping[str, Any]) -> StageEntry:
-        plain: dict[str, Any] = {key: entry[key] for key in ("index", "module", "weights", "cost")}
-        plain |= {key: tuple(entry[key]) for key in ("inputs", "outputs", "parameters")}
-        return StageEntry(class_name=entry["class"], buffers=tuple(map(Buffer.from_json, entry["buffers"])), **plain)
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """`pipeline.json`. The leaves of `args`, `kwargs` and `outputs` are names of `values`, or None.
-
-    `checkpoint` says what a Hugging Face checkpoint calls the tensors that it does not call as the model does.
-    Every output is an output of the last stage; a value from an earlier stage, or from the caller, that the model
-    returns is an input and an output of the last stage. Lists become tuples.
+    Attributes:
+        flops: floating-point operations of the forward; the backward takes about twice as many.
+        parameters: elements of the stage's parameters, a tied weight counted once.
+        parameter_bytes: their size.
+        trained_bytes: of them, those of parameters that have a gradient.
+        buffer_bytes: buffers and constants.
+        input_bytes, output_bytes: what the stage receives from other stages and sends to them.
+        saved_bytes: activations that F keeps for the backward.
+        weight_saved_bytes: what is kept from the end of I to that of W.
+        forward, input_grad, weight_grad: predicted seconds of F, I and W.
     """
 
-    generator: str
-    model: dict[str, Any]
-    args: Any
-    kwargs: dict[str, Any]
-    outputs: Any
-    values: dict[str, Value]
-    stages: tuple[StageEntry, ...]
-    tied: tuple[tuple[str, ...], ...] = ()
-    plan: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
-    requires: tuple[str, ...] = ()
-    checkpoint: dict[str, Any] = field(default_factory=dict)
+    flops: Count | None = None
+    parameters: Count | None = None
+    parameter_bytes: Count | None = None
+    trained_bytes: Count | None = None
+    buffer_bytes: Count | None = None
+    input_bytes: Count | None = None
+    output_bytes: Count | None = None
+    saved_bytes: Count | None = None
+    weight_saved_bytes: Count | None = None
+    forward: Figure | None = None
+    input_grad: Figure | None = None
+    weight_grad: Figure | None = None
+
+    @property
+    def times(self) -> tuple[float, float, float] | None:
+        """Seconds of F, I and W; None if they were not predicted."""
+        if self.forward is None or self.input_grad is None or self.weight_grad is None:
+            return None
+        return self.forward, self.input_grad, self.weight_grad
+
+    def to_dict(self) -> dict[str, float]:
+        """The fields by name, without those that are not known."""
+        return {name: figure for name, figure in msgspec.to_builtins(self).items() if figure is not None}
+
+
+class StageEntry(Entry, frozen=True, rename={"class_name": "class"}):
+    """One stage: `module` is its file without `.py`; `inputs` and `outputs` name values in the order of its forward."""
+
+    index: Count
+    module: Name
+    class_name: Name
+    inputs: tuple[Name, ...]
+    outputs: tuple[Name, ...]
+    parameters: tuple[Name, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    weights: Name | None = None
+    cost: StageCost = StageCost()
+
+
+class ModelEntry(Entry, frozen=True, rename={"class_name": "class"}):
+    """The model that was split: where it came from, its class, and the sha256 of its source."""
+
+    source: Text = ""
+    class_name: Text = ""
+    sha256: Text = ""
+
+
+class PlanEntry(Entry, frozen=True):
+    """Where the model was cut: the split points, the modules of each stage in words and, if it was priced, why."""
+
+    points: tuple[Name, ...] = ()
+    stages: tuple[str, ...] = ()
+    prediction: Prediction | None = None
+
+
+class CheckpointNames(Entry, frozen=True):
+    """What a Hugging Face checkpoint calls the tensors that it does not call as the model does.
+
+    Attributes:
+        base_model_prefix: what a checkpoint of the base model alone leaves out.
+        stored: name of ``state_dict()`` → the names of its parts in the order in which they are joined; a ``*`` counts
+            the first dimension. No parts: only transformers can read it.
+    """
+
+    base_model_prefix: Text = ""
+    stored: dict[Name, tuple[Name, ...]] = msgspec.field(default_factory=dict)
+
+
+class Manifest(Entry, frozen=True, kw_only=True):
+    """`pipeline.json`.
+
+    Every output is an output of the last stage; a value from an earlier stage, or from the caller, that the model
+    returns is an input and an output of the last stage. Lists become tuples.
+
+    Attributes:
+        generator: the version of pipegraph that wrote the package.
+        model, plan: what was split, and where.
+        args, kwargs, outputs: what the model takes and returns, nested as it does; the leaves are names of `values`.
+        sizes: the dimensions that may vary, by name.
+        values: everything that crosses, by name.
+        stages: in order.
+        tied: groups of parameters that are one; the weights hold it under the first name.
+        files: generated file → its digest.
+        shards: file of weights → its digest.
+        requires: libraries that the package imports.
+        checkpoint: names in a Hugging Face checkpoint.
+        tp_plan: glob of module names → style of tensor parallelism.
+    """
+
     schema_version: int = SCHEMA_VERSION
+    generator: Text
+    model: ModelEntry
+    args: Nested
+    kwargs: dict[str, Nested]
+    outputs: Nested
+    sizes: dict[Name, Size] = msgspec.field(default_factory=dict)
+    values: dict[Name, Value]
+    stages: tuple[StageEntry, ...]
+    tied: tuple[Annotated[tuple[Name, ...], Meta(min_length=1)], ...] = ()
+    plan: PlanEntry = PlanEntry()
+    files: dict[Name, Digest] = msgspec.field(default_factory=dict)
+    shards: dict[Name, Digest] = msgspec.field(default_factory=dict)
+    requires: tuple[Name, ...] = ()
+    checkpoint: CheckpointNames = CheckpointNames()
+    tp_plan: dict[Name, Name] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("args", "kwargs", "outputs"):
-            object.__setattr__(self, name, _tuples(getattr(self, name)))
-        for problem in _problems(self):
-            raise PackageError(problem)
+            msgspec.structs.force_setattr(self, name, _tuples(getattr(self, name), name))
+        for place, problem in _problems(self):
+            raise PackageError(f"{place}: {problem}")
 
     def to_json(self) -> str:
-        entry = {item.name: getattr(self, item.name) for item in fields(self)}
-        entry["values"] = {name: value.to_dict() for name, value in self.values.items()}
-        entry["stages"] = [stage.to_dict() for stage in self.stages]
+        entry = msgspec.to_builtins(self)
+        for value in entry["values"].values():
+            del value[KEY]
+            if value["bound"] is None:
+                del value["bound"]
+        for plain, stage in zip(entry["stages"], self.stages, strict=True):
+            plain["cost"] = stage.cost.to_dict()
+            plain["buffers"] = [
+                buffer.name if buffer.persistent else msgspec.to_builtins(buffer) for buffer in stage.buffers
+            ]
+        if self.plan.prediction is not None:
+            entry["plan"]["prediction"] = self.plan.prediction.to_dict()
         # Sorted, but for what the model takes and returns: a loss may unpack a dict's values in the model's order.
         ordered = {"args", "kwargs", "outputs"}
-        parts = {key: entry[key] if key in ordered else _sorted(entry[key]) for key in sorted(entry)}
-        return _json(parts) + "\n"
+        return json_text({key: entry[key] if key in ordered else _sorted(entry[key]) for key in sorted(entry)}) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Manifest:
+    def read(cls, file: Path) -> Manifest:
+        """Read a file. Raises PackageError."""
+        return _KIND.read(file)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str) -> Manifest:
         """The manifest in `text`; `where` (a path) opens the message of every error."""
-        try:
-            entry = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PackageError(
-                f"{where} is not JSON, or truncated: {error}. Write it anew: `pipegraph split`."
-            ) from None
-        version = entry.get("schema_version") if isinstance(entry, dict) else None
-        if not isinstance(version, int):
-            raise PackageError(f"{where} has no schema_version: it is no manifest of pipegraph.")
-        if version > SCHEMA_VERSION:
-            reads = f"this pipegraph reads up to {SCHEMA_VERSION}. Upgrade pipegraph, or split the model again."
-            raise PackageError(f"{where} has schema_version {version}; {reads}")
-        try:
-            plain = {key: entry[key] for key in ("generator", "model", "args", "kwargs", "outputs", "plan", "files")}
-            values = {name: _value(name, value) for name, value in entry["values"].items()}
-            stages = tuple(map(StageEntry.from_dict, entry["stages"]))
-            tied = tuple(map(tuple, entry["tied"]))
-            plain |= {"requires": tuple(entry.get("requires", ())), "checkpoint": dict(entry.get("checkpoint", {}))}
-            return cls(values=values, stages=stages, tied=tied, schema_version=version, **plain)
-        except KeyError as error:
-            raise PackageError(f"{where}: the key {error} is missing. Write it anew: `pipegraph split`.") from None
-        except (TypeError, AttributeError, ValueError, IndexError) as error:
-            raise PackageError(f"{where} has not the form of a manifest: {error}.") from None
-        except PackageError as error:
-            raise PackageError(f"{where}: {error}") from None
+        return _KIND.decode(text.encode() if isinstance(text, str) else text, where)
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What a step was expected to take; None if the plan was not priced."""
+        return self.plan.prediction
+
+    @property
+    def captured_sizes(self) -> dict[str, int]:
+        """What each size was at capture."""
+        return {name: size.captured for name, size in self.sizes.items()}
 
     def edges(self) -> tuple[tuple[int, int], ...]:
         """(producer, consumer) pairs of stages between which a value crosses, ascending."""
-        return _edges(value for value in self.values.values())
+        return _edges(self.values.values())
 
     def gradient_edges(self) -> tuple[tuple[int, int], ...]:
         """Those edges over which a gradient comes back: at least one of their values requires one."""
@@ -186,7 +256,7 @@ class Manifest:
         return next((group[0] for group in self.tied if parameter in group), parameter)
 
 
-def leaves(structure: Any) -> Iterator[str | None]:
+def leaves(structure: Nested) -> Iterator[str | None]:
     """The leaves of a nested structure of `args`, `kwargs` or `outputs`, in order."""
     if isinstance(structure, Mapping):
         structure = tuple(structure.values())
@@ -203,23 +273,16 @@ def leaves_folder(path: str) -> bool:
     return pure.is_absolute() or ".." in pure.parts or "\\" in path or ":" in path
 
 
-def _tuples(structure: Any) -> Any:
+def _tuples(structure: Nested, place: str, depth: int = 0) -> Nested:
+    if depth > _DEEPEST:
+        raise PackageError(f"{place}: it is nested more than {_DEEPEST} deep")
     if isinstance(structure, Mapping):
-        return {key: _tuples(item) for key, item in structure.items()}
-    return tuple(map(_tuples, structure)) if isinstance(structure, (list, tuple)) else structure
-
-
-def _json(item: Any, indent: str = "") -> str:
-    """JSON that people can read: what fits on a line stands on one."""
-    line = json.dumps(item, ensure_ascii=False)
-    if not item or not isinstance(item, (dict, list, tuple)) or len(indent) + len(line) <= _LINE:
-        return line
-    if isinstance(item, dict):
-        inner = [f"{json.dumps(key, ensure_ascii=False)}: {_json(item[key], indent + ' ')}" for key in item]
-    else:
-        inner = [_json(each, indent + " ") for each in item]
-    opening, closing = "{}" if isinstance(item, dict) else "[]"
-    return f"{opening}\n{indent} " + f",\n{indent} ".join(inner) + f"\n{indent}{closing}"
+        return {key: _tuples(item, place, depth + 1) for key, item in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return tuple(_tuples(item, place, depth + 1) for item in structure)
+    if structure is not None and not isinstance(structure, str):
+        raise PackageError(f"{place}: its leaf {structure!r} must be the name of a value, or null")
+    return structure
 
 
 def _sorted(item: Any) -> Any:
@@ -228,44 +291,87 @@ def _sorted(item: Any) -> Any:
     return [_sorted(each) for each in item] if isinstance(item, (list, tuple)) else item
 
 
-def _value(name: str, entry: Mapping[str, Any]) -> Value:
-    shape, consumers = tuple(entry["shape"]), tuple(entry["consumers"])
-    plain = {key: entry[key] for key in ("dtype", "producer", "requires_grad")}
-    optional = {key: entry[key] for key in ("bound", "constant") if key in entry}
-    return Value(name, shape=shape, consumers=consumers, **plain, **optional)
-
-
-def _edges(values: Iterator[Value]) -> tuple[tuple[int, int], ...]:
+def _edges(values: Iterable[Value]) -> tuple[tuple[int, int], ...]:
     pairs = {(value.producer, consumer) for value in values for consumer in value.consumers}
     return tuple(sorted(pair for pair in pairs if pair[0] != CALLER))
 
 
-def _problems(manifest: Manifest) -> Iterator[str]:
-    """What a runtime could not run, as messages."""
+def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """(place, what is wrong there) of what a runtime could not run."""
     stages, values = manifest.stages, manifest.values
     if not stages or [stage.index for stage in stages] != list(range(len(stages))):
-        yield f"stages must be numbered from 0, and there is at least one; found {[stage.index for stage in stages]}."
-    for path in [*manifest.files, *(stage.weights for stage in stages if stage.weights)]:
-        if leaves_folder(path):
-            yield f"the path {path!r} leaves the package's folder."
+        yield "stages", f"they are numbered {[stage.index for stage in stages]}, and must be numbered from 0"
+    for place in ("files", "shards"):
+        for path in filter(leaves_folder, getattr(manifest, place)):
+            yield place, f"the path {path!r} leaves the package's folder"
     for stage in stages:
+        place = f"stages[{stage.index}]"
+        if stage.weights and leaves_folder(stage.weights):
+            yield f"{place}.weights", f"the path {stage.weights!r} leaves the package's folder"
         if not (stage.module.isidentifier() and stage.class_name.isidentifier()):
-            yield f"stage {stage.index}: {stage.module!r} and {stage.class_name!r} must be names of Python."
+            yield place, f"module {stage.module!r} and class {stage.class_name!r} must be names of Python"
         for name in stage.inputs + stage.outputs:
             if name not in values:
-                yield f"stage {stage.index} names {name!r}, which is not one of the values."
+                yield place, f"it names {name!r}, which is not one of the values.{nearest(name, values)}"
         for name in stage.inputs:
             if values[name].producer >= stage.index or stage.index not in values[name].consumers:
-                yield f"stage {stage.index} takes {name!r} ({values[name]}), which does not reach it."
-    for value in values.values():
+                yield f"{place}.inputs", f"{name!r} ({values[name]}) does not reach stage {stage.index}"
+    for key, value in values.items():
+        place = f"values.{key}"
+        if value.name != key:
+            yield place, f"its name is {value.name!r}"
+        try:
+            value.shape_at(manifest.captured_sizes)
+        except PackageError as error:
+            yield f"{place}.shape", str(error)
+        if value.batch_dim is not None and value.batch_dim >= len(value.shape):
+            yield f"{place}.batch_dim", f"it is {value.batch_dim}, and the value has {len(value.shape)} dimensions"
         for consumer in value.consumers:
-            if not (value.producer < consumer < len(stages) and value.name in stages[consumer].inputs):
-                yield f"{value.name!r} goes to stage {consumer}, which does not take it."
-        if value.producer != CALLER and value.name not in stages[value.producer].outputs:
-            yield f"{value.name!r} comes from stage {value.producer}, which does not return it."
+            if not (value.producer < consumer < len(stages) and key in stages[consumer].inputs):
+                yield f"{place}.consumers", f"{key!r} goes to stage {consumer}, which does not take it"
+        if value.producer >= len(stages):
+            yield f"{place}.producer", f"there is no stage {value.producer}"
+        if value.producer != CALLER and key not in stages[value.producer].outputs:
+            yield f"{place}.producer", f"{key!r} comes from stage {value.producer}, which does not return it"
     for leaf in leaves((manifest.args, manifest.kwargs)):
         if leaf is not None and (leaf not in values or values[leaf].producer != CALLER):
-            yield f"the argument {leaf!r} is not a value that the caller passes."
+            yield "args", f"the argument {leaf!r} is not a value that the caller passes"
     for leaf in leaves(manifest.outputs):
         if leaf is not None and leaf not in stages[-1].outputs:
-            yield f"the output {leaf!r} is not an output of the last stage."
+            yield "outputs", f"the output {leaf!r} is not an output of the last stage"
+    prediction = manifest.plan.prediction
+    if prediction is not None and (len(prediction.placement), len(prediction.cuts) + 1) != (len(stages), len(stages)):
+        yield (
+            "plan.prediction",
+            (
+                f"it is of {len(prediction.placement)} stages and {len(prediction.cuts)} cuts, and the package has "
+                f"{len(stages)} stages"
+            ),
+        )
+
+
+def _prepare(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a file as the structures take it: names beside keys, and a version 1 as a version 2."""
+    values, stages, plan = content.get("values"), content.get("stages"), content.get("plan")
+    values = values if isinstance(values, dict) else {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            value[KEY] = name
+    for stage in stages if isinstance(stages, list) else []:
+        if isinstance(stage, dict) and isinstance(stage.get("buffers"), list):
+            stage["buffers"] = [{"name": each} if isinstance(each, str) else each for each in stage["buffers"]]
+    prediction = plan.get("prediction") if isinstance(plan, dict) else None
+    if content["schema_version"] == 1:
+        content["schema_version"] = SCHEMA_VERSION
+        for value in values.values():
+            if isinstance(value, dict):
+                value["batch_dim"] = 0 if value.get("shape") else None
+        if isinstance(plan, dict) and plan.keys() - {"points", "stages"}:
+            prediction = {key: plan.pop(key) for key in plan.keys() - {"points", "stages"}}
+            plan["prediction"] = prediction
+    if isinstance(prediction, dict):
+        prediction.pop("gap", None)  # follows from the others
+    return content
+
+
+_KIND: Final = FileKind(Manifest, "a manifest", PackageError, _ADVICE, SCHEMA_VERSION, _prepare)

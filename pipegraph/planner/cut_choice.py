@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipegraph.graph.partition.split_points import Point
+from pipegraph.package.prediction import Cut, Prediction, ShiftedCut, StagePrediction
 from pipegraph.planner.plan_options import Aim
-from pipegraph.planner.prediction import Cut, Neighbour, Prediction, StagePrediction, rounded
 from pipegraph.planner.priced_model import Costs
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.search.even_cuts import evenest
@@ -72,7 +71,7 @@ class Choice:
         times, chain = times_of(stages, self.schedule, aim.link), self.costs.priced.chain
         figures = zip(times.forward, times.input_grad, times.weight_grad, strict=True)
         bound = None if self.solution is None else rounded(min(self.solution.lower_bound, self.value))
-        return Prediction(
+        prediction = Prediction(
             balance=aim.balance,
             recompute=aim.recompute,
             hardware=aim.hardware.name,
@@ -94,13 +93,14 @@ class Choice:
                 Cut(
                     str(chain.segments[cut].point),
                     chain.segments[cut - 1].boundary_bytes,
-                    self._neighbour(number, -1),
-                    self._neighbour(number, 1),
+                    self._shifted(number, -1),
+                    self._shifted(number, 1),
                 )
                 for number, cut in enumerate(self.cuts)
             ),
             measured_ratio=aim.hardware.measured_ratio,
         )
+        return prediction.with_reasons()
 
     def moved(self, number: int, step: int) -> Choice | None:
         """The same with a cut so many segments later; None where a stage would be empty."""
@@ -110,11 +110,16 @@ class Choice:
         cuts = (*self.cuts[:number], place, *self.cuts[number + 1 :])
         return evaluate(self.costs, self.aim, cuts, self.schedule, self.solution)
 
-    def _neighbour(self, number: int, step: int) -> Neighbour | None:
+    def _shifted(self, number: int, step: int) -> ShiftedCut | None:
         other = self.moved(number, step)
         if other is None:
             return None
-        return Neighbour(str(other.points[number]), rounded(other.value) if other.fits else math.inf)
+        return ShiftedCut(str(other.points[number]), rounded(other.value) if other.fits else None)
+
+
+def rounded(figure: float) -> float:
+    """Round a predicted figure to six digits: what comes behind depends on the order of additions."""
+    return float(f"{figure:.6g}")
 
 
 def choose(costs: Costs, aim: Aim, stages: int) -> Choice:

@@ -7,20 +7,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.measurement.block_times import MeasureOptions
 from pipegraph.cost.measurement.cache import Cache
 from pipegraph.cost.price import PricedModel
 from pipegraph.cost.segments.distinct_blocks import LossOf
-from pipegraph.cost.stage_cost import StageCost, stage_cost
+from pipegraph.cost.stage_cost import stage_cost
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark
 from pipegraph.graph.partition.stages import Boundary, StageGraph, boundaries, divide_into_stages
+from pipegraph.package import StageCost
+from pipegraph.package.prediction import Prediction, StagePrediction
 from pipegraph.planner.arguments import UNIFORM, ArgumentError, check_number, memory_limits
 from pipegraph.planner.cut_choice import Choice, choose, given, settle
 from pipegraph.planner.plan_options import Aim
-from pipegraph.planner.prediction import Prediction, StagePrediction
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.solve import Solution
 from pipegraph.planner.stage_modules import stage_modules
@@ -185,7 +188,7 @@ def _predicted(made: Plan, captured: Captured, aim: Aim, starts: Sequence[int]) 
     begins = [segment.start for segment in costs.priced.chain.segments]
     instead = "--balance time" if method == UNIFORM else f"--stages {len(starts) + 1} in place of points"
     choice = given(costs, aim, [begins.index(start) for start in starts], instead)
-    return replace(made.predicted(replace(choice.predict(), balance=method)), priced=costs.priced)
+    return replace(made.predicted(structs.replace(choice.predict(), balance=method)), priced=costs.priced)
 
 
 def _with_recompute(captured: Captured, aim: Aim, stages: int) -> str:
@@ -241,7 +244,7 @@ def _cost(captured: Captured, stage: StageGraph, crossing: Sequence[Boundary]) -
 
 
 def _with(cost: StageCost, stage: StagePrediction, in_seconds: bool) -> StageCost:
-    cost = replace(cost, saved_bytes=stage.saved_bytes, weight_saved_bytes=stage.weight_saved_bytes)
+    cost = structs.replace(cost, saved_bytes=stage.saved_bytes, weight_saved_bytes=stage.weight_saved_bytes)
     if not in_seconds:
         return cost
-    return replace(cost, forward=stage.forward, input_grad=stage.input_grad, weight_grad=stage.weight_grad)
+    return structs.replace(cost, forward=stage.forward, input_grad=stage.input_grad, weight_grad=stage.weight_grad)

@@ -39,20 +39,20 @@ def memory_kinds(manifest: Manifest, schedule: Schedule) -> tuple[RankKinds, ...
     received is that of the moment when it is the most, and is left out for a package that was not priced.
     """
     costs = [stage.cost for stage in manifest.stages]
-    if any("parameter_bytes" not in cost for cost in costs):
+    if any(cost.parameter_bytes is None for cost in costs):
         return ()
     memory = predicted(manifest, schedule).memory
     found = []
     for rank in range(schedule.ranks):
         own = [cost for cost, place in zip(costs, schedule.placement, strict=True) if place == rank]
-        trained = sum(int(cost.get("trained_bytes", cost["parameter_bytes"])) for cost in own)
+        trained = sum((cost.parameter_bytes or 0) if cost.trained_bytes is None else cost.trained_bytes for cost in own)
         trained = trained if schedule.has_backward else 0
         kinds = {
-            "parameters": sum(int(cost["parameter_bytes"]) for cost in own),
+            "parameters": sum(cost.parameter_bytes or 0 for cost in own),
             "gradients": trained,
             "optimizer state": _MOMENTS * trained,
         }
-        buffers = sum(int(cost.get("buffer_bytes", 0)) for cost in own)
+        buffers = sum(cost.buffer_bytes or 0 for cost in own)
         if memory is not None:
             kinds["saved activations"] = memory[rank].saved
             buffers += memory[rank].buffers

@@ -6,19 +6,16 @@ import math
 import re
 from typing import Any
 
+import msgspec
 from rich.text import Text
 
-from pipegraph.errors import PackageError
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
-from pipegraph.planner.prediction import Prediction
 from pipegraph.report.plan import summary
 from pipegraph.report.simulation import title
 from pipegraph.report.tables import clip, one_line, table
 from pipegraph.report.timeline_text import grid, legend
 from pipegraph.schedule import Schedule, Times, simulate
 from pipegraph.units import TimeFormat, format_bytes, format_count
-
-_TIMES = ("forward", "input_grad", "weight_grad")
 
 
 def overview(package: Package, schedule: Schedule, width: int | None = None, coloured: bool = False) -> Text:
@@ -54,16 +51,16 @@ def overview_dict(package: Package, schedule: Schedule) -> dict[str, Any]:
 def manifest_dict(manifest: Manifest) -> dict[str, Any]:
     """The stages of a package, written or about to be, and what crosses between them."""
     return {
-        "model": manifest.model,
-        "points": manifest.plan.get("points", []),
-        "plan": {name: value for name, value in manifest.plan.items() if name not in ("points", "stages")},
+        "model": msgspec.to_builtins(manifest.model),
+        "points": list(manifest.plan.points),
+        "plan": manifest.prediction.to_dict() if manifest.prediction else {},
         "stages": [
             {
                 "index": stage.index,
                 "holds": holds(manifest, stage.index),
                 "inputs": list(stage.inputs),
                 "outputs": list(stage.outputs),
-                "cost": stage.cost,
+                "cost": stage.cost.to_dict(),
             }
             for stage in manifest.stages
         ],
@@ -85,25 +82,26 @@ def manifest_dict(manifest: Manifest) -> dict[str, Any]:
 
 def holds(manifest: Manifest, stage: int) -> str:
     """The modules of a stage: ``tok_embeddings, layers.0 – layers.3``; empty where the plan does not say."""
-    described = manifest.plan.get("stages", [])
-    return str(described[stage]) if stage < len(described) else ""
+    described = manifest.plan.stages
+    return described[stage] if stage < len(described) else ""
 
 
 def bytes_of(value: Value) -> int:
     """The size of a value of one microbatch, in bytes."""
     bits = re.search("[0-9]+", value.dtype)  # the first number: float8_e4m3fn has 8
-    return math.prod(value.shape) * (int(bits[0]) if bits else 8) // 8  # a bool has 8, and does not say so
+    return math.prod(value.shape_at()) * (int(bits[0]) if bits else 8) // 8  # a bool has 8, and does not say so
 
 
 def model_title(manifest: Manifest) -> str:
     """``Transformer of transformer.py in 4 stages``"""
     model, stages = manifest.model, len(manifest.stages)
-    return f"{model.get('class', 'model')} of {model.get('source', '?')} in {stages} stage{'s' if stages > 1 else ''}"
+    name, source = one_line(model.class_name or "model"), one_line(model.source or "?")
+    return f"{name} of {source} in {stages} stage{'s' if stages > 1 else ''}"
 
 
 def knows_times(manifest: Manifest) -> bool:
     """Whether F, I and W of every stage were predicted or measured."""
-    return all(name in stage.cost for stage in manifest.stages for name in (*_TIMES, "saved_bytes"))
+    return all(stage.cost.times and stage.cost.saved_bytes is not None for stage in manifest.stages)
 
 
 def stage_cells(package: Package) -> tuple[list[str], list[list[str]]]:
@@ -114,37 +112,28 @@ def stage_cells(package: Package) -> tuple[list[str], list[list[str]]]:
     ]
     headers = ["stage", "holds", "parameters", "forward", "weights"]
     if knows_times(manifest):
-        times = [[float(stage.cost[name]) for name in _TIMES] for stage in manifest.stages]
+        times = [stage.cost.times or (0.0, 0.0, 0.0) for stage in manifest.stages]
         unit = TimeFormat.of_column(map(sum, times))
         headers[4:4] = ["F", "I", "W", unit.unit, "keeps"]
         for row, stage, figures in zip(rows, manifest.stages, times, strict=True):
             row[4:4] = [
                 *(unit.number(each) for each in (*figures, sum(figures))),
-                format_bytes(stage.cost["saved_bytes"]),
+                format_bytes(stage.cost.saved_bytes),
             ]
     return headers, rows
 
 
 def explanation(manifest: Manifest) -> list[str]:
     """Lines: what a step is expected to take, and why each cut is where it is; none for a plan that was not priced."""
-    if "cuts" not in manifest.plan:
+    prediction = manifest.prediction
+    if prediction is None:
         return []
-    names = (*_TIMES, "saved_bytes", "parameter_bytes")
-    costs = [{name: stage.cost.get(name, 0) for name in names} for stage in manifest.stages]
-    try:
-        prediction = Prediction.from_json({**manifest.plan, "costs": costs})
-        cuts = enumerate(manifest.plan["cuts"], 1)
-        reasons = [f"stage {number} begins at {cut['point']}: {cut['reason']}" for number, cut in cuts]
-    except (KeyError, TypeError, ValueError) as error:
-        raise PackageError(
-            f"The plan in pipeline.json is damaged: {type(error).__name__}: {error}.\n"
-            "Try: write it anew with `pipegraph split`."
-        ) from None
+    reasons = [f"stage {number} begins at {cut.point}: {cut.reason}" for number, cut in enumerate(prediction.cuts, 1)]
     return [*summary(prediction).split("\n"), *map(one_line, reasons)]
 
 
 def _costs(package: Package, stage: StageEntry) -> list[str]:
-    parameters, flops = stage.cost.get("parameters"), stage.cost.get("flops")
+    parameters, flops = stage.cost.parameters, stage.cost.flops
     return [
         str(len(stage.parameters)) if parameters is None else format_count(parameters),
         "" if flops is None else format_count(flops, "FLOP"),

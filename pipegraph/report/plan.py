@@ -8,14 +8,15 @@ from typing import Any
 from rich.style import Style
 from rich.text import Text
 
+from pipegraph.package.prediction import Prediction, ShiftedCut
 from pipegraph.planner.comparison import SAME, WORTH, Comparison
 from pipegraph.planner.cut_choice import Choice
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.plan_file import PlanFile
-from pipegraph.planner.prediction import Neighbour, Prediction
 from pipegraph.report.colours import colour
 from pipegraph.report.tables import clip, one_line, table
 from pipegraph.schedule import Kind
+from pipegraph.schedule.recipes import trains
 from pipegraph.units import TimeFormat, format_bytes, format_percent, format_seconds
 
 _BAR = 40  # columns of the longest bar
@@ -29,10 +30,10 @@ def summary(prediction: Prediction) -> str:
     if not prediction.in_seconds:
         return f"largest stage  {prediction.amount(prediction.value)}{sureness}"
     count = prediction.microbatches
-    again = f" with recompute {prediction.recompute}" if prediction.has_backward else ""
+    again = f" with recompute {prediction.recompute}" if trains(prediction.schedule) else ""
     return (
-        f"predicted  {format_seconds(prediction.value)} a step of {prediction.schedule} with {count} "
-        f"microbatch{'es' if count > 1 else ''} on {prediction.hardware}{sureness}\n"
+        f"predicted  {format_seconds(prediction.value)} a step of {one_line(prediction.schedule)} with {count} "
+        f"microbatch{'es' if count > 1 else ''} on {one_line(prediction.hardware)}{sureness}\n"
         f"memory     {format_bytes(prediction.peak)} on the fullest rank{again}"
     )
 
@@ -138,10 +139,10 @@ def _stages(prediction: Prediction, coloured: bool) -> Text:
     headers, rows = ["stage", "rank"], [[str(n), str(rank)] for n, rank in enumerate(prediction.placement)]
     if prediction.in_seconds:
         unit = TimeFormat.of_column([longest])
-        headers += ["F", "I", "W", unit.unit] if prediction.has_backward else [f"F {unit.unit}"]
+        headers += ["F", "I", "W", unit.unit] if trains(prediction.schedule) else [f"F {unit.unit}"]
         for row, stage in zip(rows, prediction.stages, strict=True):
             figures = [stage.forward, stage.input_grad, stage.weight_grad, stage.total]
-            row += [unit.number(figure) for figure in (figures if prediction.has_backward else figures[:1])]
+            row += [unit.number(figure) for figure in (figures if trains(prediction.schedule) else figures[:1])]
     else:
         headers.append(prediction.unit)
         for row, stage in zip(rows, prediction.stages, strict=True):
@@ -167,11 +168,11 @@ def _memory(prediction: Prediction) -> str:
         held = [n for n, where in enumerate(prediction.placement) if where == rank]
         saved = sum(prediction.stages[n].saved_bytes for n in held)
         parameters = sum(prediction.stages[n].parameter_bytes for n in held)
-        kept = [format_bytes(saved)] if prediction.has_backward else []
+        kept = [format_bytes(saved)] if trains(prediction.schedule) else []
         rows.append(
             [str(rank), format_bytes(needed), format_bytes(parameters), *kept, "█" * round(_BAR / 2 * needed / most)]
         )
-    keeps = ["a microbatch keeps"] if prediction.has_backward else []
+    keeps = ["a microbatch keeps"] if trains(prediction.schedule) else []
     return table(["rank", "memory", "parameters", *keeps, ""], rows)
 
 
@@ -188,5 +189,5 @@ def _cuts(prediction: Prediction) -> str:
     return table(["stage", "begins at", "crosses", "one segment earlier", "one later"], rows)
 
 
-def _moves(prediction: Prediction, neighbours: Sequence[Neighbour | None]) -> list[str]:
-    return ["—" if each is None else f"{prediction.change(each)} ({clip(each.point, 44)})" for each in neighbours]
+def _moves(prediction: Prediction, shifted: Sequence[ShiftedCut | None]) -> list[str]:
+    return ["—" if each is None else f"{prediction.change(each)} ({clip(each.point, 44)})" for each in shifted]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipegraph.errors import PackageError, ScheduleError
+from pipegraph.errors import ScheduleError
 from pipegraph.package import Manifest
 from pipegraph.schedule import Schedule, build
-
-_TRY = "Try: pipegraph split, which writes it anew."
 
 
 @dataclass(frozen=True)
@@ -21,23 +19,9 @@ class Planned:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Planned | None:
-        """None where a package was cut without a plan: at given points, or into equal numbers of segments.
-
-        PackageError where the plan has been damaged.
-        """
-        plan = manifest.plan
-        if not {"schedule", "placement", "microbatches"} <= plan.keys():
-            return None
-        try:
-            found = cls(str(plan["schedule"]), tuple(map(int, plan["placement"])), int(plan["microbatches"]))
-        except (TypeError, ValueError) as error:
-            raise PackageError(f"The plan in pipeline.json is damaged: {error}.\n{_TRY}") from None
-        if len(found.placement) != len(manifest.stages):
-            raise PackageError(
-                f"The plan in pipeline.json is damaged: it places {len(found.placement)} stages, and the package has "
-                f"{len(manifest.stages)}.\n{_TRY}"
-            )
-        return found
+        """None where a package was cut without a plan: at given points, or into equal numbers of segments."""
+        plan = manifest.prediction
+        return None if plan is None else cls(plan.schedule, plan.placement, plan.microbatches)
 
     @property
     def ranks(self) -> int:

@@ -42,14 +42,13 @@ def predicted(
     ``hardware`` has the links. By default a planned step is what the plan says; one of another schedule has the links
     of the profile that priced the package, where it is one that pipegraph has, or else crossing takes no time.
     """
-    costs, plan = stage_costs(manifest), manifest.plan
+    costs, plan = stage_costs(manifest), manifest.prediction
     timed = costs is not None and has_times(manifest)
-    name, planned = str(plan.get("hardware", "")), Planned.of(manifest)
-    value = None
-    if hardware is None and planned is not None and planned.is_run_by(schedule):
-        value = float(plan["value"])
-    if hardware is None and name in Hardware.names():
-        hardware = Hardware.load(name)
+    planned, value = Planned.of(manifest), None
+    if hardware is None and plan is not None and planned is not None and planned.is_run_by(schedule):
+        value = plan.value
+    if hardware is None and plan is not None and plan.hardware in Hardware.names():
+        hardware = Hardware.load(plan.hardware)
     priced = costs if timed else None
     times = times_of(priced, schedule, None if hardware is None else hardware.link) if priced else None
     step, bubble = _step(schedule, times, value, in_turn)

@@ -69,7 +69,7 @@ def beside(manifest: Manifest, schedule: Schedule, measured: MeasuredRun, hardwa
     ``hardware`` has the links. By default a planned step is what the plan says; one of another schedule has the links
     of the profile that priced the package, where it is one that pipegraph has, or else crossing takes no time.
     """
-    plan, in_turn = manifest.plan, measured.processes < schedule.ranks
+    plan, in_turn = manifest.prediction, measured.processes < schedule.ranks
     found = predicted(manifest, schedule, hardware, in_turn)
     priced, memory = None if found.times is None else found.costs, found.memory
     kinds = [kind for kind in COMPUTING if any(action.kind is kind for row in schedule.actions for action in row)]
@@ -89,7 +89,7 @@ def beside(manifest: Manifest, schedule: Schedule, measured: MeasuredRun, hardwa
         saved=tuple(Pair(memory[n].saved if memory else None, held) for n, held in enumerate(measured.saved)),
         buffers=tuple(memory[n].buffers if memory else None for n in range(schedule.ranks)),
         measured=measured,
-        basis=f"{plan.get('balance')} on {plan.get('hardware', '')}" if priced else "",
+        basis=f"{plan.balance} on {plan.hardware}" if priced and plan else "",
         hints=tuple(
             filter(None, [difference(manifest, schedule), *_hints(manifest, stages, measured, found.links_known)])
         ),
@@ -110,8 +110,9 @@ def _hints(
     manifest: Manifest, stages: Sequence[Mapping[Kind, Pair]], measured: MeasuredRun, known: bool
 ) -> Iterator[str]:
     """``known`` says whether the links are, of a package with predicted times."""
+    plan = manifest.prediction
     timed = all(pair.predicted is not None for stage in stages for pair in stage.values())
-    priced = timed or all("saved_bytes" in stage.cost for stage in manifest.stages)
+    priced = timed or all(stage.cost.saved_bytes is not None for stage in manifest.stages)
     if not measured.steps:
         yield "Times are taken from the second step on, as the first one compiles. Try: --steps 5"
     if not timed:
@@ -120,9 +121,9 @@ def _hints(
         what = "Times and bytes were predicted" if timed else "Bytes were predicted"
         yield f"{what} of compiled kernels, and those of {measured.kernels} ran."
     elif timed:
-        yield _off(str(manifest.plan.get("balance")), stages)
+        yield _off(plan.balance if plan else "", stages)
     if timed and not known:
-        name = manifest.plan.get("hardware")
+        name = plan.hardware if plan else "the hardware"
         yield f"The links of {name} are not known here and were left out. Try: --hardware with the profile's file"
 
 

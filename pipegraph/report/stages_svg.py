@@ -72,14 +72,13 @@ def _card(manifest: Manifest, stage: StageEntry, rank: int, left: float) -> Iter
 
 
 def _sizes(stage: StageEntry) -> str:
-    cost, said = stage.cost, []
-    said.append(f"{format_count(cost.get('parameters', len(stage.parameters)))} parameters")
-    if "parameters" not in cost:
-        said[0] = f"{len(stage.parameters)} parameter tensors"
-    if "flops" in cost:
-        said.append(f"{format_count(cost['flops'], 'FLOP')} forward")
-    if "saved_bytes" in cost:
-        said.append(f"keeps {format_bytes(cost['saved_bytes'])} for its backward")
+    cost = stage.cost
+    unknown = f"{len(stage.parameters)} parameter tensors"
+    said = [unknown if cost.parameters is None else f"{format_count(cost.parameters)} parameters"]
+    if cost.flops is not None:
+        said.append(f"{format_count(cost.flops, 'FLOP')} forward")
+    if cost.saved_bytes is not None:
+        said.append(f"keeps {format_bytes(cost.saved_bytes)} for its backward")
     return "  ·  ".join(said)
 
 
@@ -174,7 +173,7 @@ def _skips(manifest: Manifest, lanes: dict[tuple[int, int], int], left: float) -
 
 def _times(manifest: Manifest, left: float, width: float) -> Iterator[str]:
     """F, I and W of each stage as one bar, all in one scale."""
-    times = [{kind: float(stage.cost[name]) for kind, name in _TIMES.items()} for stage in manifest.stages]
+    times = [dict(zip(_TIMES, stage.cost.times or (0.0, 0.0, 0.0), strict=True)) for stage in manifest.stages]
     longest = max(sum(each.values()) for each in times)
     unit, scale = TimeFormat.of_column([longest]), (width - 80) / longest if longest > 0 else 0.0
     yield f'<text x="{px(left)}" y="18" font-size="13" font-weight="600">time of one microbatch, in {unit.unit}</text>'
@@ -202,7 +201,7 @@ def _times(manifest: Manifest, left: float, width: float) -> Iterator[str]:
 
 def _flops(manifest: Manifest, left: float, width: float) -> Iterator[str]:
     """Without times: the work of each stage's forward, and how to have times."""
-    work = [float(stage.cost.get("flops", 0)) for stage in manifest.stages]
+    work = [stage.cost.flops or 0 for stage in manifest.stages]
     most = max(work)
     name = "work of one microbatch's forward" if most else "nothing is known of what stages take"
     yield f'<text x="{px(left)}" y="14" font-size="13" font-weight="600">{name}</text>'

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from pipegraph.errors import one_line
+
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of equal width, two spaces apart; a column of numbers, as far as they are known, is set right.
@@ -52,17 +54,6 @@ def markdown(text: str) -> str:
 def is_number(cell: str) -> bool:
     """Whether a cell may stand among numbers: one that is unknown may."""
     return cell.lstrip("+−")[:1].isdigit() or cell in ("", "—", "inf", "nan")
-
-
-def one_line(text: str) -> str:
-    """``text`` with what is not printable escaped: a module's name may hold anything.
-
-    >>> one_line("layers.new\\nline")
-    'layers.new\\\\nline'
-    """
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
 
 
 def clip(text: str, width: int = 60) -> str:

@@ -108,7 +108,7 @@ def _settings(pipe: Pipeline, processes: int) -> dict[str, str | float]:
     """What a run's figures depend on."""
     schedule, model = pipe.schedule, pipe.package.manifest.model
     return {
-        "model": str(model.get("class", "model")),
+        "model": model.class_name or "model",
         "package": pipe.package.path.name,
         "schedule": schedule.name,
         "ranks": schedule.ranks,

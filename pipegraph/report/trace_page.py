@@ -81,7 +81,7 @@ def script_json(data: Any) -> str:
 
 def _title(analysis: Analysis) -> str:
     run = analysis.run
-    model = "" if run.manifest is None else str(run.manifest.model.get("class", ""))
+    model = "" if run.manifest is None else run.manifest.model.class_name
     what = words(run.schedule.name, run.schedule.microbatches, run.schedule.ranks)
     return one_line(f"{model}: {what}" if model else what)
 

@@ -65,7 +65,9 @@ def batch_rows(manifest: Manifest, microbatches: int) -> tuple[int, ...]:
     """How many rows a batch has, for so many microbatches: of the model's inputs and outputs, which may differ."""
     outputs = manifest.stages[-1].outputs
     known = [value for value in manifest.values.values() if value.producer == CALLER or value.name in outputs]
-    return tuple(sorted({value.shape[0] * microbatches for value in known if value.shape and not value.is_constant}))
+    return tuple(
+        sorted({value.shape_at()[0] * microbatches for value in known if value.shape and not value.is_constant})
+    )
 
 
 def cut_target(
@@ -168,14 +170,15 @@ def _check_constant(value: Value, given: Any) -> None:
 
 
 def _batch_shape(value: Value, microbatches: int) -> tuple[int, ...]:
-    return (value.shape[0] * microbatches, *value.shape[1:]) if value.shape else ()
+    shape = value.shape_at()
+    return (shape[0] * microbatches, *shape[1:]) if shape else ()
 
 
 def _wrong_shape(value: Value, given: Tensor, microbatches: int) -> str:
     said, batch = f"{value.name} has the shape {list(given.shape)}", _batch_shape(value, microbatches)
     if not value.shape or given.shape[1:] != batch[1:]:
         return f"{said}; the captured microbatch is {list(value.shape)}, and {microbatches} of them make {list(batch)}."
-    rows, own = len(given), value.shape[0]
+    rows, own = len(given), value.shape_at()[0]
     near = max(rows // own, 1)
     other = f"microbatches={near}" if near * own == rows else f"{near * own} rows with microbatches={near}"
     return (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from pipegraph.errors import PackageError, PipegraphError, nearest
@@ -87,9 +87,10 @@ def converted(manifest: Manifest, before: Mapping[str, torch.dtype], after: Mapp
         str(old).removeprefix("torch."): str(*new).removeprefix("torch.") for old, new in found.items() if len(new) == 1
     }
     values = {
-        name: replace(value, dtype=names.get(value.dtype, value.dtype)) for name, value in manifest.values.items()
+        name: structs.replace(value, dtype=names.get(value.dtype, value.dtype))
+        for name, value in manifest.values.items()
     }
-    return replace(manifest, values=values)
+    return structs.replace(manifest, values=values)
 
 
 def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:

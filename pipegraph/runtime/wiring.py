@@ -149,7 +149,7 @@ def _is_autocast(output: Tensor, promised: torch.dtype) -> bool:
 
 
 def zeros(value: Value, device: torch.device) -> Tensor:
-    return torch.zeros(value.shape, dtype=torch_dtype(value), device=device)
+    return torch.zeros(value.shape_at(), dtype=torch_dtype(value), device=device)
 
 
 def torch_dtype(value: Value) -> torch.dtype:

@@ -33,7 +33,7 @@ def links_known(manifest: Manifest) -> bool:
 
 
 def _hardware(manifest: Manifest) -> str:
-    return str(manifest.plan.get("hardware", ""))
+    return manifest.prediction.hardware if manifest.prediction else ""
 
 
 def predicted_step(manifest: Manifest | None, schedule: Schedule) -> Timeline | None:

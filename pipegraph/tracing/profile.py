@@ -218,7 +218,7 @@ def arguments(pipe: Pipeline) -> Callable[[Action], dict[str, Any]]:
         said["rank"] = placement[stage]
         if action.peer is not None:
             values = transfer(action, wiring, placement).values
-            size = sum(math.prod(value.shape) * torch_dtype(value).itemsize for value in values)
+            size = sum(math.prod(value.shape_at()) * torch_dtype(value).itemsize for value in values)
             said |= {"peer": action.peer, "peer_rank": placement[action.peer], "bytes": size}
         return said
 

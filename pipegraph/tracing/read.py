@@ -82,13 +82,9 @@ def _info(folder: Path, problems: list[str]) -> tuple[dict[str, Any], RunInfo]:
 
 def _manifest(folder: Path, problems: list[str]) -> Manifest | None:
     try:
-        return Manifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"), MANIFEST)
-    except OSError as error:
-        problems.append(f"{MANIFEST} cannot be read ({error.strerror}): nothing is known of what was predicted")
-    except UnicodeDecodeError as error:
-        problems.append(f"{MANIFEST} is no text: {error}")
+        return Manifest.read(folder / MANIFEST)
     except PackageError as error:
-        problems.append(str(error))
+        problems.append(str(error).partition(".\nTry:")[0])
     return None
 
 

@@ -119,7 +119,7 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
     Raises PipegraphError, in all of them, where one of them cannot write into it.
     """
     schedule, manifest = pipe.schedule, pipe.package.manifest
-    words = str(manifest.model.get("class", "model")).lower(), schedule.name, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    words = (manifest.model.class_name or "model").lower(), schedule.name, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     name = "_".join(re.sub(r"[^\w.-]+", "-", word) for word in words)
     run = pipe.told(uuid.uuid4().hex)
     about = {

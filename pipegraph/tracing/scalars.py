@@ -195,5 +195,6 @@ def batch_sizes(manifest: Manifest, microbatches: int) -> tuple[int | None, int 
     first = next((each for each in given if each.producer == CALLER and not each.is_constant and each.shape), None)
     if first is None:
         return None, None
-    is_tokens = first.dtype.lstrip("u").startswith("int") and len(first.shape) == 2
-    return first.shape[0] * microbatches, math.prod(first.shape) * microbatches if is_tokens else None
+    shape = first.shape_at()
+    is_tokens = first.dtype.lstrip("u").startswith("int") and len(shape) == 2
+    return shape[0] * microbatches, math.prod(shape) * microbatches if is_tokens else None

@@ -82,7 +82,7 @@ def of_the_same_model(manifest: Manifest, source: ModelSource | None) -> Iterato
     try:
         yield
     except (BatchError, PackageError) as error:
-        split = (manifest.model.get("class", "?"), manifest.model.get("source", "?"))
+        split = (manifest.model.class_name, manifest.model.source)
         if source is None or split == (type(source.model).__name__, source.name):
             raise
         problem = str(error).partition("\nTry: ")[0]
@@ -94,7 +94,8 @@ def of_the_same_model(manifest: Manifest, source: ModelSource | None) -> Iterato
 
 def _random(value: Value, microbatches: int, generator: torch.Generator) -> Tensor:
     dtype: torch.dtype = getattr(torch, value.dtype)
-    shape = (microbatches * value.shape[0], *value.shape[1:]) if value.shape else ()
+    one = value.shape_at()
+    shape = (microbatches * one[0], *one[1:]) if one else ()
     if dtype.is_floating_point or dtype.is_complex:
         # In float32 and cast: not every dtype has a random generator of its own.
         drawn = torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)

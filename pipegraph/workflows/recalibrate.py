@@ -7,9 +7,9 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 from pipegraph.cost.hardware import Hardware, MeasuredRatio, check_new
-from pipegraph.cost.hardware.measured_ratio import LARGEST, SMALLEST
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest, Package
+from pipegraph.package.prediction import LARGEST, SMALLEST, UNCORRECTED
 from pipegraph.report.predicted_vs_measured import Beside, Pair
 from pipegraph.schedule import Kind
 from pipegraph.units import format_factor
@@ -28,13 +28,13 @@ def profile_for(package: Package, file: Path, given: Hardware | None = None) -> 
     Raises PipegraphError where the package has no times that a profile predicted, where that profile is not found, or
     where the file holds anything but the same profile: nothing else is replaced.
     """
-    plan = package.manifest.plan
-    if plan.get("balance") != "time" or any("forward" not in stage.cost for stage in package.manifest.stages):
+    prediction, stages = package.manifest.prediction, package.manifest.stages
+    if prediction is None or prediction.balance != "time" or any(stage.cost.times is None for stage in stages):
         raise PipegraphError(
             "No profile predicted this package's times: there is nothing to correct.\n"
             "Try: pipegraph split … --balance time --hardware cpu, and then run with --recalibrate."
         )
-    there, name = _standing(file), str(plan["hardware"])
+    there, name = _standing(file), prediction.hardware
     if given is not None and given.name != name:
         raise PipegraphError(
             f'The package was priced with the profile "{name}", and --hardware is "{given.name}": what was measured '
@@ -89,7 +89,7 @@ def recalibrated(hardware: Hardware, manifest: Manifest, compared: Beside) -> Ha
     the W of a stage whose inputs have no gradient, it counts for I and W alike, if no stage tells them apart. It
     replaces what an earlier run left: the last one counts.
     """
-    priced = MeasuredRatio.from_json(manifest.plan.get("measured_ratio"))
+    priced = UNCORRECTED if manifest.prediction is None else manifest.prediction.measured_ratio
     apart = [stage for stage in compared.stages if Kind.I in stage and stage[Kind.I].predicted]
     whole = _ratio(compared.stages, Kind.B) or _ratio(compared.stages, Kind.W) or 1.0
     figures = {
@@ -106,7 +106,7 @@ def recalibrated(hardware: Hardware, manifest: Manifest, compared: Beside) -> Ha
             )
     measured, schedule = compared.measured, compared.schedule
     source = (
-        f"pipegraph run: {manifest.model.get('class', 'a model')}, {schedule.name} with {schedule.microbatches} "
+        f"pipegraph run: {manifest.model.class_name or 'a model'}, {schedule.name} with {schedule.microbatches} "
         f"microbatches, medians of {measured.steps} steps, {measured.processes} processes"
     )
     rounded = {name: float(f"{figure:.{_DIGITS}g}") for name, figure in figures.items()}

@@ -72,7 +72,7 @@ class Training:
             loss_fn=mean_square if source is None else loss_of(source),
             device=device,
             kernels=kernels,
-            recompute=str(manifest.plan.get("recompute", "min-cut")),
+            recompute=manifest.prediction.recompute if manifest.prediction else "min-cut",
             timeout=TIMEOUT if timeout is None else timeout,
             weights=weights,
         )

@@ -203,7 +203,7 @@ def _no_manifest(folder: Path) -> None:
 @pytest.mark.parametrize("verb", ["show", "run", "verify"])
 @pytest.mark.parametrize(
     ("damage", "said"),
-    [(_truncate, "truncated"), (_from_the_future, "schema_version 99"), (_no_manifest, "is not a package")],
+    [(_truncate, "truncated"), (_from_the_future, "schema_version: it is 99"), (_no_manifest, "No such file")],
 )
 def test_damaged_manifest(
     pipegraph: Command, copied: Path, verb: str, damage: Callable[[Path], None], said: str
@@ -271,7 +271,7 @@ def test_debug_shows_the_traceback(pipegraph: Command, tmp_path: Path) -> None:
     result = pipegraph("show", tmp_path / "none", "--debug")
     assert result.code == 2
     assert "Traceback" in result.err
-    assert "is not a package" in result.err
+    assert "none/pipeline.json: No such file" in result.err
 
 
 @pytest.fixture

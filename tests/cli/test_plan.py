@@ -28,7 +28,7 @@ def test_plan_then_split(pipegraph: Command, tmp_path: Path) -> None:
     split = json.loads(pipegraph("split", CHAIN, "--plan", file, "-o", tmp_path / "out", "--json").out)
     assert split["points"] == points
     manifest = json.loads((tmp_path / "out/pipeline.json").read_text())
-    assert manifest["plan"]["value"] == json.loads(file.read_text())["value"]
+    assert manifest["plan"]["prediction"]["value"] == json.loads(file.read_text())["value"]
     other = pipegraph("split", "examples/unet.py", "--plan", file, "--dry-run")
     assert (other.code, other.out) == (3, "")
     assert "The plan is of a Chain, and this model is a UNet" in other.err
@@ -127,9 +127,9 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         (("split", CHAIN, "--stages", 2, "--memory", "80XB"), 2, "'80XB' is no amount of memory: write 80GiB"),
         (("split", CHAIN, "--stages", 2, "--memory", "0"), 2, "give 1MiB to 1PiB"),
         (("split", CHAIN, "--stages", 2, "--memory", "9000000TiB"), 2, "give 1MiB to 1PiB"),
-        (("split", CHAIN, "--stages", 2, "--memory", "-1"), 2, "no size of memory"),
+        (("split", CHAIN, "--stages", 2, "--memory", "-1"), 2, "no amount of memory"),
         (("split", CHAIN, "--stages", 2, "--plan", "plan.json"), 2, "--points layers.4"),
-        (("split", CHAIN, "--plan", "no_plan.json"), 2, "The plan no_plan.json cannot be read"),
+        (("split", CHAIN, "--plan", "no_plan.json"), 2, "no_plan.json: No such file"),
         (("split", CHAIN, "--stages", 2, "--balance", "layers"), 2, "Stages cannot be balanced by"),
         (("split", CHAIN, "--stages", 2, "--balance", "type:Conv"), 3, "Linear"),
         (("split", CHAIN, "--stages", 2, "--hardware", "h1000"), 2, 'Did you mean "h100"'),
@@ -152,7 +152,7 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1c"), 2, 'Did you mean "1f1b"'),
         (("plan", CHAIN, "--ranks", 2, "--stages-per-rank", "7", "--schedule", "1f1b"), 2, "1f1b has 1 to a rank"),
         (("plan", CHAIN, "--ranks", 2, "--hardware", "h10"), 2, 'Did you mean "h100"'),
-        (("plan", CHAIN, "--ranks", 2, "--memory", "much"), 2, "'much' is no size of memory"),
+        (("plan", CHAIN, "--ranks", 2, "--memory", "much"), 2, "'much' is no amount of memory"),
         (("split", CHAIN, "--stages", 6), 3, "can be cut into 5 segments, which is too few for 6 stages"),
         (("split", CHAIN, "--stages", 2, "--schedule", "zb-v", "--microbatches", 8, "--points", "head"), 2, "not both"),
         (("split", CHAIN, "--points", "head", "--balance", "flops"), 2, "flops chooses points, and they were given"),
@@ -183,14 +183,14 @@ def test_show_tells_what_was_predicted_and_why(pipegraph: Command, tmp_path: Pat
     assert svg.read_text() in page.read_text()
     assert pipegraph("show", out, "--svg", tmp_path / "none" / "a.svg").code == 2
     manifest = json.loads((out / "pipeline.json").read_text())
-    (cut,) = manifest["plan"]["cuts"]
+    (cut,) = manifest["plan"]["prediction"]["cuts"]
     assert shown[at + 2] == f"stage 1 begins at {cut['point']}: {cut['reason']}"
     assert json.loads(pipegraph("show", out, "--json").out)["plan"]["cuts"] == [cut]
-    del manifest["plan"]["placement"]
+    del manifest["plan"]["prediction"]["placement"]
     (out / "pipeline.json").write_text(json.dumps(manifest))
     damaged = pipegraph("show", out)
     assert (damaged.code, damaged.out) == (2, "")
-    assert "The plan in pipeline.json is damaged: KeyError: 'placement'" in damaged.err
+    assert "pipeline.json: plan.prediction: it lacks placement" in damaged.err
 
 
 def test_show_of_a_plan_by_weight(pipegraph: Command, tmp_path: Path) -> None:
@@ -216,24 +216,24 @@ PLAN: dict[str, Any] = {
     ("change", "code", "said"),
     [
         ({}, 0, ""),
-        (b"", 2, "is no plan: it is no JSON"),
-        (b"\xff\xfe\x00", 2, "is no plan"),
-        (b"[1, 2]", 2, "is no plan: it has no schema_version"),
-        ({"schema_version": 99}, 2, "has schema_version 99; this pipegraph reads up to 1"),
-        ({"points": []}, 2, "2 stages in costs have one point less"),
-        ({"costs": "dear"}, 2, 'is damaged: costs is "dear": it must be a list'),
-        ({"microbatches": "many"}, 2, 'microbatches is "many": it must be a whole number'),
-        ({"microbatches": 0}, 2, "microbatches is 0: it must be 1 or more"),
-        ({"value": "1.0"}, 2, 'value is "1.0": it must be a number'),
-        ({"value": float("nan")}, 2, "NaN is no figure"),
-        ({"value": -1}, 2, "value is -1: it must be 0 or more"),
-        ({"lower_bound": 2.0}, 2, "lower_bound is more than value"),
-        ({"recompute": "all"}, 2, 'must be "none" or "min-cut" or "block"'),
+        (b"", 2, "plan.json: the file is empty"),
+        (b"\xff\xfe\x00", 2, "plan.json: the file is not UTF-8: byte 0 is 0xff"),
+        (b"[1, 2]", 2, "plan.json: the whole is a list: a plan must be an object"),
+        ({"schema_version": 99}, 2, "schema_version: it is 99, and this pipegraph reads 1 to 1"),
+        ({"points": []}, 2, "costs: it has 2 stages, and 0 points make one more"),
+        ({"costs": "dear"}, 2, 'costs: "dear" must be a list'),
+        ({"microbatches": "many"}, 2, 'microbatches: "many" must be a whole number'),
+        ({"microbatches": 0}, 2, "microbatches: 0 must be 1 or more"),
+        ({"value": "1.0"}, 2, 'value: "1.0" must be a number'),
+        ({"value": float("nan")}, 2, "value: NaN must be 0 or more"),
+        ({"value": -1}, 2, "value: -1 must be 0 or more"),
+        ({"lower_bound": 2.0}, 2, "lower_bound: it is more than value"),
+        ({"recompute": "all"}, 2, 'recompute cannot be "all"'),
         ({"schedule": "1f1c"}, 2, 'There is no schedule "1f1c". Did you mean "1f1b"?'),
-        ({"placement": [0, 7]}, 2, "the placement of 1f1b on 2 ranks is [0, 1], not [0, 7]"),
-        ({"memory": [1, 1, 1]}, 2, "is damaged: 1f1b has 2 stages on 2 ranks, not on 3"),
-        ({"unit": "miles"}, 2, 'the unit of the balance time is s, not "miles"'),
-        ({"cuts": []}, 2, "cuts are at other points"),
+        ({"placement": [0, 7]}, 2, "placement: it is on ranks [0, 7], and memory is of 2 ranks"),
+        ({"memory": [1, 1, 1]}, 2, "placement: it is on ranks [0, 1], and memory is of 3 ranks"),
+        ({"unit": "miles"}, 2, 'unit: it is "miles", and must be "s" for the balance time'),
+        ({"cuts": []}, 2, "cuts: they are at other points"),
         ({"inputs": [{"name": "x", "shape": [2, 8], "dtype": "float32"}]}, 3, "is for the inputs x float32[2, 8], and"),
         ({"points": ["layers.9"], "cuts": [{**PLAN["cuts"][0], "point": "layers.9"}]}, 3, "layers.9"),
         ({"model": {"class": "Chain", "parameters": 307}}, 3, "with 307 parameters, and this one has 306"),
@@ -262,7 +262,7 @@ def test_plan_files(pipegraph: Command, tmp_path: Path, change: Any, code: int, 
 def test_a_profile_with_missing_or_absurd_figures(
     pipegraph: Command, tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
-    profile = json.loads((ROOT / "pipegraph/cost/profiles/cpu.json").read_text())
+    profile = json.loads((ROOT / "pipegraph/cost/hardware/profiles/cpu.json").read_text())
     figures = {name: value for name, value in (profile | change).items() if value is not None}
     file = tmp_path / "hardware.json"
     file.write_text(json.dumps(figures))

@@ -8,10 +8,11 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from pipegraph.cli import main
 from pipegraph.cost.hardware import UNCORRECTED, Hardware
@@ -132,7 +133,7 @@ def test_a_planned_package_runs_its_plan(pipegraph: Command, planned: Path, npro
     found = result["predicted_and_measured"]
     assert found["processes"] == (1 if nproc else 2)
     assert not [hint for hint in found["hints"] if "The plan was" in hint]
-    value = json.loads((planned / "pipeline.json").read_text())["plan"]["value"]
+    value = json.loads((planned / "pipeline.json").read_text())["plan"]["prediction"]["value"]
     assert (found["step"]["predicted"] == pytest.approx(value)) == (not nproc)
 
 
@@ -150,18 +151,18 @@ def test_options_win_over_the_plan(pipegraph: Command, planned: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "said"),
-    [({"placement": [0]}, "it places 1 stages, and the package has 4"), ({"microbatches": "x"}, "invalid literal")],
+    [({"placement": [0], "memory": [1]}, "it is of 1 stages"), ({"microbatches": "x"}, 'microbatches: "x" must be a')],
 )
 def test_a_damaged_plan(
     pipegraph: Command, planned: Path, tmp_path: Path, damage: dict[str, object], said: str
 ) -> None:
     file = Path(shutil.copytree(planned, tmp_path / "damaged")) / "pipeline.json"
     manifest = json.loads(file.read_text())
-    manifest["plan"] |= damage
+    manifest["plan"]["prediction"] |= damage
     file.write_text(json.dumps(manifest))
     done = pipegraph("run", file.parent, "--nproc", 1)
     assert (done.code, done.out) == (2, "")
-    assert f"The plan in pipeline.json is damaged: {said}" in " ".join(done.err.split())
+    assert re.search(f"pipeline.json: plan.prediction.*{said}", " ".join(done.err.split()))
 
 
 def test_show_draws_the_planned_schedule(pipegraph: Command, planned: Path) -> None:
@@ -213,7 +214,7 @@ def test_recalibrate(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
     corrected = Hardware.load(file)
     ratio = corrected.measured_ratio
     found = result["recalibrated"]
-    assert (found["file"], found["measured_ratio"]) == (str(file), asdict(ratio))
+    assert (found["file"], found["measured_ratio"]) == (str(file), structs.asdict(ratio))
     assert isinstance(found["uneven"], list)
     assert corrected.name == "mine"
     expected = [one / other for one, other in zip(measured, predicted, strict=True)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from pipegraph.errors import PackageError
 from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package
@@ -21,9 +21,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match=r"is not a package: pipeline.json cannot be read \(No such file"):
+    with pytest.raises(PackageError, match=r"absent/pipeline.json: No such file"):
         Package.open(tmp_path / "absent")
-    with pytest.raises(PackageError, match="A package is the folder that `pipegraph split MODEL -o OUT` writes"):
+    with pytest.raises(PackageError, match=r"\nTry: .*`pipegraph split MODEL -o OUT`"):
         Package.open(tmp_path)
 
 
@@ -79,7 +79,7 @@ def test_a_weight_that_the_index_lacks_is_named(folder: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
 def test_a_damaged_index_is_refused(text: str, folder: Path) -> None:
     (folder / WEIGHTS_INDEX).write_text(text)
-    with pytest.raises(PackageError, match="is no index of safetensors"):
+    with pytest.raises(PackageError, match=r"index.json: .*(not JSON|an index of safetensors|weight_map)"):
         Package.open(folder).load_stage(0)
 
 

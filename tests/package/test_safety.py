@@ -96,9 +96,9 @@ def test_a_manifest_cannot_leave_the_folder(where: str, path: str, package: Pack
     if where == "weights":
         entry["stages"][1]["weights"] = path
     else:
-        entry["files"][path] = "sha256 00"
+        entry["files"][path] = f"sha256 {64 * '0'}"
     (package.path / MANIFEST).write_text(json.dumps(entry))
-    with pytest.raises(PackageError, match=r"pipeline.json: the path .*secret.* leaves the package's folder\.$"):
+    with pytest.raises(PackageError, match=r"pipeline.json: .*: the path .*secret.* leaves the package's folder"):
         Package.open(package.path)
 
 
@@ -107,7 +107,7 @@ def test_a_module_of_a_manifest_is_a_name(module: str, package: Package) -> None
     entry = json.loads((package.path / MANIFEST).read_text())
     entry["stages"][1]["module"] = module
     (package.path / MANIFEST).write_text(json.dumps(entry))
-    with pytest.raises(PackageError, match="must be names of Python"):
+    with pytest.raises(PackageError, match=r"stages\[1\].*: .* must (be names of Python|have 1 or more characters)"):
         Package.open(package.path)
 
 
@@ -116,7 +116,7 @@ def test_the_index_cannot_leave_the_folder(path: str, package: Package) -> None:
     index = json.loads((package.path / WEIGHTS_INDEX).read_text())
     index["weight_map"] = dict.fromkeys(index["weight_map"], path)
     (package.path / WEIGHTS_INDEX).write_text(json.dumps(index))
-    with pytest.raises(PackageError, match=r"index.json: the path .*secret.* leaves the package's folder\.$"):
+    with pytest.raises(PackageError, match=r"index.json: weight_map: the path .*secret.* leaves the package's folder"):
         Package.open(package.path).load_stage(1)
 
 

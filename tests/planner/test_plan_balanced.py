@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 import pipegraph
 from pipegraph.codegen.package_files import generate
 from pipegraph.errors import PlanError, ScheduleError
-from pipegraph.planner.prediction import Prediction
+from pipegraph.package.prediction import Prediction
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.schedule import Times, build, simulate
 from tests.planner.machine import MACHINE, linears
@@ -64,7 +65,7 @@ def test_times_and_bytes_of_stages() -> None:
     assert (first.input_grad, first.weight_grad) == (0.0, about(11))  # none for the model's input
     assert (last.forward, last.input_grad, last.weight_grad) == (about(6), about(6), about(6))
     assert (first.parameter_bytes, last.parameter_bytes) == (6 * 64 * 64 * 4, 64 * 384 * 4)
-    cost = made.costs[1].to_json()
+    cost = made.costs[1].to_dict()
     assert cost["forward"] == pytest.approx(last.forward)
     assert cost["saved_bytes"] == last.saved_bytes
 
@@ -116,7 +117,7 @@ def test_each_cut_has_a_reason() -> None:
     (cut,) = made.cuts
     assert (cut.point, cut.boundary_bytes, cut.later) == ("6", 16 * 64 * 4, None)  # no stage behind the last layer
     assert cut.earlier is not None and cut.earlier.value > made.value
-    assert made.reason(0) == (
+    assert made.cuts[0].reason == (
         "stages 0 and 1 take 2.228 µs and 2.359 µs; 4.0 KiB cross; one segment earlier, at 5, "
         f"{made.change(cut.earlier)}"
     )
@@ -221,18 +222,21 @@ def test_a_schedule_is_refused_before_anything_is_priced(monkeypatch: pytest.Mon
 def test_the_manifest_tells_why() -> None:
     made = plan(stages=3)
     _, manifest = generate(made)
-    entry = manifest.plan
-    assert entry["points"] == [str(point) for point in made.points]
+    assert manifest.plan.points == tuple(str(point) for point in made.points)
+    assert made.prediction is not None and manifest.prediction is not None
+    entry = manifest.prediction.to_dict()
     expected = {"balance": "time", "schedule": "1f1b", "microbatches": 8, "hardware": "machine", "recompute": "min-cut"}
     assert entry | expected == entry
     assert entry["value"] == made.prediction.value
     assert entry["gap"] == 0
-    assert [cut["reason"] for cut in entry["cuts"]] == [made.prediction.reason(each) for each in (0, 1)]
-    assert {"forward", "input_grad", "weight_grad", "saved_bytes"} <= set(manifest.stages[0].cost)
+    assert manifest.prediction.cuts == made.prediction.cuts
+    assert manifest.stages[0].cost.times is not None and manifest.stages[0].cost.saved_bytes
     assert generate(plan(stages=3))[1].to_json() == manifest.to_json()
 
 
 def test_a_prediction_is_read_as_it_was_written() -> None:
     made = plan(stages=3, memory_bytes=2**30).prediction
     assert made is not None
-    assert Prediction.from_json(made.to_json()) == made
+    found = made.to_dict()
+    assert found.pop("gap") == 0
+    assert msgspec.convert(found, Prediction) == made

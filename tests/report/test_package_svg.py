@@ -5,27 +5,29 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 import pytest
+from msgspec import structs
 
-from pipegraph.package import Manifest, Package, StageEntry, Value
+from pipegraph.package import Manifest, ModelEntry, Package, PlanEntry, StageCost, StageEntry, Value
+from pipegraph.package.prediction import Cut
 from pipegraph.report.memory_kinds import memory_kinds
 from pipegraph.report.package_page import package_page
 from pipegraph.report.package_svg import package_svg
 from pipegraph.schedule import build
+from tests.package.predictions import prediction
 
 MIB = 2**20
 SVG = "{http://www.w3.org/2000/svg}"
-SIZES = {"parameters": 1000, "parameter_bytes": 4 * MIB, "trained_bytes": 3 * MIB, "buffer_bytes": MIB, "flops": 5e9}
-PRICED = SIZES | {"forward": 0.001, "input_grad": 0.002, "weight_grad": 0.003, "saved_bytes": 7 * MIB}
+SIZES = StageCost(parameters=1000, parameter_bytes=4 * MIB, trained_bytes=3 * MIB, buffer_bytes=MIB, flops=5 * 10**9)
+PRICED = structs.replace(SIZES, forward=0.001, input_grad=0.002, weight_grad=0.003, saved_bytes=7 * MIB)
 REASON = "it is best there"
 HOSTILE = '</svg><script>alert("1")</script>\x00 &amp; \n' + "long" * 50
 
 
-def package(stages: int, cost: dict[str, Any], skips: tuple[tuple[int, int], ...] = (), name: str = "h") -> Package:
+def package(stages: int, cost: StageCost, skips: tuple[tuple[int, int], ...] = (), name: str = "h") -> Package:
     values = {"x": Value("x", "int64", (8, 128), -1, (0,))}
     taken: list[list[str]] = [["x"], *([] for _ in range(stages - 1))]
     given: list[list[str]] = [[] for _ in range(stages)]
@@ -37,20 +39,24 @@ def package(stages: int, cost: dict[str, Any], skips: tuple[tuple[int, int], ...
         taken[consumer].append(made)
     values["y"] = Value("y", "float32", (8, 10), stages - 1, ())
     given[-1].append("y")
-    plan: dict[str, Any] = {"stages": [f"{name}.{at}" for at in range(stages)]}
-    if "forward" in cost:
-        cuts = [{"point": "layers.1", "boundary_bytes": MIB, "earlier": None, "later": None} | {"reason": REASON}] * (
-            stages - 1
-        )
-        plan |= {"cuts": cuts, "balance": "time", "hardware": "here", "unit": "s", "schedule": "1f1b", "value": 0.1}
-        plan |= {"placement": list(range(stages)), "microbatches": 4, "recompute": "min-cut", "lower_bound": 0.1}
-        plan |= {"places": 3, "memory": [MIB] * stages}
+    cuts = (Cut("layers.1", MIB, None, None, REASON),) * (stages - 1)
+    plan = PlanEntry(
+        stages=tuple(f"{name}.{at}" for at in range(stages)),
+        prediction=prediction(stages, cuts=cuts) if cost.forward is not None else None,
+    )
     entries = (
         StageEntry(at, f"stage_{at}", f"Stage{at}", tuple(taken[at]), tuple(given[at]), cost=cost)
         for at in range(stages)
     )
     manifest = Manifest(
-        "pipegraph", {"class": name, "source": "m.py"}, ("x",), {}, "y", values, tuple(entries), plan=plan
+        generator="pipegraph",
+        model=ModelEntry("m.py", name),
+        args=("x",),
+        kwargs={},
+        outputs="y",
+        values=values,
+        stages=tuple(entries),
+        plan=plan,
     )
     return Package(Path("package"), manifest)
 
@@ -107,14 +113,14 @@ def test_without_costs_it_is_said_what_would_give_them() -> None:
     assert "No times were predicted: pipegraph split … --balance time predicts them." in texts
     assert "saved activations are not known: --balance time predicts them" in texts
     assert texts.count("5.0 GFLOP") == 2
-    texts = said(drawn(package(2, {})))
+    texts = said(drawn(package(2, StageCost())))
     assert "nothing is known of what stages take" in texts
     assert any(text.startswith("not known: this package has no sizes") for text in texts)
 
 
 @pytest.mark.parametrize(("stages", "schedule", "ranks"), [(1, "gpipe", 1), (16, "1f1b", 16), (16, "zb-v", 8)])
-@pytest.mark.parametrize("cost", [{}, SIZES, PRICED], ids=["bare", "sizes", "priced"])
-def test_nothing_lies_outside(stages: int, schedule: str, ranks: int, cost: dict[str, Any]) -> None:
+@pytest.mark.parametrize("cost", [StageCost(), SIZES, PRICED], ids=["bare", "sizes", "priced"])
+def test_nothing_lies_outside(stages: int, schedule: str, ranks: int, cost: StageCost) -> None:
     made = package(stages, cost, tuple((0, last) for last in range(2, stages, 3)), name="layer")
     order = build(schedule, ranks, 16)
     root = ElementTree.fromstring(package_svg(made, order))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from msgspec.structs import replace
 
-from pipegraph.planner.prediction import Cut, Neighbour, Prediction, StagePrediction
+from pipegraph.package.prediction import Cut, Prediction, ShiftedCut, StagePrediction
 from pipegraph.report.plan import explained_prediction, summary
 
 PREDICTION = Prediction(
@@ -26,8 +25,8 @@ PREDICTION = Prediction(
         StagePrediction(0.005, 0.0025, 0.0025, 2**27, 2**26),
     ),
     cuts=(
-        Cut("layers.4", 2**21, None, Neighbour("layers.4.mlp", 0.2525)),
-        Cut("layers.8", 2**21, Neighbour("layers.7.mlp", 0.25), Neighbour("layers.8.mlp", math.inf)),
+        Cut("layers.4", 2**21, None, ShiftedCut("layers.4.mlp", 0.2525)),
+        Cut("layers.8", 2**21, ShiftedCut("layers.7.mlp", 0.25), ShiftedCut("layers.8.mlp", None)),
     ),
 )
 

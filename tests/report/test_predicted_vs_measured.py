@@ -7,34 +7,28 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pipegraph.cost.hardware import Hardware, Link, Links
-from pipegraph.package import Manifest, StageEntry, Value
+from pipegraph.package import Manifest, ModelEntry, PlanEntry, StageCost, StageEntry, Value
 from pipegraph.report.predicted_vs_measured import beside, beside_dict, told
 from pipegraph.runtime.measurements import MeasuredRun
 from pipegraph.schedule import Kind, build
+from tests.package.predictions import prediction
 
 MIB = 2**20
 
 
-def cost(*times: float) -> dict[str, Any]:
-    found: dict[str, Any] = dict(zip(("forward", "input_grad", "weight_grad"), times, strict=True)) if times else {}
-    return found | {"saved_bytes": 3 * MIB, "parameter_bytes": MIB}
+def cost(*times: float) -> StageCost:
+    figures = dict(zip(("forward", "input_grad", "weight_grad"), times, strict=True)) if times else {}
+    return StageCost(saved_bytes=3 * MIB, parameter_bytes=MIB, **figures)  # type: ignore[arg-type]
 
 
-def manifest(*costs: dict[str, Any], **plan: Any) -> Manifest:
-    planned = {
-        "balance": "time",
-        "hardware": "here",
-        "schedule": "1f1b",
-        "placement": [0, 1],
-        "microbatches": 2,
-        "value": 0.05,
-        "cuts": [{"boundary_bytes": MIB}],
-    }
+def manifest(*costs: StageCost, **plan: Any) -> Manifest:
+    placed = {"ranks": 2, "microbatches": 2, "value": 0.05} | plan
     return Manifest(
         generator="test",
-        model={"class": "Chain"},
+        model=ModelEntry("", "Chain"),
         args=("x",),
         kwargs={},
         outputs="y",
@@ -47,7 +41,7 @@ def manifest(*costs: dict[str, Any], **plan: Any) -> Manifest:
             StageEntry(0, "stage_0", "Stage0", ("x",), ("h",), cost=costs[0]),
             StageEntry(1, "stage_1", "Stage1", ("h",), ("y",), cost=costs[1]),
         ),
-        plan=planned | plan,
+        plan=PlanEntry(prediction=prediction(2, **placed)),
     )
 
 
@@ -125,7 +119,7 @@ def test_named_links_hold_for_the_planned_step_too() -> None:
         (
             "1f1b",
             1,
-            {"placement": [0, 0]},
+            {"placement": (0, 0), "ranks": 1},
             "The plan was 1f1b with 2 microbatches on 1 rank, .* 1 microbatch on 2 ranks",
         ),
     ],
@@ -174,7 +168,7 @@ def test_ranks_in_one_process_take_turns() -> None:
 
 
 def test_a_package_without_prices() -> None:
-    bare = manifest({"parameter_bytes": MIB}, {"parameter_bytes": MIB}, cuts=[])
+    bare = structs.replace(manifest(StageCost(parameter_bytes=MIB), StageCost(parameter_bytes=MIB)), plan=PlanEntry())
     assert told(beside(bare, build("1f1b", 2, 2), MEASURED)).splitlines() == [
         "nothing was predicted; measured: medians of 3 steps, without the first; times of stages in ms",
         "",

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from msgspec.structs import force_setattr
 
 from pipegraph.report.trace_page import script_json, trace_page
 from pipegraph.report.trace_page_data import page_data
@@ -67,7 +68,7 @@ def test_the_page_says_what_the_timeline_shows(tmp_path: Path) -> None:
 def test_no_name_gets_out_of_its_place(where: str, tmp_path: Path) -> None:
     made = manifest(2, TIMES, name=f"{HOSTILE}.layers" if where == "layer" else "layers")
     if where == "class":
-        made.model["class"] = HOSTILE
+        force_setattr(made.model, "class_name", HOSTILE)
     folder = write_run(tmp_path / "run", SCHEDULE, {1: rows_of(SCHEDULE, TIMES)}, made)
     said = json.loads((folder / "run.json").read_text())
     said |= {"schedule": {"schedule": HOSTILE, "run": "1f1b"}.get(where, "1f1b"), "device": HOSTILE, "kernels": HOSTILE}

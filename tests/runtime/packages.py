@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipegraph.package import CALLER, MANIFEST, WEIGHTS_INDEX, Buffer, Manifest, Package, StageEntry, Value
+from pipegraph.package import CALLER, MANIFEST, WEIGHTS_INDEX, Buffer, Manifest, ModelEntry, Package, StageEntry, Value
 from pipegraph.runtime.microbatch import pack
 
 INIT = """
@@ -121,8 +121,16 @@ def _manifest(sketch: Sketch, stages: Sequence[StageEntry]) -> Manifest:
     for name, constant in sketch.constants.items():
         values[name] = Value(name, "", (), CALLER, (), constant=constant)
     args = [name for name, value in values.items() if value.producer == CALLER and name not in sketch.kwargs.values()]
-    model = {"source": "sketch", "class": "Sketch", "sha256": ""}
-    return Manifest("pipegraph", model, args, sketch.kwargs, sketch.outputs, values, tuple(stages), sketch.tied)
+    return Manifest(
+        generator="pipegraph",
+        model=ModelEntry("sketch", "Sketch"),
+        args=args,
+        kwargs=sketch.kwargs,
+        outputs=sketch.outputs,
+        values=values,
+        stages=tuple(stages),
+        tied=sketch.tied,
+    )
 
 
 class Reference:

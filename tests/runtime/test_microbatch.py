@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import UserDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from pipegraph.errors import BatchError
@@ -92,7 +93,7 @@ def test_a_target_that_does_not_divide_is_refused(pipe: Pipeline) -> None:
 def test_nested_arguments(tmp_path: Path) -> None:
     folder = write(SKETCH, tmp_path / "package")
     pipe = pipeline(folder, microbatches=2, loss_fn=loss)
-    nested = replace(pipe.package.manifest, args=({"pair": ["x", "y"]}, None))
+    nested = structs.replace(pipe.package.manifest, args=({"pair": ["x", "y"]}, None))
     (folder / "pipeline.json").write_text(nested.to_json())
     other = pipeline(folder, microbatches=2, loss_fn=loss)
     assert torch.equal(other.eval({"pair": (X, Y)}, None, scale=SCALE), pipe.eval(X, Y, scale=SCALE))

@@ -9,8 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipegraph.package import Manifest, StageEntry, Value
+from msgspec import structs
+
+from pipegraph.package import Manifest, ModelEntry, PlanEntry, StageCost, StageEntry, Value
+from pipegraph.package.prediction import Cut
 from pipegraph.schedule import Action, Event, Kind, Schedule, Times, build, lower, simulate, to_csv
+from tests.package.predictions import prediction
 
 BASE = 1_700_000_000_000_000_000
 RUN = "run-1"
@@ -30,10 +34,12 @@ def manifest(
     values["y"] = Value("y", "float32", (2, 4), stages - 1, ())
     entries = []
     for n in range(stages):
-        cost: dict[str, Any] = {"parameter_bytes": 1024, "parameters": 256}
+        cost = StageCost(parameter_bytes=1024, parameters=256)
         if times is not None:
-            figures = zip(("forward", "input_grad", "weight_grad"), _rows(times), strict=True)
-            cost |= {"saved_bytes": 64, **{what: row[n] for what, row in figures}}
+            forward, input_grad, weight_grad = (row[n] for row in _rows(times))
+            cost = structs.replace(
+                cost, saved_bytes=64, forward=forward, input_grad=input_grad, weight_grad=weight_grad
+            )
         entries.append(
             StageEntry(
                 n,
@@ -45,9 +51,17 @@ def manifest(
                 cost=cost,
             )
         )
-    cuts = [{"boundary_bytes": 32, "point": f"{name}.{n * layers}"} for n in range(1, stages)]
-    model = {"source": "model.py", "class": "Chain", "sha256": ""}
-    return Manifest("pipegraph", model, ("x",), {}, "y", values, tuple(entries), plan={"cuts": cuts, **(plan or {})})
+    cuts = tuple(Cut(f"{name}.{n * layers}", 32, None, None) for n in range(1, stages))
+    return Manifest(
+        generator="pipegraph",
+        model=ModelEntry("model.py", "Chain"),
+        args=("x",),
+        kwargs={},
+        outputs="y",
+        values=values,
+        stages=tuple(entries),
+        plan=PlanEntry(prediction=prediction(stages, **{"cuts": cuts, **(plan or {})})),
+    )
 
 
 def _rows(times: Times) -> tuple[Sequence[float], ...]:

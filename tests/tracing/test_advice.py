@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import force_setattr
 
+from pipegraph.package.prediction import Cut, ShiftedCut
 from pipegraph.schedule import Schedule, Times, build, simulate
 from pipegraph.tracing.analysis.advice import Candidate, advise
 from pipegraph.tracing.analysis.layers import stage_layers
@@ -27,8 +29,8 @@ def test_a_layer_moves_away_from_the_longest_stage() -> None:
     made = manifest(2, layers=4)
     stages = [made.stages[0], made.stages[1]]
     names = [f"layers.{n}.weight" for n in range(8)]
-    object.__setattr__(stages[0], "parameters", tuple(names[:3]))
-    object.__setattr__(stages[1], "parameters", tuple(names[3:]))
+    force_setattr(stages[0], "parameters", tuple(names[:3]))
+    force_setattr(stages[1], "parameters", tuple(names[3:]))
     advice = advise(schedule, times, made)
     assert changes(advice.candidates)["moving layers.3 to stage 0"] == pytest.approx(gain)
     assert changes(advice.candidates)["moving layers.2 to stage 1"] < 0
@@ -53,8 +55,8 @@ def test_as_many_layers_move_as_it_takes() -> None:
     schedule = with_edges(build("1f1b", 2, 8))
     made = manifest(2, layers=4)
     names = [f"layers.{n}.weight" for n in range(8)]
-    object.__setattr__(made.stages[0], "parameters", tuple(names[:6]))
-    object.__setattr__(made.stages[1], "parameters", tuple(names[6:]))
+    force_setattr(made.stages[0], "parameters", tuple(names[:6]))
+    force_setattr(made.stages[1], "parameters", tuple(names[6:]))
     best = advise(schedule, Times((6.0, 2.0), (6.0, 2.0), (6.0, 2.0)), made).best
     assert best is not None
     assert best.change == "moving layers.4 – layers.5 to stage 1"
@@ -65,9 +67,9 @@ def test_a_segment_moves_as_the_planner_priced_it() -> None:
     predicted = Times((4.0, 4.0), (4.0, 4.0), (4.0, 4.0))
     moved = Times((5.0, 3.0), (5.0, 3.0), (5.0, 3.0))  # a fourth of stage 1 moves
     value = simulate(with_edges(build("1f1b", 2, 6)), moved).makespan
-    cut = {"boundary_bytes": 8, "point": "b", "earlier": None, "later": {"point": "c", "value": value}}
+    cut = Cut("b", 8, None, ShiftedCut("c", value))
     # The planner looked at another number of microbatches than were run.
-    plan = {"schedule": "1f1b", "microbatches": 6, "placement": [0, 1], "unit": "s", "cuts": [cut]}
+    plan = {"microbatches": 6, "cuts": (cut,)}
     made = manifest(2, predicted, layers=1, plan=plan, name="b")
     measured = Times((4.0, 8.0), (4.0, 8.0), (4.0, 8.0))
     gain = (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from pipegraph.package import Manifest, Package, Value
 from pipegraph.runtime.pipeline import Pipeline

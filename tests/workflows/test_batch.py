@@ -7,12 +7,12 @@ import torch
 
 from pipegraph.cost.model_output import mean_square, output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.package import Manifest, StageEntry, Value
+from pipegraph.package import Manifest, ModelEntry, StageEntry, Value
 from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, loss_of
 
 MANIFEST = Manifest(
     generator="test",
-    model={},
+    model=ModelEntry(),
     args=("tokens", ["mask", "scale"], None),
     kwargs={"flag": "flag"},
     outputs="y",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from pipegraph.codegen.package_files import generate
 from pipegraph.cost.hardware import Hardware, MeasuredRatio
@@ -34,12 +35,14 @@ def took(manifest: Manifest, schedule: str) -> MeasuredRun:
     """A run by a clock that goes by what the manifest predicts."""
     times = {}
     for stage in manifest.stages:
-        times[stage.index, Kind.F] = stage.cost["forward"]
+        assert stage.cost.times is not None
+        forward, input_grad, weight_grad = stage.cost.times
+        times[stage.index, Kind.F] = forward
         if schedule == "1f1b":
-            times[stage.index, Kind.B] = stage.cost["input_grad"] + stage.cost["weight_grad"]
+            times[stage.index, Kind.B] = input_grad + weight_grad
         else:
-            times[stage.index, Kind.I] = stage.cost["input_grad"]
-            times[stage.index, Kind.W] = stage.cost["weight_grad"]
+            times[stage.index, Kind.I] = input_grad
+            times[stage.index, Kind.W] = weight_grad
     return MeasuredRun(3, times, 1.0, (0, 0), (0, 0), (), 2, "inductor")
 
 
@@ -58,9 +61,9 @@ def correct(hardware: Hardware, manifest: Manifest, schedule: str, factors: Meas
 def test_prices_are_then_what_was_measured(cpu: tuple[Hardware, Manifest]) -> None:
     hardware, manifest = cpu
     corrected = correct(hardware, manifest, "zb-h1", SLOWER)
-    assert asdict(corrected.measured_ratio) == pytest.approx(asdict(SLOWER), rel=0.05)
+    assert structs.asdict(corrected.measured_ratio) == pytest.approx(structs.asdict(SLOWER), rel=0.05)
     again = priced(Hardware.from_json(corrected.to_json()))
-    assert again.plan["measured_ratio"] == asdict(corrected.measured_ratio)
+    assert again.prediction.measured_ratio == corrected.measured_ratio
     measured = took(priced(replace(hardware, measured_ratio=SLOWER)), "zb-h1")
     compared = beside(again, build("zb-h1", 2, 4), measured)
     errors = [pair.error for stage in compared.stages for pair in stage.values()]
@@ -71,10 +74,10 @@ def test_what_was_priced_with_a_ratio_multiplies_it(cpu: tuple[Hardware, Manifes
     hardware, manifest = cpu
     once = correct(hardware, manifest, "zb-h1", MeasuredRatio(2.0, 2.0, 2.0))
     twice = correct(once, priced(once), "zb-h1", MeasuredRatio(3.0, 1.5, 1.5))
-    assert asdict(twice.measured_ratio) == pytest.approx(asdict(MeasuredRatio(3.0, 1.5, 1.5)), rel=1e-3)
+    assert structs.asdict(twice.measured_ratio) == pytest.approx(structs.asdict(MeasuredRatio(3.0, 1.5, 1.5)), rel=1e-3)
     # The old package again: the last run counts, by what its own package was priced with.
     back = correct(twice, manifest, "zb-h1", MeasuredRatio(1.2, 1.2, 1.2))
-    assert asdict(back.measured_ratio) == pytest.approx(asdict(MeasuredRatio(1.2, 1.2, 1.2)), rel=1e-3)
+    assert structs.asdict(back.measured_ratio) == pytest.approx(structs.asdict(MeasuredRatio(1.2, 1.2, 1.2)), rel=1e-3)
 
 
 def test_whole_backwards_give_one_ratio(cpu: tuple[Hardware, Manifest]) -> None:
@@ -88,7 +91,7 @@ def test_whole_backwards_give_one_ratio(cpu: tuple[Hardware, Manifest]) -> None:
 
 
 def backwards(manifest: Manifest) -> float:
-    return sum(stage.cost["input_grad"] + stage.cost["weight_grad"] for stage in manifest.stages)
+    return sum(sum(stage.cost.times[1:]) for stage in manifest.stages)
 
 
 def test_the_rest_of_the_profile_stays(cpu: tuple[Hardware, Manifest]) -> None:
@@ -107,7 +110,9 @@ def test_another_device_is_no_correction(cpu: tuple[Hardware, Manifest]) -> None
 
 
 def package(manifest: Manifest, **changes: Any) -> Package:
-    return Package(Path("out"), replace(manifest, plan={**manifest.plan, **changes}))
+    prediction = structs.replace(manifest.prediction, **changes)
+    planned = structs.replace(manifest.plan, prediction=prediction)
+    return Package(Path("out"), structs.replace(manifest, plan=planned))
 
 
 def write(hardware: Hardware, file: Path) -> Path:
@@ -149,16 +154,18 @@ def test_corrections_under_two_names_do_not_stack(cpu: tuple[Hardware, Manifest]
     file, truth = tmp_path / "hw2.json", MeasuredRatio(2.0, 2.0, 2.0)
     for _ in range(2):  # the second run of the same package comes to the same
         write(correct(profile_for(package(priced(hw)), file), priced(hw), "zb-h1", truth), file)
-        assert (Hardware.load(file).name, asdict(Hardware.load(file).measured_ratio)) == (
-            "hw2", pytest.approx(asdict(truth), rel=1e-3)
+        assert (Hardware.load(file).name, structs.asdict(Hardware.load(file).measured_ratio)) == (
+            "hw2", pytest.approx(structs.asdict(truth), rel=1e-3)
         )  # fmt: skip
     again = priced(Hardware.load(file))
-    assert again.plan["hardware"] == "hw2"
+    assert again.prediction.hardware == "hw2"
     third = tmp_path / "hw3.json"
     for target in (file, third):
         twice = correct(profile_for(package(again), target), again, "zb-h1", MeasuredRatio(3.0, 3.0, 3.0))
         assert twice.name == target.stem
-        assert asdict(twice.measured_ratio) == pytest.approx(asdict(MeasuredRatio(3.0, 3.0, 3.0)), rel=1e-3)
+        assert structs.asdict(twice.measured_ratio) == pytest.approx(
+            structs.asdict(MeasuredRatio(3.0, 3.0, 3.0)), rel=1e-3
+        )
 
 
 @pytest.mark.parametrize("balance", ["measured", "parameters"])

@@ -14,9 +14,9 @@ from pipegraph.codegen.forward.body import write_body
 from pipegraph.codegen.forward.module_tree import Tree, access
 from pipegraph.codegen.names.docstrings import prose, signature, type_text
 from pipegraph.codegen.names.identifiers import is_plain, literal_text, unused, variable
-from pipegraph.cost.stage_cost import StageCost
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.partition.stages import StageGraph
+from pipegraph.package import StageCost
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.stage_modules import stage_modules
 from pipegraph.units import format_count
@@ -94,7 +94,7 @@ def _parameter_names(captured: Captured, stage: StageGraph) -> dict[str, str]:
 
 def cost_text(cost: StageCost) -> str:
     """``12.6 M parameters, 51.3 GFLOP``."""
-    return f"{format_count(cost.parameters, 'parameters')}, {format_count(cost.flops, 'FLOP')}"
+    return f"{format_count(cost.parameters or 0, 'parameters')}, {format_count(cost.flops or 0, 'FLOP')}"
 
 
 def _ties(captured: Captured, stage: StageGraph, tree: Tree) -> Iterator[str]:

@@ -11,11 +11,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from pipegraph.cost.hardware.links import Link, Links
-from pipegraph.cost.hardware.measured_ratio import UNCORRECTED, MeasuredRatio
 from pipegraph.cost.hardware.size_table import SizeTable
 from pipegraph.cost.schema import SchemaError, check_schema, parse
 from pipegraph.errors import PipegraphError, nearest
+from pipegraph.package.prediction import UNCORRECTED, MeasuredRatio
 
 SCHEMA_VERSION = 1
 ANY = "any"
@@ -146,7 +148,7 @@ class Hardware:
                 kernel_overhead=found.get("kernel_overhead", 0.0),
                 element_rates=found.get("element_rates", {}),
                 first_touch=_table(found["first_touch"], "first_touch") if "first_touch" in found else None,
-                measured_ratio=MeasuredRatio.from_json(found.get("measured_ratio")),
+                measured_ratio=MeasuredRatio(**found.get("measured_ratio", {})),
                 sources=found["sources"],
             )
         except PipegraphError as error:
@@ -172,7 +174,7 @@ class Hardware:
             "element_rates": dict(self.element_rates),
             "first_touch": None if self.first_touch is None else self.first_touch.to_json(),
             "links": self.links.to_json(),
-            "measured_ratio": self.measured_ratio.to_json(),
+            "measured_ratio": None if self.measured_ratio == UNCORRECTED else structs.asdict(self.measured_ratio),
             "sources": dict(self.sources),
         }
         return {name: value for name, value in found.items() if value is not None}

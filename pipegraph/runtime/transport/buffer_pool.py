@@ -22,7 +22,7 @@ class Buffers:
     """
 
     def __init__(self, value: Value, device: torch.device, most: int) -> None:
-        self._shape, self._dtype, self._device, self._most = value.shape, torch_dtype(value), device, most
+        self._shape, self._dtype, self._device, self._most = value.shape_at(), torch_dtype(value), device, most
         self._buffers: deque[tuple[Tensor, torch.UntypedStorage]] = deque()
 
     def take(self) -> Tensor:

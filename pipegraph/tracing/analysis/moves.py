@@ -73,34 +73,33 @@ class _Plan:
     @classmethod
     def of(cls, manifest: Manifest) -> _Plan | None:
         """None where there was none, or it was not of seconds."""
-        plan = manifest.plan
-        if plan.get("unit") != "s":
+        plan = manifest.prediction
+        if plan is None or not plan.in_seconds:
             return None
         try:
-            placement = tuple(plan["placement"])
-            ranks = len(set(placement))
-            made = build(str(plan["schedule"]), ranks, int(plan["microbatches"]), len(placement) // ranks)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError, ScheduleError):
+            made = build(plan.schedule, plan.ranks, plan.microbatches, len(plan.placement) // plan.ranks)
+        except ScheduleError:
             return None
         made = made.changed(edges=manifest.edges(), gradient_edges=manifest.gradient_edges())
-        times = predicted_times(manifest, made) if made.placement == placement else None
+        times = predicted_times(manifest, made) if made.placement == plan.placement else None
         return None if times is None else cls(made, times)
 
 
 def _segment_moved(manifest: Manifest, plan: _Plan, source: int, target: int, times: Times) -> Iterator[Move]:
     """The planner's neighbour of a cut."""
     cut = max(source, target)
-    entry = manifest.plan["cuts"][cut - 1]
-    neighbour = entry.get("later" if source > target else "earlier")
-    if neighbour is None or neighbour["value"] is None:
+    assert manifest.prediction is not None
+    planned = manifest.prediction.cuts[cut - 1]
+    shifted = planned.later if source > target else planned.earlier
+    if shifted is None or shifted.value is None:
         return
 
     def makespan(share: float) -> float:
         return simulate(plan.schedule, _shared(plan.times, source, target, share)).makespan
 
-    share = _share(makespan, float(neighbour["value"]))
+    share = _share(makespan, shifted.value)
     if share is not None:
-        change = f"starting stage {cut} at {neighbour['point']} instead of {entry['point']}"
+        change = f"starting stage {cut} at {shifted.point} instead of {planned.point}"
         assuming = f"what moves taken as {share:.0%} of stage {source}, as predicted"
         yield Move(change, assuming, _shared(times, source, target, share))
 

@@ -1,0 +1,177 @@
+"""What a step is expected to take, as a plan's file and a manifest hold it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, structs
+
+from pipegraph.package.json_file import Count, Entry, FieldError, Figure, Name, Text
+from pipegraph.units import format_bytes, format_count, format_percent, format_seconds
+
+SMALLEST, LARGEST = 0.01, 100.0
+"""A profile whose predictions are further off is none of that device."""
+
+Ratio = Annotated[float, Meta(ge=SMALLEST, le=LARGEST)]
+
+
+class MeasuredRatio(Entry, frozen=True):
+    """Seconds that F, I and W took on the device, as multiples of what the figures of its profile come to."""
+
+    forward: Ratio = 1.0
+    input_grad: Ratio = 1.0
+    weight_grad: Ratio = 1.0
+
+    def of(self, times: tuple[float, float, float]) -> tuple[float, float, float]:
+        """Times of F, I and W, corrected."""
+        forward, of_inputs, of_weights = times
+        return forward * self.forward, of_inputs * self.input_grad, of_weights * self.weight_grad
+
+
+UNCORRECTED: Final = MeasuredRatio()
+
+
+class StagePrediction(Entry, frozen=True):
+    """One stage and one microbatch: F, I and W in the prediction's unit, and bytes.
+
+    ``weight_saved_bytes`` is None in plans that were written before it was known.
+    """
+
+    forward: Figure
+    input_grad: Figure
+    weight_grad: Figure
+    saved_bytes: Count
+    parameter_bytes: Count
+    weight_saved_bytes: Count | None = None
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.input_grad + self.weight_grad
+
+
+class ShiftedCut(Entry, frozen=True):
+    """The next place for a cut on one side, and the value of the plan with the cut there; None if it does not fit."""
+
+    point: Name
+    value: Figure | None
+
+
+class Cut(Entry, frozen=True):
+    """A cut of a plan.
+
+    Attributes:
+        point: the split point that starts a stage there.
+        boundary_bytes: bytes that cross the cut per microbatch.
+        earlier, later: the next places for it; None if a stage would be empty.
+        reason: why it is where it is.
+    """
+
+    point: Name
+    boundary_bytes: Count
+    earlier: ShiftedCut | None
+    later: ShiftedCut | None
+    reason: str = ""
+
+
+class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
+    """What a plan is expected to take.
+
+    Attributes:
+        balance, recompute, hardware: how it was priced.
+        unit: of times and ``value``: s, or what is balanced instead.
+        schedule, placement, microbatches: of a step; ``placement`` gives the rank of each stage.
+        value: of a step or, for a unit other than seconds, of the largest stage.
+        places: how many there are to cut at, of which all were looked at.
+        lower_bound: no other cuts at these places have less, as far as segments add up to stages; None if the cuts were
+            given.
+        memory: bytes that each rank needs between actions; what a kernel needs while it runs comes on top.
+        cuts: between stages.
+        stages: of each stage; empty in a manifest, where the entries of stages hold it.
+        measured_ratio: of the hardware, as it was when this was priced.
+    """
+
+    balance: Text
+    recompute: Text
+    hardware: Text
+    measured_ratio: MeasuredRatio = UNCORRECTED
+    unit: Text
+    schedule: Name
+    placement: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    microbatches: Annotated[int, Meta(ge=1, le=10**6)]
+    value: Figure
+    places: Count
+    lower_bound: Figure | None
+    memory: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    stages: tuple[StagePrediction, ...] = ()
+    cuts: tuple[Cut, ...]
+
+    def __post_init__(self) -> None:
+        if {*self.placement} != {*range(len(self.memory))}:
+            raise FieldError(
+                "placement", f"it is on ranks {sorted({*self.placement})}, and memory is of {len(self.memory)} ranks"
+            )
+
+    @property
+    def in_seconds(self) -> bool:
+        return self.unit == "s"
+
+    @property
+    def ranks(self) -> int:
+        return len(self.memory)
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the fullest rank needs."""
+        return max(self.memory)
+
+    @property
+    def gap(self) -> float | None:
+        """The part of the value by which other cuts can be better at most; None if that is not known."""
+        if self.lower_bound is None:
+            return None
+        return 1 - self.lower_bound / self.value if self.value > 0 else 0.0
+
+    def with_reasons(self) -> Prediction:
+        """The same with a reason in each cut."""
+        cuts = (structs.replace(cut, reason=self.reason(number)) for number, cut in enumerate(self.cuts))
+        return structs.replace(self, cuts=tuple(cuts))
+
+    def reason(self, number: int) -> str:
+        """Why a cut is where it is: ``stages 0 and 1 take 3.1 ms and 3.2 ms; 2.0 MiB cross; …``."""
+        cut, before, behind = self.cuts[number], self.stages[number], self.stages[number + 1]
+        words = [
+            f"stages {number} and {number + 1} take {self.amount(before.total)} and {self.amount(behind.total)}",
+            f"{format_bytes(cut.boundary_bytes)} cross",
+        ]
+        for side, shifted in (("earlier", cut.earlier), ("later", cut.later)):
+            if shifted is not None:
+                words.append(f"one segment {side}, at {shifted.point}, {self.change(shifted)}")
+        return "; ".join(words)
+
+    def change(self, shifted: ShiftedCut) -> str:
+        """By how much the value would change with the cut there instead: ``+1.20 %``."""
+        if shifted.value is None:
+            return "does not fit"
+        part = shifted.value / self.value - 1 if self.value else 0.0
+        if abs(part) < 5e-5:
+            return "no change"
+        return format_percent(part, signed=True, decimals=2)
+
+    def amount(self, value: float) -> str:
+        """A value with its unit: ``3.12 ms``, ``51.3 GFLOP``."""
+        if self.in_seconds:
+            return format_seconds(value)
+        return format_bytes(value) if self.unit == "bytes" else format_count(value, self.unit)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, with the gap. What says nothing is left out: a ratio that corrects nothing, no costs."""
+        silent = {"costs"} if not self.stages else set()
+        silent |= {"measured_ratio"} if self.measured_ratio == UNCORRECTED else set()
+        found: dict[str, Any] = {}
+        for name, value in msgspec.to_builtins(self).items():
+            if name == "memory":
+                found["gap"] = None if self.gap is None else round(self.gap, 6)
+            if name not in silent:
+                found[name] = value
+        return found

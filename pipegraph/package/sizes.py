@@ -1,0 +1,67 @@
+"""Sizes: dimensions of tensors that may vary, and expressions of them."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from pipegraph.errors import PackageError, nearest
+from pipegraph.package.json_file import Count, Entry
+
+Dimension = Count | Annotated[str, Meta(min_length=1, max_length=200)]
+"""A number, or an expression of sizes: ``"seq // 4"``."""
+
+_OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+class Size(Entry, frozen=True):
+    """A size: what it was at capture, and between what it may lie."""
+
+    captured: Count
+    min: Count = 0
+    max: Count | None = None
+
+
+def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
+    """Return a dimension as a number.
+
+    Args:
+        dimension: a number, or an expression of names, whole numbers, parentheses, ``+ - * //`` and ``%``.
+        sizes: name → number.
+
+    Raises:
+        PackageError: it is no such expression, or names a size that is not among ``sizes``.
+    """
+    if isinstance(dimension, int):
+        return dimension
+    try:
+        found = _evaluate(ast.parse(dimension.strip(), mode="eval").body, sizes)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        raise PackageError(f'"{dimension}" is no expression of sizes') from None
+    if found < 0:
+        raise PackageError(f'"{dimension}" is {found} with {dict(sizes)}')
+    return found
+
+
+def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:
+    match node:
+        case ast.Constant(value=value) if type(value) is int:
+            return value
+        case ast.Name(id=name):
+            if name not in sizes:
+                known = ", ".join(sizes) or "none"
+                raise PackageError(f'there is no size "{name}".{nearest(name, sizes)} There are: {known}')
+            return sizes[name]
+        case ast.BinOp(left=left, op=how, right=right) if type(how) in _OPERATORS:
+            return _OPERATORS[type(how)](_evaluate(left, sizes), _evaluate(right, sizes))
+    raise ValueError(type(node).__name__)
