@@ -23,7 +23,7 @@ def trace_aten(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.Gra
         made = function(*given)
         return list(made) if isinstance(made, tuple) else [made]
 
-    with internals.fake_tensors(), internals.python_decompositions(), torch.no_grad():
+    with internals.fake_tensors(), torch.no_grad():
         arguments = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in inputs]
         module = internals.trace(outputs, arguments, internals.inductor_decompositions())
     module.graph.eliminate_dead_code()

@@ -17,17 +17,17 @@ from pipegraph.kernels.sharded import check_outputs, waited
 
 @dataclass(frozen=True, slots=True)
 class _GraphEnds:
-    """The ends of one microbatch's graph. An edge, unlike the output, does not keep the output's memory."""
+    """The ends of one microbatch's graph. An edge does not keep the memory of its output."""
 
     leaves: tuple[Tensor | None, ...]
     edges: tuple[GradientEdge | None, ...]
 
 
 class AutogradKernels:
-    """F is `stage(*inputs)` with a graph, B its backward.
+    """F calls the stage with a graph, B is its backward.
 
-    Autograd cannot divide a backward without walking the shared part twice, so I does the whole of B and W nothing:
-    a zero-bubble schedule gives the right gradients, and no better times than 1F1B.
+    Autograd cannot divide a backward without walking the shared part twice, so I does all of B, and W nothing: a
+    zero-bubble schedule gives the right gradients, in the time of 1F1B.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AutogradKernels:
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
     ) -> Forward:
-        # A leaf of its own for each input, so that the graph of this microbatch ends here.
+        # Each input becomes a leaf: the graph of this microbatch ends here.
         leaves = tuple(
             value.detach().requires_grad_() if wanted and differentiable else None
             for value, wanted in zip(inputs, self._input_gradients, strict=True)
@@ -77,7 +77,7 @@ class AutogradKernels:
             for edge, gradient in zip(saved.edges, gradients, strict=True)
             if edge is not None and gradient is not None
         ]
-        if pairs:  # nothing here requires a gradient in a stage that is frozen, as are all before it
+        if pairs:  # there are none in a frozen stage behind frozen ones
             edges, arrived = zip(*pairs, strict=True)
             torch.autograd.backward(edges, arrived)
         return tuple(None if leaf is None else waited(leaf.grad) for leaf in saved.leaves)

@@ -1,15 +1,17 @@
 """Every private interface of torch that the kernels use: one function each, with the reason.
 
-Checked with torch 2.11, 2.13 and 2.15. What one of them cannot do is an exception, and the stage then falls back to
-autograd, so that a torch that changed makes a stage slower and no stage wrong.
+All were checked with torch 2.11, 2.13 and 2.15. One that a new torch breaks raises, and the stage is then left to
+autograd: a torch that changed makes a stage slower, and no stage wrong.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,64 +22,47 @@ from torch.utils import _pytree as pytree
 from pipegraph.progress import track
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
-"""Takes the tensors out of the list that it is called with, so that it can let them go."""
+"""A graph that runs. It takes the tensors out of the list that it is called with, so that it can release them."""
 
-
-# Structures of lists, tuples, dicts and registered classes as torch.export knows them. torch.utils has no public name.
 tree_flatten, tree_unflatten, tree_leaves = pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_leaves
+"""Structures of lists, tuples, dicts and registered classes, as torch.export knows them. They have no public name."""
 
 OpOverload = torch._ops.OpOverload
 """The class of an operation such as `torch.ops.aten.add.Tensor`. It has no public name."""
 
 
+# Operations and tensors
+
+
 def argument_names(operation: Any) -> list[str]:
-    """The names of an operation's arguments. Only its schema has them, and the schema has no public accessor."""
+    """Return the names of an operation's arguments. Only its schema has them."""
     return [argument.name for argument in operation._schema.arguments]
 
 
 def is_mutable(operation: Any) -> bool:
-    """Return whether an operation writes to an argument. Only the schema says so."""
+    """Return whether an operation writes to an argument. Only its schema says so."""
     return isinstance(operation, OpOverload) and bool(operation._schema.is_mutable)
 
 
 def is_view_operation(operation: Any) -> bool:
-    """Return whether an operation's one result shares the memory of an argument. Only the schema says so."""
+    """Return whether an operation's one result shares the memory of an argument. Only its schema says so."""
     returns = operation._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Return whether other ranks take part in a node, or it waits for them. Torch has no tag for that."""
+    return getattr(node.target, "namespace", None) == "_c10d_functional"
+
+
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to. Autograd's count has no public name."""
+    """Return how often a tensor was written to. Autograd's count has no public name."""
     return tensor._version
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """A number for a tensor's memory. Without memory there is no `data_ptr`."""
+    """Return a number for a tensor's memory. `data_ptr` has none for a fake tensor."""
     return tensor.untyped_storage()._cdata
-
-
-_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
-
-
-def tensor_dicts(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """A module's own parameters and buffers. Through `setattr` a parameter cannot be replaced by a plain tensor."""
-    return module._parameters, module._buffers  # type: ignore[return-value]
-
-
-def children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's children by name. `named_children` leaves out None, and a child that comes again."""
-    return module._modules
-
-
-def hook_dicts(module: nn.Module) -> dict[str, dict[int, Any]]:
-    """A module's hooks by kind and by number. There is no public way to ask for hooks."""
-    held = vars(module)
-    return {name: held[name] for name in _HOOKS if held.get(name)}
-
-
-def hook_numbers(module: nn.Module) -> tuple[int, ...]:
-    """The numbers of a module's hooks, which no other hook of the process ever has."""
-    return tuple(number for hooks in hook_dicts(module).values() for number in hooks)
 
 
 def has_hooks(tensor: Tensor) -> bool:
@@ -85,36 +70,81 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+def local_tensor(tensor: Any) -> Tensor:
+    """Return what this rank holds of a DTensor. `to_local` is for autograd, and makes a view at each call."""
+    return waited(tensor._local_tensor)
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """Wait for the result of a functional collective. No public name distinguishes such a tensor."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+# Modules
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+
+
+def tensor_dicts(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Return a module's own parameters and buffers. `setattr` refuses to put a plain tensor in a parameter's place."""
+    return module._parameters, module._buffers  # type: ignore[return-value]
+
+
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's children by name. `named_children` leaves out None, and a child that comes again."""
+    return module._modules
+
+
+def hook_dicts(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """Return a module's hooks by kind and number. There is no public way to ask for them."""
+    held = vars(module)
+    return {name: held[name] for name in _HOOKS if held.get(name)}
+
+
+def hook_numbers(module: nn.Module) -> tuple[int, ...]:
+    """Return the numbers of a module's hooks, which no other hook of the process ever has."""
+    return tuple(number for hooks in hook_dicts(module).values() for number in hooks)
+
+
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds that is no tensor, child or hook. The names of these places are private."""
+    """Return what a module holds that is no tensor, child or hook. The places of those have private names."""
     places = {"_parameters", "_buffers", "_modules", *_HOOKS}
     return {name: item for name, item in vars(module).items() if name not in places}
 
 
-def fake_tensors() -> Any:
-    """A mode in which tensors have a shape and no memory.
+# Tracing
 
-    Public torch makes one only together with `torch.export` or `torch.compile`. Tensors that are neither a parameter
-    nor a buffer are allowed inside: they become constants of the graph.
+
+@contextmanager
+def fake_tensors() -> Iterator[Any]:
+    """Let tensors have a shape and no memory.
+
+    Public torch has such tensors only inside `torch.export` and `torch.compile`. Tensors with memory are allowed: they
+    become constants of the graph. Torch logs as an error what does not run on fake tensors, and raises it as well.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        logger.disabled = before
 
 
-def python_decompositions() -> AbstractContextManager[Any]:
-    """Dispatch as AOTAutograd does: only so does batch norm return its new statistics instead of writing them."""
-    from torch._dispatch.python import enable_python_dispatcher
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor has no memory, or stands for a value of a graph."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
 
-    context: AbstractContextManager[Any] = enable_python_dispatcher()
-    return context
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
 def functional() -> AbstractContextManager[Any]:
-    """The mode that turns writes into new values.
-
-    `torch.func.functionalize`, the public one, refuses the autograd functions that a stage may hold.
-    """
+    """Turn writes into new values. `torch.func.functionalize` refuses the autograd functions that a stage may hold."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     context: AbstractContextManager[Any] = FunctionalTensorMode()
@@ -122,7 +152,7 @@ def functional() -> AbstractContextManager[Any]:
 
 
 def to_functional(tensor: Tensor) -> Tensor:
-    """The tensor as `functional()` wants it; with the same autograd properties."""
+    """Return the tensor as `functional()` wants it, with the same autograd properties."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     wrapped: Tensor = FunctionalTensor.to_functional(tensor)
@@ -130,7 +160,7 @@ def to_functional(tensor: Tensor) -> Tensor:
 
 
 def from_functional(tensor: Tensor) -> Tensor:
-    """What stands in a functional tensor now: the tensor itself if it was never written to."""
+    """Return what a functional tensor holds now: the tensor it was made of, if nothing wrote to it."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     if not isinstance(tensor, FunctionalTensor):
@@ -143,26 +173,21 @@ def from_functional(tensor: Tensor) -> Tensor:
 def trace(
     function: Callable[..., Any], arguments: Sequence[Any], decompositions: Mapping[Any, Any] | None
 ) -> fx.GraphModule:
-    """The graph of ATen operations of `function`, backward included.
+    """Return the graph of ATen operations of a function, backward included.
 
-    `torch.export` has no joint graph, and AOTAutograd's own has no gradient for an output that is a view of an input.
+    `torch.export` has no joint graph, and AOTAutograd's has no gradient for an output that is a view of an input.
+    Operations are dispatched as AOTAutograd does: only so does batch norm return its new statistics.
     """
+    from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    traced: fx.GraphModule = make_fx(function, decomposition_table=decompositions)(*arguments)
-    return traced
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether it has no memory, or stands for a value of a graph."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return isinstance(tensor, (FakeTensor, FunctionalTensor))
+    with enable_python_dispatcher():
+        module: fx.GraphModule = make_fx(function, decomposition_table=decompositions)(*arguments)
+    return module
 
 
 def graph_so_far() -> fx.Graph:
-    """What `trace` has made until now. Public torch gives a graph only once it is done."""
+    """Return the graph that `trace` has made until now. Public torch gives a graph only once it is done."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode = get_proxy_mode()
@@ -172,31 +197,29 @@ def graph_so_far() -> fx.Graph:
 
 
 def without_duplicates(graph: fx.Graph) -> fx.Graph:
-    """The graph with equal computations done once: as AOTAutograd does before it partitions.
+    """Do equal computations once, as AOTAutograd does before it partitions a graph.
 
-    Except random ones, and collectives: two that are equal here need not be on a rank with a smaller shard, and then
-    one rank would wait for the other. Until equal ones have been looked for, each has a number as one more argument.
+    Random ones stay, and so do collectives: two that are equal here may differ on a rank with a smaller shard, which
+    would then wait for the other for ever. Each gets its number as one more argument for as long as this looks.
     """
     from torch._functorch.compile_utils import fx_graph_cse
 
     for number, node in enumerate(filter(is_collective, graph.nodes)):
         node.args = (*node.args, number)
-    found: fx.Graph = fx_graph_cse(graph)
-    for node in filter(is_collective, found.nodes):
+    simplified: fx.Graph = fx_graph_cse(graph)
+    for node in filter(is_collective, simplified.nodes):
         node.args = node.args[:-1]
-    return found
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Whether other ranks take part in a node, or it waits for them. torch has no tag for that."""
-    return getattr(node.target, "namespace", None) == "_c10d_functional"
+    return simplified
 
 
 def min_cut(module: fx.GraphModule, outputs: int) -> set[str]:
-    """The names of the values that torch's partitioner would keep from forward to backward.
+    """Return the names of the values that torch's partitioner would keep from forward to backward.
 
-    Placeholders are called primals_… and tangents_…; the first `outputs` outputs are the forward's. There is no public
-    partitioner, and its answer is all that is taken: the graphs are divided here.
+    There is no public partitioner. Its graphs are not used: they are divided here.
+
+    Args:
+        module: its placeholders are called primals_… and tangents_….
+        outputs: how many of its outputs, the first ones, are the forward's.
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -205,112 +228,20 @@ def min_cut(module: fx.GraphModule, outputs: int) -> set[str]:
     return {node.name for node in output.args[0][outputs:] if isinstance(node, fx.Node)}
 
 
+# Compiling
+
+
 def inductor_decompositions() -> Mapping[Any, Any]:
-    """What Inductor wants an operation to be made of, before it is given a graph."""
-    import_module("torch._inductor.lowering")  # which some decompositions look into, and do not import
+    """Return what Inductor wants operations to be made of, before it gets a graph."""
+    import_module("torch._inductor.lowering")  # some decompositions need it, and do not import it
     from torch._inductor.decomposition import select_decomp_table
 
     table: Mapping[Any, Any] = select_decomp_table()
     return table
 
 
-def boxed(module: fx.GraphModule) -> Run:
-    """A graph to run uncompiled. The result empties the list it is called with, so that values live no longer than
-    their last reader, which `GraphModule.forward` with its arguments on the stack cannot do.
-    """
-    from torch.fx.graph import _BoxedCodeGen
-
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-    run: Run = module.forward
-    return run
-
-
-@contextmanager
-def without_log() -> Iterator[None]:
-    """Torch logs as an error what does not run on tensors without memory. It is raised as well."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Torch's compiler uses deprecated parts of torch, and says so to its user, who can do nothing about it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
-
-
-def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
-    """Compile functional graphs of ATen operations. A result empties the list it is called with.
-
-    `torch._inductor.compile` is the public way, and wraps each call in AOTAutograd's run-time checks, which cost more
-    than some of the kernels; and it waits for each graph's C++ compiler before it looks at the next graph. Here all of
-    them work at once. Outputs have the strides that the graph says: other graphs are compiled for them.
-    """
-    from torch._inductor.async_compile import AsyncCompile
-
-    waits: list[Callable[[], None]] = []
-    own = AsyncCompile.wait
-
-    def later(pool: Any, scope: Any) -> None:
-        waits.append(lambda: own(pool, scope))
-
-    found: list[Run | Exception] = []
-    begun: list[int] = []
-    AsyncCompile.wait = later  # type: ignore[method-assign, assignment]
-    try:
-        for module in track("writing kernels", modules):
-            try:
-                found.append(_compile_graph(module))
-            except Exception as error:
-                found.append(error)
-            begun.append(len(waits))
-    finally:
-        AsyncCompile.wait = own  # type: ignore[method-assign]
-    for index, (first, last) in enumerate(track("compiling kernels", list(zip([0, *begun], begun, strict=False)))):
-        try:
-            for wait in waits[first:last]:
-                wait()
-        except Exception as error:
-            found[index] = error
-    return found
-
-
-def _compile_graph(module: fx.GraphModule) -> Run:
-    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
-    from torch._inductor.virtualized import V
-
-    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    mode = examples[0].fake_mode if examples else fake_tensors()
-    with ExitStack() as stack:
-        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(mode)))
-        stack.enter_context(V.set_fake_mode(mode))
-        module = _recursive_joint_graph_passes(module)
-        (output,) = module.graph.find_nodes(op="output")
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        compiled: Run = compile_fx_inner(module, examples, is_inference=True)
-    return compiled
-
-
-def local_tensor(tensor: Any) -> Tensor:
-    """What this rank holds of a DTensor. `to_local` is for autograd, and makes a view of a parameter at each call."""
-    return waited(tensor._local_tensor)
-
-
-def waited(tensor: Tensor) -> Tensor:
-    """The result of a functional collective, when it is there. No public name tells such a tensor from others."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
 def compiler_is_missing() -> str | None:
-    """Why Inductor has no C++ compiler to work with; None where it has one."""
+    """Return why Inductor has no C++ compiler to work with, or None if it has one."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -319,3 +250,91 @@ def compiler_is_missing() -> str | None:
     except InvalidCxxCompiler as error:
         return str(error)
     return None
+
+
+def boxed(module: fx.GraphModule) -> Run:
+    """Return a graph that runs uncompiled. `GraphModule.forward` would keep its arguments alive on the stack."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    run: Run = module.forward
+    return run
+
+
+def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
+    """Compile functional graphs of ATen operations with Inductor.
+
+    `torch._inductor.compile`, the public way, wraps each call in AOTAutograd's run-time checks, which cost more than
+    some of the kernels, and waits for each graph's C++ compiler before it looks at the next graph. Here all compile at
+    once. Outputs have the strides that the graph says: other graphs are compiled for them.
+    """
+    results: list[Run | Exception] = []
+    ends: list[int] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses deprecated parts of torch
+        with _deferred_waits() as waits:
+            for module in track("writing kernels", modules):
+                try:
+                    results.append(_compile_graph(module))
+                except Exception as error:
+                    results.append(error)
+                ends.append(len(waits))
+        starts = [0, *ends][: len(ends)]
+        for index, (start, end) in enumerate(track("compiling kernels", list(zip(starts, ends, strict=True)))):
+            try:
+                for wait in waits[start:end]:
+                    wait()
+            except Exception as error:
+                results[index] = error
+    return results
+
+
+_patching = threading.RLock()
+
+
+@contextmanager
+def _deferred_waits() -> Iterator[list[Callable[[], None]]]:
+    """Collect this thread's waits for compiler processes instead of waiting.
+
+    The module that Inductor generates waits as it is imported, and only this method of the class is in between. Other
+    threads wait as ever, and so does what runs after an inner use.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    waits: list[Callable[[], None]] = []
+    thread = threading.get_ident()
+    with _patching:
+        before = AsyncCompile.wait
+        original = getattr(before, "original", before)
+
+        def wait(pool: Any, scope: Any) -> None:
+            if threading.get_ident() == thread:
+                waits.append(partial(original, pool, scope))
+            else:
+                original(pool, scope)
+
+        wait.original = original  # type: ignore[attr-defined]
+        AsyncCompile.wait = wait  # type: ignore[method-assign, assignment]
+        try:
+            yield waits
+        finally:
+            AsyncCompile.wait = before  # type: ignore[method-assign]
+
+
+def _compile_graph(module: fx.GraphModule) -> Run:
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    mode = examples[0].fake_mode if examples else FakeTensorMode()
+    with ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(V.set_fake_mode(mode))
+        module = _recursive_joint_graph_passes(module)
+        (output,) = module.graph.find_nodes(op="output")
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        compiled: Run = compile_fx_inner(module, examples, is_inference=True)
+    return compiled

@@ -1,10 +1,10 @@
-"""Sharded parameters: torch's DTensor, of which a graph holds the local tensor alone.
+"""Sharded parameters: torch's DTensor. A graph holds only its local tensor.
 
 local tensor ─ rebuilt ─▶ DTensor, which the module computes with ─▶ gradient in the parameter's placements, local
 
-DTensor's own dispatch leaves local operations and functional collectives in a graph. All ranks of a mesh divide the
-same graph in the same way, so that their collectives meet: what a division goes by is which operations there are, and
-never a size, as shards may differ in size.
+DTensor's own dispatch leaves local operations and functional collectives in a graph. All ranks of a mesh must divide
+the graph in the same way, so that their collectives meet: a division goes by operations alone, never by sizes, because
+shards may differ in size.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _WRAPPERS = (
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; without importing torch.distributed, where nothing is."""
+    """Return whether a tensor is a DTensor. Does not import torch.distributed."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "placements")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, the same memory, without autograd; any other tensor itself."""
+    """Return what this rank holds of a DTensor: the same memory, without autograd. Return another tensor itself."""
     return internals.local_tensor(tensor) if is_sharded(tensor) else tensor
 
 
 def differentiable_local(tensor: Any) -> Tensor:
-    """The same, for autograd to see."""
-    found: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return found
+    """Return the same, differentiably."""
+    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return own
 
 
 def rebuilt(tensor: Tensor, like: Any) -> Tensor:
-    """A DTensor as `like` is, around this local tensor; the tensor itself where `like` is none.
+    """Return a DTensor around a local tensor, laid out as `like`. If `like` is no DTensor, return the tensor itself.
 
-    Its gradient is redistributed to the placements of `like`, and the tensor's is the local part of that.
+    The DTensor's gradient is redistributed to the placements of `like`; the local tensor's is the local part of it.
     """
     if not is_sharded(like):
         return tensor
@@ -59,21 +59,21 @@ def rebuilt(tensor: Tensor, like: Any) -> Tensor:
 
 
 def layout(tensor: Any) -> Any:
-    """How a DTensor is laid out over which ranks, hashable; None of another tensor."""
+    """Return how a DTensor is laid out over which ranks, hashable. Return None for another tensor."""
     if not is_sharded(tensor):
         return None
     return tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), tensor.stride()
 
 
 def layout_text(tensor: Any) -> str:
-    """The same for a message, or to compare with another rank, whose mesh is its own."""
+    """Return the layout as text for messages, or to compare with another rank, which has its own mesh."""
     if not is_sharded(tensor):
         return "whole on every rank"
     return f"{', '.join(map(str, tensor.placements))} over {' × '.join(map(str, tensor.device_mesh.shape))} ranks"
 
 
 def is_layout(value: Any) -> bool:
-    """Whether an attribute is a mesh or a placement, which are equal by value."""
+    """Return whether an attribute is a mesh or a placement. Those are compared by value."""
     tensor, mesh = sys.modules.get("torch.distributed.tensor"), sys.modules.get("torch.distributed.device_mesh")
     return (tensor is not None and isinstance(value, tensor.Placement)) or (
         mesh is not None and isinstance(value, mesh.DeviceMesh)
@@ -81,13 +81,13 @@ def is_layout(value: Any) -> bool:
 
 
 def is_style(value: Any) -> bool:
-    """Whether it is a style of torch's tensor parallelism, which its hooks hold, and which is what it is made of."""
+    """Return whether an object is a style of torch's tensor parallelism. Its hooks hold styles."""
     styles = sys.modules.get("torch.distributed.tensor.parallel")
     return styles is not None and isinstance(value, styles.ParallelStyle)
 
 
 def wrapper_of(modules: Iterable[nn.Module]) -> str | None:
-    """What has taken the parameters of one of the modules into its own hands; None where nothing has."""
+    """Return the name of the wrapper that manages the parameters of one of the modules, or None."""
     held = tuple(modules)
     for name, attribute, called in _WRAPPERS:
         wrapper = getattr(sys.modules.get(name), attribute, ())
@@ -97,7 +97,7 @@ def wrapper_of(modules: Iterable[nn.Module]) -> str | None:
 
 
 def check_traceable(modules: Sequence[nn.Module], state: Sequence[Tensor]) -> None:
-    """RuntimeError where the parallelism of a stage is not in its forward, or a shard has no gradient of its shape."""
+    """Raise RuntimeError if a stage runs collectives outside its forward, or a gradient would have another shape."""
     if wrapper := wrapper_of(modules):
         raise RuntimeError(f"{wrapper} runs collectives in hooks, which are outside of a graph")
     for tensor in filter(is_sharded, state):
@@ -109,7 +109,7 @@ def check_traceable(modules: Sequence[nn.Module], state: Sequence[Tensor]) -> No
 
 
 def check_outputs(outputs: Sequence[Any]) -> None:
-    """PipegraphError where a stage returns a DTensor."""
+    """Raise PipegraphError if a stage returns a DTensor."""
     for position, output in enumerate(outputs):
         if isinstance(output, Tensor) and is_sharded(output):
             layouts: Any = output
@@ -121,14 +121,14 @@ def check_outputs(outputs: Sequence[Any]) -> None:
 
 
 def waited(output: Any) -> Any:
-    """A tensor whose collective may still run, once it has; anything else itself."""
+    """Wait for the collective of a tensor. Return anything else itself."""
     return output if type(output) in _PLAIN or not isinstance(output, Tensor) else internals.waited(output)
 
 
 def shards(tensor: Tensor, like: Any) -> Tensor:
-    """A whole tensor in the layout of `like`, without communication: every rank has the whole, and takes its part."""
+    """Lay a whole tensor out as `like`. Every rank has the whole and takes its part, without communication."""
     if not is_sharded(like) or is_sharded(tensor) or tensor.shape != like.shape:
-        return tensor  # which fits, or is refused by whoever loads it
+        return tensor  # it fits, or the caller refuses it
     from torch.distributed.tensor import distribute_tensor
 
     with torch.no_grad():

@@ -191,12 +191,7 @@ def trace(
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             wanted.append(position < inputs and stage.input_gradients[position])
-    with (
-        unchanged(held),
-        internals.without_log(),
-        internals.fake_tensors(),
-        torch.set_grad_enabled(call.differentiable),
-    ):
+    with unchanged(held), internals.fake_tensors(), torch.set_grad_enabled(call.differentiable):
         primals = [
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).requires_grad_(
                 is_wanted and call.differentiable

@@ -140,8 +140,7 @@ def compiled(functions: Sequence[tuple[Function, Sequence[Tensor]]]) -> list[Cal
     modules = [trace_aten(function, inputs) for function, inputs in distinct]
     made: Sequence[Run | Exception] = []
     if internals.compiler_is_missing() is None:
-        with internals.quiet():
-            made = internals.compile_graphs(modules)
+        made = internals.compile_graphs(modules)
     runs = {
         each: internals.boxed(module) if run is None or isinstance(run, Exception) else run
         for each, module, run in itertools.zip_longest(distinct, modules, made)

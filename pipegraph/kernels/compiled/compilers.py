@@ -1,11 +1,10 @@
-"""How graphs become kernels: as they are, or compiled by Inductor."""
+"""How graphs become kernels: run as they are, or compiled by Inductor; and which operations they are made of."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +15,15 @@ from pipegraph.kernels.blocks.differentiate import TraceOptions
 from pipegraph.kernels.compiled.program import Compiler
 from pipegraph.kernels.internals import Run
 
+convolution_backward: Any = torch.ops.aten.convolution_backward.default
+
+Gradients = Sequence[Tensor | None]
+"""Of the input, the weight and the bias of a convolution."""
+
 
 @functools.cache
 def compiler(name: str) -> Compiler:
-    """The compiler called so, which all stages of this process share."""
+    """Return the compiler "inductor" or "eager", one for all stages of this process."""
     if name == "inductor":
         missing = internals.compiler_is_missing()
         if missing is None:
@@ -32,8 +36,32 @@ def compiler(name: str) -> Compiler:
 
 
 def options(name: str, recompute: str) -> TraceOptions:
-    """How graphs for the compiler called so are made, for stages that share blocks."""
+    """Return how graphs for a compiler are made, for stages that share blocks."""
     return TraceOptions(recompute, functools.partial(decompositions, inductor=name == "inductor"))
+
+
+def decompositions(inductor: bool) -> Mapping[Any, Any]:
+    """Return what operations are made of before a graph is divided.
+
+    Inductor wants some taken apart; an operation whose results belong to both I and W is two.
+    """
+    table = internals.inductor_decompositions() if inductor else {}
+    other = table.get(convolution_backward, lambda *args: NotImplemented)
+    return {**table, convolution_backward: functools.partial(_separate_gradients, other)}
+
+
+def _separate_gradients(other: Callable[..., Any], *args: Any, **kwargs: Any) -> Gradients:
+    """Compute the gradient of a convolution's input, for I, apart from those of its weight and bias, for W.
+
+    This costs nothing: libraries compute the two by separate kernels anyway.
+    """
+    *rest, (of_input, of_weight, of_bias) = args
+    if not of_input or not (of_weight or of_bias):
+        gradients: Gradients = other(*args, **kwargs)
+        return gradients
+    first, _, _ = convolution_backward(*rest, (True, False, False))
+    _, second, third = convolution_backward(*rest, (False, of_weight, of_bias))
+    return first, second, third
 
 
 def _eager(modules: Sequence[fx.GraphModule]) -> list[Run]:
@@ -41,45 +69,13 @@ def _eager(modules: Sequence[fx.GraphModule]) -> list[Run]:
 
 
 def _inductor(modules: Sequence[fx.GraphModule]) -> list[Run]:
-    with internals.quiet():
-        found = internals.compile_graphs(modules)
-    for index, (module, run) in enumerate(zip(modules, found, strict=True)):
+    runs = internals.compile_graphs(modules)
+    for index, (module, run) in enumerate(zip(modules, runs, strict=True)):
         if isinstance(run, Exception):
             reason = str(run).strip().partition("\n")[0]
             warnings.warn(
                 f"Inductor cannot compile a part of a stage, which runs uncompiled: {type(run).__name__}: {reason}",
                 stacklevel=2,
             )
-            found[index] = internals.boxed(module)
-    return found  # type: ignore[return-value]
-
-
-convolution_backward: Any = torch.ops.aten.convolution_backward.default
-
-Gradients = Sequence[Tensor | None]
-"""Of the input, the weight and the bias of a convolution."""
-
-
-def decompositions(inductor: bool) -> Mapping[Any, Any]:
-    """What is taken apart before a graph is divided: what Inductor wants to be, and what has a part in both I and W."""
-    table = internals.inductor_decompositions() if inductor else {}
-    other = table.get(convolution_backward, _as_it_is)
-    return {**table, convolution_backward: partial(_separate_gradients, other)}
-
-
-def _as_it_is(*args: Any) -> Any:
-    return NotImplemented
-
-
-def _separate_gradients(other: Callable[..., Any], *args: Any, **kwargs: Any) -> Gradients:
-    """The gradient of a convolution's input by itself, for I, and those of its weight and bias, for W.
-
-    Libraries compute the two by kernels of their own in any case, so that this costs nothing.
-    """
-    *rest, (of_input, of_weight, of_bias) = args
-    if not of_input or not (of_weight or of_bias):
-        found: Gradients = other(*args, **kwargs)
-        return found
-    first, _, _ = convolution_backward(*rest, (True, False, False))
-    _, second, third = convolution_backward(*rest, (False, of_weight, of_bias))
-    return first, second, third
+            runs[index] = internals.boxed(module)
+    return runs  # type: ignore[return-value]
