@@ -56,7 +56,7 @@ def test_rates_over_sizes(quick: None) -> None:
 
 
 def test_a_loop_is_timed_as_it_is_compiled() -> None:
-    graph = loop_rates.traced(lambda x: torch.nn.functional.gelu(x), [torch.ones(4, 4)]).graph
+    graph = loop_rates.trace_aten(lambda x: torch.nn.functional.gelu(x), [torch.ones(4, 4)]).graph
     assert torch.ops.aten.erf.default in {node.target for node in graph.nodes}
 
 
