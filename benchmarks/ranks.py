@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import pipegraph
 from pipegraph.kernels import Forward
 from pipegraph.schedule import Times, build, names, simulate
+from pipegraph.schedule.recipes import trains
 
 ROWS = 2
 BASELINE = "Interleaved1F1B"
@@ -311,7 +312,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Compare runtimes by ranks that sleep."""
-    chosen = tuple(schedule or (name for name in names() if name != "forward"))
+    chosen = tuple(schedule or (name for name in names() if trains(name)))
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(ranks, microbatches, milliseconds / 1000, rounds, width, chosen, folder)
         write_packages(setting)

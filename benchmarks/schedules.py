@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipegraph.schedule import PLACEMENTS, Times, build, lower_bound, names, search, simulate
+from pipegraph.schedule.recipes import trains
 
 RANKS = 8
 FIRST = "24 microbatches, 1.5 B"
@@ -51,7 +52,7 @@ def rows(setting: str, effort: float) -> list[Row]:
     microbatches, *figures, hop = SETTINGS[FIRST if setting == UNEQUAL else setting]
     found = []
     for name in names():
-        if name == "forward":
+        if not trains(name):
             continue
         schedule = build(name, RANKS, microbatches)
         chunks = schedule.stages // RANKS

@@ -101,13 +101,14 @@ def format_factor(factor: float) -> str:
     return f"{float(f'{factor:.2g}'):g}"
 
 
-def format_number_of(number: int, noun: str, plural: str = "") -> str:
-    """Format a number of things.
+def format_number_of(noun: str, *numbers: int) -> str:
+    """Format a number of things, or several numbers to choose from.
 
-    >>> format_number_of(1, "rank"), format_number_of(2, "rank"), format_number_of(8, "process", "processes")
-    ('1 rank', '2 ranks', '8 processes')
+    >>> format_number_of("rank", 1), format_number_of("process", 8), format_number_of("microbatch", 8, 12)
+    ('1 rank', '8 processes', '8 or 12 microbatches')
     """
-    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+    plural = "" if numbers == (1,) else "es" if noun.endswith(("h", "s")) else "s"
+    return f"{' or '.join(map(str, numbers))} {noun}{plural}"
 
 
 def format_seconds(seconds: float | None) -> str:

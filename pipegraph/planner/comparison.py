@@ -17,10 +17,8 @@ from pipegraph.planner.priced_model import Costs
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.solve import solve
 from pipegraph.planner.step_estimate import improve
-from pipegraph.schedule import names
-from pipegraph.schedule.recipes import find_recipe
-from pipegraph.schedule.recipes.recipe import counted
-from pipegraph.units import bytes_option, format_bytes
+from pipegraph.schedule.recipes import RECIPES, find_recipe, names
+from pipegraph.units import bytes_option, format_bytes, format_number_of
 
 WORTH = 0.01
 """A plan that saves less than this part of another's memory is as lean."""
@@ -82,7 +80,7 @@ def candidates(
     """
     for each in recompute:
         check_recompute(each)
-    chosen = [find_recipe(name) for name in schedules or names() if schedules or name not in ("forward",)]
+    chosen = [find_recipe(name) for name in schedules] if schedules else [recipe for recipe in RECIPES if recipe.trains]
     found = []
     for recipe in chosen:
         numbers = [recipe.chunks]
@@ -93,10 +91,10 @@ def candidates(
             continue
         for number in numbers:
             for count in microbatches or (2 * ranks, 4 * ranks):
-                again = recompute if recipe.name != "forward" else recompute[:1]  # without a backward none matters
+                again = recompute if recipe.trains else recompute[:1]  # without a backward none matters
                 found += [Candidate(recipe.name, number, count, each) for each in again]
     if not found:
-        several = ", ".join(recipe.name for recipe in map(find_recipe, names()) if recipe.any_chunks)
+        several = ", ".join(recipe.name for recipe in RECIPES if recipe.any_chunks)
         raise ArgumentError(
             f"{', '.join(f'{recipe.name} has {recipe.chunks}' for recipe in chosen)} to a rank, and --stages-per-rank "
             f"{','.join(map(str, chunks or ()))} was given.\nTry: --schedule with one of {several}."
@@ -132,8 +130,8 @@ def compare(prices: Mapping[str, Costs], aim: Aim, ranks: int, plans: Sequence[C
     if ranks * fewest.chunks > segments:
         works = segments // fewest.chunks
         raise PlanError(
-            f"The model can be cut into {counted([segments], 'segment')}, and {fewest.schedule} on {ranks} ranks has "
-            f"{ranks * fewest.chunks} stages.\nTry: --ranks {works}{' or fewer' if works > 1 else ''}."
+            f"The model can be cut into {format_number_of('segment', segments)}, and {fewest.schedule} has "
+            f"{ranks * fewest.chunks} stages on {ranks} ranks.\nTry: --ranks {works}{' or fewer' if works > 1 else ''}."
         )
     looks, refused = _looks(prices, aim, ranks, plans)
     if not looks:

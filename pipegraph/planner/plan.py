@@ -28,8 +28,7 @@ from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.solve import Solution
 from pipegraph.planner.stage_modules import stage_modules
 from pipegraph.schedule import Schedule
-from pipegraph.schedule.recipes.recipe import counted
-from pipegraph.units import bytes_option, format_bytes
+from pipegraph.units import bytes_option, format_bytes, format_number_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,9 +215,10 @@ def _equal_segments(captured: Captured, stages: int) -> tuple[tuple[Point, ...],
     chain = captured.segments
     if stages > len(chain):
         named = _few([segment.fqn for segment in chain if segment.fqn])
+        has = format_number_of("segment", len(chain))
         raise PlanError(
-            f"{captured.model_name} has {counted([len(chain)], 'segment')}{f' ({named})' if named else ''}, which is "
-            f"too few for {stages} stages.\nTry: --stages {len(chain)}, or --points inside a segment."
+            f"{captured.model_name} has {has}{f' ({named})' if named else ''}, which is too few for {stages} "
+            f"stages.\nTry: --stages {len(chain)}, or --points inside a segment."
         )
     firsts = [chain[round(index * len(chain) / stages)] for index in range(1, stages)]
     return tuple(Point(segment.fqn) for segment in firsts), [segment.start for segment in firsts]

@@ -23,8 +23,7 @@ from pipegraph.planner.solver.stage_schedule import arrange
 from pipegraph.progress import report_progress
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import find_recipe
-from pipegraph.schedule.recipes.recipe import counted
-from pipegraph.units import bytes_option, format_bytes
+from pipegraph.units import bytes_option, format_bytes, format_number_of
 
 TIMED = "time", "measured"
 """The balances in seconds, for which a step is predicted. By any other the largest stage is made as small as it can."""
@@ -93,9 +92,10 @@ class Aim:
         report_progress("looking for the best cuts")
         chain = costs.priced.chain
         if stages > len(chain.segments):
+            parts = format_number_of("segment", len(chain.segments))
             raise PlanError(
-                f"{chain.captured.model_name} can be cut into {counted([len(chain.segments)], 'segment')}, which is "
-                f"too few for {stages} stages.\nTry: --stages {len(chain.segments)} or fewer."
+                f"{chain.captured.model_name} can be cut into {parts}, which is too few for {stages} "
+                f"stages.\nTry: --stages {len(chain.segments)} or fewer."
             )
         return solve(
             costs.segments,

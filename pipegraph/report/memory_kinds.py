@@ -46,7 +46,7 @@ def memory_kinds(manifest: Manifest, schedule: Schedule) -> tuple[RankKinds, ...
     for rank in range(schedule.ranks):
         own = [cost for cost, place in zip(costs, schedule.placement, strict=True) if place == rank]
         trained = sum((cost.parameter_bytes or 0) if cost.trained_bytes is None else cost.trained_bytes for cost in own)
-        trained = trained if schedule.has_backward else 0
+        trained = trained if schedule.trains else 0
         kinds = {
             "parameters": sum(cost.parameter_bytes or 0 for cost in own),
             "gradients": trained,

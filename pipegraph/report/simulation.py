@@ -36,7 +36,7 @@ class Simulation:
     def lower_bound(self) -> float:
         """What no schedule of these stages can beat; without a backward, no schedule that has none."""
         schedule, times, limit = self.schedule, self.times, self.memory_limit
-        if not schedule.has_backward:
+        if not schedule.trains:
             nothing = (0.0,) * times.stages
             times, limit = replace(times, input_grad=nothing, weight_grad=nothing), None
         return lower_bound(times, schedule.placement, schedule.microbatches, limit)

@@ -108,7 +108,7 @@ def _legend(simulation: Simulation) -> list[tuple[str, float]]:
         parts.append(_entry("", -6, TONES))
     outline = f'<rect x="1" y="1" width="18" height="14" rx="2" fill="none" stroke="{_CRITICAL}" stroke-width="2"/>'
     parts.append(_entry(outline, 20, "critical path"))
-    if simulation.schedule.has_backward:
+    if simulation.schedule.trains:
         parts.append(_entry(f'<path d="M0 16v-5h6v-6h6v8h6v3z" fill="{_CURVE}"/>', 18, "held activations, and peak"))
     return parts
 

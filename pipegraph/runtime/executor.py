@@ -110,7 +110,7 @@ class Executor:
                 ],
                 target=feed.targets[0] if with_loss else None,
                 with_loss=with_loss,
-                differentiable=self._schedule.has_backward,
+                differentiable=self._schedule.trains,
                 kinds=needed,
             )
         report_progress("running the first step")
@@ -149,10 +149,10 @@ class Executor:
             ],
             target=feed.targets[microbatch] if with_loss else None,
             with_loss=with_loss,
-            differentiable=self._schedule.has_backward,
+            differentiable=self._schedule.trains,
         )
         outputs = named_outputs(wiring, forward.outputs)
-        if self._schedule.has_backward:
+        if self._schedule.trains:
             step.saved[stage, microbatch] = forward.saved
             for value, returned in zip(wiring.outputs, forward.outputs, strict=True):
                 if value.consumers and returned.dtype != outputs[value.name].dtype:

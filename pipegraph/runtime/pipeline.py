@@ -171,7 +171,7 @@ class Pipeline:
         take. Raises BatchError, before anything is sent, where a shape or dtype is not the package's; RuntimeFault
         where this rank or another one fails.
         """
-        differentiable = self.schedule.has_backward
+        differentiable = self.schedule.trains
         with_loss = self._loss_fn is not None
         results = self._run(self._training, args, kwargs, target, with_loss, return_outputs, differentiable)
         losses = torch.stack([results.losses[index] for index in sorted(results.losses)]) if results.losses else None
@@ -224,7 +224,7 @@ class Pipeline:
         told = [*self._added, *asked]
         for executors, observers in (
             (self._training, told),
-            (self._evaluation, asked if self.schedule.has_backward else told),
+            (self._evaluation, asked if self.schedule.trains else told),
         ):
             for executor in executors:
                 executor.observer = Observers(observers) if len(observers) > 1 else next(iter(observers), None)

@@ -17,10 +17,10 @@ class Kind(StrEnum):
     I = "I"  # input gradient  # noqa: E741 - the field's letter
     W = "W"  # weight gradient
     B = "B"  # full backward: I and W in one
-    SEND_F = "SEND_F"  # this stage's outputs, to a later stage
-    RECV_F = "RECV_F"  # this stage's inputs, from an earlier stage
-    SEND_B = "SEND_B"  # the gradients of this stage's inputs, to the earlier stage they came from
-    RECV_B = "RECV_B"  # the gradients of this stage's outputs, from the later stage that used them
+    SEND_F = "SEND_F"  # send this stage's outputs to a later stage
+    RECV_F = "RECV_F"  # receive this stage's inputs from an earlier stage
+    SEND_B = "SEND_B"  # send the gradients of this stage's inputs to the earlier stage that made the inputs
+    RECV_B = "RECV_B"  # receive the gradients of this stage's outputs from the later stage that used them
 
     @property
     def is_transfer(self) -> bool:
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 BACKWARD = frozenset((Kind.B, Kind.I, Kind.W))
 """The kinds that compute a gradient."""
 
-# Of each transfer: the kind at its other end, and on which side of its own stage that other end lies.
+# transfer → (the kind at its other end, whether that is at a later stage, +1, or at an earlier one, −1)
 _PEER: dict[Kind, tuple[Kind, int]] = {
     Kind.SEND_F: (Kind.RECV_F, +1),
     Kind.RECV_F: (Kind.SEND_F, -1),
@@ -38,7 +38,7 @@ _PEER: dict[Kind, tuple[Kind, int]] = {
     Kind.RECV_B: (Kind.SEND_B, +1),
 }
 
-# Nine digits at most: no schedule needs more, and passes work on machine integers.
+# At most nine digits: no schedule needs more, and passes work on machine integers.
 _NUMBER = "([0-9]{1,9})"
 _END = 10**9
 _ACTION = re.compile(rf"{_NUMBER}([A-Za-z_]+){_NUMBER}(?:([<>]){_NUMBER})?")
@@ -49,10 +49,10 @@ _FORM = "An action is a stage, a kind and a microbatch: 2F0, 0B3, 0SEND_F1, or 0
 class Action:
     """One action, printed as torch prints it: ``2F0`` is the forward of microbatch 0 on stage 2.
 
-    ``peer`` is the other stage of a transfer, and None for an action that computes. It is the neighbour unless given,
-    and is printed where it is not the neighbour: ``0SEND_F0>3`` sends to stage 3 what ``3RECV_F0<0`` receives.
+    ``peer`` is the other stage of a transfer, and None for an action that computes. It defaults to the neighbour, and
+    is printed only if it is another stage: ``0SEND_F0>3`` sends to stage 3 what ``3RECV_F0<0`` receives.
 
-    Raises ScheduleError where a field is no sensible number, or the peer lies on the wrong side of the stage.
+    Raises ScheduleError if a field is no sensible number, or if the peer lies on the wrong side of the stage.
     """
 
     stage: int
@@ -80,7 +80,7 @@ class Action:
         if type(peer) is not int or not 0 <= peer < _END or (peer - self.stage) * side <= 0:
             raise ScheduleError(
                 f"{self.stage}{self.kind.value}{self.microbatch} cannot have stage {peer} at its other end: "
-                f"that of a {self.kind.value} is {'a later' if side > 0 else 'an earlier'} stage."
+                f"a {self.kind.value} has {'a later' if side > 0 else 'an earlier'} stage there."
             )
 
     def __str__(self) -> str:
@@ -97,14 +97,14 @@ class Action:
 
     @property
     def partner(self) -> Action:
-        """The other end of a transfer: of ``0SEND_F2``, ``1RECV_F2``. ScheduleError for an action that computes."""
+        """The other end of a transfer: ``1RECV_F2`` for ``0SEND_F2``. Raises ScheduleError if the action computes."""
         if self.peer is None:
             raise ScheduleError(f"{self} moves nothing, so it has no partner.")
         return Action(self.peer, _PEER[self.kind][0], self.microbatch, self.stage)
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what ``str`` writes. Raises ScheduleError that quotes the text and says what an action looks like."""
+        """Read what ``str`` writes. Raises a ScheduleError that quotes the text and says what an action looks like."""
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(f"{text.strip()!r} is no action. {_FORM}")
@@ -116,7 +116,7 @@ class Action:
 
 
 def unit_text(unit: Sequence[Action]) -> str:
-    """An action, or an overlapped pair, as torch writes it."""
+    """Return one action, or an overlapped pair of two, as torch writes it."""
     return f"({unit[0]};{unit[1]})OVERLAP_F_B" if len(unit) == 2 else str(unit[0])
 
 

@@ -1,4 +1,4 @@
-"""A schedule as arrays of integers: what the passes over many actions work on."""
+"""The actions of a schedule as arrays of integers, for passes over many actions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ KINDS = tuple(Kind)
 CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(KINDS)}
 F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B = range(len(KINDS))  # noqa: E741 - the field's letter
 
-# Whose result another action can need, by kind: I and B make the same, the gradients of their stage's inputs.
-_FAMILY = np.array([0, 1, 2, 1, 3, 4, 5, 6])
+# The kind of result that each kind of action makes. I and B make the same: the gradients of their stage's inputs.
+_RESULT = np.array([0, 1, 2, 1, 3, 4, 5, 6])
 _PER_STAGE = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Arrays:
-    """The actions of a schedule, numbered rank after rank, each rank's in order. It may be any schedule, sound or not.
+class ActionArrays:
+    """The actions of any schedule, sound or not, numbered rank after rank, each rank's in order.
 
-    ``needs`` holds, as (action, what it needs) in the order of actions, every result that an action waits for, its own
-    stage's first. What no action makes has the number of all actions as its number. An action of a stage that is not
-    there needs nothing.
+    Every array holds one figure per action unless it says otherwise.
     """
 
     actions: Sequence[Sequence[Action]]
@@ -39,7 +37,7 @@ class Arrays:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """The number of each rank's first action, and of all actions at the end."""
+        """The number of each rank's first action, and at the end the number of all actions."""
         return tuple(accumulate(map(len, self.actions), initial=0))
 
     @property
@@ -56,7 +54,7 @@ class Arrays:
 
     @cached_property
     def kind(self) -> Integers:
-        """As numbers: F, I, W, B and so on of this module."""
+        """F, I, W, B and so on of this module."""
         return self._integers(CODES[action.kind] for action in self.flat())
 
     @cached_property
@@ -65,36 +63,36 @@ class Arrays:
 
     @cached_property
     def peer(self) -> Integers:
-        """Of a transfer, the stage at its other end; −1 for an action that computes."""
+        """The stage at a transfer's other end; −1 for an action that computes."""
         return self._integers(-1 if action.peer is None else action.peer for action in self.flat())
 
     @cached_property
     def edges(self) -> Integers:
-        """The producer and the consumer of each edge, sorted."""
+        """(producer, consumer) of each edge, sorted: (edges, 2)."""
         return _pairs(sorted(self.dependencies.edges))
 
     @cached_property
     def crosses(self) -> NDArray[np.bool_]:
-        """Of each edge, whether its values are transferred."""
+        """Whether the values of each edge are transferred: (edges,)."""
         placement = np.array(self.dependencies.placement)
         return placement[self.edges[:, 0]] != placement[self.edges[:, 1]]
 
     @cached_property
     def returns(self) -> NDArray[np.bool_]:
-        """Of each edge, whether a gradient comes back over it."""
+        """Whether a gradient returns over each edge: (edges,)."""
         return np.isin(self._edge_keys(*self.edges.T), self._edge_keys(*_pairs(self.dependencies.gradient_edges).T))
 
     @cached_property
     def edge(self) -> Integers:
-        """Of a transfer, the number of its edge; −1 where there is none."""
-        found = Index(self._edge_keys(*self.edges.T)).find(self._transfer_keys)
+        """The number of a transfer's edge; −1 if there is none, and for an action that computes."""
+        found = KeyIndex(self._edge_keys(*self.edges.T)).find(self._transfer_keys)
         return np.where((self.peer < 0) | (found == len(self.edges)), -1, found)
 
     def flat(self) -> Iterator[Action]:
         return chain.from_iterable(self.actions)
 
     def place(self, number: int) -> tuple[int, int]:
-        """Where an action stands: its rank, and its position there."""
+        """Return an action's rank, and its position there."""
         rank = int(self.rank[number])
         return rank, number - self.bounds[rank]
 
@@ -103,48 +101,55 @@ class Arrays:
         return self.actions[rank][position]
 
     def numbers(self, actions: Iterable[Action]) -> Integers:
-        """The number of each of these actions, all of which compute; ``count`` for one that stands nowhere."""
+        """Return the numbers of these actions, all of which compute; ``count`` for one that is missing."""
         wanted = [(CODES[action.kind], action.stage, action.microbatch) for action in actions]
         kind, stage, microbatch = np.array(wanted, np.int64).reshape(-1, 3).T
         known = (stage < self._stages) & (microbatch < self._width)
-        key = self._key(_FAMILY[kind] * self._stages + stage, microbatch)
+        key = self._key(_RESULT[kind] * self._stages + stage, microbatch)
         found = self.index.find(np.where(known, key, -1))
         same = np.append(self.kind, -1)[found] == kind
         return np.where(known & same, found, self.count)
 
     def forwards_of(self, numbers: Integers) -> Integers:
-        """Of each of these actions, the F of its stage and microbatch."""
+        """Return for each of these actions the F of its stage and microbatch."""
         return self.index.find(self._key(self.stage[numbers], self.microbatch[numbers]))
 
-    def over(self, actions: Integers, stages: Integers, ends: Integers) -> tuple[Integers, Integers]:
-        """Pair each of these actions with every one of the ends that is listed for its stage."""
+    def join(self, actions: Integers, stages: Integers, values: Integers) -> tuple[Integers, Integers]:
+        """Pair each of these actions with each of the ``values`` whose entry in ``stages`` is the action's stage."""
         order = np.argsort(stages, kind="stable")
         counts = np.bincount(stages, minlength=self._stages)[self.stage[actions]]
         begins = np.searchsorted(stages[order], self.stage[actions])
         which = np.repeat(np.arange(len(actions)), counts)
         nth = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return actions[which], ends[order][begins[which] + nth]
+        return actions[which], values[order][begins[which] + nth]
 
     @cached_property
     def results(self) -> Integers:
-        """A number for what each action makes, the same for two that make the same; −1 where that is nothing."""
+        """A number for what each action makes, the same for two that make the same.
+
+        −1 for an action of an unknown stage or edge.
+        """
         transfer = self.peer >= 0
-        row = np.where(
+        kind = np.where(
             transfer,
             _PER_STAGE * self._stages + (self.kind - SEND_F) * len(self.edges) + self.edge,
-            _FAMILY[self.kind] * self._stages + self.stage,
+            _RESULT[self.kind] * self._stages + self.stage,
         )
         unknown = np.where(transfer, self.edge < 0, self.stage >= self._stages)
-        return np.where(unknown, -1, self._key(row, self.microbatch))
+        return np.where(unknown, -1, self._key(kind, self.microbatch))
 
     @cached_property
-    def index(self) -> Index:
-        """Finds the action that makes a result, if there are several the first that stands on the right rank."""
+    def index(self) -> KeyIndex:
+        """Finds the action that makes a result; of several, the first on the stage's own rank."""
         holder = np.array(self.dependencies.placement)[np.minimum(self.stage, self._stages - 1)]
-        return Index(self.results, stray=holder != self.rank)
+        return KeyIndex(self.results, misplaced=holder != self.rank)
 
     @cached_property
     def needs(self) -> tuple[Integers, Integers]:
+        """Every result that an action waits for, as (action, the action that makes it), sorted by the first.
+
+        ``count`` stands for a result that no action makes. An action of an unknown stage needs nothing.
+        """
         pairs = [*self._own_needs(), *self._needs_of_others()]
         action = np.concatenate([first for first, _ in pairs])
         needed = self.index.find(np.concatenate([second for _, second in pairs]))
@@ -153,14 +158,14 @@ class Arrays:
 
     @cached_property
     def pairs(self) -> Integers:
-        """The numbers of the forwards of all overlapped pairs that stand together, the backward right behind."""
+        """The forwards of all overlapped pairs whose backward is the next action: (pairs,)."""
         forward, backward = self.numbers(f for f, _ in self.overlapped), self.numbers(b for _, b in self.overlapped)
         rank = np.append(self.rank, -1)
         together = (forward + 1 == backward) & (rank[forward] == rank[backward])
         return np.sort(forward[together])
 
     def _own_needs(self) -> Iterator[tuple[Integers, Integers]]:
-        """What actions need of their own stage, and transfers of their partner."""
+        """Yield what actions need of their own stage, and transfers of their partner."""
         stages, edges = self._stages, len(self.edges)
         of_forward = self._of(I, B, SEND_F)
         yield of_forward, self._key(self.stage[of_forward], self.microbatch[of_forward])
@@ -172,7 +177,7 @@ class Arrays:
         yield transfers, self._key(row, self.microbatch[transfers])
 
     def _needs_of_others(self) -> Iterator[tuple[Integers, Integers]]:
-        """What F needs of earlier stages, and B or I of later ones, over one edge at a time."""
+        """Yield what F needs of earlier stages, and B or I of later ones."""
         producer, consumer = self.edges.T
         received = self.crosses & self.dependencies.lowered
         first = _PER_STAGE * self._stages
@@ -182,11 +187,11 @@ class Arrays:
         back = self.returns
         waiting = (self._of(F), consumer, forward), (self._of(B, I), producer[back], backward[back])
         for actions, stage, row in waiting:
-            action, needed = self.over(actions, stage, row)
+            action, needed = self.join(actions, stage, row)
             yield action, self._key(needed, self.microbatch[action])
 
     def _of(self, *kinds: int) -> Integers:
-        """The numbers of all actions of these kinds whose result has a number."""
+        """Return all actions of these kinds whose result has a number."""
         return np.flatnonzero(np.isin(self.kind, kinds) & (self.results >= 0))
 
     @property
@@ -212,25 +217,24 @@ class Arrays:
         return np.fromiter(values, np.int64, self.count)
 
 
-class Index:
-    """Finds keys. −1 is no key."""
+class KeyIndex:
+    """Finds keys in an array. −1 is no key. A ``misplaced`` one is found only if there is no other."""
 
-    def __init__(self, keys: Integers, stray: NDArray[np.bool_] | None = None) -> None:
-        """Those that are stray are found only where there is no other."""
-        if stray is None or not stray.any():
+    def __init__(self, keys: Integers, misplaced: NDArray[np.bool_] | None = None) -> None:
+        if misplaced is None or not misplaced.any():
             self.order = np.argsort(keys, kind="stable")
         else:
-            self.order = np.lexsort((stray, keys))
+            self.order = np.lexsort((misplaced, keys))
         self.keys = keys[self.order]
 
     def find(self, wanted: Integers) -> Integers:
-        """Of each wanted key, where it stands first; the number of keys where it does not."""
+        """Return the first position of each wanted key; the number of keys if it is missing."""
         at = np.searchsorted(self.keys, wanted)
         hit = (np.append(self.keys, -1)[at] == wanted) & (wanted >= 0)
         return np.where(hit, np.append(self.order, 0)[at], len(self.keys))
 
     def repeated(self) -> Integers:
-        """Where a key stands that has stood before."""
+        """Return the positions of keys that have an earlier equal."""
         again = (self.keys[1:] == self.keys[:-1]) & (self.keys[1:] >= 0)
         return self.order[1:][again]
 

@@ -1,4 +1,4 @@
-"""The verifier of schedules."""
+"""Whether a schedule can run."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from pipegraph.schedule.lifetimes import held_activations
 from pipegraph.schedule.replay import slots
 from pipegraph.schedule.schedule import Schedule
 
-Rule = tuple[NDArray[np.bool_], Callable[[Action], str], Callable[[Action], str]]
-"""Which actions break it, why that is wrong, and what to do about it"""
+Violations = tuple[NDArray[np.bool_], Callable[[Action], str], Callable[[Action], str]]
+"""(for each action, whether it breaks a rule; why such an action is wrong; what to do about it)"""
 
 
 def check(schedule: Schedule, memory_limit: float | None = None) -> None:
     """Raise ScheduleError, and nothing else, unless the schedule can run.
 
-    1. Each action stands on the rank that holds its stage, and names a stage and a microbatch that exist.
-    2. For each stage and microbatch there is one F; with a backward, also one B, or one I and one W. A lowered schedule
-       has one SEND and one RECV for each edge between ranks, microbatch and direction, and no others.
-       An overlapped pair stands on one rank, its F first, and its B needs no result of its F.
-    3. Run with one action at a time on each rank, each transfer blocking until its partner arrives, all come to an end.
-       So dependencies hold, and transfers between two ranks are received in the order in which they are sent.
-       The two actions of an overlapped pair that stand together begin together, once both have what they need.
-    4. No rank holds more than ``memory_limit`` activations, counted in saved activations of one stage and microbatch.
+    1. Each action is on the rank that holds its stage, and names a stage and a microbatch that exist.
+    2. Each stage and microbatch has one F; with a backward, also one B, or one I and one W. A lowered schedule has one
+       SEND and one RECV for each edge between ranks, microbatch and direction, and no others. An overlapped pair is on
+       one rank, its F first, and its B needs no result of its F.
+    3. If each rank runs one action at a time, and each transfer blocks until its partner arrives, all ranks come to an
+       end. So dependencies hold, and transfers between two ranks are received in the order in which they are sent. The
+       two adjacent actions of an overlapped pair begin together, when both have what they need.
+    4. No rank holds more than ``memory_limit`` saved activations of one stage and microbatch.
 
-    The message says which rule is broken, and draws the schedule with the place marked. The error's ``places`` hold, of
-    each rank at fault, the position among its actions.
+    The message says which rule is broken, and draws the schedule with the place marked. The error's ``places`` maps
+    each rank at fault to the position among its actions.
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"check takes a Schedule, not {type(schedule).__name__}. from_csv reads one from text.")
@@ -42,12 +42,12 @@ def check(schedule: Schedule, memory_limit: float | None = None) -> None:
     check_actions(schedule)
     if reached := stuck(schedule):
         raise _fault(schedule, *explain(schedule, reached))
-    if memory_limit is not None and schedule.has_backward:
+    if memory_limit is not None and schedule.trains:
         _check_memory(schedule, memory_limit)
 
 
 def check_actions(schedule: Schedule) -> None:
-    """The rules 1 and 2 of `check`: those of the actions, whatever their order."""
+    """Check the rules 1 and 2 of `check`, which hold whatever the order of the actions is."""
     _check_each(schedule)
     _check_divided(schedule)
     _check_complete(schedule)
@@ -55,8 +55,8 @@ def check_actions(schedule: Schedule) -> None:
 
 
 def _check_each(schedule: Schedule) -> None:
-    """Check every action by itself, and that none stands twice."""
-    rules = [*_rules(schedule), *(_transfer_rules(schedule) if schedule.lowered else ())]
+    """Check every action by itself, and that none occurs twice."""
+    rules = [*_action_rules(schedule), *(_transfer_rules(schedule) if schedule.lowered else ())]
     wrong = np.flatnonzero(np.logical_or.reduce([broken for broken, _, _ in rules]))
     if len(wrong):
         first = int(wrong[0])
@@ -66,7 +66,7 @@ def _check_each(schedule: Schedule) -> None:
         raise _fault(schedule, f"{action} cannot stand on rank {rank}: {why}.", {rank: position}, advice)
 
 
-def _rules(schedule: Schedule) -> Iterator[Rule]:
+def _action_rules(schedule: Schedule) -> Iterator[Violations]:
     arrays, stages = schedule.arrays, schedule.stages
     yield (
         np.maximum(arrays.stage, arrays.peer) >= stages,
@@ -90,7 +90,7 @@ def _rules(schedule: Schedule) -> Iterator[Rule]:
     yield repeated, lambda action: "it stands there already", lambda action: "Remove one of the two."
 
 
-def _transfer_rules(schedule: Schedule) -> Iterator[Rule]:
+def _transfer_rules(schedule: Schedule) -> Iterator[Violations]:
     arrays, placement = schedule.arrays, np.array(schedule.placement)
     transfers = arrays.peer >= 0
     forward = transfers & ((arrays.kind == SEND_F) | (arrays.kind == RECV_F))
@@ -106,7 +106,7 @@ def _transfer_rules(schedule: Schedule) -> Iterator[Rule]:
         lambda action: f"Remove it, or add {_edge(action)} to the edges.",
     )
     yield (
-        transfers & ~forward & (not schedule.has_backward),
+        transfers & ~forward & (not schedule.trains),
         lambda action: "the schedule has no backward",
         lambda action: "Remove it, or add B to every stage and microbatch.",
     )
@@ -122,7 +122,7 @@ def _edge(transfer: Action) -> tuple[int, int]:
 
 
 def _check_divided(schedule: Schedule) -> None:
-    """Check that a backward is either a B, or an I and a W. No action stands twice."""
+    """Check that a backward is either a B, or an I and a W. No action occurs twice."""
     arrays = schedule.arrays
     task = arrays.stage * (1 + arrays.microbatch.max(initial=0)) + arrays.microbatch
     wholes = np.flatnonzero(arrays.kind == B)
@@ -137,9 +137,9 @@ def _check_divided(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Check that nothing is missing. No action stands twice, so it is enough to count each microbatch's."""
+    """Check that nothing is missing. No action occurs twice, so counting the actions of each microbatch is enough."""
     arrays, dependencies = schedule.arrays, schedule.dependencies
-    # Were all of these microbatches complete, there would be more actions than there are.
+    # There are too few actions for all of these microbatches to be complete.
     counted = min(schedule.microbatches, arrays.count // schedule.stages + 1)
     weight = 1 + (arrays.kind == B)
     inside = arrays.microbatch < counted
@@ -147,9 +147,9 @@ def _check_complete(schedule: Schedule) -> None:
     transfers = 0
     if schedule.lowered:
         crossing = sum(map(dependencies.crosses, dependencies.edges))
-        returning = sum(map(dependencies.crosses, dependencies.gradient_edges)) if schedule.has_backward else 0
+        returning = sum(map(dependencies.crosses, dependencies.gradient_edges)) if schedule.trains else 0
         transfers = 2 * (crossing + returning)
-    short = np.flatnonzero(found < schedule.stages * (3 if schedule.has_backward else 1) + transfers)
+    short = np.flatnonzero(found < schedule.stages * (3 if schedule.trains else 1) + transfers)
     if len(short):
         raise _missing(schedule, int(short[0]))
 
@@ -170,18 +170,18 @@ def _missing(schedule: Schedule, microbatch: int) -> ScheduleError:
 
 
 def _required(schedule: Schedule, microbatch: int, there: set[Action]) -> Iterator[Action]:
-    """All the actions of a microbatch that a schedule of this size must have."""
+    """Yield all the actions of a microbatch that this schedule must have."""
     dependencies = schedule.dependencies
     for stage in range(schedule.stages):
         yield Action(stage, Kind.F, microbatch)
-        if schedule.has_backward:
+        if schedule.trains:
             divided = [Action(stage, Kind.I, microbatch), Action(stage, Kind.W, microbatch)]
             yield from divided if not there.isdisjoint(divided) else [Action(stage, Kind.B, microbatch)]
     if schedule.lowered:
         for producer, consumer in filter(dependencies.crosses, dependencies.edges):
             send = Action(producer, Kind.SEND_F, microbatch, consumer)
             yield from (send, send.partner)
-    if schedule.lowered and schedule.has_backward:
+    if schedule.lowered and schedule.trains:
         for producer, consumer in filter(dependencies.crosses, dependencies.gradient_edges):
             send = Action(consumer, Kind.SEND_B, microbatch, producer)
             yield from (send, send.partner)

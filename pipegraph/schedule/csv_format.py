@@ -1,4 +1,4 @@
-"""Schedules as text, in the CSV form of torch.distributed.pipelining: a line per rank, a cell per action."""
+"""Schedules in the CSV format of torch.distributed.pipelining: a line per rank, a cell per action."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from pipegraph.schedule.text_file import read_text
 
 # torch writes two actions that run at the same time as (0F7;7B3)OVERLAP_F_B.
 _OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
-# What torch adds for sharded parameters and for data parallelism, and (from 2.15) where it lets go of a sent buffer. It
-# is no part of the order, and is left out.
-_OF_OTHERS = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]*)")
+# Left out: what torch adds for sharded parameters and data parallelism, and (from 2.15) to release a sent buffer.
+_IGNORED = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]*)")
 
 
 Columns = tuple[tuple[int, ...], ...]
-"""Of each rank, the cell in which each of its actions stands, counted from 1."""
+"""rank → the cell of each of its actions, counted from 1"""
 
 
 def to_csv(schedule: Schedule) -> str:
     """Write the orders of all ranks, with their transfers if they have any.
 
-    torch reads and runs what has no transfers with ``_load_csv`` of _PipelineScheduleRuntime, and adds its own; with
-    transfers it takes format="compute_comms", and then leaves gradients summed over microbatches, not divided by their
-    number. It cannot read a transfer to a stage that is not the neighbour, such as 0SEND_F0>3, as it knows only chains
-    of stages, nor a schedule without a backward. An overlapped pair is written as one cell where its two actions stand
-    together; torch has no other form for it, and where they do not, it is lost.
+    torch reads a schedule without transfers with ``_load_csv`` of _PipelineScheduleRuntime, and adds its own. With
+    transfers it needs format="compute_comms", and then sums gradients over microbatches without dividing by their
+    number. It cannot read a schedule without a backward, nor a transfer that skips stages, such as 0SEND_F0>3, because
+    it knows only chains of stages. An overlapped pair is written as one cell if its two actions are adjacent; otherwise
+    the mark is lost, because torch has no other form for it.
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"to_csv takes a Schedule, not {schedule!r}. build makes one from a name.")
@@ -40,20 +39,19 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """Read what `to_csv` or torch writes, with or without transfers; empty cells mean nothing.
+    """Read what `to_csv` or torch writes, with or without transfers. Empty cells are skipped.
 
-    The placement is read off the lines: a stage is on the rank in whose line its actions stand. Microbatches count from
-    0 to the largest that stands there. Raises ScheduleError that names line and action; whether the schedule can run is
-    for `check` to say.
+    A stage is placed on the rank whose line has its actions. Microbatches count from 0 to the largest in the text.
+    Raises a ScheduleError that names line and action. `check` decides whether the schedule can run.
     """
     schedule, _ = _parse_csv(text, name, name)
     return schedule
 
 
 def read_csv(path: str | PathLike[str]) -> Schedule:
-    """Read a schedule from a file, as `from_csv` does, and `check` it. It is called as the file is.
+    """Read a schedule from a file, as `from_csv` does, and `check` it. Its name is the file's, without the ending.
 
-    Raises ScheduleError that names the file, and line and action in it.
+    Raises a ScheduleError that names the file, and line and action in it.
     """
     path = Path(path)
     schedule, columns = _parse_csv(read_text("schedule", path), path.stem, path.name)
@@ -66,7 +64,7 @@ def read_csv(path: str | PathLike[str]) -> Schedule:
 
 
 def _parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
-    """As `from_csv`; also say where each action stands. Line n is that of rank n − 1. Errors speak of ``source``."""
+    """Read a schedule and the cells of its actions. Line n is that of rank n − 1. Errors name the text ``source``."""
     orders: list[list[Action]] = []
     columns: list[list[int]] = []
     overlapped: set[tuple[Action, Action]] = set()
@@ -74,9 +72,9 @@ def _parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
     for rank, row in enumerate(_lines(text, source)):
         order: list[Action] = []
         columns.append([])
-        for column, written in enumerate(row, 1):
+        for column, cell in enumerate(row, 1):
             try:
-                actions = _parse(written)
+                actions = _parse_cell(cell)
                 for action in actions:
                     _place(action, rank, placement)
             except ScheduleError as error:
@@ -105,7 +103,7 @@ def _parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
 
 
 def _where(error: ScheduleError, columns: Columns) -> str:
-    """The lines and actions at fault. Where an action is missing at the end of a line, the line."""
+    """Name the lines and actions at fault; only the line if an action is missing at its end."""
     places = []
     for rank, position in sorted(error.places.items()):
         action = f", action {columns[rank][position]}" if position < len(columns[rank]) else ""
@@ -122,7 +120,7 @@ def _place(action: Action, rank: int, placement: dict[int, int]) -> None:
 
 
 def _lines(text: str, source: str) -> list[list[str]]:
-    """The cells of every line, without the byte order mark at the beginning and the empty lines at the end."""
+    """Return the cells of every line, without a byte order mark and the empty lines at the end."""
     try:
         lines = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline="")))
     except csv.Error as error:
@@ -132,10 +130,10 @@ def _lines(text: str, source: str) -> list[list[str]]:
     return lines
 
 
-def _parse(text: str) -> list[Action]:
-    """The actions of one cell: none, one, or an overlapped F and B."""
+def _parse_cell(text: str) -> list[Action]:
+    """Return the actions of one cell: none, one, or an overlapped F and B."""
     text = text.strip()
-    if not text or _OF_OTHERS.fullmatch(text):
+    if not text or _IGNORED.fullmatch(text):
         return []
     if match := _OVERLAPPED.fullmatch(text):
         pair = [Action.parse(part) for part in match.groups()]

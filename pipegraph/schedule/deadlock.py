@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from pipegraph.schedule.action import unit_text
-from pipegraph.schedule.action_arrays import Arrays
+from pipegraph.schedule.action_arrays import ActionArrays
 from pipegraph.schedule.replay import NEVER, replay
 from pipegraph.schedule.schedule import Schedule
 
 
 def stuck(schedule: Schedule) -> dict[int, int]:
-    """Of each rank that cannot go on, the position of the action at which it stops. Empty where all come to an end."""
+    """Return where each rank that cannot go on stops: rank → position. Empty if all come to an end."""
     arrays = schedule.arrays
     ranks, stopped = np.unique(arrays.rank[replay(arrays) == NEVER], return_counts=True)
     return {
@@ -22,20 +22,20 @@ def stuck(schedule: Schedule) -> dict[int, int]:
 
 
 def explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[int, int], str]:
-    """Say why the ranks are stuck: what is wrong, the places to mark (rank → position), and what to try.
+    """Return why the ranks are stuck: (what is wrong, the places to mark as rank → position, what to try).
 
-    Nothing that any action needs may be missing. Then each stuck action waits for one that comes later on its own rank,
-    which is a plain error of order, or for one of another stuck rank; and where all wait for others, going from rank to
-    rank leads into a circle.
+    No action that another needs may be missing. So each stuck action waits for a later action of its own rank, which is
+    a plain error of order, or for an action of another stuck rank. If all wait for other ranks, following them from
+    rank to rank leads into a circle.
     """
     arrays = schedule.arrays
-    waits: dict[int, int] = {}  # of each stuck rank, one action that it waits for
+    waits: dict[int, int] = {}  # stuck rank → an action that it waits for
     for rank, position in reached.items():
         for number, other in _needs(arrays, arrays.bounds[rank] + position):
             holder, at = arrays.place(other)
             computes = arrays.action(other).peer is None
             if holder not in reached or at + computes <= reached[holder]:
-                continue  # given: a transfer when its rank arrived there, another action when it ended
+                continue  # it is available: a transfer when its rank arrives, another action when it ends
             if holder == rank:
                 first, second = arrays.action(number), arrays.action(other)
                 what = f"On rank {rank}, {first} stands before {second}, which it needs."
@@ -61,8 +61,8 @@ def explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[i
     return f"This deadlocks: {steps}.", {rank: reached[rank] for rank in circle}, advice
 
 
-def _needs(arrays: Arrays, number: int) -> Iterator[tuple[int, int]]:
-    """What an action needs to begin, or an overlapped pair that it begins, as (action, what it needs)."""
+def _needs(arrays: ActionArrays, number: int) -> Iterator[tuple[int, int]]:
+    """Yield what an action, or the overlapped pair that it begins, waits for, as (action, what it needs)."""
     action, needed = arrays.needs
     for part in (number, number + 1) if number in arrays.pairs else (number,):
         first, last = np.searchsorted(action, part), np.searchsorted(action, part, "right")

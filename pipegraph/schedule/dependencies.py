@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 Edge = tuple[int, int]
-"""(producer stage, consumer stage): values of the first are inputs of the second, a later one."""
+"""(producer stage, consumer stage): the second, a later stage, uses values of the first."""
 
-Grouped = dict[int, tuple[int, ...]]
+StagesByStage = dict[int, tuple[int, ...]]
 
 
 def chain(stages: int) -> tuple[Edge, ...]:
-    """The edges of a plain pipeline: each stage feeds the next."""
+    """Return the edges of a plain pipeline: each stage feeds the next."""
     return tuple((stage, stage + 1) for stage in range(stages - 1))
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Which stages need each other's values and gradients.
+    """The edges of a schedule: which stages need values and gradients of which others.
 
-    ``lowered`` says that the schedule has transfers: a value from another rank is then there once it is received,
-    and otherwise as soon as the other rank has made it.
+    If ``lowered``, the schedule has transfers, and a value from another rank can be used when it has been received;
+    otherwise, as soon as the other rank has made it.
     """
 
     placement: tuple[int, ...]
@@ -31,31 +31,31 @@ class Dependencies:
     lowered: bool
 
     @cached_property
-    def producers(self) -> Grouped:
-        """Of each stage, the stages whose values it uses."""
+    def producers(self) -> StagesByStage:
+        """stage → the stages whose values it uses"""
         return _grouped((consumer, producer) for producer, consumer in self.edges)
 
     @cached_property
-    def consumers(self) -> Grouped:
-        """Of each stage, the stages that use its values."""
+    def consumers(self) -> StagesByStage:
+        """stage → the stages that use its values"""
         return _grouped(self.edges)
 
     @cached_property
-    def gradient_producers(self) -> Grouped:
-        """Of each stage, the stages to which it gives back a gradient."""
+    def gradient_producers(self) -> StagesByStage:
+        """stage → the stages to which it returns a gradient"""
         return _grouped((consumer, producer) for producer, consumer in self.gradient_edges)
 
     @cached_property
-    def gradient_consumers(self) -> Grouped:
-        """Of each stage, the stages that give a gradient back to it."""
+    def gradient_consumers(self) -> StagesByStage:
+        """stage → the stages that return a gradient to it"""
         return _grouped(self.gradient_edges)
 
     def crosses(self, edge: Edge) -> bool:
-        """Whether the edge's stages are on different ranks, so that its values must be transferred."""
+        """Return whether the edge's stages are on different ranks, so that its values are transferred."""
         return self.placement[edge[0]] != self.placement[edge[1]]
 
 
-def _grouped(pairs: Iterable[Edge]) -> Grouped:
+def _grouped(pairs: Iterable[Edge]) -> StagesByStage:
     groups: dict[int, tuple[int, ...]] = {}
     for first, second in sorted(pairs):
         groups[first] = (*groups.get(first, ()), second)

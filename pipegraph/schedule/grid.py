@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from pipegraph.schedule.action import Action
 
-# How much of a large grid is drawn around a mark: slots before and after it, and ranks above and below.
-_BEFORE, _AFTER, _BESIDE, _SMALL = 10, 2, 2, 16
+# What a marked grid shows of a large schedule.
+_SLOTS_BEFORE, _SLOTS_AFTER, _RANKS_AROUND = 10, 2, 2
+_FEW_RANKS = 16  # so many are all shown
 
 
 def grid(actions: Sequence[Sequence[Action]], slots: Sequence[Sequence[int]]) -> str:
@@ -21,14 +22,14 @@ def grid(actions: Sequence[Sequence[Action]], slots: Sequence[Sequence[int]]) ->
 
 
 def marked_grid(actions: Sequence[Sequence[Action]], slots: Sequence[Sequence[int]], marks: Mapping[int, int]) -> str:
-    """Draw the neighbourhood of the marked actions (rank → position), each row ending at its mark.
+    """Draw the surroundings of the marked actions (rank → position). A marked rank's row ends at its mark.
 
-    A position past the last action of its rank marks the place where one is missing.
+    A position behind the last action of its rank marks the place of a missing one.
     """
     ends = {rank: (slots[rank][: at + 1] or [0])[-1] for rank, at in marks.items()}
-    shown = range(max(0, min(ends.values()) - _BEFORE), max(ends.values()) + _AFTER + 1)
-    ranks = [rank for rank in range(len(actions)) if any(abs(rank - marked) <= _BESIDE for marked in marks)]
-    if len(actions) <= _SMALL:
+    shown = range(max(0, min(ends.values()) - _SLOTS_BEFORE), max(ends.values()) + _SLOTS_AFTER + 1)
+    ranks = [rank for rank in range(len(actions)) if any(abs(rank - marked) <= _RANKS_AROUND for marked in marks)]
+    if len(actions) <= _FEW_RANKS:
         ranks = list(range(len(actions)))
     return "\n".join(_rows(actions, slots, ranks, shown, ends))
 

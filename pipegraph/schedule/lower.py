@@ -24,46 +24,50 @@ def lower(
 ) -> Schedule:
     """Return the schedule with one SEND and one RECV for each edge, microbatch and direction.
 
-    ``edges`` are the (producer stage, consumer stage) pairs that carry values: by default the schedule's own, which
-    for a built one is the chain. ``gradient_edges`` are those over which a gradient comes back: by default all. An edge
-    between stages of one rank needs no transfer.
-
-    All ranks' orders are parts of one global order in which each SEND stands next to its RECV. So every two ranks have
-    their transfers in the same order, and even if each one blocked until its partner arrived, nothing could deadlock.
-    The global order is that of time, with unit times and instant transfers: a RECV stands behind everything that its
+    All ranks' orders are parts of one global order in which each SEND is next to its RECV. So every two ranks have
+    their transfers in the same order, and nothing can deadlock even if each transfer blocks until its partner arrives.
+    The global order is that of time, with unit times and instant transfers: a RECV comes after everything that its
     rank has begun by the time the value is made. The two actions of an overlapped pair count as one, so that no
     transfer comes between them.
 
-    Raises ScheduleError for edges that do not fit, and for a schedule that is wrong or has transfers already.
+    Args:
+        schedule: one without transfers.
+        edges: (producer stage, consumer stage) pairs that carry values; by default the schedule's own, which for a
+            built one are the chain. An edge between stages of one rank needs no transfer.
+        gradient_edges: the edges over which a gradient returns; by default all.
+
+    Raises:
+        ScheduleError: edges that do not fit, or a schedule that is wrong or has transfers already.
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"lower takes a Schedule, not {schedule!r}. build makes one from a name.")
     if schedule.lowered:
         raise ScheduleError(f"{schedule.name} has transfers already. Lower the schedule that has none.")
     if edges is not None or gradient_edges is not None:
-        every = schedule.dependencies.edges if edges is None else tuple(edges)
-        back = None if gradient_edges is None else tuple(gradient_edges)
-        schedule = schedule.changed(edges=every, gradient_edges=back)
-    check(schedule)  # what passes this can be replayed to its end
+        schedule = schedule.changed(
+            edges=schedule.dependencies.edges if edges is None else tuple(edges),
+            gradient_edges=None if gradient_edges is None else tuple(gradient_edges),
+        )
+    check(schedule)  # so that it can be replayed to its end
     arrays = schedule.arrays
     starts = replay(arrays, _DURATIONS)
     ends = starts + np.array([_DURATIONS[kind] for kind in KINDS])[arrays.kind]
     ends[arrays.pairs], starts[arrays.pairs + 1] = ends[arrays.pairs + 1], starts[arrays.pairs]
     sends = _sends(schedule, ends)
     transfers = [action for send in _actions(schedule, sends) for action in (send, send.partner)]
-    # All actions by rank and time; at one time first the transfers, in their order.
+    # Sort all actions by rank and time; at equal times the transfers come first, in their order.
     receiver = np.array(schedule.placement)[sends.to]
     rank = np.append(arrays.rank, np.stack([arrays.rank[sends.maker], receiver], axis=1))
     time = np.append(2 * starts + 1, np.repeat(2 * ends[sends.maker], 2))
-    every_action = [*arrays.flat(), *transfers]
-    ordered = [every_action[number] for number in np.lexsort((time, rank)).tolist()]
+    unordered = [*arrays.flat(), *transfers]
+    ordered = [unordered[number] for number in np.lexsort((time, rank)).tolist()]
     bounds = [0, *np.cumsum(np.bincount(rank)).tolist()]
     rows = (tuple(ordered[first:last]) for first, last in itertools.pairwise(bounds))
     return schedule.changed(actions=tuple(rows))
 
 
 class _Sends(NamedTuple):
-    """What leaves its rank: the number of the action that makes it, SEND_F or SEND_B, and the stage it goes to."""
+    """What leaves a rank: the action that makes it, SEND_F or SEND_B, and the stage to which it goes. (sends,) each."""
 
     maker: Integers
     kind: Integers
@@ -71,21 +75,21 @@ class _Sends(NamedTuple):
 
 
 def _sends(schedule: Schedule, ends: Integers) -> _Sends:
-    """All sends in their global order.
+    """Return all sends in their global order.
 
-    At one time, those with the least way still to go come first, so that a rank passes on what it made before it
+    At equal times, those nearest to their last stage come first, so that a rank passes on what it made before it
     receives the next.
     """
     arrays = schedule.arrays
     producer, consumer = arrays.edges[arrays.crosses].T
-    values = arrays.over(np.flatnonzero(arrays.kind == F), producer, consumer)
+    values = arrays.join(np.flatnonzero(arrays.kind == F), producer, consumer)
     producer, consumer = arrays.edges[arrays.crosses & arrays.returns].T
     backward = np.flatnonzero((arrays.kind == B) | (arrays.kind == I))
-    gradients = arrays.over(backward, consumer, producer)
+    gradients = arrays.join(backward, consumer, producer)
     maker, to = np.append(values[0], gradients[0]), np.append(values[1], gradients[1])
     kind = np.repeat([SEND_F, SEND_B], [len(values[0]), len(gradients[0])])
-    way = np.where(kind == SEND_F, -arrays.stage[maker], arrays.stage[maker])
-    order = np.lexsort((to, way, kind, ends[maker]))
+    stages_left = np.where(kind == SEND_F, -arrays.stage[maker], arrays.stage[maker])
+    order = np.lexsort((to, stages_left, kind, ends[maker]))
     return _Sends(maker[order], kind[order], to[order])
 
 

@@ -8,22 +8,25 @@ from types import MappingProxyType
 
 
 def loop(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stages go round the ranks: stage s is on rank s mod ranks."""
+    """Place stages round the ranks: stage s on rank s mod ranks."""
     return tuple(range(ranks)) * chunks
 
 
 def v(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stages go down the ranks and up again: rank r holds stages r and 2·ranks−1−r."""
+    """Place stages down the ranks and up again: rank r holds stages r and 2·ranks−1−r."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``places`` makes stage → rank from (ranks, chunks). A rank has ``chunks`` stages, or any number from that on."""
+    """A way to place stages on ranks."""
 
     places: Callable[[int, int], tuple[int, ...]]
+    """(ranks, chunks) → the rank of each stage"""
     chunks: int
+    """stages on a rank"""
     any_chunks: bool
+    """whether a rank may hold more than ``chunks``"""
 
 
 PLACEMENTS: Mapping[str, Placement] = MappingProxyType({"loop": Placement(loop, 1, True), "v": Placement(v, 2, False)})

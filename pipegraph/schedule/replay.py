@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipegraph.schedule.action import Kind
-from pipegraph.schedule.action_arrays import KINDS, SEND_F, Arrays, Integers
+from pipegraph.schedule.action_arrays import KINDS, SEND_F, ActionArrays, Integers
 
 UNIT = dict.fromkeys(Kind, 1)
 """Every action takes one time slot, as in the grid of a schedule."""
@@ -16,22 +16,22 @@ UNIT = dict.fromkeys(Kind, 1)
 NEVER = -1
 
 
-def replay(arrays: Arrays, durations: Mapping[Kind, int] = UNIT) -> Integers:
-    """When each action starts; NEVER for those that cannot run, whatever the durations are.
+def replay(arrays: ActionArrays, durations: Mapping[Kind, int] = UNIT) -> Integers:
+    """Return when each action starts; NEVER for those that cannot run, whatever the durations are.
 
-    An action starts as soon as its rank has ended the one before and everything it needs is given. An action that
-    computes gives what it makes when it ends. A transfer gives when its rank arrives at it, and needs its partner: both
-    ends start together, a blocking rendezvous. An overlapped pair that stands together is as one: it begins once both
-    its actions have what they need, and both give at its end.
+    An action starts as soon as its rank has ended the one before and everything it needs is available. The result of an
+    action that computes is available when the action ends. A transfer needs its partner, and is available to it as soon
+    as its rank arrives: both ends start together, a blocking rendezvous. Two adjacent actions of an overlapped pair
+    count as one: it begins when both have what they need, and both results are available at its end.
     """
-    lasts = np.array([durations[kind] for kind in KINDS])[arrays.kind].tolist()
+    duration = np.array([durations[kind] for kind in KINDS])[arrays.kind].tolist()
     transfers = (arrays.kind >= SEND_F).tolist()
     paired = set(arrays.pairs.tolist())
-    first, needed = _needs_that_can_hold_up(arrays)
+    first, needed = _needs_to_wait_for(arrays)
     bounds = arrays.bounds
     starts = [NEVER] * arrays.count
-    given = [NEVER] * (arrays.count + 1)  # when each action gives what it makes; what no action makes is never given
-    waiting: dict[int, list[int]] = {}  # the ranks that wait for an action
+    available = [NEVER] * (arrays.count + 1)  # from when on each result is; the last: never
+    waiting: dict[int, list[int]] = {}  # action → the ranks that wait for it
     position, clock = list(bounds[:-1]), [0] * len(arrays.actions)
     free = list(range(len(arrays.actions)))
     while free:
@@ -39,21 +39,21 @@ def replay(arrays: Arrays, durations: Mapping[Kind, int] = UNIT) -> Integers:
         time, number, end = clock[rank], position[rank], bounds[rank + 1]
         while number < end:
             if transfers[number]:
-                given[number] = time
+                available[number] = time
                 if number in waiting:
                     free += waiting.pop(number)
             start = time
             for one in needed[first[number] : first[number + 1]]:
-                if given[one] == NEVER:
+                if available[one] == NEVER:
                     waiting.setdefault(one, []).append(rank)
                     break
-                start = max(start, given[one])
+                start = max(start, available[one])
             else:
                 starts[number] = start
-                time = start + lasts[number]
+                time = start + duration[number]
                 if not transfers[number] and number not in paired:
                     for done in (number - 1, number) if number - 1 in paired else (number,):
-                        given[done] = time
+                        available[done] = time
                         if done in waiting:
                             free += waiting.pop(done)
                 number += 1
@@ -63,8 +63,8 @@ def replay(arrays: Arrays, durations: Mapping[Kind, int] = UNIT) -> Integers:
     return np.array(starts, np.int64)
 
 
-def slots(arrays: Arrays) -> list[list[int]]:
-    """Of each rank, the time slot of each action. Actions that can never run follow in order after all that can."""
+def slots(arrays: ActionArrays) -> list[list[int]]:
+    """Return each rank's time slots, one per action. Actions that can never run follow in order after all that can."""
     starts = replay(arrays)
     end = int(starts.max(initial=-1)) + 1
     rows = []
@@ -75,10 +75,11 @@ def slots(arrays: Arrays) -> list[list[int]]:
     return rows
 
 
-def _needs_that_can_hold_up(arrays: Arrays) -> tuple[list[int], list[int]]:
-    """The needs of each action, but for those that its own rank has given before: (where each action's begin, all).
+def _needs_to_wait_for(arrays: ActionArrays) -> tuple[list[int], list[int]]:
+    """Return the needs of each action without the results of earlier actions of its rank.
 
-    The first action of an overlapped pair has the needs of both.
+    They are (for each action, where its needs begin; all needs). The first action of an overlapped pair has the needs
+    of both.
     """
     action, needed = arrays.needs
     if len(arrays.pairs):

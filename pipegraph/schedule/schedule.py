@@ -1,4 +1,4 @@
-"""A schedule: which rank does what, in which order."""
+"""A schedule: what each rank does, and in which order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import BACKWARD, Action, Kind
-from pipegraph.schedule.action_arrays import Arrays
+from pipegraph.schedule.action_arrays import ActionArrays
 from pipegraph.schedule.dependencies import Dependencies, Edge, chain
 from pipegraph.schedule.grid import grid
 from pipegraph.schedule.replay import slots
@@ -19,7 +19,8 @@ from pipegraph.schedule.replay import slots
 class Schedule:
     """The actions of every rank in the order in which it does them. ``str`` draws them over time.
 
-    Making one checks that its parts fit together; `check` decides whether its actions can and should run.
+    The constructor checks that the fields fit together and raises ScheduleError if they do not; `check` decides whether
+    the actions can run.
     """
 
     name: str
@@ -27,13 +28,13 @@ class Schedule:
     """stage → rank"""
     microbatches: int
     actions: tuple[tuple[Action, ...], ...]
-    """of each rank"""
+    """rank → its actions, in order"""
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
-    """pairs of an F and a B of one rank that are meant to run at the same time"""
+    """pairs (F, B) of one rank that are meant to run at the same time"""
     edges: tuple[Edge, ...] | None = None
-    """(producer stage, consumer stage) pairs that carry values; None: the chain, and what the transfers show"""
+    """(producer stage, consumer stage) pairs that carry values; None: the chain, and the edges of the transfers"""
     gradient_edges: tuple[Edge, ...] | None = None
-    """those over which a gradient comes back; None: all"""
+    """the edges over which a gradient returns; None: all"""
 
     def __post_init__(self) -> None:
         if type(self.microbatches) is not int or self.microbatches < 1:
@@ -56,13 +57,13 @@ class Schedule:
             self._set("gradient_edges", back)
             if unknown := sorted({*back} - {*self.edges}):
                 raise ScheduleError(
-                    f"A gradient cannot come back over {unknown[0]}: that is not among the edges {self.edges}."
+                    f"A gradient cannot return over {unknown[0]}: that is not one of the edges {self.edges}."
                 )
         elif self.gradient_edges is not None:
             raise ScheduleError("gradient_edges are some of the edges: give edges too.")
 
     def __hash__(self) -> int:
-        return hash((self.name, self.placement, self.microbatches))  # without a look at each of many actions
+        return hash((self.name, self.placement, self.microbatches))  # not the many actions
 
     @property
     def ranks(self) -> int:
@@ -73,7 +74,8 @@ class Schedule:
         return len(self.placement)
 
     @cached_property
-    def has_backward(self) -> bool:
+    def trains(self) -> bool:
+        """Whether the actions include a backward."""
         return any(action.kind in BACKWARD for row in self.actions for action in row)
 
     @cached_property
@@ -83,31 +85,31 @@ class Schedule:
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        """What the actions wait for."""
+        """The stages that actions wait for."""
         if self.edges is not None and self.gradient_edges is not None:
             return Dependencies(self.placement, self.edges, self.gradient_edges, self.lowered)
-        every, back = set(chain(self.stages)), set(chain(self.stages))
-        shown = {(a.stage, a.peer, a.kind) for row in self.actions for a in row if a.peer is not None}
-        for stage, peer, kind in shown:
+        edges, gradient_edges = set(chain(self.stages)), set(chain(self.stages))
+        transfers = {(a.stage, a.peer, a.kind) for row in self.actions for a in row if a.peer is not None}
+        for stage, peer, kind in transfers:
             edge = (min(stage, peer), max(stage, peer))
             if edge[1] < self.stages:
-                every.add(edge)
+                edges.add(edge)
                 if kind is Kind.SEND_B or kind is Kind.RECV_B:
-                    back.add(edge)
-        return Dependencies(self.placement, tuple(sorted(every)), tuple(sorted(back)), self.lowered)
+                    gradient_edges.add(edge)
+        return Dependencies(self.placement, tuple(sorted(edges)), tuple(sorted(gradient_edges)), self.lowered)
 
     @cached_property
-    def arrays(self) -> Arrays:
-        """The actions as numbers, for whoever looks at all of them."""
-        return Arrays(self.actions, self.dependencies, self.overlapped)
+    def arrays(self) -> ActionArrays:
+        """The actions as arrays of integers, for passes over all of them."""
+        return ActionArrays(self.actions, self.dependencies, self.overlapped)
 
     def changed(self, **changes: Any) -> Schedule:
-        """This schedule with other fields, and a plain one: what a subclass tells is of its own actions."""
-        same = {field.name: getattr(self, field.name) for field in fields(Schedule)}
-        return Schedule(**{**same, **changes})
+        """Return a plain Schedule with some fields changed. What a subclass adds does not hold for other actions."""
+        own = {field.name: getattr(self, field.name) for field in fields(Schedule)}
+        return Schedule(**own | changes)
 
     def units(self, rank: int) -> Iterator[tuple[Action, ...]]:
-        """What a rank does one after the other: actions, and as one unit each overlapped pair that stands together."""
+        """Yield what a rank does one after the other: an action, or two adjacent ones that are an overlapped pair."""
         row = self.actions[rank]
         if not self.overlapped:
             yield from zip(row)
@@ -144,7 +146,7 @@ def _pair(pair: object) -> tuple[Action, Action]:
 
 
 def _edges(edges: Iterable[object], stages: int) -> tuple[Edge, ...]:
-    """The edges sorted, each once. ScheduleError where one does not lead from a stage to a later one."""
+    """Sort the edges, each once. Raises ScheduleError if one does not lead from a stage to a later one."""
     found = set()
     for edge in _tuple("edges", edges):
         match edge:

@@ -1,4 +1,4 @@
-"""When the actions of a schedule run, given how long each takes."""
+"""When each action of a schedule runs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _F, _I, _W, _B = Kind.F, Kind.I, Kind.W, Kind.B
 def simulate(schedule: Schedule, times: Times) -> Timeline:
     """Run a schedule, with or without transfers, in simulated time.
 
-    Each rank does its actions one after the other, each as soon as what it needs is there. Without transfers a value
+    Each rank does its actions one after the other, each as soon as its inputs have arrived. Without transfers a value
     leaves its rank when it is made; with them, when its rank arrives at the SEND. A SEND does not block, and receives
-    are posted ahead: an order that would deadlock if they did may run here, and `check` is what refuses it. An
-    overlapped pair that stands together is one block, as in torch: it starts when both can, lasts as long as one after
-    the other, and gives both results at its end.
+    are posted ahead: so an order that would deadlock with blocking transfers may run here, and `check` refuses it. Two
+    adjacent actions of an overlapped pair are one block, as in torch: it starts when both can, lasts as long as one
+    after the other, and has both results at its end.
 
-    Raises ScheduleError where times and schedule do not fit, where actions are missing, stand twice or on the wrong
-    rank, and where the ranks cannot come to an end.
+    Raises ScheduleError if times and schedule do not fit together; if actions are missing, occur twice or are on the
+    wrong rank; and if the ranks cannot come to an end.
     """
     if not isinstance(schedule, Schedule) or not isinstance(times, Times):
         raise ScheduleError("simulate takes a Schedule and its Times; Times.equal(stages) has unit times.")
     if times.stages != schedule.stages:
         raise ScheduleError(f"{schedule.name} has {schedule.stages} stages, and the times are for {times.stages}.")
     check_actions(schedule)
-    run = _Run(schedule, times)
+    run = _Simulation(schedule, times)
     free = list(range(schedule.ranks))
     while free:
         free += run.advance(free.pop())
@@ -42,8 +42,8 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
     return Timeline(tuple(map(tuple, run.events)), peak_activations(schedule), tuple(run.waited))
 
 
-class _Way(NamedTuple):
-    """Where a result of a stage goes."""
+class _Destination(NamedTuple):
+    """A stage to which results of a stage go."""
 
     stage: int
     link: tuple[int, int] | None  # (from rank, to rank), None on one rank
@@ -51,10 +51,10 @@ class _Way(NamedTuple):
     transfer: float
 
 
-class _Run:
-    """The state of a simulation: how far each rank has come, and what has arrived at each task.
+class _Simulation:
+    """The state of a simulation: how far each rank has come, and what has arrived for each task.
 
-    A task is one stage's work on one microbatch: its F, then its I or B, then its W, numbered in these three blocks.
+    A task is one stage's F, I or B, or W of one microbatch. The numbers of tasks come in these three blocks.
     """
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
@@ -69,8 +69,8 @@ class _Run:
         self._duration = {_F: times.forward, _I: times.input_grad, _W: times.weight_grad, _B: full}
         self._block = block = schedule.stages * microbatches
         self._first = {_F: 0, _I: block, _B: block, _W: 2 * block}
-        # Of each task: how many things it still waits for, its own stage's last task among them; when the last of them
-        # comes, and after which event.
+        # For each task: how many results it still waits for, its own stage's task before it included; when the last of
+        # them arrives; and the event that makes it.
         values = [len(needs.producers.get(stage, ())) for stage in stages]
         gradients = [1 + len(needs.gradient_consumers.get(stage, ())) for stage in stages]
         weights = [1 for _ in stages]
@@ -78,31 +78,31 @@ class _Run:
         self._ready = [0.0] * len(self._missing)
         self._source: list[Place] = [(0, 0)] * len(self._missing)
         self._done = bytearray(len(self._missing))
-        self._left: dict[tuple[int, int], float] = {}  # of each link: when its last transfer has left
-        self._ways: dict[Kind, list[list[_Way]]] = {
-            _F: [self._ways_of(stage, needs.consumers.get(stage, ())) for stage in stages],
-            _I: [self._ways_of(stage, needs.gradient_producers.get(stage, ())) for stage in stages],
+        self._left: dict[tuple[int, int], float] = {}  # link → when its last transfer has left
+        self._destinations: dict[Kind, list[list[_Destination]]] = {
+            _F: [self._destinations_of(stage, needs.consumers.get(stage, ())) for stage in stages],
+            _I: [self._destinations_of(stage, needs.gradient_producers.get(stage, ())) for stage in stages],
             _W: [[] for _ in stages],
         }
-        self._ways[_B] = self._ways[_I]
+        self._destinations[_B] = self._destinations[_I]
 
-    def _ways_of(self, stage: int, others: Iterable[int]) -> list[_Way]:
+    def _destinations_of(self, stage: int, others: Iterable[int]) -> list[_Destination]:
         placement, crosses = self._schedule.placement, self._schedule.dependencies.crosses
-        ways = []
+        found = []
         for other in others:
             edge = (min(stage, other), max(stage, other))
             if crosses(edge):
                 link = placement[stage], placement[other]
-                ways.append(_Way(other, link, self._times.hop_of(edge), self._times.transfer_of(edge)))
+                found.append(_Destination(other, link, self._times.hop_of(edge), self._times.transfer_of(edge)))
             else:
-                ways.append(_Way(other, None, 0.0, 0.0))
-        return ways
+                found.append(_Destination(other, None, 0.0, 0.0))
+        return found
 
     def finished(self) -> bool:
         return all(unit is None for unit in self._next)
 
     def advance(self, rank: int) -> list[int]:
-        """Do the actions of a rank until one lacks what it needs. Returns the ranks that may go on because of that."""
+        """Run the actions of a rank until one has to wait. Returns the ranks that may go on because of that."""
         woken: list[int] = []
         while (unit := self._next[rank]) is not None:
             if unit[0].kind.is_transfer:
@@ -115,7 +115,7 @@ class _Run:
         return woken
 
     def _compute(self, unit: tuple[Action, ...], rank: int, woken: list[int]) -> bool:
-        """Do one action, or an overlapped pair, if what it needs is there."""
+        """Run one action, or an overlapped pair, if its inputs have arrived."""
         tasks = [self._task(action.kind, action) for action in unit]
         for task in tasks:
             if self._missing[task]:
@@ -134,33 +134,33 @@ class _Run:
             self._done[task] = True
             if action.kind is not _W:
                 self._missing[task + self._block] -= 1
-                for way in self._ways[action.kind][action.stage]:
-                    if way.link is None or not self._schedule.lowered:
-                        self._arrive(way, action, task, rank, woken)
+                for to in self._destinations[action.kind][action.stage]:
+                    if to.link is None or not self._schedule.lowered:
+                        self._arrive(to, action, task, rank, woken)
         return True
 
     def _send(self, action: Action, rank: int, woken: list[int]) -> bool:
-        """Let the result of an action leave its rank, if it is made."""
+        """Send the result of an action to another rank, if the action has run."""
         kind = _F if action.kind is Kind.SEND_F else _I
         task = self._task(kind, action)
-        for way in self._ways[kind][action.stage]:
-            if way.stage == action.peer and self._done[task]:
-                self._arrive(way, action, task, rank, woken)
+        for to in self._destinations[kind][action.stage]:
+            if to.stage == action.peer and self._done[task]:
+                self._arrive(to, action, task, rank, woken)
         return bool(self._done[task])
 
     def _task(self, kind: Kind, action: Action) -> int:
         return self._first[kind] + action.stage * self._schedule.microbatches + action.microbatch
 
-    def _arrive(self, way: _Way, action: Action, task: int, rank: int, woken: list[int]) -> None:
-        """Let the result of an action go its way, from the rank where it or its SEND is the last that ran."""
+    def _arrive(self, to: _Destination, action: Action, task: int, rank: int, woken: list[int]) -> None:
+        """Deliver the result of an action from the rank on which it, or its SEND, was the last to run."""
         arrival = self._clock[rank]
-        if way.link is not None:
-            # A message of no bytes takes its turn as well.
-            arrival = self._left[way.link] = max(arrival, self._left.get(way.link, 0.0)) + way.transfer
-            arrival += way.hop
-        target = task + (way.stage - action.stage) * self._schedule.microbatches
+        if to.link is not None:
+            # A message of no bytes waits for those before it as well.
+            arrival = self._left[to.link] = max(arrival, self._left.get(to.link, 0.0)) + to.transfer
+            arrival += to.hop
+        target = task + (to.stage - action.stage) * self._schedule.microbatches
         self._missing[target] -= 1
         if arrival >= self._ready[target]:
             self._ready[target] = arrival
             self._source[target] = (rank, len(self.events[rank]) - 1)
-        woken.append(self._schedule.placement[way.stage])
+        woken.append(self._schedule.placement[to.stage])

@@ -1,4 +1,4 @@
-"""What a simulated schedule did, and when."""
+"""What a simulated or recorded schedule did, and when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipegraph.schedule.action import Action
 Place = tuple[int, int]
 """(rank, position among the events of that rank)"""
 
-_SHOWN = 5  # turns of the critical path that are told at each of its ends
+_SHOWN = 5  # turning points of the critical path that are described at each of its ends
 
 
 class Event(NamedTuple):
@@ -27,41 +27,41 @@ class Timeline:
     """When every action ran, and the figures that schedules are compared by. Times are in the unit of the `Times`."""
 
     events: tuple[tuple[Event, ...], ...]
-    """of each rank, in order; transfers have none"""
+    """rank → its events, in order; transfers have none"""
     peak_activations: tuple[int, ...]
-    """of each rank: the most saved activations (of one stage and microbatch) held at one time"""
+    """rank → the largest number of saved activations (of one stage and microbatch) held at one time"""
     waited: tuple[dict[int, Place], ...] = field(default=())
-    """of each rank: position of an event that waited → the event of another rank whose value it waited for"""
+    """rank → {position of an event that waited: the event of another rank whose value it waited for}"""
 
     @cached_property
     def makespan(self) -> float:
-        """The end of the last action, from 0: what a synchronous optimizer waits for."""
+        """The end of the last action, measured from 0: what a synchronous optimizer waits for."""
         return max((row[-1].end for row in self.events if row), default=0.0)
 
     @cached_property
     def span(self) -> float:
-        """The longest that a rank takes from its first start to its last end: what the Zero Bubble papers report."""
+        """The largest of the ranks' times from first start to last end, which the Zero Bubble papers report."""
         return max((row[-1].end - row[0].start for row in self.events if row), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Of each rank, the time in which it computes."""
+        """The time for which each rank computes."""
         return tuple(sum(event.end - event.start for event in row) for row in self.events)
 
     @property
     def bubble(self) -> float:
-        """The part of the makespan in which even the busiest rank computes nothing, between 0 and 1."""
+        """The part of the makespan in which even the busiest rank computes nothing: 0 to 1."""
         return _idle(max(self.busy), self.makespan)
 
     @property
     def span_bubble(self) -> float:
-        """The same of the span."""
+        """The same part of the span."""
         return _idle(max(self.busy), self.span)
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:
-        """Why it takes as long as it does: events from the start to the makespan, each of which starts when the one
-        before has ended, on the same rank, or as soon as its value has arrived from another one."""
+        """The events that make up the makespan. Each starts when the one before it has ended on its rank, or as soon as
+        its value has arrived from another rank."""
         return tuple(self.events[rank][position] for rank, position in self._critical_places)
 
     @cached_property
@@ -70,14 +70,14 @@ class Timeline:
         if not ranks:
             return []
         rank = max(ranks, key=lambda rank: self.events[rank][-1].end)
-        place, found = (rank, len(self.events[rank]) - 1), []
+        place, path = (rank, len(self.events[rank]) - 1), []
         while place[1] >= 0:
-            found.append(place)
+            path.append(place)
             place = self.waited[place[0]].get(place[1], (place[0], place[1] - 1))
-        return found[::-1]
+        return path[::-1]
 
     def describe_critical_path(self, between: str = "transfers") -> str:
-        """The critical path in words: where it turns, and whose time it is; ``between`` names that between actions.
+        """Describe where the critical path turns, and each rank's share. ``between`` names the time between actions.
 
         0F0 → 3F0 → 3B7 → 0B7: rank 3 80%, rank 0 9%, rank 1 6%, rank 2 5%
         """

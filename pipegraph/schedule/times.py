@@ -15,23 +15,26 @@ from pipegraph.schedule.dependencies import Edge
 from pipegraph.schedule.text_file import read_text
 
 PerBoundary = float | Sequence[float] | Mapping[Edge, float]
-"""One figure for all boundaries, one for each (stage s to s + 1), or one for each (producer, consumer) edge."""
+"""One figure for all boundaries, one per boundary (stage s to s + 1), or one per (producer, consumer) edge."""
 
-_LONGEST = 1e15  # some million years; sums of much longer times would overflow
+_LONGEST = 1e15  # seconds: some million years; sums of much longer times would overflow
 _PER_STAGE = ("forward", "input_grad", "weight_grad")
 _PER_BOUNDARY = ("hop", "transfer")
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds for one microbatch: of F, I and W on each stage, and of what crosses the boundaries between ranks.
+    """Seconds for one microbatch: F, I and W of each stage, and transfers between ranks.
 
-    A value made at time t on another rank can be used at t + ``transfer`` + ``hop``. ``hop`` is the latency of the
-    link: any number of transfers may be on their way at once. ``transfer`` is how long a transfer occupies its link,
-    bytes ÷ bandwidth: of the transfers from one rank to another, each starts when the one before has left. A gradient
-    takes as long as the value it belongs to. Neither takes time of the ranks themselves.
+    A value made at time t on another rank can be used at t + ``transfer`` + ``hop``. A gradient takes as long as its
+    value. Transfers take no time of the ranks themselves. An edge that skips stages takes the largest figure of the
+    boundaries it passes, unless a mapping has a figure of its own.
 
-    An edge that skips stages takes the largest of the figures it passes, unless a mapping has its own.
+    Attributes:
+        forward, input_grad, weight_grad: one figure per stage.
+        hop: the latency of a link, on which any number of transfers may be under way at once.
+        transfer: how long a transfer occupies its link, bytes ÷ bandwidth. Of the transfers from one rank to another,
+            each starts when the one before has left.
 
     Raises ScheduleError for figures that are negative or no numbers, and for counts that do not fit together.
     """
@@ -65,7 +68,7 @@ class Times:
         hop: PerBoundary = 0.0,
         transfer: PerBoundary = 0.0,
     ) -> Times:
-        """The same figures for every stage."""
+        """Return the same figures for every stage."""
         if type(stages) is not int or stages < 1:
             raise ScheduleError(f"Times are for 1 stage or more, not {stages!r}.")
         return cls((forward,) * stages, (input_grad,) * stages, (weight_grad,) * stages, hop, transfer)
@@ -74,30 +77,30 @@ class Times:
     def from_json(cls, text: str) -> Times:
         """Read ``{"forward": [1.0, …], "input_grad": […], "weight_grad": […], "hop": 0.1, "transfer": 0.0}``.
 
-        The last two may be left out, or be one figure or a list. Raises ScheduleError that says what is wrong.
+        ``hop`` and ``transfer`` are optional, and one figure or a list. Raises ScheduleError.
         """
         try:
-            found = json.loads(text, object_pairs_hook=_once)
+            fields = json.loads(text, object_pairs_hook=_once)
         except ValueError as error:
             raise ScheduleError(f"These times are no JSON: {error}.") from None
         form = '{"forward": [1.0, 1.0], "input_grad": [1.0, 1.0], "weight_grad": [1.0, 1.0], "hop": 0.0}'
-        if not isinstance(found, dict):
+        if not isinstance(fields, dict):
             raise ScheduleError(f"Times in JSON are an object with one figure per stage, such as {form}.")
         known = [*_PER_STAGE, *_PER_BOUNDARY]
-        for name in found:
+        for name in fields:
             if name not in known:
                 raise ScheduleError(f'Times have no "{name}".{nearest(name, known)} They have {", ".join(known)}.')
         for name in _PER_STAGE:
-            if name not in found:
+            if name not in fields:
                 raise ScheduleError(f'These times lack "{name}": they look like {form}.')
-        return cls(**found)
+        return cls(**fields)
 
     @property
     def stages(self) -> int:
         return len(self.forward)
 
     def of(self, action: Action) -> float:
-        """How long an action keeps its rank busy: B as long as I and W together, a transfer not at all."""
+        """Return how long an action keeps its rank busy: B as long as I and W together, a transfer not at all."""
         stage = action.stage
         match action.kind:
             case Kind.F:
@@ -111,11 +114,11 @@ class Times:
         return 0.0
 
     def hop_of(self, edge: Edge) -> float:
-        """The latency of an edge between two ranks."""
+        """Return the latency of an edge between two ranks."""
         return _of_edge("hop", self.hop, edge)
 
     def transfer_of(self, edge: Edge) -> float:
-        """How long a value of this edge occupies its link."""
+        """Return how long a value of this edge occupies its link."""
         return _of_edge("transfer", self.transfer, edge)
 
 
@@ -130,12 +133,12 @@ def read_times(path: str | PathLike[str]) -> Times:
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Of a name that stands twice, one value would be lost."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Make a dict of a JSON object. Raises ScheduleError if a name occurs twice, because one value would be lost."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
         raise ScheduleError(f'These times have "{twice}" twice.')
-    return found
+    return fields
 
 
 def _figures(name: str, figures: Any) -> tuple[float, ...]:

@@ -64,12 +64,12 @@ def memory(
         held = peak = 0.0
         for action in order:
             one, other = saved[action.stage], weights[action.stage]
-            changes = {Kind.F: one if schedule.has_backward else 0, Kind.B: -one, Kind.I: other - one, Kind.W: -other}
+            changes = {Kind.F: one if schedule.trains else 0, Kind.B: -one, Kind.I: other - one, Kind.W: -other}
             held += changes[action.kind]
             peak = max(peak, held)
         own = [stage for stage in range(schedule.stages) if schedule.placement[stage] == rank]
         states = sum(parameters[stage] + buffered[stage] for stage in own)
-        states += (state_factor - 1 if schedule.has_backward else 0) * sum(trained[stage] for stage in own)
+        states += (state_factor - 1 if schedule.trains else 0) * sum(trained[stage] for stage in own)
         received = [
             count * costs[cuts[min(edge)] - 1].boundary_bytes for edge, count in buffers.items() if edge[1] in own
         ]

@@ -100,10 +100,10 @@ def test_the_best_that_fit_are_found(data: st.DataObject, schedule: Schedule, ro
         stages,
         schedule,
         memory_bytes=limit,
-        objective="bottleneck" if bottleneck and schedule.has_backward else "makespan",
+        objective="bottleneck" if bottleneck and schedule.trains else "makespan",
     )
     assert solution.memory == tuple(map(math.ceil, needed[solution.cuts])) and solution.cuts in fitting
-    if bottleneck and schedule.has_backward:
+    if bottleneck and schedule.trains:
         best = min(slowest_stage(chain, cuts) for cuts in fitting)
     else:
         best = min(makespan(chain, cuts, schedule) for cuts in fitting)

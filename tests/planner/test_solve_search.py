@@ -22,6 +22,7 @@ from pipegraph.planner.solver.search.cut_space import Space
 from pipegraph.planner.solver.search.local_search import neighbours
 from pipegraph.planner.solver.search.matrix_game import Game
 from pipegraph.schedule import Schedule, Times, build, names, simulate
+from pipegraph.schedule.recipes import trains
 from tests.planner.brute import costs, every_cut, links, makespan, memory, slowest_stage, small_schedules
 
 
@@ -61,7 +62,7 @@ def test_what_bounds_a_value_is_nowhere_above_it(data: st.DataObject, schedule: 
     cuts = np.array(every, np.int64).reshape(len(every), schedule.stages - 1)
     limit = float(np.median(needed.values(cuts)))
     limited = Limited(full, Memory(sums, schedule, 4.0, 2, [limit] * schedule.ranks), 10.0)
-    objectives: list[Objective] = [full, SlowestStage(sums, schedule.stages, schedule.has_backward), needed, limited]
+    objectives: list[Objective] = [full, SlowestStage(sums, schedule.stages, schedule.trains), needed, limited]
     one = np.ones(1)
     for objective in objectives:
         values = objective.values(cuts)
@@ -86,7 +87,7 @@ def test_no_cuts_are_below_the_bound(data: st.DataObject, schedule: Schedule, ef
         needed = {cuts: max(memory(chain, cuts, schedule)) for cuts in every}
         limit = max(needed[data.draw(st.sampled_from(every))], 1.02 * min(needed.values()))
         every = [cuts for cuts in every if needed[cuts] <= limit]
-    bottleneck = schedule.has_backward and data.draw(st.booleans())
+    bottleneck = schedule.trains and data.draw(st.booleans())
     solution = solve(
         chain,
         schedule.stages,
@@ -102,7 +103,7 @@ def test_no_cuts_are_below_the_bound(data: st.DataObject, schedule: Schedule, ef
 
 
 @pytest.mark.usefixtures("_nothing_tried")
-@pytest.mark.parametrize("name", [name for name in names() if name != "forward"])
+@pytest.mark.parametrize("name", [name for name in names() if trains(name)])
 def test_the_search_finds_the_best_without_trying_everything(name: str) -> None:
     random = np.random.default_rng(1)
     schedule = build(name, 3, 6)

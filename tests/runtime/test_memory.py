@@ -15,10 +15,11 @@ from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Kind, Schedule, Times, What, lifetimes, names, simulate
+from pipegraph.schedule.recipes import trains
 from tests.runtime.packages import batch, chain, loss, write
 
 MICROBATCHES, STAGES = 8, 4
-TRAINING = [name for name in names() if name != "forward"]
+TRAINING = [name for name in names() if trains(name)]
 WHOLE = [name for name in TRAINING if "zb" not in name and not name.startswith("v-")]  # no I and W apart
 
 

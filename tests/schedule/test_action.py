@@ -60,8 +60,8 @@ def test_partners_name_each_other() -> None:
         ("0F0>1", "0F0 moves nothing, so it has no peer"),
         ("3RECV_F0>0", "a SEND points to its peer with >, a RECV with <"),
         ("0RECV_F0", "0RECV_F0 cannot have stage -1 at its other end"),
-        ("2SEND_F0>1", "that of a SEND_F is a later stage"),
-        ("2SEND_B0>3", "that of a SEND_B is an earlier stage"),
+        ("2SEND_F0>1", "a later stage"),
+        ("2SEND_B0>3", "an earlier stage"),
     ],
 )
 def test_what_is_no_action(text: str, message: str) -> None:

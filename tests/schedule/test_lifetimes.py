@@ -55,8 +55,8 @@ def test_everything_is_made_and_read_once_and_what_is_saved_is_the_memory(schedu
     crossing = sum(map(schedule.dependencies.crosses, schedule.dependencies.edges))
     parts = schedule.stages - 1 + crossing  # an edge between ranks has one at each end
     assert every.count(What.VALUES) == schedule.microbatches * parts
-    assert every.count(What.GRADIENTS) == schedule.microbatches * parts * schedule.has_backward
-    assert every.count(What.SAVED) == schedule.microbatches * schedule.stages * schedule.has_backward
+    assert every.count(What.GRADIENTS) == schedule.microbatches * parts * schedule.trains
+    assert every.count(What.SAVED) == schedule.microbatches * schedule.stages * schedule.trains
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_receives_posted_ahead_need_buffers_too() -> None:
 @given(schedules(lowered=True), st.integers(0, 4))
 def test_there_are_never_more_messages_than_microbatches(schedule: Schedule, ahead: int) -> None:
     crossing = [*filter(schedule.dependencies.crosses, schedule.dependencies.edges)]
-    back = [(consumer, producer) for producer, consumer in crossing] if schedule.has_backward else []
+    back = [(consumer, producer) for producer, consumer in crossing] if schedule.trains else []
     found = receive_buffers(schedule, ahead)
     assert sorted(found) == sorted([*crossing, *back])
     assert all(1 <= most <= schedule.microbatches for most in found.values())

@@ -79,7 +79,7 @@ def test_every_lowered_schedule_passes_the_check(
     assert compute == schedule.actions
     transfers = [action for row in lowered.actions for action in row if action.peer is not None]
     crosses = schedule.dependencies.crosses
-    carrying = [*filter(crosses, edges), *(filter(crosses, gradient_edges) if schedule.has_backward else ())]
+    carrying = [*filter(crosses, edges), *(filter(crosses, gradient_edges) if schedule.trains else ())]
     assert len(transfers) == len(set(transfers)) == 2 * schedule.microbatches * len(carrying)
 
 
@@ -130,8 +130,8 @@ def test_the_edges_stay_with_the_schedule() -> None:
     [
         ({"edges": [(1, 0)]}, r"\(1, 0\) is no edge"),
         ({"edges": [(0, 3)]}, "stages 0 to 2"),
-        ({"edges": [(0, 1)], "gradient_edges": [(1, 2)]}, r"cannot come back over \(1, 2\)"),
-        ({"gradient_edges": [(0, 2)]}, r"cannot come back over \(0, 2\)"),
+        ({"edges": [(0, 1)], "gradient_edges": [(1, 2)]}, r"cannot return over \(1, 2\)"),
+        ({"gradient_edges": [(0, 2)]}, r"cannot return over \(0, 2\)"),
     ],
 )
 def test_edges_that_do_not_fit(arguments: dict, message: str) -> None:

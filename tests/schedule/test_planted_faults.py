@@ -50,7 +50,7 @@ def test_a_duplicate(name: str, data: st.DataObject) -> None:
 @given(st.data())
 def test_a_missing_action(name: str, data: st.DataObject) -> None:
     schedule = data.draw(schedules(name, microbatches=6))
-    assume(not schedule.has_backward or schedule.microbatches > 1)  # the only B of all leaves a sound forward
+    assume(not schedule.trains or schedule.microbatches > 1)  # the only B of all leaves a sound forward
     rank, at = a_place(data, schedule)
     action = schedule.actions[rank][at]
     message, places = planted(schedule, lambda rows: rows[rank].pop(at))
@@ -132,7 +132,7 @@ def test_too_much_memory(name: str, data: st.DataObject) -> None:
     schedule = data.draw(schedules(name))
     peaks = peak_activations(schedule)
     check(schedule, memory_limit=max(peaks))
-    if not schedule.has_backward:
+    if not schedule.trains:
         return
     limit = data.draw(st.integers(0, max(peaks) - 1))
     rank = next(rank for rank, peak in enumerate(peaks) if peak > limit)

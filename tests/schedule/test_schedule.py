@@ -12,7 +12,7 @@ F0, F1 = Action(0, Kind.F, 0), Action(1, Kind.F, 0)
 
 def test_properties() -> None:
     schedule = Schedule("v", (0, 1, 1, 0), 1, ((F0,), (F1,)))
-    assert (schedule.ranks, schedule.stages, schedule.has_backward, schedule.lowered) == (2, 4, False, False)
+    assert (schedule.ranks, schedule.stages, schedule.trains, schedule.lowered) == (2, 4, False, False)
     with pytest.raises(FrozenInstanceError):
         schedule.microbatches = 2  # type: ignore[misc]
 
@@ -40,7 +40,7 @@ def test_lists_become_tuples_so_that_a_schedule_can_be_hashed() -> None:
         ({"edges": [(1, 0)]}, "(1, 0) is no edge"),
         ({"edges": [(0, 2)]}, "(0, 2) is no edge: an edge leads from one of the stages 0 to 1 to a later one"),
         ({"edges": [0]}, "0 is no edge"),
-        ({"edges": [], "gradient_edges": [(0, 1)]}, "A gradient cannot come back over (0, 1)"),
+        ({"edges": [], "gradient_edges": [(0, 1)]}, "A gradient cannot return over (0, 1)"),
         ({"gradient_edges": [(0, 1)]}, "give edges too"),
     ],
 )

@@ -49,7 +49,7 @@ def best_named(times: Times, ranks: int, microbatches: int, placement: tuple[int
             schedule = build(name, ranks, microbatches, len(placement) // ranks)
         except ScheduleError:
             continue
-        fits = schedule.has_backward and max(peak_activations(schedule)) <= limit
+        fits = schedule.trains and max(peak_activations(schedule)) <= limit
         if schedule.placement == placement and fits:
             found.append(simulate(schedule, times).makespan)
     return min(found)

@@ -26,7 +26,7 @@ def test_a_run_that_went_as_predicted_is_told_so(name: str, tmp_path: Path) -> N
     assert run.schedule.overlapped == schedule.overlapped
     for bubble in analysis.bubble:
         assert bubble.causes.imbalance == bubble.causes.transfers == 0.0
-    if schedule.has_backward:
+    if schedule.trains:
         assert analysis.critical is not None and analysis.critical.makespan == pytest.approx(analysis.makespan)
     assert "problem" not in told_run(analysis)
     merged = merge(run, tmp_path / "trace.json", analysis.expected)

@@ -122,9 +122,9 @@ def solve(
     makespan = Makespan(sums, arranged, Crossings.of(link, arranged.placement))
     seconds: Objective = makespan
     if objective == "bottleneck":
-        seconds = SlowestStage(sums, stages, arranged.has_backward)
+        seconds = SlowestStage(sums, stages, arranged.trains)
     space = Space.every(sums.segments, stages)
-    starts = [even_cuts(sums, stages, TIMES if arranged.has_backward else TIMES[:1])]
+    starts = [even_cuts(sums, stages, TIMES if arranged.trains else TIMES[:1])]
     if memory.limits:
         space = space.where(memory.allows)
 

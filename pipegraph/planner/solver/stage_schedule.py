@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from pipegraph.errors import PlanError, nearest
 from pipegraph.schedule import PLACEMENTS, Schedule, check
 from pipegraph.schedule.build import schedule_for_stages
-from pipegraph.schedule.recipes.recipe import counted
+from pipegraph.units import format_number_of
 
 _Settings = ParamSpec("_Settings")
 _Made = TypeVar("_Made")
@@ -46,8 +46,8 @@ def arrange(
     found = schedule_for_stages(plain, stages, microbatches, ranks)
     if ranks not in (None, found.ranks):
         raise PlanError(
-            f"{found.name} has {counted([stages], 'stage')} on {counted([found.ranks], 'rank')}, not on {ranks}.\n"
-            f"Try: ranks={found.ranks}{_other(found, ranks)}."
+            f"{found.name} has {format_number_of('stage', stages)} on {format_number_of('rank', found.ranks)}, not on "
+            f"{ranks}.\nTry: ranks={found.ranks}{_other(found, ranks)}."
         )
     if placement is not None:
         _check_placement(found, placement)

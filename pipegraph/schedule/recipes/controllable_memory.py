@@ -1,9 +1,9 @@
 """V-Half and V-Min (Pipeline Parallelism with Controllable Memory, Qi et al., 2024): half and a third of 1F1B's memory.
 
-Every microbatch repeats one building block, 6 slots behind the microbatch before it. The block says in which slots
-a rank does F and I of its two stages; W takes slots that these leave free. The longer it is from an F to its I in the
-block, the more activations are held. Where microbatches are few, at both ends, slots stay empty, and actions move up
-into them, though never so that a rank holds more than it did.
+Every microbatch repeats one building block, 6 slots after the microbatch before it. The block gives the slots in which
+a rank does F and I of its two stages; W takes slots that these leave free. The further an F is from its I in the block,
+the more activations a rank holds. At both ends of a step slots stay empty; actions move up into them unless the rank
+would then hold more than before.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pipegraph.schedule.recipes.recipe import Orders, Recipe, full_pipeline
 _PERIOD = 6  # slots for a microbatch on a rank: F, I and W of two stages
 
 Offsets = tuple[int, int, int, int]
-"""The slots of a rank's F of its first and second stage, I of its second and first, for microbatch 0."""
+"""The slots of microbatch 0 on a rank: F of its first and second stage, I of its second and first stage."""
 
 
 def v_half(ranks: int, rank: int) -> Offsets:
-    """V-Half: ways down take two slots a rank, ways up one. A rank holds (p+2)//2 microbatches in both stages at most.
+    """V-Half: going down takes two slots per rank, going up one. A rank holds at most (p+2)//2 microbatches per stage.
 
-    The later two are shifted where they would meet the others, modulo the period.
+    The later two slots are shifted if they would collide with the first two, modulo the period.
     """
     shift = 3 if ranks % 2 == 0 else 0
     return 2 * rank, 3 * ranks - rank - 2, 3 * ranks + shift + 2 * rank - 1, 6 * ranks + shift - rank - 2
 
 
 def v_min(ranks: int, rank: int) -> Offsets:
-    """V-Min: every way takes one slot a rank. A rank holds (p+4)//3 microbatches in both stages at most.
+    """V-Min: going down or up takes one slot per rank. A rank holds at most (p+4)//3 microbatches per stage.
 
-    The later two are shifted where they would meet the others, modulo the period.
+    The later two slots are shifted if they would collide with the first two, modulo the period.
     """
     shift = 2 if ranks % 3 == 0 else 0
     return rank, 2 * ranks - rank - 1, 2 * ranks + shift + rank, 4 * ranks + shift - rank - 1
@@ -63,7 +63,7 @@ def orders(offsets: Callable[[int, int], Offsets], ranks: int, microbatches: int
 
 
 class _Slots:
-    """What each rank does in each slot, and where F and I of each stage and microbatch stand."""
+    """What each rank does in each slot, and the slots of F and I of each stage and microbatch."""
 
     def __init__(self, ranks: int, microbatches: int) -> None:
         self.ranks, self.microbatches = ranks, microbatches
@@ -83,7 +83,7 @@ class _Slots:
                 self.slot[kind][stage][j] = slot
 
     def fill_weights(self, rank: int) -> None:
-        """Give each W that has none the first free slot behind its I, the oldest first."""
+        """Put each W that has no slot into the first free one after its I, the oldest first."""
         row = self.rows[rank]
         placed = {(action.stage, action.microbatch) for action in row if action is not None and action.kind is Kind.W}
         waiting: deque[Action] = deque()
@@ -95,7 +95,7 @@ class _Slots:
                 waiting.append(Action(action.stage, Kind.W, action.microbatch))
 
     def take_last_weights(self, rank: int) -> None:
-        """Take out the W behind the rank's last F: from there on, memory only falls, and I is more urgent."""
+        """Take out each W after the rank's last F: from there on, memory only falls, and I is more urgent."""
         row = self.rows[rank]
         last = max(max(self.slot[Kind.F][stage]) for stage in (rank, 2 * self.ranks - 1 - rank))
         for slot in range(last + 1, len(row)):
@@ -104,7 +104,7 @@ class _Slots:
                 row[slot] = None
 
     def move_up(self) -> None:
-        """Move every action, in order of time, to the first free slot that its needs and the rank's peak allow."""
+        """Move every action, in order of time, to the first free slot that its inputs and the rank's peak allow."""
         held = [_held(row) for row in self.rows]
         peaks = [max(levels) for levels in held]
         for slot, rank, action in self._in_time():
@@ -123,20 +123,20 @@ class _Slots:
                     levels[between] -= 1
 
     def move_up_gradients(self) -> None:
-        """Move every I, in order of time, to the first free slot that its needs allow."""
+        """Move every I, in order of time, to the first free slot that its inputs allow."""
         for slot, rank, action in self._in_time():
             if action.kind is Kind.I:
                 self._move(rank, slot, self._earliest(action), action)
 
     def _in_time(self) -> Iterator[tuple[int, int, Action]]:
-        """(slot, rank, action) of all actions, in order of time. A rank's slots before the present one may change."""
+        """Yield (slot, rank, action) of all actions, in order of time. The slots before the current one may change."""
         for slot in range(len(self.rows[0])):
             for rank, row in enumerate(self.rows):
                 if (action := row[slot]) is not None:
                     yield slot, rank, action
 
     def _earliest(self, action: Action) -> int:
-        """The slot behind those of all that the action needs."""
+        """Return the slot after those of everything that the action needs."""
         stage, j = action.stage, action.microbatch
         if action.kind is Kind.F:
             return self.slot[Kind.F][stage - 1][j] + 1 if stage else 0
@@ -147,7 +147,7 @@ class _Slots:
         return self.slot[Kind.I][stage + 1][j] + 1
 
     def _move(self, rank: int, slot: int, earliest: int, action: Action) -> int:
-        """Move an action to the first free slot from ``earliest`` on, if that comes before its own."""
+        """Move an action to the first free slot from ``earliest`` on, if that comes before its own; return its slot."""
         row = self.rows[rank]
         new = next((free for free in range(earliest, slot) if row[free] is None), slot)
         row[slot], row[new] = None, action
@@ -157,7 +157,7 @@ class _Slots:
 
 
 def _held(row: list[Action | None]) -> list[int]:
-    """How many activations a rank holds in each slot."""
+    """Return how many activations a rank holds in each slot."""
     levels, level = [], 0
     for action in row:
         level += action is not None and action.kind is Kind.F

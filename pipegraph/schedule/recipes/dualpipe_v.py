@@ -12,7 +12,7 @@ from pipegraph.schedule.recipes.recipe import Orders, Recipe, full_pipeline
 
 
 def orders(ranks: int, microbatches: int, chunks: int) -> Orders:
-    """Rank r holds stages r and 2p−1−r, and at most 2p+1 activations. F with B behind it may run together.
+    """Rank r holds stages r and 2p−1−r, and at most 2p+1 activations. An F and the B after it may run together.
 
     rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2     3F3 0B1 3B3 0I2 0W2 0I3 0W3
     rank 1      1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2     2I3 1I3 2W3 1W3
@@ -21,7 +21,7 @@ def orders(ranks: int, microbatches: int, chunks: int) -> Orders:
 
 
 def overlapped(rows: Orders) -> Iterator[tuple[Action, Action]]:
-    """Every F with the B right behind it, but for the first two of the last rank: apart, they let it start earlier."""
+    """Yield every F with the B right after it, except the last rank's first pair, which starts earlier if divided."""
     for rank, actions in enumerate(rows):
         pairs = [
             (first, second) for first, second in pairwise(actions) if first.kind is Kind.F and second.kind is Kind.B

@@ -1,4 +1,4 @@
-"""What makes a schedule known by name."""
+"""The description of a named schedule."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from pipegraph.schedule.action import Action
 from pipegraph.schedule.placement import loop
+from pipegraph.units import format_number_of
 
 Orders = Sequence[Sequence[Action]]
 """The actions of each rank, in order."""
 
 Rule = Callable[[int, int], str]
-"""Of (ranks, microbatches): why the schedule cannot have them and which numbers would do, or an empty string."""
+"""(ranks, microbatches) → why the schedule cannot have them and which numbers work, or an empty string"""
 
 
 def every_number(ranks: int, microbatches: int) -> str:
@@ -21,39 +22,33 @@ def every_number(ranks: int, microbatches: int) -> str:
 
 
 def groups_of_ranks(ranks: int, microbatches: int) -> str:
-    """The rule of the interleaved schedules."""
+    """Rule of the interleaved schedules: the number of microbatches is a multiple of that of ranks."""
     if microbatches % ranks == 0:
         return ""
     full = microbatches // ranks * ranks
     small = [number for number in range(1, math.isqrt(microbatches) + 1) if microbatches % number == 0]
     divisors = sorted({*small, *(microbatches // number for number in small)})
     below, above = [number for number in divisors if number < ranks], [number for number in divisors if number > ranks]
-    multiples = counted([full, full + ranks] if full else [ranks], "microbatch")
+    multiples = format_number_of("microbatch", *([full, full + ranks] if full else [ranks]))
     return (
         "microbatches go in groups of as many as there are ranks, so their number must be a multiple of that. Give "
-        f"{multiples}, or {counted(below[-1:] + above[:1], 'rank')}."
+        f"{multiples}, or {format_number_of('rank', *below[-1:], *above[:1])}."
     )
 
 
 def full_pipeline(offset: int) -> Rule:
-    """The rule of the schedules in a V: there are 2 · ranks + offset microbatches or more."""
+    """Rule of the schedules in a V: there are 2 · ranks + offset microbatches or more."""
 
     def rule(ranks: int, microbatches: int) -> str:
         least, most = 2 * ranks + offset, (microbatches - offset) // 2
         if microbatches >= least:
             return ""
         formula = f"2 × ranks − {-offset}" if offset else "2 × ranks"
-        fewer = f", or {counted([most], 'rank')}{' or fewer' if most > 1 else ''}" if most else ""
-        needed = counted([least], "microbatch")
+        fewer = f", or {format_number_of('rank', most)}{' or fewer' if most > 1 else ''}" if most else ""
+        needed = format_number_of("microbatch", least)
         return f"it needs a full pipeline, {formula} = {needed} or more. Give {needed}{fewer}."
 
     return rule
-
-
-def counted(numbers: Sequence[int], noun: str) -> str:
-    """``8 or 12 microbatches``"""
-    plural = "" if [*numbers] == [1] else "es" if noun.endswith("h") else "s"
-    return f"{' or '.join(map(str, numbers))} {noun}{plural}"
 
 
 def no_pairs(orders: Orders) -> Iterable[tuple[Action, Action]]:
@@ -62,11 +57,16 @@ def no_pairs(orders: Orders) -> Iterable[tuple[Action, Action]]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A schedule's name, and how to make the orders of all ranks from (ranks, microbatches, chunks).
+    """A schedule known by name.
 
-    ``chunks`` is the number of stages on a rank; where ``any_chunks`` holds, that is only what it is if none is asked
-    for. ``aliases`` are other names, found in any case of letters. ``overlapped`` finds in the orders the pairs of an F
-    and a B that are meant to run at the same time.
+    Attributes:
+        name, aliases: found in upper or lower case.
+        orders: (ranks, microbatches, chunks) → the actions of each rank, in order.
+        chunks: stages on a rank; if ``any_chunks``, this is the default, and another number can be asked for.
+        placement: (ranks, chunks) → the rank of each stage.
+        rule: which numbers of ranks and microbatches it can have.
+        trains: whether it has a backward.
+        overlapped: orders → the pairs of an F and a B that are meant to run at the same time.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""ZB-V (Zero Bubble Pipeline Parallelism, Qi et al., 2023): no bubble where F, I and W take equal time."""
+"""ZB-V (Zero Bubble Pipeline Parallelism, Qi et al., 2023): no bubble if F, I and W take equal time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _order(rank: int, ranks: int, microbatches: int) -> list[Action]:
         *((stage, kind) for stage in (down, up) for kind in (Kind.F, Kind.I, Kind.W)),
     )
     order.repeat(below, (down, Kind.I), (down, Kind.W), *((up, kind) for kind in (Kind.F, Kind.I, Kind.W)))
-    # Drain: the input gradients first, for which others wait.
+    # Drain: first the input gradients, for which other ranks wait.
     order.repeat(rank, (down, Kind.I), (up, Kind.I))
     order.repeat(below + 1, (down, Kind.I), (down, Kind.W))
     order.repeat(rank, (up, Kind.W))

@@ -11,7 +11,6 @@ from random import Random
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.schedule.placement import PLACEMENTS
-from pipegraph.schedule.recipes.recipe import counted
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.search.hill_climbing import Skeleton, climb_orders, climb_policy, climb_skeleton
 from pipegraph.schedule.search.lower_bound import lower_bound
@@ -19,6 +18,7 @@ from pipegraph.schedule.search.order_problem import Orders, Problem
 from pipegraph.schedule.search.seeds import actions_of, named, orders_of, policies, skeleton_of
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.times import Times
+from pipegraph.units import format_number_of
 
 _ACTIONS, _RUNS = 20_000_000, 40_000
 """How many actions, and how many orders, a search runs at most: some ten seconds' worth."""
@@ -71,7 +71,7 @@ def search(
         if not memory_limit >= chunks:
             raise ScheduleError(
                 f"With room for {memory_limit!r} on each rank not even one microbatch gets through: "
-                f"it leaves {counted([chunks], 'activation')} there. Give {chunks} or more."
+                f"it leaves {format_number_of('activation', chunks)} there. Give {chunks} or more."
             )
         limit = int(min(limit, memory_limit))
     problem = Problem(times, places, microbatches, limit)

@@ -36,7 +36,7 @@ def named(placement: tuple[int, ...], microbatches: int) -> Iterator[Schedule]:
             schedule = build(name, ranks, microbatches, len(placement) // ranks)
         except ScheduleError:
             continue  # it cannot have these numbers
-        if schedule.placement == placement and schedule.has_backward:
+        if schedule.placement == placement and schedule.trains:
             yield schedule
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Manifest
 from pipegraph.schedule import Kind, Schedule, Times, build, names, peak_activations, simulate
+from pipegraph.schedule.recipes import trains
 from pipegraph.tracing.analysis.moves import moves
 
 WORTH = 0.01
 """A smaller gain is not told."""
-_FORWARD = "forward"  # the schedule that does not train
 _Gain = Callable[[float], float]  # of a makespan
 
 
@@ -105,12 +105,12 @@ def _cuts(schedule: Schedule, times: Times, manifest: Manifest | None, gain_of: 
 
 def _schedules(schedule: Schedule, times: Times, gain_of: _Gain, shares: str) -> Iterator[Candidate]:
     """Other orders of the same stages on the same ranks; of those that take equally long, the one that holds least."""
-    if not schedule.has_backward:
+    if not schedule.trains:
         return
     held, divided = max(peak_activations(schedule)), _divides(schedule)
     fastest: dict[float, tuple[int, int, bool]] = {}
     for number, name in enumerate(names()):
-        other = None if name in (schedule.name, _FORWARD) else _built(name, schedule, schedule.microbatches)
+        other = None if name == schedule.name or not trains(name) else _built(name, schedule, schedule.microbatches)
         if other is not None:
             gain = round(gain_of(simulate(other, times).makespan), 6)
             this = (max(peak_activations(other)), number, _divides(other))

@@ -54,7 +54,7 @@ def measured_times(
     shares = ""
     rows = [_of_stage(stage, taken, predicted) for stage in range(schedule.stages)]
     known = [row for row in rows if row is not None]
-    if schedule.has_backward and (Kind.I not in {kind for _, kind in medians}):
+    if schedule.trains and (Kind.I not in {kind for _, kind in medians}):
         shares = f"I and W taken as {'predicted shares' if predicted else 'halves'} of B"
     for stage, row in enumerate(rows):
         if row is None:

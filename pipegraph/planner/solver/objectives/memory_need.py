@@ -62,7 +62,7 @@ class Memory:
         self.limit = max(limits, default=np.inf)
         self._spare = self.limit - np.array(limits) if limits else np.zeros(self.ranks)
         self._sums, self._placement = sums, np.array(schedule.placement)
-        self._factor = state_factor if schedule.has_backward else 1.0
+        self._factor = state_factor if schedule.trains else 1.0
         self._holds = np.arange(self.ranks)[:, None] == self._placement  # (ranks, stages)
         moments = _moments(schedule)
         held = np.concatenate(moments)  # (moments of all ranks, …)
@@ -170,7 +170,7 @@ def _moments(schedule: Schedule) -> list[Floats]:
     for first, last in pairwise(arrays.bounds):
         kind, stage = arrays.kind[first:last, None], arrays.stage[first:last, None] == np.arange(schedule.stages)
         forwards, parted, done = (np.cumsum(np.isin(kind, kinds) & stage, axis=0) for kinds in ((F,), (I, B), (B, W)))
-        if not schedule.has_backward:
+        if not schedule.trains:
             forwards = np.zeros_like(forwards)
         saved, weights = forwards - parted, parted - done
         gradients = np.zeros((len(kind), schedule.stages - 1), np.int64)

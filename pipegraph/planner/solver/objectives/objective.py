@@ -42,9 +42,9 @@ class Objective(Protocol):
 class SlowestStage:
     """Seconds that the slowest stage computes for one microbatch."""
 
-    def __init__(self, sums: Sums, stages: int, has_backward: bool) -> None:
+    def __init__(self, sums: Sums, stages: int, trains: bool) -> None:
         self._sums, self._stages = sums, stages
-        self._kinds = 3 if has_backward else 1
+        self._kinds = 3 if trains else 1
 
     @property
     def size(self) -> int:

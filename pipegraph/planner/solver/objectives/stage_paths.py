@@ -42,7 +42,7 @@ def walks(schedule: Schedule) -> list[list[Walk]]:
     for row in schedule.actions:
         for action in row:
             orders[action.stage].append((action.kind, action.microbatch))
-    return [_longest(list(_walks(order))) if schedule.has_backward else [_forward(order)] for order in orders]
+    return [_longest(list(_walks(order))) if schedule.trains else [_forward(order)] for order in orders]
 
 
 def _forward(order: Order) -> Walk:
