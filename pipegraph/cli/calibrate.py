@@ -50,7 +50,7 @@ def calibrate(
             check_new(out)
         hardware = measure(device, threads, ranks, name=out.stem if out is not None else "here")
     if json:
-        print_json({key: value for key, value in hardware.as_dict().items() if key != "schema_version"})
+        print_json({key: value for key, value in hardware.to_dict().items() if key != "schema_version"})
     else:
         print(described(hardware), flush=True)
     write_target(out, hardware.to_json())  # behind the table, which no full disk may cost

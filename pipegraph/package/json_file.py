@@ -137,6 +137,11 @@ class FileKind(Generic[Structure]):
         return content
 
 
+def one_of(*choices: str) -> Meta:
+    """The choices that a string has."""
+    return Meta(pattern=f"^({'|'.join(choices)})$")
+
+
 def json_text(content: Any, indent: str = "") -> str:
     """JSON that people can read: what fits on a line of 140 characters stands on one."""
     line = json.dumps(content, ensure_ascii=False)
@@ -244,23 +249,23 @@ def _located(error: msgspec.ValidationError, content: Any, structure: type) -> s
     cause = error.__cause__
     if isinstance(cause, FieldError):
         below = f".{cause.place}" if cause.place and not cause.place.startswith("[") else cause.place
-        return f"{f'{place_text(place)}{below}'.removeprefix('.') or 'the whole'}: {cause.problem}"
-    there = place_text(place) or "the whole"
+        return f"{place_text(place)}{below}: {cause.problem}".removeprefix(".").removeprefix(": ")
+    there = f"{place_text(place)}: " if place else ""
     value = _at(content, place)
     if is_key:
-        return f"{there}: the key {_short(key)} {_must(said, key, None)}"
+        return f"{there}the key {_short(key)} {_must(said, key)}"
     if found := re.fullmatch(r"Object missing required field `(.*)`", said):
-        return f"{there}: it lacks {found[1]}"
+        return f"{there}it lacks {found[1]}"
     spec = _spec_at(inspect.type_info(structure), content, place)
     if found := re.fullmatch(r"Object contains unknown field `(.*)`", said, re.DOTALL):
         fields = spec.fields if isinstance(spec, inspect.StructType) else ()
         known = [field.encode_name for field in fields if field.encode_name != KEY]
         unknown = next((name for name in value if name not in known), found[1])
-        return f"{there}: {_short(unknown)} is not a key here.{nearest(unknown, known)} There are: {', '.join(known)}"
-    return f"{there}: {_short(value)} {_must(said, value, spec)}"
+        return f"{there}{_short(unknown)} is not a key here.{nearest(unknown, known)} There are: {', '.join(known)}"
+    return f"{there}{_short(value)} {_must(said, value)}"
 
 
-def _must(said: str, value: Any, spec: inspect.Type | None) -> str:
+def _must(said: str, value: Any) -> str:
     """What msgspec expected of a value, in words."""
     if found := re.match(r"Expected `([^`]*)`(?:, got|$)", said):
         return f"must be {' or '.join(_WORDS.get(each, each) for each in found[1].split(' | '))}"
@@ -271,8 +276,9 @@ def _must(said: str, value: Any, spec: inspect.Type | None) -> str:
         what = "characters" if found[1] == "str" else "entries"
         count = {">=": "or more ", "<=": "or fewer "}.get(found[2] or "", "")
         return f"must have {found[3]} {count}{what}"
-    if isinstance(spec, inspect.LiteralType):
-        return f"must be one of {', '.join(map(str, spec.values))}.{nearest(str(value), map(str, spec.values))}"
+    if found := re.fullmatch(r"Expected `str` matching regex '\^\((.*)\)\$'", said):
+        choices = found[1].split("|")
+        return f"must be one of {', '.join(choices)}.{nearest(str(value), choices)}"
     return f"does not fit: {said}"
 
 
@@ -331,10 +337,9 @@ def _branch(spec: inspect.Type, value: Any) -> inspect.Type:
     """Of a union, the member for such a value."""
     if not isinstance(spec, inspect.UnionType):
         return spec
-    wanted: Any = inspect.LiteralType
     if isinstance(value, Mapping):
-        wanted = (inspect.StructType, inspect.DictType)
-    elif isinstance(value, list):
+        wanted: Any = (inspect.StructType, inspect.DictType)
+    else:
         wanted = (inspect.VarTupleType, inspect.ListType)
     return next((each for each in spec.types if isinstance(each, wanted)), spec)
 

@@ -19,9 +19,9 @@ Ratio = Annotated[float, Meta(ge=SMALLEST, le=LARGEST)]
 class MeasuredRatio(Entry, frozen=True):
     """Seconds that F, I and W took on the device, as multiples of what the figures of its profile come to."""
 
-    forward: Ratio = 1.0
-    input_grad: Ratio = 1.0
-    weight_grad: Ratio = 1.0
+    forward: Ratio
+    input_grad: Ratio
+    weight_grad: Ratio
 
     def of(self, times: tuple[float, float, float]) -> tuple[float, float, float]:
         """Times of F, I and W, corrected."""
@@ -29,7 +29,7 @@ class MeasuredRatio(Entry, frozen=True):
         return forward * self.forward, of_inputs * self.input_grad, of_weights * self.weight_grad
 
 
-UNCORRECTED: Final = MeasuredRatio()
+UNCORRECTED: Final = MeasuredRatio(1.0, 1.0, 1.0)
 
 
 class StagePrediction(Entry, frozen=True):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
 from pathlib import Path
+
+from msgspec.structs import astuple, replace
 
 from pipegraph.cost.hardware import Hardware, MeasuredRatio, check_new
 from pipegraph.errors import PipegraphError

@@ -8,7 +8,6 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -219,8 +218,8 @@ def test_recalibrate(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
     assert corrected.name == "mine"
     expected = [one / other for one, other in zip(measured, predicted, strict=True)]
     assert [ratio.forward, ratio.input_grad] == pytest.approx(expected, rel=1e-3)
-    figures = replace(corrected, name="cpu", measured_ratio=UNCORRECTED, sources={})
-    assert figures == replace(Hardware.load("cpu"), sources={})
+    figures = structs.replace(corrected, name="cpu", measured_ratio=UNCORRECTED, sources={})
+    assert figures == structs.replace(Hardware.load("cpu"), sources={})
     again = tmp_path / "again"
     split = pipegraph("split", CHAIN, "--points", "layers.2", "--balance", "time", "--hardware", file, "-o", again)
     assert split.code == 0, split.err

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from torch import Tensor, nn
 
 from pipegraph.cost.aten_graph import trace_aten
@@ -65,7 +65,7 @@ def test_a_dtype_has_its_own_peak_and_an_unknown_one_the_lowest() -> None:
 
 
 def test_float32_with_less_precision_is_another_dtype() -> None:
-    hardware = dataclasses.replace(PLAIN, peak_flops={"float32": 2e12, "tfloat32": 20e12})
+    hardware = structs.replace(PLAIN, peak_flops={"float32": 2e12, "tfloat32": 20e12})
     a = torch.empty(1024, 1024)
     torch.set_float32_matmul_precision("high")
     try:
@@ -126,15 +126,15 @@ def test_two_kernels_never_wait_for_each_other() -> None:
 
 def test_every_kernel_takes_its_floor_or_adds_its_overhead() -> None:
     a = torch.empty(4, 4)
-    floor = dataclasses.replace(PLAIN, kernel_floor=7e-6)
+    floor = structs.replace(PLAIN, kernel_floor=7e-6)
     assert price(lambda a: torch.mm(a.exp(), a), a, hardware=floor).seconds == pytest.approx(14e-6)
-    added = dataclasses.replace(PLAIN, kernel_overhead=1e-3)
+    added = structs.replace(PLAIN, kernel_overhead=1e-3)
     plain = price(lambda a: torch.mm(a.exp(), a), a).seconds
     assert price(lambda a: torch.mm(a.exp(), a), a, hardware=added).seconds == pytest.approx(plain + 2e-3)
 
 
 def test_functions_take_time_beyond_their_bytes() -> None:
-    hardware = dataclasses.replace(PLAIN, element_rates={"tanh": 1e9, "write bool": 1e8, "other": 1e10})
+    hardware = structs.replace(PLAIN, element_rates={"tanh": 1e9, "write bool": 1e8, "other": 1e10})
     plain = 2 * BYTES / 100e9
     assert price(torch.tanh, X, hardware=hardware).seconds == pytest.approx(plain + X.numel() / 1e9)
     assert price(torch.neg, X, hardware=hardware).seconds == pytest.approx(plain + X.numel() / 1e10)
@@ -143,7 +143,7 @@ def test_functions_take_time_beyond_their_bytes() -> None:
 
 
 def test_new_memory_takes_time_where_the_system_has_to_provide_it() -> None:
-    hardware = dataclasses.replace(PLAIN, first_touch=SizeTable({"bytes": (1e6, 2e6)}, (1e15, 1e9)))
+    hardware = structs.replace(PLAIN, first_touch=SizeTable({"bytes": (1e6, 2e6)}, (1e15, 1e9)))
     large = torch.empty(1024, 1024)
     assert price(torch.neg, X, hardware=hardware).seconds == pytest.approx(price(torch.neg, X).seconds, rel=1e-3)
     assert price(torch.neg, large, hardware=hardware).seconds == pytest.approx(
@@ -153,7 +153,7 @@ def test_new_memory_takes_time_where_the_system_has_to_provide_it() -> None:
 
 def test_what_was_just_written_is_read_faster_than_what_was_long_ago() -> None:
     bandwidth = SizeTable({"footprint": (1e3, 1e9)}, (1.0, 0.1))
-    hardware = dataclasses.replace(PLAIN, attained_bandwidth=bandwidth)
+    hardware = structs.replace(PLAIN, attained_bandwidth=bandwidth)
     alone = price(torch.neg, X, hardware=hardware, footprint=1)
     around = price(torch.neg, X, hardware=hardware, footprint=10**9)
     assert around.seconds == pytest.approx(10 * alone.seconds)
@@ -193,9 +193,7 @@ def test_a_convolution_and_its_backward(groups: int) -> None:
 
 def test_a_transposed_convolution() -> None:
     images, weight = torch.empty(2, 32, 8, 8), torch.empty(32, 16, 2, 2)
-    hardware = dataclasses.replace(
-        PLAIN, attained_flops={"matmul": {"any": SizeTable({"n": (1.0, 64.0)}, (0.5, 0.25))}}
-    )
+    hardware = structs.replace(PLAIN, attained_flops={"matmul": {"any": SizeTable({"n": (1.0, 64.0)}, (0.5, 0.25))}})
     found = price(lambda x, w: F.conv_transpose2d(x, w, stride=2), images, weight, hardware=hardware)
     assert found.flops == 2 * 2 * 8 * 8 * 32 * 16 * 4
     assert found.seconds == pytest.approx(found.flops / 0.5e12)

@@ -95,7 +95,7 @@ def test_leaves_keep_their_order() -> None:
         ("[]", "the whole is a list: a manifest must be an object"),
         ("{}", "has no schema_version"),
         ('{"schema_version": 3}', "schema_version: it is 3, and this pipegraph reads 1 to 2. A newer pipegraph"),
-        ('{"schema_version": 2}', "the whole: it lacks generator"),
+        ('{"schema_version": 2}', "json: it lacks generator"),
     ],
     ids=["truncated", "another thing", "no version", "newer", "missing key"],
 )

@@ -108,11 +108,10 @@ def test_the_file_of_a_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
-        ("[]", "has no schema_version"),
-        ('{"schema_version": 1}', "no points"),
-        ('{"schema_version": 2, "points": []}', "reads up to 1"),
-        ('{"schema_version": 1, "points": []}', "is damaged: it lacks model, inputs"),
+        ("{", "is not JSON"),
+        ("[]", "a plan must be an object"),
+        ('{"schema_version": 1}', "it lacks balance"),
+        ('{"schema_version": 2, "points": []}', "reads 1 to 1"),
     ],
 )
 def test_what_is_no_plan(tmp_path: Path, text: str, message: str) -> None:
@@ -120,7 +119,7 @@ def test_what_is_no_plan(tmp_path: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(SourceError, match=message):
         PlanFile.read(file)
-    with pytest.raises(SourceError, match="cannot be read"):
+    with pytest.raises(SourceError, match=r"none\.json: No such file"):
         PlanFile.read(tmp_path / "none.json")
 
 
@@ -128,5 +127,5 @@ def test_a_plan_with_a_point_too_few(tmp_path: Path) -> None:
     made = PlanFile.of(pipegraph.plan(MODEL, stages=2, hardware=MACHINE))
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(made.to_dict() | {"points": []}))
-    with pytest.raises(SourceError, match="2 stages in costs have one point less"):
+    with pytest.raises(SourceError, match="costs: it has 2 stages, and 0 points make one more"):
         PlanFile.read(file)

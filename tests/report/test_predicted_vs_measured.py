@@ -46,7 +46,7 @@ def manifest(*costs: StageCost, **plan: Any) -> Manifest:
 
 
 PRICED = manifest(cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005))
-HERE = replace(Hardware.load("h100"), name="here", links=Links(8, Link(0.001, 1e9)))
+HERE = structs.replace(Hardware.load("h100"), name="here", links=Links(8, Link(0.001, 1e9)))
 MEASURED = MeasuredRun(
     steps=3,
     times={(0, Kind.F): 0.005, (0, Kind.B): 0.008, (1, Kind.F): 0.005, (1, Kind.B): 0.012},
@@ -99,7 +99,7 @@ def test_named_links_hold_for_the_planned_step_too() -> None:
     """In all of them the busiest rank computes for 30 ms."""
     schedule = build("1f1b", 2, 2)
     planned, found = beside(PRICED, schedule, MEASURED), beside(PRICED, schedule, MEASURED, HERE)
-    slow = replace(HERE, links=Links(8, Link(1.0, 1e9)))
+    slow = structs.replace(HERE, links=Links(8, Link(1.0, 1e9)))
     slower = beside(PRICED, schedule, MEASURED, slow)
     assert planned.step.predicted == 0.05
     assert found.step.predicted == pytest.approx(0.042 + 2 * (0.001 + MIB / 1e9))

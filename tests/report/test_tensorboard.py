@@ -11,12 +11,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 import pipegraph
 from pipegraph.cost.hardware import Hardware, Link, Links
@@ -143,7 +143,7 @@ def test_the_links_that_are_given_are_predicted_with(priced: Path, tmp_path: Pat
 
 def train_far_apart(rank: int, package: str, folder: str) -> str:
     pipe, links = made(package), Links(1, Link(FAR, 1e9), Link(FAR, 1e9))
-    hardware = replace(Hardware.load("cpu"), links=links)
+    hardware = structs.replace(Hardware.load("cpu"), links=links)
     with pipegraph.profile(pipe, folder, warmup=0, active=1, hardware=hardware) as profiler:
         profiler.step(pipe.step(inputs(pipe)))
     return str(profiler.folder)

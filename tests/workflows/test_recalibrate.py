@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msgspec import structs
+from msgspec.structs import replace
 
 from pipegraph.codegen.package_files import generate
-from pipegraph.cost.hardware import Hardware, MeasuredRatio
+from pipegraph.cost.hardware import UNCORRECTED, Hardware, MeasuredRatio
 from pipegraph.errors import PipegraphError
 from pipegraph.graph.capture import capture
 from pipegraph.package import Manifest, Package
@@ -100,7 +101,7 @@ def test_the_rest_of_the_profile_stays(cpu: tuple[Hardware, Manifest]) -> None:
     assert corrected.sources["measured_ratio"] == (
         "pipegraph run: Chain, 1f1b with 4 microbatches, medians of 3 steps, 2 processes"
     )
-    assert replace(corrected, measured_ratio=MeasuredRatio(), sources=hardware.sources) == hardware
+    assert replace(corrected, measured_ratio=UNCORRECTED, sources=hardware.sources) == hardware
 
 
 def test_another_device_is_no_correction(cpu: tuple[Hardware, Manifest]) -> None:
@@ -220,5 +221,5 @@ def test_ratios_and_where_stages_disagree(cpu: tuple[Hardware, Manifest]) -> Non
         (3.0, ["F took 1 times what was predicted in stage 0, and 3 times in stage 1"]),
     ):
         times = {**measured.times, (1, Kind.F): factor * measured.times[1, Kind.F]}
-        lines = list(uneven(beside(manifest, schedule, replace(measured, times=times))))
+        lines = list(uneven(beside(manifest, schedule, dataclasses.replace(measured, times=times))))
         assert [line.partition(":")[0] for line in lines] == expected

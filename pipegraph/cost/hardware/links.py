@@ -2,67 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated
 
-from pipegraph.errors import PipegraphError
+from msgspec import Meta
 
-Matrix = tuple[tuple[float | None, ...], ...]
-"""[rank][other rank], None on the diagonal."""
+from pipegraph.package.json_file import Entry, FieldError, Text
+
+Rate = Annotated[float, Meta(ge=1e6, le=1e21)]
+"""Bytes, elements or floating-point operations per second."""
+
+Seconds = Annotated[float, Meta(ge=0, le=0.1)]
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(Entry, frozen=True):
     """One way from a rank to another: a message of b bytes takes ``latency + b / bandwidth`` seconds."""
 
-    latency: float
-    bandwidth: float
-    name: str = ""
+    latency: Seconds
+    bandwidth: Rate
+    name: Text = ""
 
     def seconds(self, size: float) -> float:
         """How long a message of so many bytes takes."""
         return self.latency + size / self.bandwidth
 
 
-@dataclass(frozen=True)
-class MeasuredLinks:
-    """Seconds and bytes per second from each rank to each other one."""
+class MeasuredLinks(Entry, frozen=True):
+    """Seconds and bytes per second from each rank (row) to each other one (column), None on the diagonal."""
 
-    latency: Matrix
-    bandwidth: Matrix
-    name: str = ""
+    latency: Annotated[tuple[tuple[Seconds | None, ...], ...], Meta(min_length=2)]
+    bandwidth: Annotated[tuple[tuple[Rate | None, ...], ...], Meta(min_length=2)]
+    name: Text = ""
 
     def __post_init__(self) -> None:
-        ranks = len(self.latency)
         for what, rows in (("latency", self.latency), ("bandwidth", self.bandwidth)):
             for rank, row in enumerate(rows):
-                if len(rows) != ranks or len(row) != ranks:
-                    raise PipegraphError(
-                        f"links.measured.{what} has {len(row)} figures for rank {rank} and {len(rows)} rows; latency "
-                        f"and bandwidth have one row and one column for each of the {ranks} ranks"
+                if len(rows) != self.ranks or len(row) != self.ranks:
+                    raise FieldError(
+                        what,
+                        f"it has {len(row)} figures for rank {rank} and {len(rows)} rows; latency and bandwidth have "
+                        f"one row and one column for each of the {self.ranks} ranks",
                     )
                 for other, figure in enumerate(row):
                     if (figure is None) != (rank == other):
-                        raise PipegraphError(
-                            f"links.measured.{what} from rank {rank} to rank {other} is {figure}; it is a figure "
-                            f"everywhere but on the diagonal, where it is null"
-                        )
+                        must = "null on the diagonal" if rank == other else "a number: from one rank to another"
+                        raise FieldError(f"{what}[{rank}][{other}]", f"it is {figure}, and must be {must}")
 
     @property
     def ranks(self) -> int:
         return len(self.latency)
 
 
-@dataclass(frozen=True)
-class Links:
+class Links(Entry, frozen=True):
     """The links between ranks, of which ``ranks_per_node`` after one another stand in one node.
 
-    Where ``measured`` has the pair of ranks it goes first. ``inter_node`` is None for hardware of one node, where
-    `link` takes ``intra_node`` for all.
+    If ``measured`` has the pair of ranks it goes first. ``inter_node`` is None for hardware of one node, for which
+    `between` takes ``intra_node`` for all.
     """
 
-    ranks_per_node: int
+    ranks_per_node: Annotated[int, Meta(ge=1, le=65536)]
     intra_node: Link
     inter_node: Link | None = None
     measured: MeasuredLinks | None = None
@@ -76,24 +73,3 @@ class Links:
                 return Link(latency, bandwidth, table.name)
         same = rank // self.ranks_per_node == other // self.ranks_per_node
         return self.intra_node if same or self.inter_node is None else self.inter_node
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Links:
-        """Read what `to_json` gives, once the schema has been checked."""
-        inter, table = found.get("inter_node"), found.get("measured")
-        return cls(
-            found["ranks_per_node"],
-            Link(**found["intra_node"]),
-            None if inter is None else Link(**inter),
-            None
-            if table is None
-            else MeasuredLinks(_matrix(table["latency"]), _matrix(table["bandwidth"]), table["name"]),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields by name, without those that are None."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-def _matrix(rows: Any) -> Matrix:
-    return tuple(map(tuple, rows))

@@ -2,67 +2,93 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import os
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final
 
-from msgspec import structs
+import msgspec
+from msgspec import Meta, structs
 
-from pipegraph.cost.hardware.links import Link, Links
+from pipegraph.cost.hardware.links import Link, Links, Rate, Seconds
 from pipegraph.cost.hardware.size_table import SizeTable
-from pipegraph.cost.schema import SchemaError, check_schema, parse
 from pipegraph.errors import PipegraphError, nearest
+from pipegraph.package.json_file import Entry, FieldError, FileKind, Name, Text, json_text, one_of
 from pipegraph.package.prediction import UNCORRECTED, MeasuredRatio
 
-SCHEMA_VERSION = 1
-ANY = "any"
+SCHEMA_VERSION: Final = 1
+ANY: Final = "any"
 """The dtype of an attained part that holds for every dtype without its own."""
-OTHER = "other"
+OTHER: Final = "other"
 """The element rate of operations that have none of their own."""
 
 _PROFILES = files("pipegraph.cost.hardware") / "profiles"
+_MEASURE = "Try: pipegraph calibrate -o hardware.json, which measures this machine."
+_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "int8", "complex64", "complex128")
+_OF_MATRICES = ("m", "n", "k", "flops", "footprint")
+_OF_ATTENTION = ("length", "head_dim", "flops", "footprint")
+_AXES: Final[Mapping[str, tuple[str, ...]]] = {
+    "matmul": _OF_MATRICES,
+    "batched_matmul": _OF_MATRICES,
+    "convolution": _OF_MATRICES,
+    "convolution_backward": _OF_MATRICES,
+    "attention": _OF_ATTENTION,
+    "attention_backward": _OF_ATTENTION,
+}
+"""Kind of kernel → the sizes that its table may be over. A convolution is the product of matrices that it is."""
+
+Dtype = Annotated[str, one_of(*_DTYPES)]
+AttainedDtype = Annotated[str, one_of(*_DTYPES, ANY)]
+KernelKind = Annotated[str, one_of(*_AXES)]
 
 
-@dataclass(frozen=True)
-class Hardware:
+class Hardware(Entry, frozen=True, kw_only=True):
     """A device: seconds, bytes, and floating-point operations or elements per second.
 
     Attributes:
         name, device: what the profile is called, and of what it is.
         memory_bytes: of one device.
-        peak_flops: dense, by dtype.
+        peak_flops: dense, by dtype; tfloat32 is float32 if torch is allowed less precision.
         attained_flops: kind of kernel → dtype → part of that peak, over the sizes of the kernel.
         memory_bandwidth: the peak, and
         attained_bandwidth: the part of it attained, over the bytes that a kernel reads and writes.
         kernel_floor: no kernel takes less: its launch.
-        kernel_overhead: what each kernel adds where launches are not hidden behind the kernel before.
-        links: between ranks.
+        kernel_overhead: what each kernel adds if launches are not hidden behind the kernel before.
         element_rates: of operations that take time inside a fused kernel, beyond its bytes; by ATen name.
-        first_touch: how fast new memory comes from the operating system, over its bytes; None where it stays with the
+        first_touch: how fast new memory comes from the operating system, over its bytes; None if it stays with the
             process.
+        links: between ranks.
         measured_ratio: what stages took when they ran, as multiples of what the other figures come to.
         sources: where the figures are from, by their place.
     """
 
-    name: str
-    device: str
-    memory_bytes: int
-    peak_flops: Mapping[str, float]
-    attained_flops: Mapping[str, Mapping[str, SizeTable]]
-    memory_bandwidth: float
+    schema_version: int = SCHEMA_VERSION
+    name: Name
+    device: Name
+    memory_bytes: Annotated[int, Meta(ge=2**20, le=10**15)]
+    peak_flops: Annotated[dict[Dtype, Rate], Meta(min_length=1)]
+    attained_flops: dict[KernelKind, Annotated[dict[AttainedDtype, SizeTable], Meta(min_length=1)]]
+    memory_bandwidth: Rate
     attained_bandwidth: SizeTable
-    kernel_floor: float
-    links: Links
-    kernel_overhead: float = 0.0
-    element_rates: Mapping[str, float] = field(default_factory=dict)
+    kernel_floor: Seconds
+    kernel_overhead: Seconds = 0.0
+    element_rates: dict[Name, Rate] = msgspec.field(default_factory=dict)
     first_touch: SizeTable | None = None
+    links: Links
     measured_ratio: MeasuredRatio = UNCORRECTED
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: dict[Name, Text] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if "matmul" not in self.attained_flops:
+            raise FieldError("attained_flops", "it lacks matmul, which other kinds of kernels fall back on")
+        for kind, by_dtype in self.attained_flops.items():
+            for dtype, table in by_dtype.items():
+                _check(table, f"attained_flops.{kind}.{dtype}", _AXES[kind], 0.0, 1.0)
+        _check(self.attained_bandwidth, "attained_bandwidth", ("bytes", "footprint"), 0.0, 1.0)
+        if self.first_touch is not None:
+            _check(self.first_touch, "first_touch", ("bytes",), 1e6, 1e21)
 
     def flops_per_second(self, kind: str, dtype: str, footprint: float = math.inf, **sizes: float) -> float:
         """What a kernel of this kind attains. A kind without figures is taken for a product of matrices.
@@ -87,7 +113,7 @@ class Hardware:
     @property
     def figures(self) -> Hardware:
         """The profile without its name, sources and correction: equal for one device as it was measured once."""
-        return replace(self, name="", measured_ratio=UNCORRECTED, sources={})
+        return structs.replace(self, name="", measured_ratio=UNCORRECTED, sources={})
 
     def link(self, rank: int, other: int) -> Link:
         """The link from a rank to another."""
@@ -105,16 +131,11 @@ class Hardware:
         Raises PipegraphError that names what is missing or absurd, and where it stands.
         """
         if str(name) in cls.names():
-            return cls.from_json((_PROFILES / f"{name}.json").read_text(encoding="utf-8"), where=f"{name}")
+            return _KIND.decode((_PROFILES / f"{name}.json").read_bytes(), f"{name}")
         file = Path(name)
-        if not file.is_file():
+        if not os.path.exists(file):
             raise PipegraphError(_no_profile(file, cls.names()))
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise PipegraphError(f"the hardware profile {file} cannot be read: {why}.") from None
-        found = cls.from_json(text, where=str(file))
+        found = _KIND.read(file)
         if found.name in cls.names() and found.figures != cls.load(found.name).figures:
             raise PipegraphError(
                 f'{file} calls its profile "{found.name}", as pipegraph calls one of its own, and has other figures: a '
@@ -125,64 +146,20 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str, where: str = "this profile") -> Hardware:
-        """Read a profile, and check it against ``hardware.schema.json``. ``where`` names it in errors."""
-        try:
-            found = parse(text)
-        except ValueError as error:
-            raise PipegraphError(f"{where} is no hardware profile: it is no JSON: {error}.") from None
-        check(found, where)
-        try:
-            return cls(
-                name=found["name"],
-                device=found["device"],
-                memory_bytes=found["memory_bytes"],
-                peak_flops=found["peak_flops"],
-                attained_flops={
-                    kind: {dtype: _table(table, f"attained_flops.{kind}.{dtype}") for dtype, table in tables.items()}
-                    for kind, tables in found["attained_flops"].items()
-                },
-                memory_bandwidth=found["memory_bandwidth"],
-                attained_bandwidth=_table(found["attained_bandwidth"], "attained_bandwidth"),
-                kernel_floor=found["kernel_floor"],
-                links=Links.from_json(found["links"]),
-                kernel_overhead=found.get("kernel_overhead", 0.0),
-                element_rates=found.get("element_rates", {}),
-                first_touch=_table(found["first_touch"], "first_touch") if "first_touch" in found else None,
-                measured_ratio=MeasuredRatio(**found.get("measured_ratio", {})),
-                sources=found["sources"],
-            )
-        except PipegraphError as error:
-            raise PipegraphError(f"{where}: {error}.\n{_TRY}") from None
+        """Read the text of a profile; ``where`` names it in errors."""
+        return _KIND.decode(text.encode(), where)
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What stands in a profile's file."""
-        tables = {
-            kind: {dtype: table.to_json() for dtype, table in by_dtype.items()}
-            for kind, by_dtype in self.attained_flops.items()
-        }
-        found = {
-            "schema_version": SCHEMA_VERSION,
-            "name": self.name,
-            "device": self.device,
-            "memory_bytes": self.memory_bytes,
-            "peak_flops": dict(self.peak_flops),
-            "attained_flops": tables,
-            "memory_bandwidth": self.memory_bandwidth,
-            "attained_bandwidth": self.attained_bandwidth.to_json(),
-            "kernel_floor": self.kernel_floor,
-            "kernel_overhead": self.kernel_overhead,
-            "element_rates": dict(self.element_rates),
-            "first_touch": None if self.first_touch is None else self.first_touch.to_json(),
-            "links": self.links.to_json(),
-            "measured_ratio": None if self.measured_ratio == UNCORRECTED else structs.asdict(self.measured_ratio),
-            "sources": dict(self.sources),
-        }
-        return {name: value for name, value in found.items() if value is not None}
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        if self.measured_ratio == UNCORRECTED:
+            del found["measured_ratio"]
+        links = {name: value for name, value in found["links"].items() if value is not None}
+        return _figures({name: value for name, value in found.items() if value is not None} | {"links": links})
 
     def to_json(self) -> str:
-        """What `from_json` reads; a row of figures stands in one line."""
-        text = json.dumps(self.as_dict(), indent=1, ensure_ascii=False)
-        return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text) + "\n"
+        """The text of a profile's file; a table of figures is compact."""
+        return json_text(self.to_dict()) + "\n"
 
 
 def check_new(file: Path) -> None:
@@ -194,32 +171,45 @@ def check_new(file: Path) -> None:
         )
 
 
-_MEASURE = "Try: pipegraph calibrate -o hardware.json, which measures this machine."
-_TRY = "Try: pipegraph calibrate -o hardware.json, which writes a whole profile."
+def _check(table: SizeTable, place: str, axes: tuple[str, ...], least: float, most: float) -> None:
+    for axis in table.axes:
+        if axis not in axes:
+            near = nearest(axis, axes)
+            raise FieldError(f"{place}.axes", f'"{axis}" is not a size.{near} There are: {", ".join(axes)}')
+    for figure in (table.smallest, table.largest):
+        if not least < figure <= most:
+            raise FieldError(place, f"{figure:g} must be more than {least:g}, and {most:g} or less")
 
 
-def check(found: Any, where: str) -> None:
-    """PipegraphError that names the figure of a profile which is missing, misplaced or absurd, and the nearest name."""
-    try:
-        check_schema(found, "pipegraph.cost.hardware", "hardware.schema.json", "a profile")
-    except SchemaError as error:
-        raise PipegraphError(f"{where}: {error}.\n{_TRY}") from None
-
-
-def _no_profile(file: Path, names: Sequence[str]) -> str:
+def _no_profile(file: Path, names: tuple[str, ...]) -> str:
     """What to say of a profile that is none, and no file."""
-    if file.is_dir():
-        what = f"The hardware profile {file} is a folder, not a file."
-    elif file.suffix == ".json":
-        beside = [str(each) for each in file.parent.glob("*.json")] if file.parent.is_dir() else []
-        what = f"There is no hardware profile {file}.{nearest(str(file), [*beside, *names])}"
+    if file.suffix == ".json":
+        others = [str(each) for each in file.parent.glob("*.json")] if os.path.isdir(file.parent) else []
+        what = f"There is no hardware profile {file}.{nearest(str(file), [*others, *names])}"
     else:
         what = f'No hardware profile is called "{file}".{nearest(str(file), names)}'
     return f"{what} There are: {', '.join(names)}; or give a JSON file.\n{_MEASURE}"
 
 
-def _table(found: Any, place: str) -> SizeTable:
-    try:
-        return SizeTable.from_json(found)
-    except PipegraphError as error:
-        raise PipegraphError(f"{place}: {error}") from None
+def _figures(part: Any) -> Any:
+    """Plain values with tables without axes as the one figure that they are."""
+    if not isinstance(part, dict):
+        return part
+    if part.keys() == {"axes", "values"} and not part["axes"]:
+        return part["values"]
+    return {name: _figures(value) for name, value in part.items()}
+
+
+def _prepare(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a file with a table, without axes, for each figure that may be one."""
+    attained = content.get("attained_flops")
+    kinds = attained.values() if isinstance(attained, dict) else ()
+    for tables in (content, *kinds):
+        if isinstance(tables, dict):
+            for name in {"attained_bandwidth", "first_touch"} & tables.keys() if tables is content else [*tables]:
+                if not isinstance(tables[name], dict):
+                    tables[name] = {"axes": {}, "values": tables[name]}
+    return content
+
+
+_KIND: Final = FileKind(Hardware, "a hardware profile", PipegraphError, _MEASURE, SCHEMA_VERSION, _prepare)

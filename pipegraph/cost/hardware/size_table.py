@@ -6,31 +6,34 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pipegraph.errors import PipegraphError
+from msgspec import Meta, structs
+
+from pipegraph.package.json_file import Entry, FieldError
 
 Values = float | tuple["Values", ...]
 """A figure, or one for each size along the first axis."""
 
+Sizes = Annotated[tuple[Annotated[float, Meta(gt=0, le=1e30)], ...], Meta(min_length=1)]
 
-@dataclass(frozen=True)
-class SizeTable:
+
+class SizeTable(Entry, frozen=True):
     """Positive figures over sizes such as m, n and k: ``values[i][j]`` belongs to the i-th size along the first axis.
 
     Between its sizes it is interpolated, logarithm over logarithm: what hardware attains follows powers of sizes, and
     they span decades. Outside of them it is constant. Without axes it is one figure.
     """
 
-    axes: Mapping[str, tuple[float, ...]]
-    values: Values
+    axes: dict[str, Sizes]
+    values: Any  # Values, for which msgspec has no type
 
     def __post_init__(self) -> None:
         for name, sizes in self.axes.items():
-            if not sizes or sizes[0] <= 0 or any(low >= high for low, high in itertools.pairwise(sizes)):
-                raise PipegraphError(f"the sizes along {name} have to be positive and ascend, unlike {list(sizes)}")
-        _check(self.values, [(name, len(sizes)) for name, sizes in self.axes.items()])
+            if sizes[0] <= 0 or any(low >= high for low, high in itertools.pairwise(sizes)):
+                raise FieldError(f"axes.{name}", f"sizes must be positive and ascend, unlike {list(sizes)[:8]}")
+        axes = [(name, len(sizes)) for name, sizes in self.axes.items()]
+        structs.force_setattr(self, "values", _checked(self.values, axes, "values" if axes else ""))
 
     def at(self, **sizes: float) -> float:
         """The figure at these sizes, one for each axis; others are ignored."""
@@ -53,24 +56,11 @@ class SizeTable:
 
     @classmethod
     def stacked(cls, axis: str, tables: Mapping[float, SizeTable]) -> SizeTable:
-        """Tables over the same sizes, one for each size along another axis; one table by itself stays as it is."""
+        """Stack tables over the same sizes along another axis, in which each has a size. One table stays as it is."""
         if len(tables) == 1:
             return next(iter(tables.values()))
         inner = next(iter(tables.values())).axes
         return cls({axis: tuple(tables), **inner}, tuple(table.values for table in tables.values()))
-
-    @classmethod
-    def from_json(cls, found: Any) -> SizeTable:
-        """Read a number, or ``{"axes": {"m": [16, 64], …}, "values": [[…], …]}``."""
-        if not isinstance(found, dict):
-            return cls({}, float(found))
-        return cls({name: tuple(sizes) for name, sizes in found["axes"].items()}, _tuples(found["values"]))
-
-    def to_json(self) -> Any:
-        """What `from_json` reads."""
-        if not self.axes:
-            return self.values
-        return {"axes": {name: list(sizes) for name, sizes in self.axes.items()}, "values": _lists(self.values)}
 
 
 def _place(along: Sequence[float], size: float) -> tuple[int, float]:
@@ -92,17 +82,18 @@ def _interpolate(values: Values, places: Sequence[tuple[int, float]]) -> float:
     return low + part * (_interpolate(values[index + 1], rest) - low) if part else low
 
 
-def _check(values: Values, axes: Sequence[tuple[str, int]]) -> None:
+def _checked(values: Any, axes: Sequence[tuple[str, int]], place: str) -> Values:
+    """The figures as nested tuples, if they are as many as the sizes. Raises FieldError."""
     if not axes:
-        if isinstance(values, tuple) or not 0 < values < math.inf:
-            raise PipegraphError(f"{values} stands where one positive figure has to")
-        return
+        if isinstance(values, bool) or not isinstance(values, (int, float)) or not 0 < values <= 1e30:
+            shown = values if isinstance(values, (int, float, str)) else f"a {type(values).__name__}"
+            raise FieldError(place, f"{str(shown)[:40]!r} must be one positive number")
+        return float(values)
     (name, length), *rest = axes
-    if not isinstance(values, tuple) or len(values) != length:
-        count = len(values) if isinstance(values, tuple) else 1
-        raise PipegraphError(f"sizes and values along {name} differ in number: {length} and {count}")
-    for each in values:
-        _check(each, rest)
+    found = len(values) if isinstance(values, (list, tuple)) else 0
+    if found != length:
+        raise FieldError(place, f"it has {found} entries, and there are {length} sizes along {name}")
+    return tuple(_checked(each, rest, f"{place}[{index}]") for index, each in enumerate(values))
 
 
 def _mapped(values: Values, change: Callable[[float], float]) -> Values:
@@ -115,11 +106,3 @@ def _figures(values: Values) -> Iterator[float]:
         return
     for each in values:
         yield from _figures(each)
-
-
-def _tuples(values: Any) -> Values:
-    return tuple(map(_tuples, values)) if isinstance(values, list) else float(values)
-
-
-def _lists(values: Values) -> Any:
-    return list(map(_lists, values)) if isinstance(values, tuple) else values
