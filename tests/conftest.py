@@ -17,6 +17,8 @@ hypothesis.settings.load_profile("pipegraph")
 # Tests run side by side and start processes of their own; one thread each is faster than all of them fighting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Every captured graph is checked after every pass.
+os.environ.setdefault("PIPEGRAPH_VERIFY", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

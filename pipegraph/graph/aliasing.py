@@ -3,64 +3,54 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
-from typing import Any
 
 import torch
 from torch import fx
 
 from pipegraph.graph.nodes import arguments_of
-
-aten = torch.ops.aten
-
-# What gives its argument where that has the dtype already, and what gives it as it is where the layout allows it.
-_CASTS = (aten.to, aten.type_as)
-_MAY_COPY = (*_CASTS, aten.contiguous, aten.reshape, aten.reshape_as, aten.flatten, aten.ravel)
+from pipegraph.graph.operators import operator_of
 
 
 def is_written(node: fx.Node) -> bool:
-    """Whether anything writes into the node's result, or into a view of it."""
+    """Return whether anything writes into the node's result, or into a view of it."""
     return any(node in written_by(user) or (node in viewed_by(user) and is_written(user)) for user in node.users)
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation changes in place; ``detach_`` leaves their values alone."""
-    if node.target is aten.detach_.default:
+    if node.target is torch.ops.aten.detach_.default:
         return []
-    return _arguments(node, written=True)
+    return _marked_arguments(node, written=True)
 
 
 def viewed_by(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result of an operation may share."""
-    found = _arguments(node, written=False)
-    if found and getattr(node.target, "overloadpacket", None) in _CASTS and _dtype(found[0]) != _dtype(node):
+    found = _marked_arguments(node, written=False)
+    if found and operator_of(node).cast and found[0].meta["val"].dtype != node.meta["val"].dtype:
         return []
     return found
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the result of an operation is the memory of an argument for certain."""
-    return bool(viewed_by(node)) and getattr(node.target, "overloadpacket", None) not in _MAY_COPY
+    """Return whether the result of an operation is the memory of an argument for certain."""
+    row = operator_of(node)
+    return bool(viewed_by(node)) and not row.may_copy and not row.cast
 
 
-def _dtype(node: fx.Node) -> torch.dtype:
-    return node.meta["val"].dtype
-
-
-def _arguments(node: fx.Node, written: bool) -> list[fx.Node]:
+def _marked_arguments(node: fx.Node, written: bool) -> list[fx.Node]:
     """The arguments that the operation's schema marks as changed in place, or as sharing memory with the result."""
     if node.target is operator.getitem:  # a part of a tuple shares its memory
         return [] if written else [node.args[0]]  # type: ignore[list-item]
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    given = arguments_of(node)
+    named = arguments_of(node)
     aliases = {each.name: each.alias_info for each in node.target._schema.arguments if each.alias_info is not None}
-    marked = [given.get(name) for name, alias in aliases.items() if alias.is_write == written]
+    marked = [named.get(name) for name, alias in aliases.items() if alias.is_write == written]
     return [value for value in marked if isinstance(value, fx.Node)]
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
-    """What reads a node's memory, through views as well."""
+    """The operations that read a node's memory, through views as well."""
     found: list[fx.Node] = []
     waiting = [node]
     while waiting:
@@ -72,21 +62,25 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def shared_memory(node: fx.Node, but_for: Container[Any] = ()) -> set[fx.Node]:
-    """A value and all whose memory may be the same, but for results of some operations and what is found there."""
+def shared_memory(node: fx.Node, beyond_detach: bool = True) -> set[fx.Node]:
+    """A value and all values that may lie in the same memory.
+
+    Args:
+        beyond_detach: whether results of ``detach``, and what shares memory only with them, belong to it.
+    """
     waiting, seen = [node], {node}
     while waiting:
         current = waiting.pop()
         shared = [user for user in current.users if current in (*viewed_by(user), *written_by(user))]
         for other in (*viewed_by(current), *written_by(current), *shared):
-            if other not in seen and other.target not in but_for:
+            if other not in seen and (beyond_detach or not operator_of(other).detaches):
                 seen.add(other)
                 waiting.append(other)
     return seen
 
 
 def is_stable(node: fx.Node) -> bool:
-    """Whether nothing ever writes into the memory that a value may lie in: a copy of it is then as good as a view."""
+    """Return whether nothing ever writes into the memory that a value may lie in: a copy is then as good as a view."""
     return not any(
         written_by(each) or any(each in written_by(user) for user in each.users) for each in shared_memory(node)
     )

@@ -2,38 +2,70 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from time import perf_counter
 from typing import Any
 
-import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from pipegraph.dump import dump
 from pipegraph.errors import CaptureError
-from pipegraph.graph.captured import Captured, ModuleEntry, StateEntry
-from pipegraph.graph.export.call_arguments import plain_containers
+from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.mode_comparison import same_in_both_modes
 from pipegraph.graph.export.torch_export import export, export_in
-from pipegraph.graph.nodes import label_of
+from pipegraph.graph.graph_text import graph_text, segments_text
+from pipegraph.graph.model_structure import inputs_of, modules_of, outputs_of, state_of
 from pipegraph.graph.partition.segments import find_segments
-from pipegraph.graph.passes.buffer_casts import tie_casts_to_buffers
-from pipegraph.graph.passes.mode_flags import mark_mode_differences, may_differ_by_mode
-from pipegraph.graph.passes.simplify import simplify
-from pipegraph.graph.passes.view_layouts import relax_attention_views
+from pipegraph.graph.passes.cancel_views import cancel_views
+from pipegraph.graph.passes.drop_assertions import drop_assertions
+from pipegraph.graph.passes.drop_contiguous import drop_contiguous
+from pipegraph.graph.passes.drop_dead_code import drop_dead_code
+from pipegraph.graph.passes.drop_expands import drop_expands
+from pipegraph.graph.passes.drop_identities import drop_identities
+from pipegraph.graph.passes.drop_redundant_dtypes import drop_redundant_dtypes
+from pipegraph.graph.passes.drop_write_backs import drop_write_backs
+from pipegraph.graph.passes.functionalize_writes import functionalize_writes
+from pipegraph.graph.passes.mark_gradients import mark_gradients
+from pipegraph.graph.passes.mark_mode_differences import mark_mode_differences, may_differ_by_mode
+from pipegraph.graph.passes.place_buffer_updates import place_buffer_updates
+from pipegraph.graph.passes.relax_attention_views import relax_attention_views
+from pipegraph.graph.passes.restore_repeat_interleave import restore_repeat_interleave
+from pipegraph.graph.passes.simplify_masks import simplify_masks
+from pipegraph.graph.passes.tie_casts_to_buffers import tie_casts_to_buffers
+from pipegraph.graph.verifier import GraphVerifier, InvalidGraphError, Pass, verifying
 from pipegraph.progress import track
+from pipegraph.units import format_seconds
 
-_TORCH = Path(torch.__file__).parent
+PASSES: tuple[Pass, ...] = (
+    tie_casts_to_buffers,
+    drop_assertions,
+    drop_identities,
+    drop_redundant_dtypes,
+    simplify_masks,
+    place_buffer_updates,
+    drop_write_backs,
+    functionalize_writes,
+    drop_identities,  # again: x + 0 is an identity only when nothing writes into its result any longer
+    cancel_views,
+    drop_contiguous,
+    drop_expands,
+    restore_repeat_interleave,
+    drop_dead_code,
+    mark_gradients,
+    relax_attention_views,
+)
+"""What makes of an exported graph one that reads as a person would have written it, in this order."""
 
 
 def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Captured:
     """Capture ``model`` on the inputs of one microbatch.
 
-    The model is left as it was: its parameters stand in as fake tensors while it is traced, so that neither memory nor
+    The model is left as it was: fake tensors stand in for its parameters while it is traced, so that neither memory nor
     time goes into them, and it is traced in training mode, so that dropout and batch norm are seen. A model that traces
-    only as it is (or only in evaluation mode) is captured so, with a warning.
+    only in its own mode, or only in evaluation mode, is captured so, with a warning.
 
     Args:
         model: any module that ``torch.export`` takes; parameters may be on the meta device.
@@ -52,144 +84,64 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     kwargs = dict(kwargs or {})
     phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments"))
     next(phases)
-    state, tensors = _state(model)
-    modules = _modules(model)
+    state, tensors = state_of(model)
+    modules = modules_of(model)
     exported, training = export(model, args, kwargs)
+    dump("export", lambda: str(exported))
     next(phases)
     graph = flatten(exported, state, tensors)
-    tie_casts_to_buffers(graph, state)
-    simplify(graph)
+    run_passes(graph, PASSES, state)
     next(phases)
     if training and may_differ_by_mode(graph, modules):
-        alike = same_in_both_modes(model, args, kwargs)
-        other = graph if alike else _in_evaluation(model, args, kwargs, state, tensors)
-        if other is not None:
-            mark_mode_differences(graph, other, modules)
-    relax_attention_views(graph)
+        same = same_in_both_modes(model, args, kwargs)
+        evaluation = graph if same else _evaluation_graph(model, args, kwargs)
+        if evaluation is not None:
+            run_passes(graph, [partial(mark_mode_differences, evaluation=evaluation, modules=modules)], state)
     next(phases)
-    inputs, constants = _inputs(exported, args, kwargs)
+    positional, keywords, constants = inputs_of(exported, args, kwargs)
     captured = Captured(
         graph=graph,
         model_name=type(model).__name__,
-        args=inputs[0],
-        kwargs=inputs[1],
-        outputs=_outputs(graph, exported),
+        args=positional,
+        kwargs=keywords,
+        outputs=outputs_of(graph, exported),
         constants=constants,
         state=state,
         tensors=tensors,
         modules=modules,
         training=training,
     )
-    return replace(captured, segments=find_segments(captured))
+    captured = replace(captured, segments=find_segments(captured))
+    dump("segments", lambda: segments_text(captured))
+    return captured
 
 
-def _in_evaluation(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    state: dict[str, StateEntry],
-    tensors: dict[str, torch.Tensor],
-) -> fx.Graph | None:
-    """The graph of the model in evaluation mode; None where that cannot be traced."""
+def run_passes(graph: fx.Graph, passes: Sequence[Pass], state: Mapping[str, StateEntry], prefix: str = "") -> None:
+    """Run passes in order. After each the graph is dumped and verified, if the environment asks for it.
+
+    Args:
+        prefix: what the names of dumped files begin with.
+    """
+    verifier = GraphVerifier(state) if verifying() else None
+    for each in passes:
+        name = getattr(each, "func", each).__name__
+        begin = perf_counter()
+        each(graph)
+        seconds = perf_counter() - begin
+        dump(prefix + name, lambda: graph_text(graph.nodes, f"{name}: {format_seconds(seconds)}"))  # noqa: B023
+        if verifier is not None:
+            verifier.check(graph, each, name)
+
+
+def _evaluation_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Graph | None:
+    """The graph of the model in evaluation mode; None if it cannot be traced."""
     try:
         exported = export_in(dict.fromkeys(model.modules(), False), model, args, kwargs)
-        state = dict(state)
-        graph = flatten(exported, state, dict(tensors))
+        state, tensors = state_of(model)
+        graph = flatten(exported, state, tensors)
+        run_passes(graph, PASSES, state, prefix="evaluation_")
+    except InvalidGraphError:
+        raise
     except Exception:  # the mode that the stages follow was captured; this one is only compared with it
         return None
-    tie_casts_to_buffers(graph, state)
-    simplify(graph)
     return graph
-
-
-def _state(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.Tensor]]:
-    """Every parameter and buffer under every name it has, in the order of ``state_dict()``."""
-    state: dict[str, StateEntry] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    first_name: dict[int, str] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for kind, named in (("parameter", module._parameters), ("buffer", module._buffers)):
-            for name, tensor in named.items():
-                if tensor is None:
-                    continue
-                fqn = f"{prefix}.{name}" if prefix else name
-                tensors[fqn] = tensor.detach()
-                state[fqn] = StateEntry(
-                    fqn=fqn,
-                    kind=kind,
-                    shape=tuple(tensor.shape),
-                    dtype=tensor.dtype,
-                    requires_grad=kind == "parameter" and tensor.requires_grad,
-                    persistent=kind == "parameter" or name not in module._non_persistent_buffers_set,
-                    canonical=first_name.setdefault(id(tensor), fqn),
-                )
-    return state, tensors
-
-
-def _modules(model: nn.Module) -> dict[str, ModuleEntry]:
-    sources = {cls: _where_written(cls) for cls in {type(module) for module in model.modules()}}  # it reads whole files
-    return {
-        fqn: ModuleEntry(
-            fqn=fqn,
-            class_name=type(module).__name__,
-            training=module.training,
-            source=sources[type(module)],
-            module=module,
-        )
-        for fqn, module in model.named_modules(remove_duplicate=False)
-    }
-
-
-def _where_written(cls: type) -> str:
-    """``file.py:line`` of a class outside torch, or nothing: the file's name alone, so that output does not depend on a
-    machine's folders."""
-    try:
-        file = inspect.getsourcefile(cls)
-        _, line = inspect.getsourcelines(cls)
-    except (OSError, TypeError):
-        return ""
-    return "" if file is None or _TORCH in Path(file).parents else f"{Path(file).name}:{line}"
-
-
-def _inputs(
-    exported: torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """The nesting of the model's arguments with names as leaves, and the arguments that are no tensors.
-
-    A tensor that the model does not read keeps its name: the caller passes it all the same.
-    """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    names = exported.graph_signature.user_inputs
-    constants: dict[str, Any] = {}
-    labels: list[str | None] = []
-    placeholders = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
-    assert len(placeholders) == len(leaves) == len(names), "export changed the number of inputs"
-    for name, leaf in zip(placeholders, leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor):
-            if leaf is not None and not isinstance(leaf, (bool, int, float, str)):
-                raise CaptureError(
-                    f"Input {name} is a {type(leaf).__name__}; a pipeline's inputs are tensors, numbers, strings or "
-                    "None.\nTry: build the object inside the model's forward."
-                )
-            constants[name] = leaf
-        labels.append(name)
-    nested = plain_containers(pytree.tree_unflatten(labels, spec))
-    return (tuple(nested[0]), nested[1]), constants
-
-
-def _outputs(graph: fx.Graph, exported: torch.export.ExportedProgram) -> Any:
-    """The nesting of what the model returns, with names of graph values as leaves."""
-    output = next(node for node in graph.nodes if node.op == "output")
-    leaves: list[str | None] = []
-    for value in output.args[0]:
-        if isinstance(value, fx.Node):
-            leaves.append(label_of(value))
-        elif value is None:
-            leaves.append(None)
-        else:
-            raise CaptureError(
-                f"The model returns {value!r}, which is neither a tensor nor None.\nTry: return tensors only."
-            )
-    spec = exported.call_spec.out_spec
-    assert spec is not None
-    return plain_containers(pytree.tree_unflatten(leaves, spec))

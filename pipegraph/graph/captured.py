@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -43,7 +43,7 @@ class StateEntry:
 
 @dataclass(frozen=True)
 class ModuleEntry:
-    """A module of the captured model: its name there, its class, its mode, and where its class is written."""
+    """A module of the captured model: its name there, its class, its mode, and the line on which its class begins."""
 
     fqn: str
     class_name: str
@@ -66,12 +66,20 @@ class Captured:
     """A model as one flat graph.
 
     The graph holds ``placeholder`` nodes (the model's inputs, flattened), ``get_attr`` nodes (state, by FQN),
-    ``call_function`` nodes (ATen operations in the order the model ran them) and one ``output`` node. Of the
-    metadata of a node, ``val`` is a fake tensor with its shape and dtype, ``path`` the module calls it ran in,
-    outermost first, as (call, FQN) pairs, ``requires_grad`` whether a gradient flows through it, ``regions`` the
-    ``no_grad`` and ``autocast`` blocks around it, ``in_every_mode`` whether it drops values in evaluation mode too,
-    ``stack_trace`` the lines of source that made it, and ``handed`` and ``returned`` the calls that took it as an
-    argument or gave it back.
+    ``call_function`` nodes (ATen operations in the order the model ran them) and one ``output`` node. The metadata of a
+    node:
+
+    ========================  ==========================================================================================
+    ``val``                   a fake tensor with its shape and dtype, or a tuple of them
+    ``kind``                  of state: ``parameter``, ``buffer`` or ``constant``
+    ``path``                  the module calls it ran in, outermost first, as (call, FQN) pairs
+    ``regions``               the ``no_grad`` and ``autocast`` blocks around it, outermost first, as (kind, settings)
+    ``requires_grad``         whether a gradient flows through it; ``cut_off``: only a ``no_grad`` block keeps one away
+    ``in_every_mode``         whether it drops values in evaluation mode too
+    ``writes``                of an in-place operation: the name of the node that made the memory
+    ``stack_trace``           the lines of source that made it
+    ``argument_of``           the module calls that took it as an argument; ``result_of``: that returned it
+    ========================  ==========================================================================================
 
     Attributes:
         model_name: class name of the model.
@@ -133,3 +141,14 @@ class Captured:
 
 def split_point(fqn: str, side: str) -> None:
     """Marks on a graph where a stage begins; it computes nothing."""
+
+
+def plain_containers(tree: Any) -> Any:
+    """Turn a nesting into lists and dicts only: a named tuple becomes a list, a dataclass or ``ModelOutput`` a dict."""
+    if isinstance(tree, Mapping):
+        return {str(key): plain_containers(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [plain_containers(value) for value in tree]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return {entry.name: plain_containers(getattr(tree, entry.name)) for entry in fields(tree)}
+    return tree

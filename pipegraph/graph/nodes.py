@@ -1,4 +1,4 @@
-"""What a node of a captured graph says: its path, its source line, its arguments by name."""
+"""What a node of a captured graph says, and how a node is replaced."""
 
 from __future__ import annotations
 
@@ -9,13 +9,35 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from pipegraph.graph.call_arguments import copy_places
+
+aten = torch.ops.aten
+
 _FRAME = re.compile(r'File "(.*)", line (\d+), in ')
 
 
 def label_of(node: fx.Node) -> str:
-    """The name of a node in ``Captured.args``, ``kwargs`` and ``outputs``: that of the model's argument for an input
-    (the node's own name may differ, where the argument is called ``torch``)."""
+    """The name of a node in ``Captured.args``, ``kwargs`` and ``outputs``: for an input that of the model's argument,
+    from which the node's own name may differ (an argument that is called ``torch``)."""
     return str(node.target) if node.op == "placeholder" else node.name
+
+
+def path_of(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """The module calls that ``node`` ran in, outermost first, the model itself left out: (call, FQN)."""
+    return node.meta.get("path", ())
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments that the graph passes, by their names in the operator's schema; defaults are left out."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = (argument.name for argument in node.target._schema.arguments)
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def shape_of(node: object) -> torch.Size:
+    """The shape of a value that is a tensor."""
+    assert isinstance(node, fx.Node)
+    return node.meta["val"].shape
 
 
 def on_meta(node: fx.Node) -> Any:
@@ -27,28 +49,24 @@ def on_meta(node: fx.Node) -> Any:
     return pytree.tree_map_only(torch.Tensor, empty, node.meta.get("val"))
 
 
+def any_layout(node: fx.Node) -> Any:
+    """The operator of a node, or ``reshape``, which takes any layout of memory, for a ``view``."""
+    return aten.reshape.default if node.target is aten.view.default else node.target
+
+
+def replace_node(node: fx.Node, value: object) -> None:
+    """Let all that reads ``node`` read ``value`` instead, also in calls of modules, and erase ``node``."""
+    assert isinstance(value, fx.Node)
+    copy_places(node, value)
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+
+
 def source_line(node: fx.Node) -> str:
     """``model.py:12: h = h.nonzero()``: the line of the model's source that ran an operation; empty if unknown."""
-    return innermost_line(str(node.meta.get("stack_trace") or ""))
-
-
-def innermost_line(stack_trace: str) -> str:
-    """The innermost frame of a trace as ``file:line: text``."""
-    lines = [line.strip() for line in stack_trace.splitlines() if line.strip()]
+    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     frames = [(position, match) for position, line in enumerate(lines) if (match := _FRAME.match(line))]
     if not frames:
         return ""
     position, match = frames[-1]
     return f"{match[1]}:{match[2]}: {' '.join(lines[position + 1 :])}"
-
-
-def path_of(node: fx.Node) -> tuple[tuple[str, str], ...]:
-    """The module calls that ``node`` ran in, outermost first, the model itself left out: (call, FQN)."""
-    return node.meta.get("path", ())
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """name in the operation's schema → what the graph hands over; arguments left to their default are not in it."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = (argument.name for argument in node.target._schema.arguments)
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}

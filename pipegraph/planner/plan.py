@@ -14,9 +14,11 @@ from pipegraph.cost.measurement.block_times import MeasureOptions
 from pipegraph.cost.measurement.cache import Cache
 from pipegraph.cost.price import PricedModel
 from pipegraph.cost.segments.distinct_blocks import LossOf
-from pipegraph.cost.stage_cost import stage_cost
+from pipegraph.cost.stage_cost import StageCost, stage_cost
+from pipegraph.dump import dump
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.graph_text import graph_text, stages_text
 from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark
 from pipegraph.graph.partition.stages import Boundary, StageGraph, boundaries, divide_into_stages
 from pipegraph.package import StageCost
@@ -175,6 +177,8 @@ def _cut(captured: Captured, points: Sequence[Point], starts: Sequence[int]) -> 
     marked = mark(captured, points, starts)
     divided = divide_into_stages(marked)
     crossing = boundaries(marked, divided)
+    dump("marked", lambda: graph_text(marked.graph.nodes, "with split points"))
+    dump("stages", lambda: stages_text(divided, crossing))
     costs = tuple(_cost(marked, stage, crossing) for stage in divided)
     return Plan(captured=marked, points=tuple(points), stages=divided, boundaries=crossing, costs=costs)
 

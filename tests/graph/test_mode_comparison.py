@@ -84,6 +84,6 @@ def test_modes_that_are_alike_are_exported_once(monkeypatch: pytest.MonkeyPatch)
     def refuse(*args: object) -> None:
         raise AssertionError("exported a second time")
 
-    monkeypatch.setattr(module_of_capture, "_in_evaluation", refuse)
+    monkeypatch.setattr(module_of_capture, "_evaluation_graph", refuse)
     dropout = capture(Alike(), X).nodes[-1]
     assert dropout.meta["in_every_mode"]

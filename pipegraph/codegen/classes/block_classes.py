@@ -23,9 +23,9 @@ from pipegraph.codegen.names.identifiers import class_name, is_within, outer_nam
 from pipegraph.codegen.names.model_names import Words
 from pipegraph.codegen.names.source_statements import Origins
 from pipegraph.codegen.syntax.literals import literal
+from pipegraph.graph.call_arguments import argument_place, result_place, sorted_by_place
 from pipegraph.graph.call_tree import CallTree, call_tree
 from pipegraph.graph.captured import Captured, StateEntry
-from pipegraph.graph.export.call_arguments import argument_place, result_place, sorted_by_place
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.segments import opened_calls
 from pipegraph.graph.partition.stages import StageGraph, local_name

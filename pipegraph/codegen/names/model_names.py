@@ -11,9 +11,9 @@ from torch import fx
 from pipegraph.codegen.names.docstrings import prose, signature
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.source_statements import Origins
+from pipegraph.graph.call_arguments import argument_place
 from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.export.call_arguments import argument_place
 
 _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.type_as.default)
 

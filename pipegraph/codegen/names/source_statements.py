@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from pipegraph.graph.call_arguments import parameter_names, result_place
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.export.call_arguments import parameter_names, result_place
 from pipegraph.graph.nodes import path_of
-from pipegraph.graph.passes.buffer_casts import FOLLOWS_BUFFER
+from pipegraph.graph.passes.tie_casts_to_buffers import FOLLOWS_BUFFER
 
 _TORCH = str(Path(torch.__file__).parent)
 # Layers of torch.nn that become classes of their own are written with the names of torch's source.

@@ -8,26 +8,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+
+from pipegraph.graph.internals import fake_mode_of, new_fake_mode
 
 
 @contextmanager
 def fake_parameters(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Put fake tensors in the place of the model's parameters and inputs while it is exported.
+    """Put fake tensors in the place of the model's parameters while it is exported, and give fake inputs.
 
     Tracing on the meta device itself would lose the values of tensors made in ``forward`` (``torch.tensor([1, 2],
     device=x.device)``) and break code that asks for the kind of device; a fake tensor says "cpu" (or the device it
     stands for) and holds nothing. The modules get their own parameters back, also after an error, and tied
     parameters stay tied.
-
-    Private interface: ``torch._subclasses.FakeTensorMode`` with a ``ShapeEnv``, which ``torch.export`` accepts as
-    inputs ("export with fake tensors") but which has no public constructor.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = new_fake_mode()
     device = _device(args, kwargs)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,10 +56,11 @@ def fake_parameters(
             setattr(module, name, tensor)
 
 
-def mode_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
+def active_fake_mode(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
     """The mode of a model's fake parameters and inputs: inside, new tensors have no memory either."""
     tensors = (*pytree.tree_leaves((args, kwargs)), *model.parameters(), *model.buffers())
-    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), nullcontext())
+    modes = (fake_mode_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return next((mode for mode in modes if mode is not None), nullcontext())
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from pipegraph.errors import CaptureError
+from pipegraph.graph.call_arguments import copy_places
 from pipegraph.graph.captured import StateEntry
-from pipegraph.graph.export.call_arguments import copy_places
+from pipegraph.graph.internals import fake_mode_of
 from pipegraph.graph.nodes import source_line
 
 _NO_GRAD = "wrap_with_set_grad_enabled"
@@ -74,7 +74,7 @@ class _Flattening:
         """One node per tensor. Not ``Graph.get_attr``, which wants an owning module and warns without one."""
         if fqn not in self.held:
             self.held[fqn] = self.graph.create_node("get_attr", fqn, name=node.name)
-            self.held[fqn].meta["requires_grad"] = self.state[fqn].requires_grad
+            self.held[fqn].meta |= {"kind": self.state[fqn].kind, "requires_grad": self.state[fqn].requires_grad}
         return self.held[fqn]
 
     def _constant(self, node: fx.Node, target: str) -> str:
@@ -90,7 +90,7 @@ class _Flattening:
             count += 1
             fqn = f"{owner}.{name}_{count}" if owner else f"{name}_{count}"
         tensor = self.exported.constants[target]
-        if isinstance(tensor, FakeTensor):
+        if fake_mode_of(tensor) is not None:
             line = source_line(reader) if reader is not None else target
             raise CaptureError(
                 "The model takes the data of a tensor that it computes, which torch.export cannot follow.\n"

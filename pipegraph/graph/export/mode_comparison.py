@@ -1,6 +1,6 @@
-"""Whether a model does the same in training and in evaluation mode, found out by running it without memory.
+"""Whether a model does the same in training and in evaluation mode, found by running it without memory.
 
-That takes a fraction of the time of a second export, which tells where the modes differ.
+That takes a fraction of the time of a second export, which shows where the modes differ.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._export.utils import _compiling_state_context
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipegraph.graph.export.fake_parameters import fake_parameters, mode_of
+from pipegraph.graph.export.fake_parameters import active_fake_mode, fake_parameters
+from pipegraph.graph.internals import exporting
 
 
 def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether both modes run the same operations on the same arguments. False also where that cannot be told.
+    """Return whether both modes run the same operations on the same arguments; False also if nobody can say.
 
     The model is left as it was.
-
-    Private interface: ``_compiling_state_context``, within which ``torch.compiler.is_exporting()`` holds as it does in
-    ``torch.export``: a model that asks must run here what was captured there.
     """
     try:
         return _operations(model, True, args, kwargs) == _operations(model, False, args, kwargs)
@@ -35,23 +32,23 @@ def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 def _operations(model: nn.Module, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     with (
-        _as_it_was(model),
+        _attributes_restored(model),
         fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
-        _compiling_state_context(),
+        exporting(),
         warnings.catch_warnings(),
         torch.no_grad(),
     ):
         warnings.simplefilter("ignore")  # the model's own were given when it was exported
         for module in model.modules():
             module.training = training
-        with mode_of(model, fake_args, fake_kwargs), _Record() as record:
+        with active_fake_mode(model, fake_args, fake_kwargs), _OperationRecord() as record:
             model(*fake_args, **fake_kwargs)
     return record.operations
 
 
-class _Record(TorchDispatchMode):
-    """Lists the operations that run, with a description of their arguments; not questions such as where a tensor is,
-    which a dropout of nothing asks in training mode."""
+class _OperationRecord(TorchDispatchMode):
+    """Lists the operations that run, with a description of their arguments; not questions such as the device of a
+    tensor, which a dropout of nothing asks in training mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,10 +66,11 @@ def _described(leaf: Any) -> Any:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def _attributes_restored(model: nn.Module) -> Iterator[None]:
     """Undo what a run does to the attributes of modules: a cache that it fills would hold tensors without memory.
 
-    Buffers are no fake tensors, as models read their values; what counts in one (a batch norm its batches) is put back.
+    Buffers are no fake tensors, because models read their values; their values (a batch norm counts its batches) are
+    put back.
     """
     held: list[Any] = [vars(module) for module in model.modules()]
     held += [value for attributes in held for value in attributes.values() if type(value) in (dict, list, set)]

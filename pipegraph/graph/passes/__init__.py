@@ -1,1 +1,1 @@
-"""Passes over a captured graph. Each changes the graph in place; `pipegraph.graph.capture` lists them in order."""
+"""Passes over a captured graph, one a file: a pass changes the graph in place; ``capture.PASSES`` lists them."""

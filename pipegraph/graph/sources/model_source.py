@@ -1,7 +1,8 @@
-"""What a source of models gives."""
+"""A model as its source gives it, and how it is built without the memory of its parameters."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+_META_TWIN = "_pipegraph_meta_twin"
 
 
 @dataclass(frozen=True)
@@ -24,30 +28,27 @@ class ModelSource:
     example_target: Any = field(default=None, repr=False)
 
 
-_META_TWIN = "_pipegraph_meta_twin"
-
-
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Parameters registered inside land on the meta device; buffers and plain tensors keep their values.
+    """Put parameters that this thread registers on the meta device; buffers and plain tensors keep their values.
 
     A rotary table computed in ``__init__`` is a buffer and must survive, so ``torch.device("meta")`` will not do. A
-    parameter is replaced the moment it is registered, before ``reset_parameters`` could touch its pages. One object
+    parameter is replaced when it is registered, before ``reset_parameters`` could touch its pages. One object that is
     registered twice (a tied weight) stays one object.
     """
-    register = nn.Module.register_parameter
+    thread = threading.get_ident()
 
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.device.type != "meta":
-            twin = getattr(param, _META_TWIN, None)
-            if twin is None:
-                twin = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-                setattr(param, _META_TWIN, twin)
-            param = twin
-        register(module, name, param)
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:  # the twin, or None to keep it
+        if threading.get_ident() != thread or parameter.device.type == "meta":
+            return None
+        twin = getattr(parameter, _META_TWIN, None)
+        if twin is None:
+            twin = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            setattr(parameter, _META_TWIN, twin)
+        return twin
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment]
+    hook = register_module_parameter_registration_hook(on_meta)
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()

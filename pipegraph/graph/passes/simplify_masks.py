@@ -1,8 +1,7 @@
-"""Masks that are the same for every input, in the words of a person: causal, a sliding window, or none at all.
+"""Write masks that are the same for every input as a person would: causal, a sliding window, or none at all.
 
-A model may make its causal mask of a page of comparisons of positions; its attention then gets the mask instead of
-``is_causal=True``, and every stage repeats the recipe. What such a recipe gives is fixed, so it is computed here and,
-where it is a band of the matrix, written as one.
+A model may make its causal mask by a page of comparisons of positions. Its attention then gets the mask instead of
+``is_causal=True``, and every stage repeats the page. The result is fixed, so it is computed here.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipegraph.graph.nodes import arguments_of
+from pipegraph.graph.nodes import arguments_of, shape_of
+from pipegraph.graph.operators import operator_of
 
 aten = torch.ops.aten
 
-# A plain form has no more operations; what takes fewer (``positions > 0``) stays as it is.
+# A mask that takes no more operations (``positions > 0``) stays as it is: the plain form has as many.
 _OPERATIONS = 4
 # The largest tensor that is computed while capturing: the mask of 8,192 tokens.
 _LARGEST = 2**26
@@ -46,17 +46,21 @@ class _Band:
         return self.lowest == 1 - self.rows
 
 
-def plain_masks(graph: fx.Graph) -> None:
-    """graph → graph: fixed masks become ``torch.ones(…).tril()`` and the like, a causal one of an attention
-    ``is_causal=True``; one that masks nothing goes."""
+def simplify_masks(graph: fx.Graph) -> None:
+    """Replace fixed masks by ``torch.ones(…).tril()`` and the like, and a causal mask of an attention by its argument
+    ``is_causal=True``; a mask that masks nothing goes.
+
+    before:  p = arange(64);  q = unsqueeze(p, 1);  m = le(p, q);  n = …;  y = scaled_dot_product_attention(q, k, v, n)
+    after:   y = scaled_dot_product_attention(q, k, v, is_causal=True)      # what made the mask is dead
+    """
     unknown: set[fx.Node] = set()
     bands: dict[fx.Node, _Band] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_fixed(node, unknown):
             unknown.add(node)
-        elif _is_mask(node) and _leaves_masks(node, unknown):
+        elif _is_mask(node) and _has_other_readers(node, unknown) and _operations_for(node) > _OPERATIONS:
             band = _band(_computed(node))
-            if band is not None and _recipe(node) > _OPERATIONS:
+            if band is not None:
                 bands[_write(node, band)] = band
     for mask, band in bands.items():
         for user in list(mask.users):
@@ -64,14 +68,14 @@ def plain_masks(graph: fx.Graph) -> None:
 
 
 def _is_fixed(node: fx.Node, unknown: set[fx.Node]) -> bool:
-    """Whether an operation gives the same for every input, and is small enough to try."""
+    """Return whether an operation gives the same for every input, and is small enough to try."""
     target, value = node.target, node.meta.get("val")
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
         return False
     if not isinstance(value, torch.Tensor) or value.numel() > _LARGEST or node.meta["regions"]:
         return False
-    random = torch.Tag.nondeterministic_seeded in target.tags or target.overloadpacket in (aten.empty, aten.empty_like)
-    return not random and not any(parent in unknown for parent in node.all_input_nodes)
+    undefined = torch.Tag.nondeterministic_seeded in target.tags or operator_of(node).uninitialized
+    return not undefined and not any(parent in unknown for parent in node.all_input_nodes)
 
 
 def _is_mask(node: fx.Node) -> bool:
@@ -79,13 +83,13 @@ def _is_mask(node: fx.Node) -> bool:
     return bool(value.dtype == torch.bool and value.dim() >= 2 and min(value.shape[-2:]) > 1)
 
 
-def _leaves_masks(node: fx.Node, unknown: set[fx.Node]) -> bool:
-    """Whether something that is no fixed mask itself reads a fixed mask; inside a recipe nothing does."""
+def _has_other_readers(node: fx.Node, unknown: set[fx.Node]) -> bool:
+    """Return whether something that is no fixed mask itself reads a mask; within the making of a mask nothing does."""
     return any(not (user.op == "call_function" and _is_fixed(user, unknown) and _is_mask(user)) for user in node.users)
 
 
-def _recipe(node: fx.Node) -> int:
-    """How many operations serve no purpose but to make ``node``."""
+def _operations_for(node: fx.Node) -> int:
+    """The number of operations that serve only to make ``node``, itself included."""
     own = {node}
     waiting = list(node.all_input_nodes)
     while waiting:
@@ -97,17 +101,16 @@ def _recipe(node: fx.Node) -> int:
 
 
 def _computed(node: fx.Node) -> torch.Tensor:
-    """The value of a fixed operation. What it is made of is let go as soon as it has been read: one such value may take
-    half a gigabyte."""
-    made: set[fx.Node] = set()
+    """The value of a fixed operation. Intermediate values are let go after their last use: each may take half a GB."""
+    needed: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         each = waiting.pop()
-        if each not in made:
-            made.add(each)
+        if each not in needed:
+            needed.add(each)
             waiting.extend(each.all_input_nodes)
-    order = sorted(made)
-    last = {parent: each for each in order for parent in each.all_input_nodes}
+    order = sorted(needed)
+    last_reader = {parent: each for each in order for parent in each.all_input_nodes}
     values: dict[fx.Node, torch.Tensor] = {}
     for each in order:
         args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
@@ -116,7 +119,7 @@ def _computed(node: fx.Node) -> torch.Tensor:
             values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
         del args, kwargs
         for parent in each.all_input_nodes:
-            if last[parent] is each:
+            if last_reader[parent] is each:
                 del values[parent]
     return values[node]
 
@@ -124,36 +127,31 @@ def _computed(node: fx.Node) -> torch.Tensor:
 def _band(mask: torch.Tensor) -> _Band | None:
     """The band that every [rows, columns] matrix of a mask is; None for any other pattern.
 
-    Every diagonal starts in the first column or the first row: these say where the band would lie.
+    Every diagonal starts in the first column or the first row, so these show where the band would lie.
     """
     rows, columns = mask.shape[-2:]
     matrix = mask[(0,) * (mask.dim() - 2)]
-    held = torch.cat([matrix[1:, 0].flip(0), matrix[0]]).nonzero()
-    if not held.numel():
+    diagonals = torch.cat([matrix[1:, 0].flip(0), matrix[0]]).nonzero()
+    if not diagonals.numel():
         return None
-    band = _Band(rows, columns, int(held[0]) - (rows - 1), int(held[-1]) - (rows - 1))
+    band = _Band(rows, columns, int(diagonals[0]) - (rows - 1), int(diagonals[-1]) - (rows - 1))
     same = torch.equal(matrix, torch.ones(rows, columns, dtype=torch.bool).tril_(band.highest).triu_(band.lowest))
     return band if same and torch.equal(mask, matrix.expand(mask.shape)) else None
 
 
 def _write(node: fx.Node, band: _Band) -> fx.Node:
     """Put the plain form in the place of ``node``."""
-    value = node.meta["val"]
     sizes = [band.rows, band.columns]
-    kwargs = {"dtype": torch.bool, "device": value.device, "pin_memory": False}
+    kwargs = {"dtype": torch.bool, "device": node.meta["val"].device, "pin_memory": False}
     made = _insert(node, aten.ones.default, (sizes,), sizes, kwargs)
     if band.highest < band.columns - 1:
-        made = _insert(node, aten.tril.default, (made, *_unless_zero(band.highest)), sizes)
+        made = _insert(node, aten.tril.default, (made, band.highest) if band.highest else (made,), sizes)
     if not band.has_no_lower_end:
-        made = _insert(node, aten.triu.default, (made, *_unless_zero(band.lowest)), sizes)
-    if list(value.shape) != sizes:
-        made = _insert(node, aten.expand.default, (made, list(value.shape)), value.shape)
+        made = _insert(node, aten.triu.default, (made, band.lowest) if band.lowest else (made,), sizes)
+    if list(shape_of(node)) != sizes:
+        made = _insert(node, aten.expand.default, (made, list(shape_of(node))), shape_of(node))
     node.replace_all_uses_with(made)
     return made
-
-
-def _unless_zero(diagonal: int) -> tuple[int, ...]:
-    return (diagonal,) if diagonal else ()
 
 
 def _insert(
@@ -185,6 +183,6 @@ def _simplify_use(user: fx.Node, mask: fx.Node, band: _Band) -> None:
     elif user.target in (aten.where.self, aten.where.ScalarOther) and user.args[0] is mask and band.is_full:
         kept, value = user.args[1], user.meta["val"]
         if isinstance(kept, fx.Node) and kept.meta["val"].dtype == value.dtype:
-            if kept.meta["val"].shape != value.shape:
+            if shape_of(kept) != value.shape:
                 kept = _insert(user, aten.expand.default, (kept, list(value.shape)), value.shape, dtype=value.dtype)
             user.replace_all_uses_with(kept)

@@ -1,4 +1,4 @@
-"""How values lie in memory, where that is not the model's to say."""
+"""Let views of attention's result take any layout of memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ aten = torch.ops.aten
 
 
 def relax_attention_views(graph: fx.Graph) -> None:
-    """graph → graph: a ``view`` of what attention gave becomes ``reshape``, which takes any layout.
+    """Turn a ``view`` of attention's result into ``reshape``, which takes any layout.
 
     The kernel that attention calls decides how its result lies in memory, and another device, dtype or mode calls
-    another one. A ``contiguous()`` in the model's code is not in the graph if it did nothing when it was captured.
+    another one. A ``contiguous()`` in the model's code is not in the graph if it did nothing at capture.
+
+    before:  a = scaled_dot_product_attention(q, k, v);  b = transpose(a, 1, 2);  c = view(b, [2, 8, 512])
+    after:   a = scaled_dot_product_attention(q, k, v);  b = transpose(a, 1, 2);  c = reshape(b, [2, 8, 512])
     """
     for node in graph.nodes:
         if node.target is aten.view.default and _is_attention(node.args[0]):
             node.target = aten.reshape.default
-
-
-def any_layout(node: fx.Node) -> Any:
-    """The operation of a node, or for a ``view`` the ``reshape`` that takes any layout."""
-    return aten.reshape.default if node.target is aten.view.default else node.target
 
 
 def _is_attention(node: Any) -> bool:

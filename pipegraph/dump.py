@@ -1,0 +1,47 @@
+"""``PIPEGRAPH_DUMP=DIR``: every form that a model goes through, as numbered text files.
+
+They are for whoever works on pipegraph, and for bug reports; ``diff -r`` compares two folders.
+
+    dump("export", str(program))                      DIR/00_export.txt
+    dump("drop_dead_code", lambda: graph_text(graph))   DIR/01_drop_dead_code.txt
+
+Under torchrun each rank has a folder of its own, ``DIR/rank_00``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+_VARIABLE = "PIPEGRAPH_DUMP"
+_numbers: dict[Path, count[int]] = {}
+_lock = threading.Lock()
+
+
+def dumping() -> bool:
+    """Return whether forms are written at all."""
+    return bool(os.environ.get(_VARIABLE))
+
+
+def dump(name: str, text: str | Callable[[], str]) -> None:
+    """Write one form to the next numbered file; does nothing unless ``PIPEGRAPH_DUMP`` is set.
+
+    Args:
+        name: of the form; becomes the name of the file.
+        text: its text, or a function that makes it, which is called only if the text is written.
+    """
+    if not dumping():
+        return
+    folder = Path(os.environ[_VARIABLE])
+    if "RANK" in os.environ:
+        folder /= f"rank_{int(os.environ['RANK']):02d}"
+    with _lock:
+        number = next(_numbers.setdefault(folder, count()))
+    file = folder / f"{number:02d}_{re.sub(r'[^0-9A-Za-z_.-]+', '_', name)}.txt"
+    content = text if isinstance(text, str) else text()
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(content.rstrip("\n") + "\n", encoding="utf-8")

@@ -1,0 +1,73 @@
+"""Where a value stood in the calls of modules that took it as an argument or returned it.
+
+``export/call_recorder.py`` records it while a model is exported: ``meta["argument_of"]`` and ``meta["result_of"]`` of a
+node hold call → place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+
+@dataclass(frozen=True)
+class ArgumentPlace:
+    """The place of an argument among all tensors that a call took, and the name of the parameter of ``forward``; None
+    for a part of a tuple, which has no name."""
+
+    order: int
+    name: str | None
+
+
+@dataclass(frozen=True)
+class ResultPlace:
+    """The place of a result among all tensors that a call returned and, if ``forward`` returned a tuple of ``count``
+    values, its index there; None for a part of a part."""
+
+    order: int
+    index: int | None
+    count: int
+
+
+def argument_place(node: fx.Node, call: str) -> ArgumentPlace | None:
+    """The place of a value among the arguments of a call; None if it was no argument, or the call is unknown."""
+    place: ArgumentPlace | None = node.meta.get("argument_of", {}).get(recorded_name(call))
+    return place
+
+
+def result_place(node: fx.Node, call: str) -> ResultPlace | None:
+    """The place of a value in what a call returned; None if it was not returned, or the call is unknown."""
+    place: ResultPlace | None = node.meta.get("result_of", {}).get(recorded_name(call))
+    return place
+
+
+def parameter_names(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """(FQN of the module, name of the parameter) for each call that took a value, in the order of the calls."""
+    for call, place in node.meta.get("argument_of", {}).items():
+        if place.name:
+            yield call.partition("@")[0], place.name
+
+
+def sorted_by_place(
+    values: Sequence[fx.Node], places: Iterable[ArgumentPlace | ResultPlace | None]
+) -> tuple[fx.Node, ...]:
+    """Values in the order of their places; values without one come last, in their own order."""
+    known = [
+        (sys.maxsize if place is None else place.order, value) for value, place in zip(values, places, strict=True)
+    ]
+    return tuple(value for _, value in sorted(known, key=lambda each: each[0]))
+
+
+def copy_places(source: fx.Node, target: fx.Node) -> None:
+    """Give ``target``, which replaces or copies ``source``, the places of ``source`` as well."""
+    for key in ("argument_of", "result_of"):
+        if key in source.meta:
+            target.meta[key] = {**source.meta[key], **target.meta.get(key, {})}
+
+
+def recorded_name(call: str) -> str:
+    """The name of a call without the root that the tracer and the exported graph put first, each its own."""
+    return call.removeprefix("_export_root").removeprefix("L__self__").lstrip(".")

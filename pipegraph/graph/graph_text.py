@@ -1,0 +1,79 @@
+"""A captured graph as text that reads like Python, with the dtype and shape of every value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from pipegraph.graph.call_arguments import recorded_name
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.nodes import path_of
+from pipegraph.graph.partition.stages import Boundary, StageGraph
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+_FLAGS = ("requires_grad", "cut_off", "in_every_mode", "follows_buffer")
+
+
+def graph_text(nodes: Iterable[fx.Node], title: str) -> str:
+    """One line a node, under a title.
+
+    linear = aten.linear.default(x, weight)    # f32[8, 512]  layers.0.proj  requires_grad
+    """
+    return "\n".join([f"# {title}", *map(_line, nodes)])
+
+
+def segments_text(captured: Captured) -> str:
+    """The chain of segments, each under its name."""
+    parts = [(each.fqn, captured.nodes[each.start : each.stop]) for each in captured.segments]
+    return "\n\n".join(graph_text(nodes, f"segment {index}: {fqn}") for index, (fqn, nodes) in enumerate(parts))
+
+
+def stages_text(stages: Sequence[StageGraph], boundaries: Sequence[Boundary]) -> str:
+    """What crosses the cuts, then each stage with its inputs, outputs and state."""
+    lines = ["# boundaries"]
+    for each in boundaries:
+        grad = "  requires_grad" if each.requires_grad else ""
+        crossing = f"stage {each.producer} -> stages {list(each.consumers)}{grad}"
+        lines.append(f"{each.node.name}: {_value_text(each.node.meta['val'])}  {crossing}")
+    for stage in stages:
+        lines += ["", graph_text(stage.nodes, f"stage {stage.index}{stage.inputs} -> {stage.outputs}")]
+        lines += ["# state", *stage.state]
+    return "\n".join(lines)
+
+
+def type_text(tensor: torch.Tensor) -> str:
+    """``f32[8, 128, 512]``: the dtype and shape of a tensor."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    stem = name.rstrip("0123456789")
+    short = _SHORT[stem] + name[len(stem) :] if stem in _SHORT else name
+    return f"{short}[{', '.join(str(size) for size in tensor.shape)}]"
+
+
+def _line(node: fx.Node) -> str:
+    path = path_of(node)
+    regions = [f"{kind}{settings}" for kind, settings in node.meta.get("regions", ())]
+    writes = [f"writes {node.meta['writes']}"] if "writes" in node.meta else []
+    flags = [flag for flag in _FLAGS if node.meta.get(flag)]
+    notes = [_value_text(node.meta.get("val")), recorded_name(path[-1][0]) if path else "", *regions, *writes, *flags]
+    return f"{_statement(node)}    # {'  '.join(note for note in notes if note)}".rstrip("# ")
+
+
+def _statement(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"{node.name} = input({str(node.target)!r})"
+    if node.op == "get_attr":
+        return f"{node.name} = state({str(node.target)!r})"
+    arguments = [*map(repr, node.args), *(f"{name}={value!r}" for name, value in node.kwargs.items())]
+    if node.op == "output":
+        return f"return {arguments[0]}"
+    target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target.__name__  # type: ignore[union-attr]
+    return f"{node.name} = {target}({', '.join(arguments)})"
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_value_text, value))})"
+    return type_text(value) if isinstance(value, torch.Tensor) else ""

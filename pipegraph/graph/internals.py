@@ -1,0 +1,143 @@
+"""Private interfaces of torch that ``graph/`` uses: one function each, with the reason."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._export.utils import _compiling_state_context
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+_TORCH = str(Path(torch.__file__).parent)
+_REPLACING = threading.RLock()
+
+RunModule = Callable[[Any, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""(tracer, module, run, args, kwargs) → the module's result, where ``run(*args, **kwargs)`` runs its ``forward``."""
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A mode whose tensors say a device and hold no memory.
+
+    ``FakeTensorMode`` and ``ShapeEnv`` have no public constructor, though ``torch.export`` documents fake tensors as
+    inputs; the meta device would lose the values of tensors that ``forward`` makes.
+    """
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode | None:
+    """The mode of a fake tensor; None for any other. ``FakeTensor`` is no public class."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+def exporting() -> AbstractContextManager[Any]:
+    """A context in which ``torch.compiler.is_exporting()`` holds, as it does in ``torch.export``.
+
+    ``_compiling_state_context``: nothing public sets the flag, and a model may ask for it.
+    """
+    return _compiling_state_context()
+
+
+@contextmanager
+def module_calls_wrapped(wrapper: RunModule) -> Iterator[None]:
+    """Let ``wrapper`` run every module that ``torch.export`` traces in this thread, and keep in the stack traces of
+    operations the lines of functions that a ``forward`` calls.
+
+    ``_ModuleStackTracer.call_module``: ``fx.Tracer`` documents the method for tracers of one's own, which
+    ``torch.export`` does not take. Hooks on modules, the public way, change what some of them do
+    (``nn.TransformerEncoderLayer`` asks for them), and global hooks are not given keyword arguments before the call.
+    ``_filter_traceback_frames`` of the same tracer "can be overridden to customize the frame filtering logic"; by
+    itself it keeps only the frames of ``forward`` methods.
+    """
+
+    def call_module(
+        original: Callable[..., Any],
+        tracer: _ModuleStackTracer,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if "_filter_traceback_frames" not in vars(tracer):
+            of_torch = tracer._filter_traceback_frames
+            vars(tracer)["_filter_traceback_frames"] = lambda frames: _with_helpers(frames, of_torch(frames))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(tracer, module, forward, args, kwargs)
+
+        return original(tracer, module, run, args, kwargs)
+
+    with _replaced(_ModuleStackTracer, "call_module", call_module):
+        yield
+
+
+def _with_helpers(frames: traceback.StackSummary, kept: traceback.StackSummary) -> traceback.StackSummary:
+    """The frames that torch keeps, and those outside torch that they call."""
+    known = {(frame.filename, frame.lineno) for frame in kept}
+    first = next((place for place, frame in enumerate(frames) if (frame.filename, frame.lineno) in known), len(frames))
+    return traceback.StackSummary.from_list(
+        [
+            frame
+            for frame in frames[first:]
+            if (frame.filename, frame.lineno) in known or not frame.filename.startswith(_TORCH)
+        ]
+    )
+
+
+def current_call(tracer: Any) -> str:
+    """The innermost call of a module that ``torch.export`` traces: ``layers.0``, ``layers.0@1`` for the second one."""
+    return next(reversed(tracer.module_stack), "")
+
+
+def traced_node(tracer: Any, tensor: torch.Tensor) -> fx.Node | None:
+    """The node that stands for a tensor while ``torch.export`` traces; None for a tensor that no operation made and
+    that is no argument of the model. ``get_proxy_slot`` is where the tracer keeps it."""
+    proxy = getattr(get_proxy_slot(tensor, tracer, None), "proxy", None)
+    return None if proxy is None else proxy.node
+
+
+@contextmanager
+def autograd_functions_seen(listener: Callable[[type], None]) -> Iterator[None]:
+    """Call ``listener`` with each ``torch.autograd.Function`` that is applied in this thread, before it is.
+
+    ``torch.export`` leaves no trace of one in a graph, and no mode of torch sees ``autograd.Function.apply``.
+    """
+
+    def apply(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+        listener(cls)
+        return original(cls, *args, **kwargs)
+
+    with _replaced(torch.autograd.Function, "apply", apply):
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Let ``replacement(original, self or cls, …)`` stand for a method of a class, in this thread alone.
+
+    One thread at a time replaces anything: another one that wants to waits, so that methods are put back in the
+    reverse order. Within a thread replacements nest.
+    """
+    with _REPLACING:
+        before = vars(owner)[name]
+        is_classmethod = isinstance(before, classmethod)
+        original = before.__func__ if is_classmethod else before
+        thread = threading.get_ident()
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(*args, **kwargs)
+            return replacement(original, *args, **kwargs)
+
+        setattr(owner, name, classmethod(method) if is_classmethod else method)
+        try:
+            yield
+        finally:
+            setattr(owner, name, before)

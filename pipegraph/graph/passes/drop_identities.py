@@ -1,0 +1,57 @@
+"""Take out operations that return their argument."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from pipegraph.graph.aliasing import is_stable, is_written, viewed_by
+from pipegraph.graph.nodes import arguments_of, replace_node
+from pipegraph.graph.operators import operator_of
+from pipegraph.graph.passes.tie_casts_to_buffers import FOLLOWS_BUFFER
+
+aten = torch.ops.aten
+
+
+def drop_identities(graph: fx.Graph) -> None:
+    """Replace each operation that returns its argument: a cast to the dtype it has, a full slice, ``x + 0``.
+
+    before:  a = to(x, torch.float32);  b = mul(a, 2)        with a float32 x
+    after:   b = mul(x, 2)
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        source = node.args[0]
+        unseen = not is_written(node) and (source in viewed_by(node) or is_stable(source))
+        if unseen and _is_identity(node, source):
+            replace_node(node, source)
+
+
+def _is_identity(node: fx.Node, source: fx.Node) -> bool:
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    same = bool(before.dtype == after.dtype and before.shape == after.shape and before.device == after.device)
+    target, row = node.target, operator_of(node)
+    if row.cast:
+        return same and not _copies(node) and FOLLOWS_BUFFER not in node.meta
+    if row.identity:
+        return same
+    if target is aten.detach_.default:
+        return source.op == "get_attr" and not source.meta.get("requires_grad", False)
+    if target in (aten.slice.Tensor, aten.expand.default):
+        return same and bool(len(node.args) < 5 or node.args[4] == 1)
+    if target in (aten.add.Tensor, aten.sub.Tensor):
+        return bool(same and type(node.args[1]) is int and node.args[1] == 0)
+    if target in (aten.mul.Tensor, aten.div.Tensor):
+        return bool(same and type(node.args[1]) in (int, float) and node.args[1] == 1)
+    if target is aten.dropout.default:  # an nn.Dropout stays as the module that it is
+        return bool(node.args[1] == 0.0) and "nn/modules/dropout.py" not in node.meta["stack_trace"]
+    return False
+
+
+def _copies(node: fx.Node) -> bool:
+    """Return whether a cast has to copy its argument, or to change its memory layout, in any case."""
+    named = arguments_of(node)
+    return bool(named.get("copy")) or named.get("memory_format") not in (None, torch.preserve_format)

@@ -1,0 +1,53 @@
+"""Mark through which values a gradient flows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from pipegraph.graph.aliasing import shared_memory, written_by
+from pipegraph.graph.operators import operator_of
+
+
+def mark_gradients(graph: fx.Graph) -> None:
+    """Set ``meta["requires_grad"]`` and ``meta["cut_off"]`` of every operation.
+
+    ``requires_grad``: a parameter's gradient flows through the value. ``cut_off``: only a ``no_grad`` block keeps one
+    from it. State carries its own flag already; inputs of the model get no gradient. A write hands the flag on to all
+    values in the same memory: ``z = torch.zeros(3)`` has a gradient after ``z[0] = x``.
+
+    before:  h = linear(x, weight);  d = detach(h);  z = mul(d, h)
+    after:   h = linear(x, weight)   # requires_grad
+             d = detach(h)
+             z = mul(d, h)           # requires_grad
+    """
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            node.meta.setdefault("requires_grad", False)
+            continue
+        enabled = [settings[0] for kind, settings in node.meta["regions"] if kind == "grad"]
+        inside = not enabled or enabled[-1]
+        row = operator_of(node)
+        node.meta["requires_grad"] = (
+            inside
+            and not row.detaches
+            and not row.factory
+            and _differentiable(node.meta["val"])
+            and any(parent.meta["requires_grad"] or parent in written for parent in node.all_input_nodes)
+        )
+        if node.meta["requires_grad"] and written_by(node):
+            written |= shared_memory(node, beyond_detach=False)
+            for each in written:
+                if each.op == "call_function":
+                    each.meta["requires_grad"] = True
+        parents = [parent.meta["requires_grad"] or parent.meta.get("cut_off", False) for parent in node.all_input_nodes]
+        node.meta["cut_off"] = not inside and any(parents)
+
+
+def _differentiable(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_differentiable(part) for part in value)
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

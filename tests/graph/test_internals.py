@@ -1,0 +1,105 @@
+"""What stands for a method of torch while a model is traced is nested, of one thread, and put back."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
+from torch.fx.proxy import TracerBase
+
+import pipegraph
+from pipegraph.graph.internals import autograd_functions_seen, module_calls_wrapped
+
+METHODS = (
+    (torch.autograd.Function, "apply"),
+    (_ModuleStackTracer, "call_module"),
+    (TracerBase, "_filter_traceback_frames"),
+    (nn.Module, "register_parameter"),
+)
+
+
+def of_torch() -> list[Any]:
+    return [vars(owner)[name] for owner, name in METHODS]
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class Captures(nn.Module):
+    """Captures another model within its ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with autograd_functions_seen(lambda cls: None), pytest.raises(ValueError, match="inner"):
+            raise ValueError("inner")
+        return Double.apply(self.linear(x))  # type: ignore[no-any-return]
+
+
+def test_torch_is_as_it_was_after_an_error() -> None:
+    before = of_torch()
+    with (
+        pytest.raises(ValueError, match="stop"),
+        autograd_functions_seen(lambda cls: None),
+        module_calls_wrapped(lambda *args: None),
+    ):
+        raise ValueError("stop")
+    assert of_torch() == before
+
+
+def test_replacements_nest() -> None:
+    before, outer, inner = of_torch(), [], []
+    with autograd_functions_seen(outer.append):
+        with autograd_functions_seen(inner.append):
+            Double.apply(torch.ones(1))
+        Double.apply(torch.ones(1))
+    Double.apply(torch.ones(1))
+    assert (outer, inner) == ([Double, Double], [Double])
+    assert of_torch() == before
+
+
+def test_a_capture_within_which_methods_are_replaced_still_sees_what_follows() -> None:
+    before = of_torch()
+    with pytest.warns(UserWarning, match="Double of .* has a backward of its own"):
+        captured = pipegraph.capture(Captures(), (torch.ones(2, 4),))
+    assert captured.nodes[0].meta["path"][-1][1] == "linear"
+    assert of_torch() == before
+
+
+def test_other_threads_keep_torchs_own() -> None:
+    seen: list[type] = []
+    with autograd_functions_seen(seen.append):
+        thread = threading.Thread(target=lambda: Double.apply(torch.ones(1)))
+        thread.start()
+        thread.join()
+    assert seen == []
+
+
+def test_captures_in_two_threads_follow_each_other() -> None:
+    before = of_torch()
+    operations: dict[int, list[str]] = {}
+
+    def capture(index: int) -> None:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(index + 1)))
+        operations[index] = [node.meta["path"][0][1] for node in pipegraph.capture(model, (torch.ones(2, 4),)).nodes]
+
+    threads = [threading.Thread(target=capture, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert operations == {0: ["0"], 1: ["0", "1"]}
+    assert of_torch() == before
