@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import fx
 
+from pipegraph.graph.internals import OpOverload, schema_arguments
 from pipegraph.graph.nodes import arguments_of
 from pipegraph.graph.operators import operator_of
 
@@ -41,10 +42,10 @@ def _marked_arguments(node: fx.Node, written: bool) -> list[fx.Node]:
     """The arguments that the operation's schema marks as changed in place, or as sharing memory with the result."""
     if node.target is operator.getitem:  # a part of a tuple shares its memory
         return [] if written else [node.args[0]]  # type: ignore[list-item]
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
     named = arguments_of(node)
-    aliases = {each.name: each.alias_info for each in node.target._schema.arguments if each.alias_info is not None}
+    aliases = {each.name: each.alias_info for each in schema_arguments(node.target) if each.alias_info is not None}
     marked = [named.get(name) for name, alias in aliases.items() if alias.is_write == written]
     return [value for value in marked if isinstance(value, fx.Node)]
 

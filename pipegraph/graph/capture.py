@@ -17,6 +17,7 @@ from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.mode_comparison import same_in_both_modes
 from pipegraph.graph.export.torch_export import export, export_in
 from pipegraph.graph.graph_text import graph_text, segments_text
+from pipegraph.graph.internals import CAPTURE_LOCK
 from pipegraph.graph.model_structure import inputs_of, modules_of, outputs_of, state_of
 from pipegraph.graph.partition.segments import find_segments
 from pipegraph.graph.passes.cancel_views import cancel_views
@@ -67,6 +68,8 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     time goes into them, and it is traced in training mode, so that dropout and batch norm are seen. A model that traces
     only in its own mode, or only in evaluation mode, is captured so, with a warning.
 
+    Threads capture one after the other.
+
     Args:
         model: any module that ``torch.export`` takes; parameters may be on the meta device.
         args, kwargs: its inputs, one microbatch; tensors may be real or on the meta device.
@@ -81,7 +84,11 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
         )
     if not isinstance(args, tuple):
         raise CaptureError(f"args must be a tuple, not {type(args).__name__}.\nTry: args=(tokens,).")
-    kwargs = dict(kwargs or {})
+    with CAPTURE_LOCK:
+        return _capture(model, args, dict(kwargs or {}))
+
+
+def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments"))
     next(phases)
     state, tensors = state_of(model)

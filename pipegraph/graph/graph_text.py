@@ -10,6 +10,7 @@ from torch import fx
 
 from pipegraph.graph.call_arguments import recorded_name
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.internals import OpOverload
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.stages import Boundary, StageGraph
 
@@ -69,7 +70,7 @@ def _statement(node: fx.Node) -> str:
     arguments = [*map(repr, node.args), *(f"{name}={value!r}" for name, value in node.kwargs.items())]
     if node.op == "output":
         return f"return {arguments[0]}"
-    target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target.__name__  # type: ignore[union-attr]
+    target = str(node.target) if isinstance(node.target, OpOverload) else node.target.__name__  # type: ignore[union-attr]
     return f"{node.name} = {target}({', '.join(arguments)})"
 
 

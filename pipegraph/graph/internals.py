@@ -1,10 +1,10 @@
-"""Private interfaces of torch that ``graph/`` uses: one function each, with the reason."""
+"""Private interfaces of torch that ``graph/`` uses: one name or function each, with the reason."""
 
 from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,54 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._export.utils import _compiling_state_context
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# The types of a graph's targets, nestings of tensors, and a mode that sees every operation have no public module.
+__all__ = ["HigherOrderOperator", "OpOverload", "TorchDispatchMode", "pytree"]
 
 _TORCH = str(Path(torch.__file__).parent)
-_REPLACING = threading.RLock()
+
+CAPTURE_LOCK = threading.RLock()
+"""Held while a model is captured: ``torch.export``, and what `_replaced` puts in the place of methods, are of the whole
+process. A thread may hold it several times."""
 
 RunModule = Callable[[Any, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(tracer, module, run, args, kwargs) → the module's result, where ``run(*args, **kwargs)`` runs its ``forward``."""
+
+
+def operator_name(target: OpOverload) -> tuple[str, str]:
+    """(``softmax``, ``int``) of ``aten.softmax.int``; publicly there is only the text of the whole."""
+    return target._opname, target._overloadname
+
+
+def schema_arguments(target: OpOverload) -> Sequence[Any]:
+    """The arguments of an operator's schema, each with ``name``, ``alias_info``, ``kwarg_only`` and default."""
+    return target._schema.arguments
+
+
+def is_mutable(target: OpOverload) -> bool:
+    """Return whether an operator writes into an argument."""
+    return target._schema.is_mutable
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Return whether ``state_dict()`` has a buffer; the public way, to make one, calls hooks of the model."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that rises with every write into a tensor."""
+    return tensor._version
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was made as a view of another; on the meta device no address says so."""
+    return tensor._is_view()
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -35,6 +74,18 @@ def new_fake_mode() -> FakeTensorMode:
 def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode | None:
     """The mode of a fake tensor; None for any other. ``FakeTensor`` is no public class."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+def fake_empty(
+    like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
+) -> torch.Tensor:
+    """An empty fake tensor on the device and in the mode of another one."""
+    mode = fake_mode_of(like)
+    assert mode is not None
+    with mode:
+        if strides is not None:
+            return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=like.device)
+        return torch.empty(tuple(shape), dtype=dtype, device=like.device)
 
 
 def exporting() -> AbstractContextManager[Any]:
@@ -122,10 +173,10 @@ def autograd_functions_seen(listener: Callable[[type], None]) -> Iterator[None]:
 def _replaced(owner: type, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Let ``replacement(original, self or cls, …)`` stand for a method of a class, in this thread alone.
 
-    One thread at a time replaces anything: another one that wants to waits, so that methods are put back in the
-    reverse order. Within a thread replacements nest.
+    Another thread that wants to replace a method waits, so that methods are put back in the reverse order. Within a
+    thread replacements nest.
     """
-    with _REPLACING:
+    with CAPTURE_LOCK:
         before = vars(owner)[name]
         is_classmethod = isinstance(before, classmethod)
         original = before.__func__ if is_classmethod else before

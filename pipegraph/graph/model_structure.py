@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import ModuleEntry, StateEntry, plain_containers
+from pipegraph.graph.internals import is_persistent, pytree
 from pipegraph.graph.nodes import label_of
 
 _TORCH = Path(torch.__file__).parent
@@ -24,10 +24,10 @@ def state_of(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.T
     tensors: dict[str, torch.Tensor] = {}
     first_name: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for kind, named in (("parameter", module._parameters), ("buffer", module._buffers)):
-            for name, tensor in named.items():
-                if tensor is None:
-                    continue
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        for kind, named in (("parameter", parameters), ("buffer", buffers)):
+            for name, tensor in named:
                 fqn = f"{prefix}.{name}" if prefix else name
                 tensors[fqn] = tensor.detach()
                 state[fqn] = StateEntry(
@@ -36,7 +36,7 @@ def state_of(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.T
                     shape=tuple(tensor.shape),
                     dtype=tensor.dtype,
                     requires_grad=kind == "parameter" and tensor.requires_grad,
-                    persistent=kind == "parameter" or name not in module._non_persistent_buffers_set,
+                    persistent=kind == "parameter" or is_persistent(module, name),
                     canonical=first_name.setdefault(id(tensor), fqn),
                 )
     return state, tensors

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from pipegraph.graph.call_arguments import copy_places
+from pipegraph.graph.internals import OpOverload, pytree, schema_arguments
 
 aten = torch.ops.aten
 
@@ -29,8 +29,8 @@ def path_of(node: fx.Node) -> tuple[tuple[str, str], ...]:
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments that the graph passes, by their names in the operator's schema; defaults are left out."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = (argument.name for argument in node.target._schema.arguments)
+    assert isinstance(node.target, OpOverload)
+    names = (argument.name for argument in schema_arguments(node.target))
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
 from torch import fx
+
+from pipegraph.graph.internals import OpOverload, operator_name
 
 
 class View(Enum):
@@ -227,7 +228,7 @@ _UNKNOWN = Operator()
 def operator_of(node: fx.Node) -> Operator:
     """The row of the operator that a node calls; an empty one if the table does not have it."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return _UNKNOWN
-    name = target._opname
-    return OPERATORS.get(f"{name}.{target._overloadname}") or OPERATORS.get(name, _UNKNOWN)
+    name, overload = operator_name(target)
+    return OPERATORS.get(f"{name}.{overload}") or OPERATORS.get(name, _UNKNOWN)

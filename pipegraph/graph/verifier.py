@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from pipegraph.graph.aliasing import written_by
 from pipegraph.graph.captured import StateEntry
 from pipegraph.graph.graph_text import graph_text, type_text
-from pipegraph.graph.internals import fake_mode_of
+from pipegraph.graph.internals import OpOverload, fake_empty, fake_mode_of, pytree
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.passes.drop_dead_code import drop_dead_code
 from pipegraph.graph.passes.functionalize_writes import functionalize_writes
@@ -88,7 +87,7 @@ class GraphVerifier:
             yield "lacks its kind or requires_grad"
 
     def _problems_of_operation(self, node: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[str]:
-        if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
+        if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
             yield f"calls {node.target}, which is no operator"
         promised = [*_METADATA, *(["requires_grad", "cut_off"] if mark_gradients in self._passes else [])]
         missing = [key for key in promised if key not in node.meta]
@@ -163,9 +162,8 @@ def _run(node: fx.Node) -> Any:
 def _fresh(value: Any) -> Any:
     """A copy of fake tensors, which a write may change."""
 
-    def copy(tensor: Any) -> torch.Tensor:
-        with tensor.fake_mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return fake_empty(tensor, tensor.shape, tensor.dtype, tensor.stride())
 
     return pytree.tree_map_only(torch.Tensor, copy, value)
 

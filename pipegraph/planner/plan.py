@@ -14,7 +14,7 @@ from pipegraph.cost.measurement.block_times import MeasureOptions
 from pipegraph.cost.measurement.cache import Cache
 from pipegraph.cost.price import PricedModel
 from pipegraph.cost.segments.distinct_blocks import LossOf
-from pipegraph.cost.stage_cost import StageCost, stage_cost
+from pipegraph.cost.stage_cost import stage_cost
 from pipegraph.dump import dump
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured

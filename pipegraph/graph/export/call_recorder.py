@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace, recorded_name
 from pipegraph.graph.captured import plain_containers
-from pipegraph.graph.internals import current_call, module_calls_wrapped, traced_node
+from pipegraph.graph.internals import current_call, module_calls_wrapped, pytree, traced_node
 
 
 def record_calls() -> AbstractContextManager[None]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from pipegraph.graph.internals import fake_mode_of, new_fake_mode
+from pipegraph.graph.internals import fake_mode_of, new_fake_mode, pytree
 
 
 @contextmanager
@@ -38,14 +37,12 @@ def fake_parameters(
     replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
     try:
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if id(parameter) not in twins:
                     twins[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
                 replaced.append((module, name, parameter))
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type == "meta":
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if buffer.device.type == "meta":
                     replaced.append((module, name, buffer))
         # setattr and not _parameters[name]: an nn.LSTM keeps its weights in a second list, which follows setattr only.
         for module, name, tensor in replaced:

@@ -7,34 +7,37 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export.graph_signature import InputKind
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.call_arguments import copy_places
 from pipegraph.graph.captured import StateEntry
-from pipegraph.graph.internals import fake_mode_of
+from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of
 from pipegraph.graph.nodes import source_line
 
 _NO_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
 
 
-def flatten(
-    exported: torch.export.ExportedProgram, state: dict[str, StateEntry], tensors: dict[str, torch.Tensor]
-) -> fx.Graph:
+def flatten(exported: ExportedProgram, state: dict[str, StateEntry], tensors: dict[str, torch.Tensor]) -> fx.Graph:
     """exported(state…, inputs…) → graph(inputs…) with ``get_attr`` nodes for state.
 
     ``no_grad`` and ``autocast`` blocks, which export keeps as graphs of their own, are inlined; their nodes carry the
     block in ``meta["regions"]``. Constants that the model's code made are added to ``state`` and ``tensors`` under the
     name of the module that reads them.
+
+    Raises:
+        CaptureError: the graph holds what a stage's source cannot: a custom object, control flow, an unknown shape.
     """
-    flattening = _Flattening(exported, state, tensors)
-    return flattening.run()
+    return _Flattening(exported, state, tensors).run()
 
 
 class _Flattening:
+    """One use of `flatten`: ``graph`` is what has been made, ``held`` the node of each tensor of the state."""
+
     def __init__(
-        self, exported: torch.export.ExportedProgram, state: dict[str, StateEntry], tensors: dict[str, torch.Tensor]
+        self, exported: ExportedProgram, state: dict[str, StateEntry], tensors: dict[str, torch.Tensor]
     ) -> None:
         self.exported = exported
         self.state = state
@@ -45,21 +48,21 @@ class _Flattening:
     def run(self) -> fx.Graph:
         module = self.exported.graph_module
         specs = {spec.arg.name: spec for spec in self.exported.graph_signature.input_specs}
-        values: dict[fx.Node, Any] = {}
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = self._placeholder(node, specs[node.name])
+        inputs = module.graph.find_nodes(op="placeholder")
+        values: dict[fx.Node, Any] = {node: self._placeholder(node, specs[node.name]) for node in inputs}
         self._inline(module, values, regions=())
         return self.graph
 
-    def _placeholder(self, node: fx.Node, spec: Any) -> Any:
-        if spec.kind == InputKind.USER_INPUT:
+    def _placeholder(self, node: fx.Node, spec: InputSpec) -> Any:
+        if spec.kind is InputKind.USER_INPUT:
             if not isinstance(node.meta.get("val"), torch.Tensor):
                 return node.meta.get("val")
             placed = self.graph.placeholder(node.name)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            assert spec.target is not None
             placed = self._get_attr(node, self.state[spec.target].canonical)
-        elif spec.kind == InputKind.CONSTANT_TENSOR:
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            assert spec.target is not None
             placed = self._get_attr(node, self._constant(node, spec.target))
         else:
             raise CaptureError(
@@ -80,22 +83,23 @@ class _Flattening:
     def _constant(self, node: fx.Node, target: str) -> str:
         """Name a constant after the module that first reads it, so that equal layers hold equally named constants."""
         reader = next(iter(node.users), None)
-        stack = list(reader.meta.get("nn_module_stack", {}).values()) if reader is not None else []
-        owner = stack[-1][0] if stack else ""
-        name = target.rpartition(".")[2] if target in self.exported.constants and "lifted" not in target else "constant"
-        if "lifted" not in target and "." in target:
-            owner = target.rpartition(".")[0]
-        fqn, count = (f"{owner}.{name}" if owner else name), 0
-        while fqn in self.state:
-            count += 1
-            fqn = f"{owner}.{name}_{count}" if owner else f"{name}_{count}"
         tensor = self.exported.constants[target]
         if fake_mode_of(tensor) is not None:
-            line = source_line(reader) if reader is not None else target
             raise CaptureError(
                 "The model takes the data of a tensor that it computes, which torch.export cannot follow.\n"
-                f"  at {line}\nTry: x.detach() instead of x.data."
+                f"  at {source_line(reader) if reader is not None else target}\nTry: x.detach() instead of x.data."
             )
+        owner, _, name = target.rpartition(".")
+        if "lifted" in target:  # a name that export made up
+            name = "constant"
+        if "lifted" in target or not owner:
+            stack = list(reader.meta.get("nn_module_stack", {}).values()) if reader is not None else []
+            owner = stack[-1][0] if stack else ""
+        first = f"{owner}.{name}" if owner else name
+        fqn, count = first, 0
+        while fqn in self.state:
+            count += 1
+            fqn = f"{first}_{count}"
         self.tensors[fqn] = tensor.detach()
         self.state[fqn] = StateEntry(
             fqn=fqn,
@@ -109,7 +113,7 @@ class _Flattening:
         return fqn
 
     def _inline(self, module: fx.GraphModule, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> Any:
-        """Copy the operations of ``module`` behind what stands; return the values of its output."""
+        """Append the operations of ``module`` to the graph; return the values of its output."""
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -130,13 +134,13 @@ class _Flattening:
 
     def _region(self, node: fx.Node, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> Any:
         name = node.target.name()  # type: ignore[union-attr]
-        kept = 1 if name == _NO_GRAD else 4
-        settings = tuple(node.args[:kept])
-        body = values[node.args[kept]]  # type: ignore[index]
-        arguments = [values[arg] if isinstance(arg, fx.Node) else arg for arg in node.args[kept + 1 :]]
-        inner = [inside for inside in body.graph.nodes if inside.op == "placeholder"]
+        settings = tuple(node.args[: 1 if name == _NO_GRAD else 4])
+        body_node, *arguments = node.args[len(settings) :]
+        body = values[body_node]  # type: ignore[index]
+        passed = [values[arg] if isinstance(arg, fx.Node) else arg for arg in arguments]
+        inputs = dict(zip(body.graph.find_nodes(op="placeholder"), passed, strict=True))
         region = ("grad" if name == _NO_GRAD else "autocast", settings)
-        return self._inline(body, {**values, **dict(zip(inner, arguments, strict=True))}, (*regions, region))
+        return self._inline(body, {**values, **inputs}, (*regions, region))
 
     def _operation(self, node: fx.Node, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> fx.Node:
         if _has_unknown_size(node.meta.get("val")):
@@ -145,7 +149,7 @@ class _Flattening:
                 f"  at {source_line(node)}\n"
                 "Try: keep the shape and mask the values, with torch.where or a multiplication."
             )
-        if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
+        if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
             raise CaptureError(
                 f"The model uses {node.target}, a control-flow or custom operator that cannot be written as a stage."
                 "\nTry: replace it by plain tensor operations (torch.where for torch.cond)."
@@ -165,11 +169,11 @@ class _Flattening:
 
 def _has_unknown_size(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return any(_has_unknown_size(part) for part in value)
+        return any(map(_has_unknown_size, value))
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
     return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
 
 
 def _is_region(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() in (_NO_GRAD, _AUTOCAST)
+    return isinstance(target, HigherOrderOperator) and target.name() in (_NO_GRAD, _AUTOCAST)

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegraph.graph.export.fake_parameters import active_fake_mode, fake_parameters
-from pipegraph.graph.internals import exporting
+from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree, version_of
 
 
 def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -75,13 +73,13 @@ def _attributes_restored(model: nn.Module) -> Iterator[None]:
     held: list[Any] = [vars(module) for module in model.modules()]
     held += [value for attributes in held for value in attributes.values() if type(value) in (dict, list, set)]
     before = [(container, type(container)(container)) for container in held]
-    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in model.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, values, version in buffers:
-                if buffer._version != version:
+                if version_of(buffer) != version:
                     buffer.copy_(values)
         for container, contents in before:
             container.clear()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import fx
 
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.internals import pytree
 
 # Making a value costs memory traffic on one device, sending it costs the link between two. Memory is faster than a link
 # by 7 (NVLink 4: 450 GB/s of 3.35 TB/s) to 65 (InfiniBand NDR: 50 GB/s) on an H100 (NVIDIA's data sheets), and a sent
@@ -32,48 +32,39 @@ def parameter_free(captured: Captured) -> frozenset[fx.Node]:
         elif node.op == "get_attr":
             fixed = captured.state[node.target].kind != "parameter"
         else:
-            fixed = node.op == "call_function" and all(parent in free for parent in node.all_input_nodes)
-            fixed = fixed and not _random(node)
+            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            fixed = node.op == "call_function" and not random and free.issuperset(node.all_input_nodes)
         if fixed and node.name not in written and "writes" not in node.meta:
             free.add(node)
     return frozenset(node for node in free if node.op == "call_function")
 
 
-def _random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
 def replicated_operations(captured: Captured, values: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-    """The operations that make those of ``values`` which are cheaper made again than sent, in the model's order."""
+    """The operations that make those of ``values`` that are cheaper to make than to send, in the model's order."""
     chosen = {node for value in values for node in replication_of(captured, value)}
     return tuple(node for node in captured.nodes if node in chosen)
 
 
 def replication_of(captured: Captured, value: fx.Node) -> frozenset[fx.Node]:
-    """The operations that make ``value``, if they depend on no parameter and no activation and making it again is
-    cheaper than sending it; none otherwise."""
+    """The operations that make ``value``, if a stage can make it for itself and that is cheaper than receiving it; none
+    otherwise."""
     if value not in parameter_free(captured):
         return frozenset()
-    worth = _MEMORY_PER_LINK_BYTE * _bytes([value])
+    budget = _MEMORY_PER_LINK_BYTE * _bytes(value)
     found: set[fx.Node] = set()
     waiting = [value]
     while waiting:
         node = waiting.pop()
         if node.op == "call_function" and node not in found:
             found.add(node)
-            worth -= _bytes([node])
-            if worth < 0:
+            budget -= _bytes(node)
+            if budget < 0:
                 return frozenset()
             waiting.extend(node.all_input_nodes)
     return frozenset(found)
 
 
-def _bytes(nodes: Iterable[fx.Node]) -> int:
-    """Bytes that operations write."""
-    return sum(_size(node.meta.get("val")) for node in nodes)
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, (tuple, list)):
-        return sum(_size(part) for part in value)
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+def _bytes(node: fx.Node) -> int:
+    """Bytes that an operation writes."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -25,7 +25,7 @@ def find_segments(captured: Captured) -> tuple[Segment, ...]:
 
 
 def holds_parameter(captured: Captured, call: CallTree) -> bool:
-    """Whether an operation of the call reads a parameter."""
+    """Return whether an operation of the call reads a parameter."""
     return any(
         parent.op == "get_attr" and captured.state[str(parent.target)].kind == "parameter"
         for node in call.nodes()
@@ -34,7 +34,7 @@ def holds_parameter(captured: Captured, call: CallTree) -> bool:
 
 
 def whole_calls(captured: Captured, root: CallTree) -> Iterator[CallTree]:
-    """The calls in ``root`` that stay whole, in order."""
+    """The calls in ``root`` that are not opened, in order."""
     opened = opened_calls(captured)
     for call in root.calls():
         if call.call in opened:
@@ -48,10 +48,10 @@ def opened_calls(captured: Captured) -> frozenset[str]:
     """The calls on the way to repeated layers, the model itself included."""
 
     def visit(call: CallTree, inside_layer: bool) -> bool:
-        repeated = _repeated(captured, call)
-        children = [visit(child, inside_layer or child.fqn in repeated) for child in call.calls()]
-        # A layer is opened only where it is itself a row of layers, not where a part of it is.
-        found = bool(repeated) or (any(children) and not inside_layer)
+        layers = _layers(captured, call)
+        children = [visit(child, inside_layer or child.fqn in layers) for child in call.calls()]
+        # A layer is opened only if it holds layers itself, not if a part of it does.
+        found = bool(layers) or (any(children) and not inside_layer)
         if found:
             opened.add(call.call)
         return found
@@ -62,21 +62,21 @@ def opened_calls(captured: Captured) -> frozenset[str]:
     return frozenset(opened)
 
 
-def _repeated(captured: Captured, call: CallTree) -> set[str]:
-    """FQNs of two or more equal calls in a list, dict or Sequential of ``call``, each working on what the one before
-    gave. Experts, which all work on the same value, are no row."""
-    kinds: dict[tuple[str, str], list[CallTree]] = {}
+def _layers(captured: Captured, call: CallTree) -> set[str]:
+    """FQNs of two or more calls of one class in a list, dict or Sequential of ``call``, each of which reads what the
+    one before made. Experts, which all read the same value, are no layers."""
+    groups: dict[tuple[str, str], list[CallTree]] = {}
     for child in call.calls():
         container, _, name = child.fqn.rpartition(".")
         listed = container != call.fqn or name.isdigit()
         if listed and any(True for _ in child.calls()):
-            kinds.setdefault((container, captured.modules[child.fqn].class_name), []).append(child)
-    rows = [row for row in kinds.values() if len(row) > 1 and _depends(row[1], row[0], call)]
-    return {child.fqn for row in rows for child in row}
+            groups.setdefault((container, captured.modules[child.fqn].class_name), []).append(child)
+    chains = [group for group in groups.values() if len(group) > 1 and _depends(group[1], group[0], call)]
+    return {child.fqn for chain in chains for child in chain}
 
 
 def _depends(later: CallTree, earlier: CallTree, within: CallTree) -> bool:
-    """Whether a value of ``earlier`` flows into ``later``."""
+    """Return whether a value of ``earlier`` flows into ``later``, through operations of ``within``."""
     inside, source = set(within.nodes()), set(earlier.nodes())
     waiting = list(later.nodes())
     seen = set(waiting)

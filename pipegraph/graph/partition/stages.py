@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import fx
@@ -115,6 +116,7 @@ def boundaries(captured: Captured, stages: Sequence[StageGraph]) -> tuple[Bounda
 
 
 def _runs(captured: Captured) -> list[list[fx.Node]]:
+    """The operations between the markers."""
     runs: list[list[fx.Node]] = [[]]
     for node in captured.graph.nodes:
         if node.target is split_point:
@@ -124,7 +126,7 @@ def _runs(captured: Captured) -> list[list[fx.Node]]:
     return runs
 
 
-def _check_writes(captured: Captured, made_in: dict[fx.Node, int]) -> None:
+def _check_writes(captured: Captured, made_in: Mapping[fx.Node, int]) -> None:
     by_name = {node.name: node for node in captured.graph.nodes}
     for node in made_in:
         if "writes" not in node.meta:
@@ -144,8 +146,8 @@ def _check_writes(captured: Captured, made_in: dict[fx.Node, int]) -> None:
 
 def _inputs(captured: Captured, reads: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     """Inputs of the model in the model's order, then values in the order in which they are made."""
-    order = {node: position for position, node in enumerate(captured.graph.nodes)}
-    return tuple(sorted((node for node in reads if node.op != "get_attr"), key=order.__getitem__))
+    wanted = {node for node in reads if node.op != "get_attr"}
+    return tuple(node for node in captured.graph.nodes if node in wanted)
 
 
 def _outputs(run: Sequence[fx.Node], later: Sequence[Sequence[fx.Node]]) -> tuple[fx.Node, ...]:
@@ -156,7 +158,7 @@ def _outputs(run: Sequence[fx.Node], later: Sequence[Sequence[fx.Node]]) -> tupl
 def _place_state(
     captured: Captured, nodes: Sequence[Sequence[fx.Node]], reads: Sequence[Sequence[fx.Node]]
 ) -> list[tuple[str, ...]]:
-    """The state of each stage: what it reads, and what nothing reads beside its neighbours, so that none is lost."""
+    """The state of each stage: what it reads. State that nothing reads goes with its relatives: none is lost."""
     names = captured.names_of
     placed: list[set[str]] = [set() for _ in nodes]
     for index, run in enumerate(nodes):
@@ -184,7 +186,8 @@ def local_name(reader: fx.Node, names: Sequence[str]) -> str:
 
 
 def _homes(entry: StateEntry, names: Mapping[str, Sequence[str]], placed: Sequence[set[str]]) -> list[int]:
-    """Where a name that no operation reads belongs: with the same tensor, or with its nearest relatives.
+    """The stages for a name that no operation reads: where the tensor is under another name, or where the names are
+    that share the longest beginning with it.
 
     A buffer goes along with the buffers of its module to every stage that has them, so that the module keeps one form.
     """
@@ -192,22 +195,15 @@ def _homes(entry: StateEntry, names: Mapping[str, Sequence[str]], placed: Sequen
         if stage.intersection(names[entry.canonical]):
             return [index]
     parts = entry.fqn.split(".")
-
-    def relatives(stage: set[str]) -> int:
-        return max((_shared(parts, fqn.split(".")) for fqn in stage), default=0)
-
-    nearest = [relatives(stage) for stage in placed]
-    homes = [index for index, shared in enumerate(nearest) if shared == max(nearest)]
-    return homes if entry.kind != "parameter" and max(nearest) == len(parts) - 1 > 0 else homes[:1]
+    shared = [max((_shared(parts, fqn.split(".")) for fqn in stage), default=0) for stage in placed]
+    homes = [index for index, count in enumerate(shared) if count == max(shared)]
+    return homes if entry.kind != "parameter" and max(shared) == len(parts) - 1 > 0 else homes[:1]
 
 
 def _shared(one: Sequence[str], other: Sequence[str]) -> int:
-    count = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        count += 1
-    return count
+    """The length of the beginning that two names have in common."""
+    equal = (left == right for left, right in zip(one, other, strict=False))
+    return sum(1 for _ in takewhile(bool, equal))
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import is_stable
+from pipegraph.graph.internals import is_view
 from pipegraph.graph.nodes import any_layout, replace_node, shape_of
 from pipegraph.graph.operators import View, operator_of
 
@@ -34,4 +35,4 @@ def _is_undone(first: fx.Node, second: fx.Node) -> bool:
     """Return whether every element stands after both views where it stood before the first."""
     tensor = torch.empty(shape_of(first.args[0]), device="meta")
     after = any_layout(second)(any_layout(first)(tensor, *first.args[1:]), *second.args[1:])
-    return bool(after.shape == tensor.shape and after.stride() == tensor.stride() and after._is_view())
+    return bool(after.shape == tensor.shape and after.stride() == tensor.stride() and is_view(after))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.graph.aliasing import is_stable
+from pipegraph.graph.internals import OpOverload, fake_empty
 from pipegraph.graph.nodes import arguments_of, on_meta, replace_node, shape_of
 from pipegraph.graph.operators import operator_of
 
@@ -28,8 +29,7 @@ def drop_expands(graph: fx.Graph) -> None:
         if node.target is not aten.expand.default or not is_stable(node):
             continue
         for inner, made in _smaller(node).items():
-            with inner.meta["val"].fake_mode:
-                inner.meta["val"] = torch.empty_like(made, device=inner.meta["val"].device)
+            inner.meta["val"] = fake_empty(inner.meta["val"], made.shape, made.dtype, made.stride())
             if inner is node:
                 replace_node(node, node.args[0])
 
@@ -68,7 +68,7 @@ def _reads_only_its_mask(attention: fx.Node, smaller: Mapping[fx.Node, Tensor]) 
 
 def _is_elementwise(node: fx.Node, smaller: Mapping[fx.Node, Tensor]) -> bool:
     """Return whether an operation computes each element (an embedding: each row) from the elements at its place."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     if node.target is aten.embedding.default:
         return node.args[0] not in smaller

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from pipegraph.graph.internals import schema_arguments
 from pipegraph.graph.nodes import arguments_of
 from pipegraph.graph.operators import operator_of
 
@@ -22,6 +23,6 @@ def drop_redundant_dtypes(graph: fx.Graph) -> None:
             continue
         source = node.args[0].meta["val"]
         if source.is_floating_point() and arguments_of(node).get("dtype") == source.dtype:
-            position = [argument.name for argument in node.target._schema.arguments].index("dtype")
+            position = [argument.name for argument in schema_arguments(node.target)].index("dtype")
             node.args = node.args[:position]
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import viewed_by, written_by
+from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.nodes import on_meta
 
 aten = torch.ops.aten
@@ -42,18 +43,18 @@ def functionalize_writes(graph: fx.Graph) -> None:
         sharing.setdefault(root, [root] if root is not node else []).append(node)
 
 
-def _functional(node: fx.Node) -> torch._ops.OpOverload | None:
+def _functional(node: fx.Node) -> OpOverload | None:
     """``aten.add_.Tensor`` → ``aten.add.Tensor``; None if there is none that gives the same."""
     target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    name = target._opname
+    assert isinstance(target, OpOverload)
+    name, overload = operator_name(target)
     if target.namespace != "aten" or not name.endswith("_") or name in ("copy_", "set_", "resize_"):
         return None
-    functional = getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
+    functional = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
     return functional if functional is not None and _keeps_type(functional, node) else None
 
 
-def _keeps_type(functional: torch._ops.OpOverload, node: fx.Node) -> bool:
+def _keeps_type(functional: OpOverload, node: fx.Node) -> bool:
     """Return whether the functional form gives the dtype and shape that the tensor has: ``x.add_(y)`` keeps a bfloat16
     ``x``, while ``x + y`` promotes it to the dtype of ``y``."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), on_meta)

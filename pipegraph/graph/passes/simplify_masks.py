@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipegraph.graph.internals import OpOverload, fake_empty, is_mutable
 from pipegraph.graph.nodes import arguments_of, shape_of
 from pipegraph.graph.operators import operator_of
 
@@ -70,7 +71,7 @@ def simplify_masks(graph: fx.Graph) -> None:
 def _is_fixed(node: fx.Node, unknown: set[fx.Node]) -> bool:
     """Return whether an operation gives the same for every input, and is small enough to try."""
     target, value = node.target, node.meta.get("val")
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or is_mutable(target):
         return False
     if not isinstance(value, torch.Tensor) or value.numel() > _LARGEST or node.meta["regions"]:
         return False
@@ -101,7 +102,7 @@ def _operations_for(node: fx.Node) -> int:
 
 
 def _computed(node: fx.Node) -> torch.Tensor:
-    """The value of a fixed operation. Intermediate values are let go after their last use: each may take half a GB."""
+    """The value of a fixed operation; the interpreter lets each intermediate value go after its last use."""
     needed: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -109,19 +110,16 @@ def _computed(node: fx.Node) -> torch.Tensor:
         if each not in needed:
             needed.add(each)
             waiting.extend(each.all_input_nodes)
-    order = sorted(needed)
-    last_reader = {parent: each for each in order for parent in each.all_input_nodes}
-    values: dict[fx.Node, torch.Tensor] = {}
-    for each in order:
-        args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
-        kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
-        with torch.no_grad():
-            values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
-        del args, kwargs
-        for parent in each.all_input_nodes:
-            if last_reader[parent] is each:
-                del values[parent]
-    return values[node]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for each in sorted(needed):
+        copies[each] = graph.node_copy(each, copies.__getitem__)
+        if "device" in each.kwargs:
+            copies[each].update_kwarg("device", torch.device("cpu"))
+    graph.output(copies[node])
+    with torch.no_grad():
+        value: torch.Tensor = fx.Interpreter(fx.GraphModule({}, graph)).run()
+    return value
 
 
 def _band(mask: torch.Tensor) -> _Band | None:
@@ -156,7 +154,7 @@ def _write(node: fx.Node, band: _Band) -> fx.Node:
 
 def _insert(
     before: fx.Node,
-    target: torch._ops.OpOverload,
+    target: OpOverload,
     args: tuple[Any, ...],
     sizes: Sequence[int],
     kwargs: dict[str, Any] | None = None,
@@ -165,9 +163,7 @@ def _insert(
     """An operation before ``before``, in the same call and on the same line of the model's source."""
     with before.graph.inserting_before(before):
         made = before.graph.call_function(target, args, kwargs or {})
-    value = before.meta["val"]
-    with value.fake_mode:
-        made.meta = {**before.meta, "val": torch.empty(tuple(sizes), dtype=dtype, device=value.device)}
+    made.meta = {**before.meta, "val": fake_empty(before.meta["val"], sizes, dtype)}
     return made
 
 
