@@ -10,8 +10,8 @@ import torch
 from msgspec import structs
 from torch import fx
 
-from pipegraph.codegen.classes.block_classes import Blocks
-from pipegraph.codegen.classes.merge_classes import merge
+from pipegraph.codegen.classes.block_classes import BlockClasses
+from pipegraph.codegen.classes.merge_classes import merge_classes
 from pipegraph.codegen.classes.stage_class import stage_class
 from pipegraph.codegen.libraries import libraries
 from pipegraph.codegen.names.docstrings import dtype_name, prose
@@ -31,11 +31,11 @@ from pipegraph.version import __version__
 def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None) -> tuple[dict[str, str], Manifest]:
     """The source files of a package by name, and its manifest; nothing is written."""
     captured = plan.captured
-    blocks = Blocks(captured)
+    blocks = BlockClasses(captured)
     words = _source_names(plan, blocks)
     names = _unique(words, set(captured.constants))
     stages = [stage_class(plan, blocks, stage, words) for stage in plan.stages]
-    shared, stages = merge(blocks.used_by(stages), stages)
+    shared, stages = merge_classes(blocks.used_by(stages), stages)
     requires = libraries(captured)
     model = source.name if source is not None else captured.model_name
     about = f"{prose(captured.model_name)} ({prose(model)})"
@@ -128,7 +128,7 @@ def _value(name: str, boundary: Boundary) -> Value:
     )
 
 
-def _source_names(plan: Plan, blocks: Blocks) -> dict[fx.Node, str]:
+def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:
     """What everything that crosses is called: the model's own name for its arguments, the key for what it returns in a
     dict, and else what its source calls the value. Several may have one name."""
     captured = plan.captured
@@ -139,9 +139,9 @@ def _source_names(plan: Plan, blocks: Blocks) -> dict[fx.Node, str]:
         if node.op == "placeholder":
             wanted = label_of(node)
         elif node in captured.returned:
-            wanted = keys.get(label_of(node)) or blocks.words.value_name(node, default="output")
+            wanted = keys.get(label_of(node)) or blocks.names.value_name(node, default="output")
         else:
-            wanted = blocks.words.value_name(node)
+            wanted = blocks.names.value_name(node)
         names[node] = variable(wanted, "x")
     return names
 

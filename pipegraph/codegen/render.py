@@ -12,7 +12,9 @@ from typing import Any
 import jinja2
 
 from pipegraph.codegen.classes.class_source import ClassSource
+from pipegraph.codegen.syntax.expressions import Name
 from pipegraph.codegen.syntax.line_breaks import wrap
+from pipegraph.codegen.syntax.statements import lines
 
 _DOCSTRING_WIDTH = 112
 # A name and its shape stay on one line, and so do an arrow and what follows: their spaces are no-break spaces while a
@@ -41,17 +43,25 @@ def templates_folder() -> Path:
 
 
 def render_stage(source: ClassSource, blocks: Sequence[ClassSource], header: str, libraries: Mapping[str, str]) -> str:
-    """``stage_0.py``."""
-    text = "\n".join(class_lines(source))
-    used = sorted((block.name for block in blocks if source.mentions(block.name)), key=_import_order)
-    imports = _imports(text, libraries)
-    return _render("stage.py.jinja", header=_docstring(header, 0), lines=text, imports=imports, blocks=_wrapped(used))
+    """``stage_0.py``.
+
+    Args:
+        libraries: namespace of operators → the module that defines them.
+    """
+    used = source.uses() & {block.name for block in blocks}
+    return _render(
+        "stage.py.jinja",
+        header=_docstring(header, 0),
+        lines="\n".join(_class_lines(source)),
+        imports=_imports([source], libraries),
+        blocks=_blocks_import(sorted(used, key=_import_order)),
+    )
 
 
 def render_blocks(blocks: Sequence[ClassSource], header: str, libraries: Mapping[str, str]) -> str:
     """``blocks.py``."""
-    texts = ["\n".join(class_lines(block)) for block in blocks]
-    imports = _imports("\n".join(texts), libraries) if texts else []
+    texts = ["\n".join(_class_lines(block)) for block in blocks]
+    imports = _imports(blocks, libraries) if blocks else []
     return _render("blocks.py.jinja", header=_docstring(header, 0), classes=texts, imports=imports)
 
 
@@ -69,58 +79,48 @@ def _render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
 
 
-def class_lines(source: ClassSource) -> list[str]:
-    """A class as lines; ``forward``'s blocks are indented and long lines broken."""
-    lines = [f"class {source.name}({source.base}):", *(_indented(_docstring(source.docstring, 4), 4)), ""]
-    made = wrap(f"def __init__({', '.join(('self', *source.arguments))}):", 4)
-    if source.children:
-        return [*lines, *made, *wrap(f"super().__init__({', '.join(source.children)})", 8)]
-    if source.assignments:
-        lines += [*made, "        super().__init__()"]
-        lines += [line for text in source.assignments for line in wrap(text, 8)]
-        lines += [""]
-    lines += wrap(f"def forward({', '.join(('self', *source.parameters))}):", 4)
-    open_regions: tuple[str, ...] = ()
-    for regions, text in source.body:
-        shared = 0
-        while shared < min(len(regions), len(open_regions)) and regions[shared] == open_regions[shared]:
-            shared += 1
-        for depth in range(shared, len(regions)):
-            lines += wrap(regions[depth], 8 + 4 * depth)
-        open_regions = regions
-        inner = len(text) - len(text.lstrip())
-        lines += wrap(text.lstrip(), 8 + 4 * len(regions) + inner)
-    return lines
+def _class_lines(source: ClassSource) -> list[str]:
+    docstring = [f"    {line}" if line else "" for line in _docstring(source.docstring, 4)]
+    head = [f"class {source.name}({source.base}):", *docstring, ""]
+    if source.init or source.children:
+        children = ", ".join(child.text for child in source.children)
+        head += wrap(f"def __init__({', '.join(('self', *source.init_parameters))}):", 4)
+        head += [*wrap(f"super().__init__({children})", 8), *lines(source.init, 8)]
+    if not source.forward:
+        return head
+    separator = [""] if source.init else []
+    return [
+        *head,
+        *separator,
+        *wrap(f"def forward({', '.join(('self', *source.parameters))}):", 4),
+        *lines(source.forward, 8),
+    ]
 
 
 def _docstring(text: str, indent: int) -> list[str]:
-    """A docstring as lines without indentation, broken where it is too long."""
+    """A docstring as lines without indentation, broken if it is too long."""
     if len(text) + indent + 6 <= _DOCSTRING_WIDTH + 8:
         return [f'"""{text}"""']
     joined = _SIZES.sub(lambda found: found[0].replace(" ", _JOINED), text)
     head, *parts = joined.replace("→ ", f"→{_JOINED}").split("  ")
-    lines = textwrap.wrap(head, _DOCSTRING_WIDTH - indent - 3, break_long_words=False, break_on_hyphens=False)
-    body = [
-        line
-        for part in parts
-        for line in textwrap.wrap(part, _DOCSTRING_WIDTH - indent, break_long_words=False, break_on_hyphens=False)
-    ]
-    filled = [f'"""{lines[0]}', *lines[1:], *([""] if body else []), *body, '"""']
+    first, *others = _filled(head, _DOCSTRING_WIDTH - indent - 3)
+    body = [line for part in parts for line in _filled(part, _DOCSTRING_WIDTH - indent)]
+    filled = [f'"""{first}', *others, *([""] if body else []), *body, '"""']
     return [line.replace(_JOINED, " ") for line in filled]
 
 
-def _indented(lines: Sequence[str], indent: int) -> list[str]:
-    return [f"{' ' * indent}{line}" if line else "" for line in lines]
+def _filled(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
-def _imports(text: str, libraries: Mapping[str, str]) -> list[str]:
-    """The imports that a file needs, in isort's order."""
-    code = re.sub(r'"""(?:.|\n)*?"""', "", text)
-    found = {"torch": "import torch"} if re.search(r"\btorch\.", code) else {}
-    if re.search(r"\bF\.", code):
+def _imports(classes: Sequence[ClassSource], libraries: Mapping[str, str]) -> list[str]:
+    """The imports that classes need, in isort's order."""
+    names = {node.name for source in classes for node in source.walk() if isinstance(node, Name)}
+    found = {"torch": "import torch"} if any(name.startswith("torch.") for name in names) else {}
+    if any(name.startswith("F.") for name in names):
         found["torch.nn.functional"] = "import torch.nn.functional as F"
     for namespace, module in libraries.items():
-        if f"torch.ops.{namespace}." in code:
+        if any(name.startswith(f"torch.ops.{namespace}.") for name in names):
             found[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"
     return [*(found[module] for module in sorted(found)), "from torch import nn"]
 
@@ -131,9 +131,9 @@ def _import_order(name: str) -> tuple[int, list[tuple[int, str]]]:
     return kind, [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _wrapped(names: Sequence[str]) -> list[str]:
-    return (
-        wrap(f"from .blocks import {', '.join(names)}", 0)
-        if names and len(", ".join(names)) < 90
-        else (["from .blocks import (", *(f"    {name}," for name in names), ")"] if names else [])
-    )
+def _blocks_import(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    if len(", ".join(names)) < 90:
+        return wrap(f"from .blocks import {', '.join(names)}", 0)
+    return ["from .blocks import (", *(f"    {name}," for name in names), ")"]

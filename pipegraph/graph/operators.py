@@ -54,8 +54,8 @@ class Operator:
         factory: whether it takes a tensor for its shape, dtype and device alone.
         uninitialized: whether the values of its result are undefined.
         dropout: whether it drops values if its argument ``train`` says so.
-        spelling: the form of its Python source, a key of ``FORMS`` in ``codegen/expressions/operator_spellings.py``;
-            "F.name" is the function of that name in ``torch.nn.functional``.
+        spelling: its Python source, as ``codegen/expressions/operator_spellings.py`` reads it; "F.name" is the
+            function of that name in ``torch.nn.functional``.
         loop: how Inductor runs it.
         rate: the operator or kind of loop whose measured rate bounds its own, if that has another name.
         flops_like: the operator whose formula in ``torch.utils.flop_counter`` holds for it.
@@ -187,7 +187,8 @@ _ROWS: tuple[tuple[str, Operator], ...] = (
     ("embedding", Operator(spelling="embedding", loop=Loop.GATHER)),
     ("index", Operator(spelling="index", loop=Loop.GATHER)),
     ("gather index_select _unsafe_index _unsafe_masked_index", Operator(loop=Loop.GATHER)),
-    ("index_put_", Operator(spelling="index_put_")),
+    ("index_put_", Operator(spelling="x[indices] = y")),
+    ("fill_ copy_", Operator(spelling="x[…] = y")),
     ("index_put _unsafe_index_put _unsafe_masked_index_put_accumulate", Operator(loop=Loop.SCATTER)),
     ("scatter scatter_add scatter_reduce index_add index_copy", Operator(loop=Loop.SCATTER)),
     ("embedding_dense_backward", Operator(loop=Loop.SCATTER)),

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipegraph.codegen.classes.pieces import Hole, pieces, rename_calls
-from pipegraph.codegen.names.identifiers import literal_text
 from tests.codegen.layers import Block, Row, batch
 from tests.codegen.parity import differences, forward_lines, split
-
-sizes = st.integers(0, 10**6)
 
 
 class Windowed(nn.Module):
@@ -162,19 +155,6 @@ def test_more_copies_are_worth_more_arguments(copies: int, classes: int, tmp_pat
 def test_classes_that_compute_differently_stay_apart(tmp_path: Path) -> None:
     split(tmp_path, Row([Sum(True), Sum(False), Sum(True)]), (batch(),))
     assert constructors(tmp_path)[::2] == ["class Sum(nn.Module):", "class Sum2(nn.Module):"]
-
-
-@given(
-    names=st.lists(st.text(min_size=1).filter(lambda name: "." not in name), unique=True, min_size=1, max_size=4),
-    width=sizes,
-)
-def test_whatever_a_string_holds_is_no_number_and_no_class(names: list[str], width: int) -> None:
-    text = f"self.x = nn.ModuleDict({{{', '.join(f'{literal_text(name)}: Block({width})' for name in names)}}})"
-    found = list(pieces(text, {"Block": ("width",)}))
-    assert [piece.value for piece in found if isinstance(piece, Hole)] == [str(width)] * len(names)
-    assert "".join(piece.value if isinstance(piece, Hole) else str(piece) for piece in found) == text
-    inside = rename_calls(text, {"Block": ""}).removeprefix("self.x = nn.ModuleDict(")[:-1]
-    assert ast.literal_eval(inside) == dict.fromkeys(names, width)
 
 
 def test_a_name_that_reads_like_a_class_stays_a_name(tmp_path: Path) -> None:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import ast
 import builtins
 import keyword
-import math
 import tempfile
-import unicodedata
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipegraph.codegen.names.docstrings import prose
-from pipegraph.codegen.names.identifiers import attribute, class_name, is_plain, literal_text, variable
-from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.names.identifiers import class_name, variable
 from tests.codegen.layers import Block, batch
 from tests.codegen.parity import differences, source, split
 
@@ -148,22 +144,6 @@ def test_classes_of_any_name(tmp_path: Path) -> None:
 
 
 @given(st.text())
-def test_a_string_literal_is_the_string(text: str) -> None:
-    assert ast.literal_eval(literal_text(text)) == text
-    assert literal_text(text).isascii() and literal_text(text).isprintable()
-
-
-@given(st.floats())
-def test_a_float_literal_is_the_float(value: float) -> None:
-    found = eval(literal(value), {"float": float})
-    assert (
-        math.isnan(found)
-        if math.isnan(value)
-        else found == value and math.copysign(1, found) == math.copysign(1, value)
-    )
-
-
-@given(st.text())
 def test_a_variable_is_an_identifier_that_shadows_nothing(text: str) -> None:
     name = variable(text, "x")
     assert name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
@@ -179,23 +159,3 @@ def test_a_class_name_is_an_identifier(text: str) -> None:
 def test_prose_ends_no_docstring(text: str) -> None:
     assert isinstance(ast.literal_eval(f'"""{prose(text)}"""'), str)
     assert "\n" not in prose(text) and '"' not in prose(text)
-
-
-@pytest.mark.parametrize(
-    ("name", "expression"),
-    [
-        ("norm", "self.norm"),
-        ("class", 'getattr(self, "class")'),
-        ("0", 'getattr(self, "0")'),
-        ("a b", 'getattr(self, "a b")'),
-        ("__x", 'getattr(self, "__x")'),  # mangled inside a class
-        ("__x__", "self.__x__"),
-        ('"', "getattr(self, '\"')"),
-        ("é", "self.é"),
-        ("ﬁ", 'getattr(self, "\\ufb01")'),  # Python would read it as fi
-    ],
-)
-def test_attribute(name: str, expression: str) -> None:
-    assert attribute("self", name) == expression
-    assert is_plain(name) == expression.startswith("self.")
-    assert not is_plain(name) or unicodedata.normalize("NFKC", name) == name

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegraph.codegen.syntax.line_breaks import reads_well, wrap
 from tests.codegen.layers import Block, batch
 from tests.codegen.parity import differences, forward_lines, split
 
@@ -162,37 +161,6 @@ def test_statements(model: type[Steps], tmp_path: Path) -> None:
     package = split(tmp_path, built, (batch(),), cut="head")
     assert forward_lines(package) == CASES[model]
     assert differences(package, built, (batch(),)) == []
-
-
-def test_a_row_of_operators_or_methods_goes_into_brackets() -> None:
-    name = "a_rather_long_name_for_a_value"
-    row = " + ".join(f"operand_number_{number}" for number in range(6))
-    assert wrap(f"{name} = {row}", 0) == [f"{name} = (", f"    {row}", ")"]
-    longer = [f"operand_number_{number}" for number in range(8)]
-    assert wrap(f"return {' + '.join(longer)}", 0) == [
-        "return (",
-        f"    {longer[0]}",
-        *(f"    + {each}" for each in longer[1:]),
-        ")",
-    ]
-    methods = "values.reshape(1, 12, 128, 16).transpose(1, 2).contiguous().reshape(1, 128, 192).softmax(-1)"
-    assert wrap(f"{name} = {methods}", 0) == [f"{name} = (", f"    {methods}", ")"]
-
-
-def test_a_value_that_ends_in_a_bracket_is_broken_there() -> None:
-    name, arguments = "a_rather_long_name_for_a_value", ", ".join(f"argument_number_{number}" for number in range(5))
-    assert wrap(f"{name} = x + f({arguments})", 0) == [f"{name} = x + f(", f"    {arguments}", ")"]
-    assert wrap(f"{name} = f({arguments}).sum(0)", 0) == [f"{name} = f(", f"    {arguments}", ").sum(0)"]
-
-
-@pytest.mark.parametrize(
-    ("value", "well"),
-    [("f({})", True), ("f({}).view(2).sum(0)", True), ("f({}).sum(0)", False), ("x + f({})", True)],
-)
-def test_a_line_reads_well_if_no_method_follows_its_break(value: str, well: bool) -> None:
-    text = value.format(", ".join(f"argument_number_{number}" for number in range(5)))
-    assert reads_well(f"a_rather_long_name_for_a_value = {text}", 8) == well
-    assert reads_well(f"x = {value.format('y')}", 8)
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:

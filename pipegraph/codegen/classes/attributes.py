@@ -7,76 +7,104 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from pipegraph.codegen.forward.index_tests import told_apart
-from pipegraph.codegen.forward.module_tree import Tree
-from pipegraph.codegen.names.identifiers import is_number, is_plain, literal_text
+from pipegraph.codegen.forward.index_tests import separating_test
+from pipegraph.codegen.forward.module_tree import ModuleTree
+from pipegraph.codegen.names.identifiers import is_number, is_plain
+from pipegraph.codegen.syntax.expressions import (
+    SELF,
+    Attribute,
+    Collection,
+    Comprehension,
+    Conditional,
+    Expression,
+    FunctionCall,
+    KeyValue,
+    Name,
+    Unpacked,
+    call,
+    method,
+    string,
+)
 from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
 from pipegraph.graph.captured import StateEntry
 
-# A row of modules with two constructors is listed up to this length.
+# Modules of two classes are listed one by one up to this number.
 _LISTED = 4
+_INDEX = Name("i")
 
 
-def assignments(tree: Tree, owner: str = "self") -> Iterator[str]:
-    """The statements of ``__init__`` that make the attributes, in the model's order."""
+def init_statements(tree: ModuleTree, owner: Expression = SELF) -> Iterator[Statement]:
+    """The statements that make the attributes of a class, in the model's order."""
     for name, entry in tree.state.items():
-        yield _state(owner, name, entry)
+        yield _register_state(owner, name, entry)
     for name, child in tree.children.items():
         if tree.container is nn.Module:
-            yield _module(owner, name, _holder(child) if isinstance(child, Tree) else child)
-        if isinstance(child, Tree):
-            yield from assignments(child, tree.item(owner, name))
+            yield _register_module(owner, name, _container(child) if isinstance(child, ModuleTree) else child)
+        if isinstance(child, ModuleTree):
+            yield from init_statements(child, tree.child(owner, name))
 
 
-def _module(owner: str, name: str, constructor: str) -> str:
+def _register_module(owner: Expression, name: str, constructor: Expression) -> Statement:
     if is_plain(name):
-        return f"{owner}.{name} = {constructor}"
-    return f"{owner}.add_module({literal_text(name)}, {constructor})"
+        return Assign((Attribute(owner, name),), constructor)
+    return Evaluate(method(owner, "add_module", string(name), constructor))
 
 
-def _holder(tree: Tree) -> str:
-    """The constructor of a holder; a container is made with its children."""
+def _register_state(owner: Expression, name: str, entry: StateEntry) -> Statement:
+    sizes = [literal(size) for size in entry.shape] or [literal(())]
+    dtype = {} if entry.dtype == torch.float32 else {"dtype": literal(entry.dtype)}
+    tensor = call("torch.empty", *sizes, **dtype)
+    if entry.kind != "parameter":
+        options = {} if entry.persistent else {"persistent": literal(False)}
+        return Evaluate(method(owner, "register_buffer", string(name), tensor, **options))
+    differentiable = entry.dtype.is_floating_point or entry.dtype.is_complex
+    parameter = call("nn.Parameter", tensor, **({} if differentiable else {"requires_grad": literal(False)}))
+    if is_plain(name):
+        return Assign((Attribute(owner, name),), parameter)
+    return Evaluate(method(owner, "register_parameter", string(name), parameter))
+
+
+def _container(tree: ModuleTree) -> FunctionCall:
+    """The constructor of a module that holds others; a list or a dict is made with its children."""
     if tree.container is nn.Module:
-        return "nn.Module()"
-    kind = f"nn.{tree.container.__name__}"
-    items = {name: _holder(child) if isinstance(child, Tree) else child for name, child in tree.children.items()}
-    each = _each([int(name) for name in items if is_number(name)], list(items.values()))
+        return call("nn.Module")
+    items = {
+        name: _container(child) if isinstance(child, ModuleTree) else child for name, child in tree.children.items()
+    }
+    element = _element([int(name) for name in items if is_number(name)], list(items.values()))
+    children: Expression
     if tree.is_indexed:
-        name = "_" if len(set(items.values())) == 1 else "i"
-        row = f"[{each} for {name} in range({len(items)})]" if each else f"[{', '.join(items.values())}]"
-        if tree.container is nn.ModuleList:
-            return f"{kind}({row})"
-        return f"{kind}(*{row})" if each else f"{kind}({row[1:-1]})"
-    if each:
-        start, *_, end = map(int, items)
-        return f"{kind}({{str(i): {each} for i in range({f'{start}, ' if start else ''}{end + 1})}})"
-    inside = ", ".join(f"{literal_text(name)}: {constructor}" for name, constructor in items.items())
-    return f"{kind}({{{inside}}})"
+        variable = "_" if len(set(items.values())) == 1 else _INDEX.name
+        if element is None and tree.container is nn.Sequential:
+            return call("nn.Sequential", *items.values())
+        children = Collection(tuple(items.values()), "[]")
+        if element is not None:
+            children = Comprehension(element, variable, call("range", literal(len(items))), "[]")
+        return call(
+            f"nn.{tree.container.__name__}", children if tree.container is nn.ModuleList else Unpacked(children)
+        )
+    if element is not None:
+        first, *_, last = map(int, items)
+        counted = call("range", *([literal(first)] if first else []), literal(last + 1))
+        children = Comprehension(KeyValue(call("str", _INDEX), element), _INDEX.name, counted, "{}")
+    else:
+        children = Collection(tuple(KeyValue(string(name), item) for name, item in items.items()), "{}")
+    return call(f"nn.{tree.container.__name__}", children)
 
 
-def _each(numbers: Sequence[int], constructors: Sequence[str]) -> str | None:
-    """The one constructor of a row of modules, or of a long row the two that a test of ``i`` tells apart; None where
-    they are not numbered in a row or more than that."""
+def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Expression | None:
+    """The expression that makes each of several modules: their constructor or, of many, one of two by a test of ``i``.
+
+    None if they are not numbered consecutively, or differ in another way.
+    """
     if len(numbers) != len(constructors) or len(numbers) < 2 or numbers != list(range(numbers[0], numbers[-1] + 1)):
         return None
     if len(set(constructors)) == 1:
         return constructors[0]
-    test = told_apart(numbers, constructors) if len(constructors) > _LISTED else None
-    if test is None:
+    found = separating_test(numbers, constructors) if len(constructors) > _LISTED else None
+    if found is None:
         return None
-    other = next(each for each in constructors if each != test[1])
-    return f"{test[1]} if {test[0].format('i')} else {other}"
-
-
-def _state(owner: str, name: str, entry: StateEntry) -> str:
-    sizes = ", ".join(map(str, entry.shape)) if entry.shape else "()"
-    dtype = "" if entry.dtype == torch.float32 else f", dtype={literal(entry.dtype)}"
-    tensor = f"torch.empty({sizes}{dtype})"
-    if entry.kind == "parameter":
-        differentiable = entry.dtype.is_floating_point or entry.dtype.is_complex
-        parameter = f"nn.Parameter({tensor})" if differentiable else f"nn.Parameter({tensor}, requires_grad=False)"
-        if is_plain(name):
-            return f"{owner}.{name} = {parameter}"
-        return f"{owner}.register_parameter({literal_text(name)}, {parameter})"
-    persistent = "" if entry.persistent else ", persistent=False"
-    return f"{owner}.register_buffer({literal_text(name)}, {tensor}{persistent})"
+    test, chosen = found
+    other = next(each for each in constructors if each != chosen)
+    return Conditional(chosen, test.of(_INDEX), other)

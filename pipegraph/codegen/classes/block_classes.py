@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import fx, nn
 
-from pipegraph.codegen.classes.attributes import assignments
+from pipegraph.codegen.classes.attributes import init_statements
 from pipegraph.codegen.classes.class_source import ClassSource
-from pipegraph.codegen.expressions import attention_calls
-from pipegraph.codegen.expressions.attention_calls import Arguments, Attentions
-from pipegraph.codegen.expressions.leaf_modules import Leaves, constructor
-from pipegraph.codegen.forward.body import write_body
+from pipegraph.codegen.expressions.attention_calls import AttentionArguments, AttentionCalls, attention_constructor
+from pipegraph.codegen.expressions.leaf_modules import LeafModules, leaf_constructor
+from pipegraph.codegen.forward.body import write_forward
 from pipegraph.codegen.forward.contexts import common_regions
-from pipegraph.codegen.forward.items import Item, ModuleCall, Operation, Scope, conflicts, modules_in
-from pipegraph.codegen.forward.module_tree import Tree, build_tree, paths
-from pipegraph.codegen.forward.roll_loops import roll
+from pipegraph.codegen.forward.items import ClassContents, Item, ModuleCall, Operation, conflicts, modules_in
+from pipegraph.codegen.forward.module_tree import ModuleTree, build_tree
+from pipegraph.codegen.forward.roll_loops import roll_loops
 from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
-from pipegraph.codegen.names.model_names import Words
-from pipegraph.codegen.names.source_statements import Origins
+from pipegraph.codegen.names.model_names import ModelNames
+from pipegraph.codegen.names.source_statements import SourceStatements
+from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, call
 from pipegraph.codegen.syntax.literals import literal
 from pipegraph.graph.call_arguments import argument_place, result_place, sorted_by_place
 from pipegraph.graph.call_tree import CallTree, call_tree
@@ -34,311 +34,309 @@ from pipegraph.graph.partition.stages import StageGraph, local_name
 _SMALL = 2
 
 
-class Blocks:
-    """The classes of a package, collected stage by stage; a structure that was met before is not written again."""
+class BlockClasses:
+    """The classes of a package, collected stage by stage; equal structures share one class."""
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self.origins = Origins(captured)
+        self.source = SourceStatements(captured)
         self._opened = opened_calls(captured)
-        self.words = Words(captured, self.origins, self._opened)
-        self._names = captured.names_of
+        self.names = ModelNames(captured, self.source, self._opened)
         self._below: dict[str, list[str]] = {"": list(captured.state)}  # module → its state and that of modules in it
         for fqn in captured.state:
             for module in outer_names(fqn):
                 self._below.setdefault(module, []).append(fqn)
         self._order = {fqn: position for position, fqn in enumerate(captured.modules)}
-        self._attentions = Attentions(captured)
-        self._leaves = Leaves(captured)
+        self._attentions = AttentionCalls(captured)
+        self._leaves = LeafModules(captured)
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
 
     def used_by(self, stages: Sequence[ClassSource]) -> tuple[ClassSource, ...]:
-        """What ``blocks.py`` holds; a class stands behind those it uses. One whose module was spread out after all is
-        left out."""
-        users = list(stages)
+        """The classes that stages use, directly or inside others; a class comes after those that it uses itself."""
+        used = {name for stage in stages for name in stage.uses()}
+        blocks: list[ClassSource] = []
         for block in reversed(self._by_structure.values()):
-            if any(user.mentions(block.name) for user in users):
-                users.append(block)
-        return tuple(reversed(users[len(stages) :]))
+            if block.name in used:
+                used |= block.uses()
+                blocks.append(block)
+        return tuple(reversed(blocks))
 
-    def stage(self, stage: StageGraph) -> tuple[Scope, Tree]:
-        """A stage's own ``forward`` and attributes; the classes that it uses are collected."""
-        inside = _Inside(frozenset(stage.nodes), frozenset(stage.outputs), frozenset(stage.state))
+    def stage(self, stage: StageGraph) -> tuple[ClassContents, ModuleTree]:
+        """What a stage's own class holds; the classes that it uses are collected."""
+        members = _StageMembers(frozenset(stage.nodes), frozenset(stage.outputs), frozenset(stage.state))
         root = call_tree(stage.nodes)
-        return self._scope(inside, "", root.items, stage.inputs, stage.outputs, regions=0)
+        return self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
 
-    # ---- scopes ------------------------------------------------------------------------------------------------------
-
-    def _scope(
+    def _contents(
         self,
-        inside: _Inside,
+        members: _StageMembers,
         prefix: str,
-        items: Sequence[fx.Node | CallTree],
+        calls: Sequence[fx.Node | CallTree],
         inputs: Sequence[fx.Node],
         outputs: Sequence[fx.Node],
-        regions: int,
-    ) -> tuple[Scope, Tree]:
+        outer_regions: int,
+    ) -> tuple[ClassContents, ModuleTree]:
         inlined: frozenset[str] = frozenset()
-        made = self._items(inside, prefix, items, inlined)
-        while found := conflicts(made):
+        items = self._items(members, prefix, calls, inlined)
+        while found := conflicts(items):
             inlined |= found
-            made = self._items(inside, prefix, items, inlined)
-        constructors = {relative(item.fqn, prefix): item.constructor for item in made if isinstance(item, ModuleCall)}
-        state = {
-            relative(fqn, prefix): self._captured.state[fqn]
-            for fqn in self._below.get(prefix, ())
-            if fqn in inside.state
-        }
-        constructors |= self._silent_leaves(prefix, state, constructors)
+            items = self._items(members, prefix, calls, inlined)
+        constructors = {relative(item.fqn, prefix): item.constructor for item in items if isinstance(item, ModuleCall)}
+        below = [fqn for fqn in self._below.get(prefix, ()) if fqn in members.state]
+        state = {relative(fqn, prefix): self._captured.state[fqn] for fqn in below}
+        constructors |= self._uncalled_leaves(prefix, state, constructors)
         own = {name: entry for name, entry in state.items() if constructors.keys().isdisjoint(outer_names(name))}
-        ordered = sorted(constructors, key=lambda name: self._order[f"{prefix}.{name}" if prefix else name])
+        ordered = sorted(constructors, key=lambda name: self._order[_join(prefix, name)])
         tree = build_tree({name: constructors[name] for name in ordered}, own, partial(self._module_at, prefix))
-        scope = Scope(
+        contents = ClassContents(
             prefix=prefix,
-            items=roll(made, outputs),
+            items=roll_loops(items, outputs),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             state=state,
-            names=self._held(inside, prefix, made, outputs),
-            regions=regions,
+            state_names=self._state_names(members, prefix, items, outputs),
+            outer_regions=outer_regions,
         )
-        return scope, tree
+        return contents, tree
 
     def _module_at(self, prefix: str, name: str) -> nn.Module | None:
-        module = self._captured.modules.get(f"{prefix}.{name}" if prefix else name)
+        module = self._captured.modules.get(_join(prefix, name))
         return module.module if module is not None else None
 
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
     def _items(
-        self, inside: _Inside, prefix: str, items: Iterable[fx.Node | CallTree], inlined: frozenset[str]
+        self, members: _StageMembers, prefix: str, calls: Iterable[fx.Node | CallTree], inlined: frozenset[str]
     ) -> list[Item]:
-        """Operations and calls in order; what cannot be a call of its own is spread out."""
-        made: list[Item] = []
-        for item in items:
-            if isinstance(item, fx.Node):
-                made.append(Operation(item))
+        """Operations and calls in order; a call that cannot stay one is replaced by what is in it."""
+        items: list[Item] = []
+        for each in calls:
+            if isinstance(each, fx.Node):
+                items.append(Operation(each))
                 continue
-            call = None
-            if item.call not in self._opened and item.fqn not in inlined and is_within(item.fqn, prefix):
-                call = self._call(inside, prefix, item)
-            made += [call] if call is not None else self._items(inside, prefix, item.items, inlined)
-        return made
+            item = None
+            if each.call not in self._opened and each.fqn not in inlined and is_within(each.fqn, prefix):
+                item = self._module_call(members, prefix, each)
+            items += [item] if item is not None else self._items(members, prefix, each.items, inlined)
+        return items
 
-    def _call(self, inside: _Inside, prefix: str, call: CallTree) -> ModuleCall | None:
-        """A call of a torch.nn module, or of a class that is written for it; None for what is better spread out."""
-        nodes = tuple(call.nodes())
-        reads, makes = self._reads(call, nodes), _makes(inside, call, nodes)
-        if not makes:
+    def _module_call(self, members: _StageMembers, prefix: str, tree: CallTree) -> ModuleCall | None:
+        """A call of a torch.nn module, or of a class that is written for it; None if its operations read better."""
+        called = self._values(members, tree)
+        if not called.makes:
             return None
-        if len(makes) > 1:
-            self.words.returned_together.update(makes)
-        arguments = self._attentions.arguments(call, reads, makes)
+        if len(called.makes) > 1:
+            self.names.returned_together.update(called.makes)
+        arguments = self._attentions.arguments(tree, called.reads, called.makes)
         if arguments is not None:
-            return self._attention(call, arguments, reads, makes)
-        text, modules = self._leaves.constructor(call, reads, makes), frozenset[str]()
-        if text is None:
-            text, modules = self._sequential(inside, call, nodes, reads, makes)
-        if text is None:
-            stateless = not any(node.op == "get_attr" for each in nodes for node in each.all_input_nodes)
-            same_mode = self._captured.modules[call.fqn].training == self._captured.modules[prefix].training
-            small = len(nodes) <= _SMALL and not any(True for _ in call.calls())
-            if stateless and same_mode and (small or not self.words.is_whole(call)):
+            return self._attention(called, arguments)
+        constructor, modules = self._leaves.constructor(tree, called.reads, called.makes), frozenset[str]()
+        if constructor is None:
+            constructor, modules = self._sequential(members, called)
+        if constructor is None:
+            reads_state = any(node.op == "get_attr" for each in called.nodes for node in each.all_input_nodes)
+            same_mode = self._captured.modules[tree.fqn].training == self._captured.modules[prefix].training
+            small = len(called.nodes) <= _SMALL and not any(True for _ in tree.calls())
+            if not reads_state and same_mode and (small or not self.names.is_whole(tree)):
                 return None
-            source, modules = self._class(inside, call, nodes, reads, makes)
-            text = f"{source.name}()"
-        model_class = self._captured.modules[call.fqn].class_name
-        return ModuleCall(call.fqn, text, model_class, reads, makes, nodes, modules | {call.fqn})
+            source, modules = self._class(members, called)
+            constructor = call(source.name)
+        return self._call(called, constructor, modules | {tree.fqn})
 
-    def _attention(
-        self, call: CallTree, arguments: Arguments, reads: tuple[fx.Node, ...], makes: tuple[fx.Node, ...]
+    def _call(
+        self,
+        called: _CallValues,
+        constructor: FunctionCall,
+        modules: frozenset[str],
+        arguments: AttentionArguments | None = None,
     ) -> ModuleCall:
-        """A call of torch's own ``nn.MultiheadAttention``."""
-        module = self._captured.modules[call.fqn].module
-        assert isinstance(module, nn.MultiheadAttention)
-        nodes, modules = tuple(call.nodes()), frozenset((call.fqn, f"{call.fqn}.out_proj"))
-        makes = tuple(makes[position] for position in arguments.results)
-        return ModuleCall(
-            call.fqn, attention_calls.constructor(module), "MultiheadAttention", reads, makes, nodes, modules, arguments
-        )
+        fqn = called.tree.fqn
+        model_class = self._captured.modules[fqn].class_name
+        return ModuleCall(fqn, constructor, model_class, called.reads, called.makes, called.nodes, modules, arguments)
 
-    def _sequential(
-        self,
-        inside: _Inside,
-        call: CallTree,
-        nodes: Sequence[fx.Node],
-        reads: tuple[fx.Node, ...],
-        makes: tuple[fx.Node, ...],
-    ) -> tuple[str | None, frozenset[str]]:
-        """``nn.Sequential(…)``, or a subclass that adds nothing but its name, and the modules in it; None for all
-        else."""
-        nothing = None, frozenset[str]()
-        module = self._captured.modules[call.fqn].module
-        if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-            return nothing
-        if len(reads) != 1 or len(makes) != 1 or [*module._modules] != [str(index) for index in range(len(module))]:
-            return nothing
-        row = self._items(inside, call.fqn, call.items, frozenset())
-        built = {item.fqn: item for item in row if isinstance(item, ModuleCall)}
-        handed, texts = reads, []
-        for name, child in module.named_children():
-            item = built.pop(f"{call.fqn}.{name}", None)
-            if item is not None and item.reads == handed and len(item.makes) == 1:
-                handed = item.makes
-            elif item is not None or not self._silent(f"{call.fqn}.{name}"):
-                return nothing
-            texts.append(item.constructor if item is not None else constructor(child))
-        if built or handed != makes or len(texts) < len(row) or None in texts:
-            return nothing
-        modules = {f"{call.fqn}.{name}" for name, _ in module.named_children()}.union(*map(modules_in, row))
-        if type(module) is nn.Sequential:
-            return f"nn.Sequential({', '.join(text for text in texts if text)})", frozenset(modules)
-        source = self._subclass(call, nodes, tuple(text for text in texts if text), reads, makes)
-        return f"{source.name}()", frozenset(modules)
-
-    def _silent(self, fqn: str) -> bool:
-        """Whether a module does nothing anywhere in the model; in a part of a Sequential, it may be another stage's."""
-        return fqn not in self._called and isinstance(self._captured.modules[fqn].module, (nn.Identity, nn.Dropout))
-
-    def _subclass(
-        self,
-        call: CallTree,
-        nodes: Sequence[fx.Node],
-        children: tuple[str, ...],
-        reads: tuple[fx.Node, ...],
-        makes: tuple[fx.Node, ...],
-    ) -> ClassSource:
-        """A class of the model's that derives from ``nn.Sequential`` and has no ``forward`` of its own."""
-        module = self._captured.modules[call.fqn]
-        return self._collect(
-            (module.class_name, children),
-            lambda name: ClassSource(
-                name=name,
-                docstring=self.words.docstring(call, self.words.parameters(call, reads), reads, makes),
-                base="nn.Sequential",
-                children=children,
-                model_class=module.class_name,
-                numbers=_numbers(module.module),
-            ),
-            module.class_name,
-        )
-
-    def _collect(self, structure: tuple[object, ...], make: Callable[[str], ClassSource], name: str) -> ClassSource:
-        """The class of a structure: the one that is there, or a new one under an unused name."""
-        if structure not in self._by_structure:
-            taken = {source.name for source in self._by_structure.values()}
-            self._by_structure[structure] = make(unused_class(class_name(name), taken))
-        return self._by_structure[structure]
-
-    def _reads(self, call: CallTree, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-        """Values from outside, in the order in which the module takes them, or else reads them; its own state is
-        none."""
+    def _values(self, members: _StageMembers, tree: CallTree) -> _CallValues:
+        """The values that a call takes and gives, in the order of its arguments and results if that is known."""
+        nodes = tuple(tree.nodes())
         inner = set(nodes)
         read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes if node not in inner)
+        names = self._captured.names_of
         foreign = [
             node
             for node in read
-            if node.op != "get_attr" or not any(is_within(name, call.fqn) for name in self._names[str(node.target)])
+            if node.op != "get_attr" or not any(is_within(name, tree.fqn) for name in names[str(node.target)])
         ]
-        return sorted_by_place(foreign, (argument_place(node, call.call) for node in foreign))
+        made = [node for node in nodes if members.read_outside(node, inner)]
+        return _CallValues(
+            tree,
+            nodes,
+            sorted_by_place(foreign, (argument_place(node, tree.call) for node in foreign)),
+            sorted_by_place(made, (result_place(node, tree.call) for node in made)),
+        )
 
-    def _class(
-        self,
-        inside: _Inside,
-        call: CallTree,
-        nodes: Sequence[fx.Node],
-        reads: tuple[fx.Node, ...],
-        makes: tuple[fx.Node, ...],
-    ) -> tuple[ClassSource, frozenset[str]]:
+    def _attention(self, called: _CallValues, arguments: AttentionArguments) -> ModuleCall:
+        fqn = called.tree.fqn
+        module = self._captured.modules[fqn].module
+        assert isinstance(module, nn.MultiheadAttention)
+        makes = tuple(called.makes[position] for position in arguments.results)
+        ordered = _CallValues(called.tree, called.nodes, called.reads, makes)
+        return self._call(ordered, attention_constructor(module), frozenset((fqn, f"{fqn}.out_proj")), arguments)
+
+    def _sequential(self, members: _StageMembers, called: _CallValues) -> tuple[FunctionCall | None, frozenset[str]]:
+        """``nn.Sequential(…)``, or a subclass that adds only its name, and the modules in it; else None."""
+        nothing = None, frozenset[str]()
+        fqn = called.tree.fqn
+        module = self._captured.modules[fqn].module
+        if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+            return nothing
+        if len(called.reads) != 1 or len(called.makes) != 1:
+            return nothing
+        if [*module._modules] != [str(index) for index in range(len(module))]:
+            return nothing
+        items = self._items(members, fqn, called.tree.items, frozenset())
+        calls = {item.fqn: item for item in items if isinstance(item, ModuleCall)}
+        if len(calls) < len(items):
+            return nothing
+        passed, children = called.reads, []
+        for name, child in module.named_children():
+            item = calls.pop(f"{fqn}.{name}", None)
+            if item is not None and item.reads == passed and len(item.makes) == 1:
+                passed = item.makes
+            elif item is not None or not self._does_nothing(f"{fqn}.{name}"):
+                return nothing
+            constructor = item.constructor if item is not None else leaf_constructor(child)
+            if constructor is None:
+                return nothing
+            children.append(constructor)
+        if calls or passed != called.makes:
+            return nothing
+        inside = {f"{fqn}.{name}" for name, _ in module.named_children()}.union(*map(modules_in, items))
+        if type(module) is nn.Sequential:
+            return call("nn.Sequential", *children), frozenset(inside)
+        parts = {"base": "nn.Sequential", "children": tuple(children)}
+        return call(self._add(called, ("nn.Sequential", *children), lambda: parts).name), frozenset(inside)
+
+    def _does_nothing(self, fqn: str) -> bool:
+        """Whether a module left no operation anywhere in the model. In a part of a Sequential, they may be in another
+        stage."""
+        return fqn not in self._called and isinstance(self._captured.modules[fqn].module, (nn.Identity, nn.Dropout))
+
+    # ---- classes -----------------------------------------------------------------------------------------------------
+
+    def _class(self, members: _StageMembers, called: _CallValues) -> tuple[ClassSource, frozenset[str]]:
         """The class of a call, and the modules in it."""
-        scope, tree = self._scope(inside, call.fqn, call.items, reads, makes, regions=len(common_regions(nodes)))
-        made = tuple(assignments(tree))
-        neutral = [f"p{position}" for position in range(len(reads))]
-        module = self._captured.modules[call.fqn]
-        structure = (module.class_name, made, len(reads), write_body(scope, tree, neutral, None).lines)
-        parameters = self.words.parameters(call, reads)
-        source = self._collect(
-            structure,
-            lambda name: ClassSource(
-                name=name,
-                docstring=self.words.docstring(call, parameters, reads, makes),
-                assignments=made,
-                parameters=tuple(parameters),
-                body=write_body(scope, tree, parameters, self.origins).lines,
+        tree = called.tree
+        outer_regions = len(common_regions(called.nodes))
+        contents, modules = self._contents(members, tree.fqn, tree.items, called.reads, called.makes, outer_regions)
+        init = tuple(init_statements(modules))
+        neutral = [f"p{position}" for position in range(len(called.reads))]
+        structure = (init, len(called.reads), write_forward(contents, modules, neutral, None).statements)
+
+        def parts() -> dict[str, object]:
+            parameters = self.names.parameters(tree, called.reads)
+            forward = write_forward(contents, modules, parameters, self.source).statements
+            return {"init": init, "parameters": tuple(parameters), "forward": forward}
+
+        return self._add(called, structure, parts), modules_of(contents, modules)
+
+    def _add(
+        self, called: _CallValues, structure: tuple[object, ...], parts: Callable[[], Mapping[str, object]]
+    ) -> ClassSource:
+        """The class of a structure: the one that is there, or a new one under an unused name.
+
+        Args:
+            parts: gives the statements of a new class, as arguments of ``ClassSource``.
+        """
+        module = self._captured.modules[called.tree.fqn]
+        structure = (module.class_name, *structure)
+        if structure not in self._by_structure:
+            taken = {source.name for source in self._by_structure.values()}
+            self._by_structure[structure] = ClassSource(
+                name=unused_class(class_name(module.class_name), taken),
+                docstring=self.names.docstring(called.tree, called.reads, called.makes),
                 model_class=module.class_name,
                 numbers=_numbers(module.module),
-            ),
-            module.class_name,
-        )
-        return source, modules_of(scope, tree)
+                **parts(),  # type: ignore[arg-type]
+            )
+        return self._by_structure[structure]
 
-    def _silent_leaves(self, prefix: str, state: dict[str, StateEntry], constructors: dict[str, str]) -> dict[str, str]:
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def _uncalled_leaves(
+        self, prefix: str, state: Mapping[str, StateEntry], constructors: Mapping[str, FunctionCall]
+    ) -> dict[str, FunctionCall]:
         """torch.nn modules whose weights are read although the module is not called (an attention's ``out_proj``)."""
-        found: dict[str, str] = {}
+        found: dict[str, FunctionCall] = {}
         for name in state:
             owner, _, _ = name.rpartition(".")
             if not owner or owner in found or not constructors.keys().isdisjoint(outer_names(name)):
                 continue
-            module = self._captured.modules.get(f"{prefix}.{owner}" if prefix else owner)
-            text = constructor(module.module) if module is not None else None
-            if module is None or text is None:
+            module = self._module_at(prefix, owner)
+            constructor = leaf_constructor(module) if module is not None else None
+            if module is None or constructor is None:
                 continue
-            held = {
-                f"{owner}.{each}" for each, _ in (*module.module.named_parameters(), *module.module.named_buffers())
-            }
+            held = {f"{owner}.{each}" for each, _ in (*module.named_parameters(), *module.named_buffers())}
             if held <= set(state):
-                found[owner] = text
+                found[owner] = constructor
         return found
 
-    def _held(
-        self, inside: _Inside, prefix: str, items: Sequence[Item], outputs: Sequence[fx.Node]
+    def _state_names(
+        self, members: _StageMembers, prefix: str, items: Sequence[Item], outputs: Sequence[fx.Node]
     ) -> dict[fx.Node, str]:
-        """State that the scope reads itself → its name relative to the class."""
-        held: dict[fx.Node, str] = {}
+        """State that ``forward`` reads itself → its name relative to the class."""
+        names = self._captured.names_of
+        wanted: dict[fx.Node, str] = {}
         for item in items:
             for node in item.reads:
-                if node.op == "get_attr" and node not in held:
-                    self._hold(inside, held, node, prefix, local_name(item.nodes[0], self._names[str(node.target)]))
+                if node.op == "get_attr" and node not in wanted:
+                    wanted[node] = local_name(item.nodes[0], names[str(node.target)])
         for node in outputs:
-            if node.op == "get_attr" and node not in held:
-                self._hold(inside, held, node, prefix, str(node.target))
-        return held
-
-    def _hold(self, inside: _Inside, held: dict[fx.Node, str], node: fx.Node, prefix: str, wanted: str) -> None:
-        names = [wanted, *self._names[str(node.target)]]
-        for name in names:
-            if name in inside.state and is_within(name, prefix):
-                held[node] = relative(name, prefix)
-                return
+            if node.op == "get_attr":
+                wanted.setdefault(node, str(node.target))
+        found: dict[fx.Node, str] = {}
+        for node, name in wanted.items():
+            inside = (each for each in (name, *names[str(node.target)]) if each in members.state)
+            held = next((each for each in inside if is_within(each, prefix)), None)
+            if held is not None:
+                found[node] = relative(held, prefix)
+        return found
 
 
 @dataclass(frozen=True)
-class _Inside:
-    """The stage that a scope belongs to."""
+class _StageMembers:
+    """The operations, results and state of one stage."""
 
     nodes: frozenset[fx.Node]
     outputs: frozenset[fx.Node]
     state: frozenset[str]
 
+    def read_outside(self, node: fx.Node, inner: set[fx.Node]) -> bool:
+        """Whether something of the stage or behind it reads a value, apart from ``inner``."""
+        return node in self.outputs or any(user in self.nodes and user not in inner for user in node.users)
 
-def modules_of(scope: Scope, tree: Tree) -> frozenset[str]:
+
+@dataclass(frozen=True)
+class _CallValues:
+    """A call with its operations, the values that it takes, and those that it gives."""
+
+    tree: CallTree
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    makes: tuple[fx.Node, ...]
+
+
+def modules_of(contents: ClassContents, tree: ModuleTree) -> frozenset[str]:
     """FQNs of all modules that a class has, those inside others included."""
-    prefix = f"{scope.prefix}." if scope.prefix else ""
-    return frozenset(f"{prefix}{path}" for path in paths(tree)).union(*map(modules_in, scope.items))
+    paths = (_join(contents.prefix, path) for path in tree.paths())
+    return frozenset(paths).union(*map(modules_in, contents.items))
 
 
-def _makes(inside: _Inside, call: CallTree, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """Values that something outside a call reads, in the order in which its module returns them, or else makes them."""
-    inner = set(nodes)
-    made = [
-        node
-        for node in nodes
-        if node in inside.outputs or any(user in inside.nodes and user not in inner for user in node.users)
-    ]
-    return sorted_by_place(made, (result_place(node, call.call) for node in made))
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
-def _numbers(module: nn.Module) -> dict[str, str]:
-    """The numbers that a module holds, by name; those that its constructor takes first."""
+def _numbers(module: nn.Module) -> dict[str, Expression]:
+    """The numbers that a module holds, by name; those that its constructor takes come first."""
     held = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float))}
     order = [*inspect.signature(type(module).__init__).parameters, *held]
     return {name: literal(held[name]) for name in order if name in held and name != "training" and name[0] != "_"}

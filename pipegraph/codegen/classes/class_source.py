@@ -1,32 +1,53 @@
-"""A generated class, ready for a template."""
+"""A generated class as data."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
+from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Node
+from pipegraph.codegen.syntax.statements import Statement
 
 
 @dataclass(frozen=True)
 class ClassSource:
-    """The parts of a class, ready for a template.
+    """A class to be rendered.
 
-    ``body`` holds the statements of ``forward``, each with the ``with`` headers it stands under; ``children`` the
-    constructors that a subclass of ``nn.Sequential`` hands to its base. ``arguments`` are those of ``__init__``,
-    ``model_class`` is the model's own class and ``numbers`` what a module of it holds under the names of the model.
+    Attributes:
+        name: of the class.
+        docstring: of the class.
+        base: the class that it derives from.
+        init_parameters: those of ``__init__``.
+        children: the arguments that ``__init__`` hands to its base class.
+        init: the statements of ``__init__`` behind that.
+        parameters: those of ``forward``.
+        forward: its statements.
+        model_class: the model's own class.
+        numbers: what a module of that class holds, under the names of the model.
     """
 
     name: str
     docstring: str
-    assignments: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    body: tuple[tuple[tuple[str, ...], str], ...] = ()
     base: str = "nn.Module"
-    children: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
+    init_parameters: tuple[str, ...] = ()
+    children: tuple[Expression, ...] = ()
+    init: tuple[Statement, ...] = ()
+    parameters: tuple[str, ...] = ()
+    forward: tuple[Statement, ...] = ()
     model_class: str = ""
-    numbers: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, Expression] = field(default_factory=dict)
 
-    def mentions(self, name: str) -> bool:
-        """Whether it makes an object of the class ``name``."""
-        return any(re.search(rf"(?<![\w.]){name}\(", text) for text in (*self.assignments, *self.children))
+    @property
+    def constructors(self) -> tuple[Node, ...]:
+        """What makes the modules that it holds."""
+        return *self.children, *self.init
+
+    def walk(self) -> Iterator[Node]:
+        """All nodes of its source."""
+        for node in (*self.constructors, *self.forward):
+            yield from node.walk()
+
+    def uses(self) -> set[str]:
+        """The names of the functions and classes that ``__init__`` calls."""
+        inside = (node for part in self.constructors for node in part.walk())
+        return {node.function.text for node in inside if isinstance(node, FunctionCall)}

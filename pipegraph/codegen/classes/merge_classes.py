@@ -1,162 +1,247 @@
-"""Classes that differ in numbers only become one class, and the numbers arguments of its constructor."""
+"""Classes that differ in numbers only become one class, and the numbers become arguments of its constructor."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
 
 from pipegraph.codegen.classes.class_source import ClassSource
-from pipegraph.codegen.classes.pieces import Hole, Options, Piece, call_texts, pieces, rename_calls
 from pipegraph.codegen.names.identifiers import class_name, unused, unused_class, variable
+from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, FunctionCall, Literal, Name, Node
+from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.syntax.statements import Assign
 
-# A class with more arguments than this says less than two copies of it do; each further copy is worth two more.
-_MOST, _PER_COPY = 6, 2
+# A class with more arguments than this says less than two copies of it do. Each further copy is worth two more.
+_MAX_ARGUMENTS, _PER_COPY = 6, 2
+_NUMBER = Name("…")
+
+# Takes a number and the name of the parameter that it is for; gives what stands in its place.
+_Change = Callable[[Literal, str], Expression]
 
 
-def merge(blocks: Sequence[ClassSource], stages: Sequence[ClassSource]) -> tuple[list[ClassSource], list[ClassSource]]:
-    """blocks, stages → fewer blocks, with arguments; stages that make them.
+def merge_classes(
+    blocks: Sequence[ClassSource], stages: Sequence[ClassSource]
+) -> tuple[list[ClassSource], list[ClassSource]]:
+    """Merge the classes of blocks.
 
-    ``Conv1D(nf=96, nx=32)`` and ``Conv1D(nf=32, nx=32)`` instead of a ``Conv1D`` and a ``Conv1D2``. Inner classes come
-    first: classes that hold them differ in numbers only once they are merged.
+    The result is ``Conv1D(nf=96, nx=32)`` and ``Conv1D(nf=32, nx=32)`` instead of a ``Conv1D`` and a ``Conv1D2``. Inner
+    classes come first: the classes that hold them differ in numbers only once they are merged.
+
+    Returns:
+        fewer blocks, with arguments; stages that make them.
     """
     classes, users = list(blocks), list(stages)
-    while families := _families(classes):
-        calls = {member.name: family.call(position) for family in families for position, member in family.numbered()}
-        merged = {family.members[0].name: family.source() for family in families}
-        gone = {member.name for family in families for member in family.members[1:]}
-        classes = [
-            _in_texts(merged.get(each.name, each), call_texts, calls) for each in classes if each.name not in gone
-        ]
-        users = [_in_texts(each, call_texts, calls) for each in users]
-    names = _numbered_names(classes)
-    classes = [_in_texts(replace(each, name=names[each.name]), rename_calls, names) for each in classes]
-    return classes, [_in_texts(each, rename_calls, names) for each in users]
-
-
-def _numbered_names(classes: Sequence[ClassSource]) -> dict[str, str]:
-    """The names of classes, numbered anew where some are gone."""
+    while groups := _mergeable(classes):
+        calls: dict[str, FunctionCall] = {}
+        for group in groups:
+            calls |= {member.name: group.call(position) for position, member in enumerate(group.members)}
+        merged = {group.members[0].name: group.merged() for group in groups}
+        gone = {member.name for group in groups for member in group.members[1:]}
+        kept = [merged.get(each.name, each) for each in classes if each.name not in gone]
+        classes, users = ([_with_calls(each, calls) for each in sources] for sources in (kept, users))
     names: dict[str, str] = {}
     for each in classes:
         names[each.name] = unused_class(class_name(each.model_class), set(names.values()))
-    return names
+    classes = [replace(_with_names(each, names), name=names[each.name]) for each in classes]
+    return classes, [_with_names(each, names) for each in users]
 
 
-def _families(classes: Sequence[ClassSource]) -> list[_Family]:
-    arguments = {each.name: each.arguments for each in classes}
-    rows: dict[object, list[ClassSource]] = {}
+def _with_calls(source: ClassSource, calls: Mapping[str, FunctionCall]) -> ClassSource:
+    """A class that makes modules with other arguments; only calls without arguments are replaced."""
+
+    def change(node: Node) -> Node:
+        node = node.rebuilt(change)
+        if isinstance(node, FunctionCall) and not node.positional and not node.named:
+            return calls.get(node.function.text, node)
+        return node
+
+    return _changed_init(source, change)
+
+
+def _with_names(source: ClassSource, names: Mapping[str, str]) -> ClassSource:
+    """A class that makes modules of classes with other names."""
+
+    def change(node: Node) -> Node:
+        node = node.rebuilt(change)
+        if isinstance(node, FunctionCall) and node.function.text in names:
+            return replace(node, function=Name(names[node.function.text]))
+        return node
+
+    return _changed_init(source, change)
+
+
+def _changed_init(source: ClassSource, change: Callable[[Any], Any]) -> ClassSource:
+    return replace(source, children=tuple(map(change, source.children)), init=tuple(map(change, source.init)))
+
+
+# ---- what classes have in common -------------------------------------------------------------------------------------
+
+
+def _mergeable(classes: Sequence[ClassSource]) -> list[_Group]:
+    parameters = {each.name: each.init_parameters for each in classes}
+    groups: dict[object, list[ClassSource]] = {}
     for each in classes:
-        if not each.arguments:
-            rows.setdefault(_template(each, arguments), []).append(each)
-    found = [_Family(tuple(members), _varying(members, arguments), arguments) for members in rows.values()]
-    return [
-        family
-        for family in found
-        if len(family.members) > 1 and len(family.varying) <= _MOST + _PER_COPY * (len(family.members) - 2)
-    ]
-
-
-def _texts(source: ClassSource) -> list[str]:
-    return [*source.assignments, *source.children, *(text for _, text in source.body)]
-
-
-def _template(source: ClassSource, arguments: Mapping[str, tuple[str, ...]]) -> object:
-    """What two classes of one family have in common: all but their numbers."""
-    shape = (source.model_class, source.base, source.parameters, tuple(regions for regions, _ in source.body))
-    texts = [pieces(text, arguments) for text in _texts(source)]
-    return shape, tuple(
-        tuple(piece if isinstance(piece, str) else (type(piece), piece.template) for piece in text) for text in texts
-    )
-
-
-def _holes(source: ClassSource, arguments: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str, Hole | Options]]:
-    """(value, name that it has where it stands, piece) for every number, in an order that a family shares."""
-    for text in _texts(source):
-        for piece in pieces(text, arguments):
-            if isinstance(piece, Hole):
-                yield piece.value, piece.name, piece
-            elif isinstance(piece, Options):
-                yield from ((value, name, piece) for name, value in piece.everything().items())
-
-
-def _varying(members: Sequence[ClassSource], arguments: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """The rows of numbers, one for each member, that are not equal throughout → the argument that each becomes."""
-    columns = [list(_holes(member, arguments)) for member in members]
-    attributes = {text.split(" = ")[0].removeprefix("self.") for text in members[0].assignments}
-    taken = {*members[0].parameters, *attributes}
-    found: dict[tuple[str, ...], str] = {}
-    for row in zip(*columns, strict=True):
-        values = tuple(value for value, _, _ in row)
-        if len(set(values)) > 1 and values not in found:
-            own = [name for name in members[0].numbers if _has(members, name, values)]
-            name = row[0][1] if row[0][1] in own or not own else own[0]
-            found[values] = unused(variable(name, "size"), {*taken, *found.values()})
-    return found
-
-
-def _has(members: Sequence[ClassSource], name: str, values: Sequence[str]) -> bool:
-    return all(member.numbers.get(name) == value for member, value in zip(members, values, strict=True))
+        if not each.init_parameters:
+            made = _map_numbers(each, lambda number, name: _NUMBER, parameters)
+            template = (each.model_class, each.base, each.parameters, made.children, made.init, made.forward)
+            groups.setdefault(template, []).append(each)
+    found = [_Group.of(members, parameters) for members in groups.values() if len(members) > 1]
+    return [group for group in found if len(group.varying) <= _MAX_ARGUMENTS + _PER_COPY * (len(group.members) - 2)]
 
 
 @dataclass(frozen=True)
-class _Family:
-    """Classes with one template; ``varying`` maps the numbers in which they differ to the names of arguments."""
+class _Group:
+    """Classes that are equal except for numbers.
+
+    Attributes:
+        members: the classes.
+        varying: numbers that differ, one of each member → the argument that they become.
+        parameters: those of the constructor of each class.
+    """
 
     members: tuple[ClassSource, ...]
-    varying: dict[tuple[str, ...], str]
-    arguments: Mapping[str, tuple[str, ...]]
+    varying: Mapping[tuple[Literal, ...], str]
+    parameters: Mapping[str, tuple[str, ...]]
 
-    def numbered(self) -> Iterator[tuple[int, ClassSource]]:
-        return iter(enumerate(self.members))
+    @classmethod
+    def of(cls, members: Sequence[ClassSource], parameters: Mapping[str, tuple[str, ...]]) -> _Group:
+        """Find where the members differ."""
+        first = members[0]
+        attributes = {target.text for each in first.init if isinstance(each, Assign) for target in each.targets}
+        taken = {*first.parameters, *(attribute.removeprefix("self.") for attribute in attributes)}
+        varying: dict[tuple[Literal, ...], str] = {}
+        for row in zip(*(list(_numbers(member, parameters)) for member in members), strict=True):
+            values = tuple(value for value, _ in row)
+            if len(set(values)) > 1 and values not in varying:
+                own = [name for name in first.numbers if _holds(members, name, values)]
+                name = row[0][1] if row[0][1] in own or not own else own[0]
+                varying[values] = unused(variable(name, "size"), {*taken, *varying.values()})
+        return cls(tuple(members), varying, parameters)
 
-    def call(self, position: int) -> str:
-        """The constructor's call for one member."""
-        named = [(name, values[position]) for values, name in self.varying.items()]
-        short = len(named) <= 2 and all(value.isdigit() for _, value in named)
-        inside = ", ".join(value if short else f"{name}={value}" for name, value in named)
-        return f"{self.members[0].name}({inside})"
+    def call(self, position: int) -> FunctionCall:
+        """The call of the constructor for one member."""
+        named = tuple((name, values[position]) for values, name in self.varying.items())
+        function = Name(self.members[0].name)
+        if len(named) <= 2 and all(value.text.isdigit() for _, value in named):
+            return FunctionCall(function, tuple(value for _, value in named))
+        return FunctionCall(function, (), named)
 
-    def source(self) -> ClassSource:
-        """The class of all members: that of the first, with arguments for numbers."""
-        first = self.members[0]
-        rows = zip(*([value for value, _, _ in _holes(member, self.arguments)] for member in self.members), strict=True)
-        filled = iter([self.varying.get(tuple(row)) for row in rows])
-        assignments = tuple(self._filled(text, filled, str) for text in first.assignments)
-        children = tuple(self._filled(text, filled, str) for text in first.children)
-        kept: dict[str, None] = {}
+    def merged(self) -> ClassSource:
+        """The class of the first member, with arguments for numbers; ``forward`` reads them as attributes."""
+        columns = [[value for value, _ in _numbers(member, self.parameters)] for member in self.members]
+        rows = iter(list(zip(*columns, strict=True)))
+        stored: dict[str, None] = {}
 
-        def attribute(name: str) -> str:
-            kept[name] = None
-            return f"self.{name}"
+        def in_init(number: Literal, name: str) -> Expression:
+            argument = self.varying.get(next(rows))
+            return number if argument is None else Name(argument)
 
-        body = tuple((regions, self._filled(text, filled, attribute)) for regions, text in first.body)
-        stored = tuple(f"self.{name} = {name}" for name in kept)
-        return replace(
-            first,
-            arguments=tuple(self.varying.values()),
-            assignments=(*stored, *assignments),
-            children=children,
-            body=body,
+        def in_forward(number: Literal, name: str) -> Expression:
+            found = in_init(number, name)
+            if isinstance(found, Name):
+                stored[found.name] = None
+                return Attribute(SELF, found.name)
+            return found
+
+        made = _map_numbers(self.members[0], in_init, self.parameters, in_forward)
+        own = (Assign((Attribute(SELF, name),), Name(name)) for name in stored)
+        arguments = tuple(self.varying.values())
+        return _without_defaults(replace(made, init_parameters=arguments, init=(*own, *made.init)))
+
+
+def _holds(members: Sequence[ClassSource], name: str, values: Sequence[Literal]) -> bool:
+    return all(member.numbers.get(name) == value for member, value in zip(members, values, strict=True))
+
+
+# ---- numbers in expressions ------------------------------------------------------------------------------------------
+
+
+def _numbers(source: ClassSource, parameters: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[Literal, str]]:
+    """Every number with the name of the parameter that it is for, in an order that equal classes share."""
+    found: list[tuple[Literal, str]] = []
+
+    def collect(number: Literal, name: str) -> Expression:
+        found.append((number, name))
+        return number
+
+    _map_numbers(source, collect, parameters)
+    return iter(found)
+
+
+def _map_numbers(
+    source: ClassSource,
+    change: _Change,
+    parameters: Mapping[str, tuple[str, ...]],
+    change_in_forward: _Change | None = None,
+) -> ClassSource:
+    """A class with every number changed, also those that a constructor of torch takes by default."""
+
+    def walk(node: Any, change: _Change, name: str = "size") -> Any:
+        if isinstance(node, Literal):
+            return change(node, name) if node.is_number else node
+        if not isinstance(node, FunctionCall):
+            return node.rebuilt(lambda part: walk(part, change))
+        node = _with_defaults(node)
+        known = parameters.get(node.function.text) or _parameters(node.function.text)
+        names = (*known, *["size"] * len(node.positional))
+        return FunctionCall(
+            walk(node.function, change),
+            tuple(walk(value, change, name) for name, value in zip(names, node.positional, strict=False)),
+            tuple((name, walk(value, change, name)) for name, value in node.named),
         )
 
-    def _filled(self, text: str, filled: Iterator[str | None], reading: Callable[[str], str]) -> str:
-        return "".join(self._piece(piece, filled, reading) for piece in pieces(text, self.arguments))
-
-    def _piece(self, piece: Piece, filled: Iterator[str | None], reading: Callable[[str], str]) -> str:
-        if isinstance(piece, str):
-            return piece
-        if isinstance(piece, Hole):
-            name = next(filled)
-            return piece.value if name is None else reading(name)
-        names = {option: next(filled) for option in piece.everything()}
-        return piece.text({option: reading(name) for option, name in names.items() if name is not None})
+    made = _changed_init(source, lambda node: walk(node, change))
+    return replace(made, forward=tuple(walk(node, change_in_forward or change) for node in source.forward))
 
 
-def _in_texts(
-    source: ClassSource, change: Callable[[str, Mapping[str, str]], str], names: Mapping[str, str]
-) -> ClassSource:
-    """A class with a change made wherever it makes objects of other classes."""
-    return replace(
-        source,
-        assignments=tuple(change(text, names) for text in source.assignments),
-        children=tuple(change(text, names) for text in source.children),
-    )
+def _with_defaults(call: FunctionCall) -> FunctionCall:
+    """A call of something of torch with all numbers among its named arguments, in the order of the parameters."""
+    defaults = _defaults(call.function.text)
+    if not defaults:
+        return call
+    given = {name: value for name, value in call.named if isinstance(value, Literal) and value.is_number}
+    others = tuple((name, value) for name, value in call.named if name not in given)
+    left = {name: value for name, value in defaults.items() if name not in dict(others)}
+    return replace(call, named=(*others, *{**left, **given}.items()))
+
+
+def _without_defaults(source: ClassSource) -> ClassSource:
+    def change(node: Any) -> Any:
+        node = node.rebuilt(change)
+        if not isinstance(node, FunctionCall):
+            return node
+        defaults = _defaults(node.function.text)
+        return replace(node, named=tuple(each for each in node.named if defaults.get(each[0]) != each[1]))
+
+    return replace(_changed_init(source, change), forward=tuple(map(change, source.forward)))
+
+
+@cache
+def _parameters(function: str) -> tuple[str, ...]:
+    """The parameters of a class ``nn.…`` or a function ``F.…``; none of anything else."""
+    return tuple(_signature(function))
+
+
+@cache
+def _defaults(function: str) -> dict[str, Expression]:
+    """The parameters whose default is a number → that number."""
+    numbers = {name: value for name, value in _signature(function).items() if isinstance(value, (bool, int, float))}
+    return {name: literal(value) for name, value in numbers.items()}
+
+
+def _signature(function: str) -> dict[str, Any]:
+    """Parameter → default value (None for no default)."""
+    library, _, name = function.rpartition(".")
+    if library == "nn" and isinstance(cls := getattr(nn, name, None), type):
+        return {entry.name: entry.default for entry in inspect.signature(cls).parameters.values()}
+    packet = getattr(torch.ops.aten, name, None) if library == "F" else None
+    # Python knows no signature of such functions; the operator behind it has one.
+    if packet is None or packet.overloads() != ["default"]:
+        return {}
+    return {each.name: each.default_value for each in packet.default._schema.arguments}

@@ -1,49 +1,62 @@
-"""``nn.MultiheadAttention`` as itself, where a call of it does what the operations of a graph do."""
+"""``nn.MultiheadAttention`` as itself, if a call of it does what the operations of a graph do."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Subscript, call
 from pipegraph.codegen.syntax.literals import literal
 from pipegraph.errors import CaptureError
 from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.capture import capture
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.export.call_arguments import argument_place
 
+_MASKS = ("attn_mask", "key_padding_mask")
 # Operations in order, and which of them give results.
-_Form = tuple[tuple[str, ...], tuple[str, ...]]
+_Operations = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """How values stand in a call: ``handed`` are (keyword or nothing, position among the values read), ``flags`` what
-    follows; ``first`` takes the first of the results. ``results`` are the positions of the results among the values
-    that the call makes."""
+class AttentionArguments:
+    """The arguments of a call of ``nn.MultiheadAttention``.
 
-    handed: tuple[tuple[str, int], ...]
+    Attributes:
+        values: for each argument that is a value, its keyword ("" for a positional one) and its position among the
+            values that the call reads.
+        flags: the arguments behind them.
+        takes_first: whether only the first result is used.
+        results: for each result, its position among the values that the call makes.
+    """
+
+    values: tuple[tuple[str, int], ...]
     flags: tuple[tuple[str, bool], ...]
-    first: bool
+    takes_first: bool
     results: tuple[int, ...] = (0,)
 
-    def text(self, values: Sequence[str]) -> str:
-        """``(x, x, x, need_weights=False)[0]``; ``values`` are those handed, in order."""
-        named = [f"{name}={value}" if name else value for (name, _), value in zip(self.handed, values, strict=True)]
-        flags = [f"{name}={value}" for name, value in self.flags]
-        return f"({', '.join([*named, *flags])}){'[0]' if self.first else ''}"
+    def call(self, function: Expression, values: Sequence[Expression]) -> Expression:
+        """``self.attention(x, x, x, need_weights=False)[0]``.
+
+        Args:
+            values: the expressions of ``self.values``.
+        """
+        given = [(name, value) for (name, _), value in zip(self.values, values, strict=True)]
+        named = [(name, value) for name, value in given if name]
+        flags = [(name, literal(value)) for name, value in self.flags]
+        made = FunctionCall(function, tuple(value for name, value in given if not name), (*named, *flags))
+        return Subscript(made, (literal(0),)) if self.takes_first else made
 
 
-def constructor(module: nn.MultiheadAttention) -> str:
+def attention_constructor(module: nn.MultiheadAttention) -> FunctionCall:
     """``nn.MultiheadAttention(512, 8, batch_first=True)``."""
-    dtype = module.out_proj.weight.dtype
-    named = {
+    options = {
         "dropout": (module.dropout, 0.0),
         "bias": (module.in_proj_bias is not None, True),
         "add_bias_kv": (module.bias_k is not None, False),
@@ -51,109 +64,113 @@ def constructor(module: nn.MultiheadAttention) -> str:
         "kdim": (module.kdim, module.embed_dim),
         "vdim": (module.vdim, module.embed_dim),
         "batch_first": (module.batch_first, False),
-        "dtype": (dtype, torch.float32),
+        "dtype": (module.out_proj.weight.dtype, torch.float32),
     }
-    given = [f"{name}={literal(value)}" for name, (value, default) in named.items() if value != default]
-    return f"nn.MultiheadAttention({', '.join([str(module.embed_dim), str(module.num_heads), *given])})"
+    named = {name: literal(value) for name, (value, default) in options.items() if value != default}
+    return call("nn.MultiheadAttention", literal(module.embed_dim), literal(module.num_heads), **named)
 
 
-class Attentions:
-    """Finds the arguments of calls; equal calls are looked at once."""
+class AttentionCalls:
+    """Finds the arguments of calls. Each configuration of module, arguments and shapes is checked once."""
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._found: dict[object, Arguments | None] = {}
+        self._checked: dict[object, AttentionArguments | None] = {}
 
-    def arguments(self, call: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> Arguments | None:
-        """The arguments with which the module of ``call`` does what the call did; None where it is no attention of
-        torch's, or none are found (the call is cut in two, or was simplified)."""
-        module = self._captured.modules[call.fqn].module
+    def arguments(
+        self, called: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]
+    ) -> AttentionArguments | None:
+        """The arguments with which the module does what the call did.
+
+        None if it is no ``nn.MultiheadAttention``, or if such a call does something else: this one may be cut in two,
+        or simplified.
+        """
+        module = self._captured.modules[called.fqn].module
         if type(module) is not nn.MultiheadAttention or any(node.op == "get_attr" for node in reads):
             return None
-        done = _form(self._captured, call.fqn, tuple(call.nodes()), reads, makes)
-        key = (constructor(module), done, tuple(str(node.meta["val"]) for node in reads))
-        if key not in self._found:
-            tried = (_tried(module, each, reads, done) for each in _candidates(reads, len(makes)))
-            self._found[key] = next((each for each in tried if each is not None), None)
-        return self._found[key]
+        arguments = _recorded(called, reads, makes)
+        if arguments is None:
+            return None
+        done = _operations(self._captured, called.fqn, tuple(called.nodes()), reads, makes)
+        key = (attention_constructor(module), arguments, done, tuple(str(node.meta["val"]) for node in reads))
+        if key not in self._checked:
+            self._checked[key] = _check(module, arguments, reads, done)
+        return self._checked[key]
 
 
-def _candidates(reads: Sequence[fx.Node], results: int) -> Iterator[Arguments]:
-    """The ways to hand over the values read: query, key and value in that order, then masks."""
-    values = [node.meta["val"] for node in reads]
-    states = [position for position, value in enumerate(values) if value.dim() == 3 and value.dtype != torch.bool]
-    masks = [position for position in range(len(values)) if position not in states]
-    handed = {1: [0, 0, 0], 2: [0, 1, 1], 3: [0, 1, 2]}.get(len(states))
-    if handed is None or len(masks) > 2:
-        return
-    first = tuple(("", states[position]) for position in handed)
-    for chosen in permutations(("attn_mask", "key_padding_mask"), len(masks)):
-        masked = (*first, *zip(chosen, masks, strict=True))
-        if results == 1:
-            yield Arguments(masked, (("need_weights", False),), first=True)
-            yield Arguments(masked, (), first=True)
-        else:
-            yield Arguments(masked, (), first=False)
-            yield Arguments(masked, (("average_attn_weights", False),), first=False)
+def _recorded(called: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> AttentionArguments | None:
+    """The arguments as capture recorded them; flags follow from the operations and the results."""
+    places = [argument_place(node, called.call) for node in reads]
+    names = [place.name if place is not None else None for place in places]
+    states = [position for position, name in enumerate(names) if name not in _MASKS]
+    given = {1: [0, 0, 0], 2: [0, 1, 1], 3: [0, 1, 2]}.get(len(states))
+    if given is None or any(reads[position].meta["val"].dim() != 3 for position in states):
+        return None
+    masks = [(name, position) for position, name in enumerate(names) if name in _MASKS]
+    values = (*(("", states[position]) for position in given), *((str(name), position) for name, position in masks))
+    if len(makes) > 1:
+        per_head = any(node.meta["val"].dim() == 4 for node in makes)
+        return AttentionArguments(values, (("average_attn_weights", False),) * per_head, takes_first=False)
+    fused = any(node.target is torch.ops.aten.scaled_dot_product_attention.default for node in called.nodes())
+    return AttentionArguments(values, (("need_weights", False),) * fused, takes_first=True)
 
 
-class _Trial(nn.Module):
+class _AttentionOnly(nn.Module):
     """The attention alone, called with certain arguments."""
 
-    def __init__(self, attention: nn.MultiheadAttention, arguments: Arguments) -> None:
+    def __init__(self, attention: nn.MultiheadAttention, arguments: AttentionArguments) -> None:
         super().__init__()
         self.attention = attention
         self.arguments = arguments
 
     def forward(self, *values: Tensor) -> Any:
-        positional = [values[position] for name, position in self.arguments.handed if not name]
-        named = {name: values[position] for name, position in self.arguments.handed if name}
+        positional = [values[position] for name, position in self.arguments.values if not name]
+        named = {name: values[position] for name, position in self.arguments.values if name}
         result = self.attention(*positional, **named, **dict(self.arguments.flags))
-        return result[0] if self.arguments.first else result
+        return result[0] if self.arguments.takes_first else result
 
 
-def _tried(
-    module: nn.MultiheadAttention, arguments: Arguments, reads: Sequence[fx.Node], done: _Form
-) -> Arguments | None:
-    """The arguments, if the module called with them runs the operations ``done`` and gives what they give."""
+def _check(
+    module: nn.MultiheadAttention, arguments: AttentionArguments, reads: Sequence[fx.Node], done: _Operations
+) -> AttentionArguments | None:
+    """The arguments and their results, if the module called with them runs the operations ``done``."""
     values = tuple(torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta") for node in reads)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trial = capture(_Trial(module, arguments), values)
+            alone = capture(_AttentionOnly(module, arguments), values)
     except CaptureError:
         return None
-    rows, made = _form(trial, "attention", trial.nodes, trial.inputs, trial.returned)
-    if rows != done[0] or sorted(made) != sorted(done[1]):
+    operations, results = _operations(alone, "attention", alone.nodes, alone.inputs, alone.returned)
+    if operations != done[0] or sorted(results) != sorted(done[1]):
         return None
-    return replace(arguments, results=tuple(done[1].index(each) for each in made))
-
-
-def _form(
-    captured: Captured, fqn: str, nodes: Sequence[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
-) -> _Form:
-    """Operations with numbers for values and names relative to ``fqn`` for state: equal for equal code."""
-    numbers: dict[fx.Node, object] = {node: ("read", position) for position, node in enumerate(reads)}
-
-    def number(node: fx.Node) -> object:
-        if node.op != "get_attr":
-            return numbers.get(node)
-        names = captured.names_of[str(node.target)]
-        return next((name.removeprefix(fqn) for name in names if name.startswith(f"{fqn}.")), None)
-
-    def shown(leaf: Any) -> Any:
-        return _Shown(number(leaf)) if isinstance(leaf, fx.Node) else leaf
-
-    rows: list[str] = []
-    for node in nodes:
-        arguments = pytree.tree_map(shown, (node.args, node.kwargs))
-        rows.append(f"{node.target} {arguments} {node.meta['regions']} {node.meta['in_every_mode']}")
-        numbers[node] = len(rows)
-    return tuple(rows), tuple(str(numbers.get(node)) for node in makes)
+    return replace(arguments, results=tuple(done[1].index(result) for result in results))
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _Numbered:
     """Stands for a value in the text of an operation."""
 
     number: object
+
+
+def _operations(
+    captured: Captured, fqn: str, nodes: Sequence[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
+) -> _Operations:
+    """Operations with numbers for values and names relative to ``fqn`` for state: equal for equal code."""
+    numbers: dict[fx.Node, object] = {node: ("read", position) for position, node in enumerate(reads)}
+
+    def numbered(leaf: Any) -> Any:
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        if leaf.op != "get_attr":
+            return _Numbered(numbers.get(leaf))
+        names = captured.names_of[str(leaf.target)]
+        return _Numbered(next((name.removeprefix(fqn) for name in names if name.startswith(f"{fqn}.")), None))
+
+    operations: list[str] = []
+    for node in nodes:
+        arguments = pytree.tree_map(numbered, (node.args, node.kwargs))
+        operations.append(f"{node.target} {arguments} {node.meta['regions']} {node.meta['in_every_mode']}")
+        numbers[node] = len(operations)
+    return tuple(operations), tuple(str(numbers.get(node)) for node in makes)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pipegraph.codegen.syntax.expressions import FunctionCall, call
 from pipegraph.codegen.syntax.literals import literal
 from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.captured import Captured
@@ -26,9 +27,12 @@ _NOT_ARGUMENTS = ("device", "dtype", "_weight", "_freeze")
 _PUBLIC = {"NonDynamicallyQuantizableLinear": nn.Linear}
 
 
-def constructor(module: nn.Module) -> str | None:
-    """``nn.Conv2d(3, 16, 3, padding=1)``, or None where the module is no leaf of ``torch.nn`` or the text would not
-    make an equal one (which is tried on the meta device)."""
+def leaf_constructor(module: nn.Module) -> FunctionCall | None:
+    """``nn.Conv2d(3, 16, 3, padding=1)``.
+
+    None if the module is no leaf of ``torch.nn``, or if this call would not make an equal one (which is tried on the
+    meta device).
+    """
     cls = type(module)
     cls = _PUBLIC.get(cls.__name__, cls) if cls.__module__.startswith("torch.nn.modules") else cls
     if not cls.__module__.startswith("torch.nn.modules") or getattr(nn, cls.__name__, None) is not cls:
@@ -38,9 +42,13 @@ def constructor(module: nn.Module) -> str | None:
     arguments = _arguments(cls, module)
     if arguments is None or not _makes_equal(cls, arguments, module):
         return None
-    positional = [literal(value) for name, value in arguments.items() if name in _required(cls)]
-    named = [f"{name}={literal(value)}" for name, value in arguments.items() if name not in _required(cls)]
-    return f"nn.{cls.__name__}({', '.join(positional + named)})"
+    required = _required(cls)
+    try:
+        values = {name: literal(value) for name, value in arguments.items()}
+    except TypeError:
+        return None
+    named = {name: value for name, value in values.items() if name not in required}
+    return call(f"nn.{cls.__name__}", *(values[name] for name in values if name in required), **named)
 
 
 def _required(cls: type[nn.Module]) -> list[str]:
@@ -73,7 +81,7 @@ def _arguments(cls: type[nn.Module], module: nn.Module) -> dict[str, Any] | None
         (dtype,) = dtypes
         if dtype != torch.float32:
             found["dtype"] = dtype
-    return found if _printable(found) else None
+    return found
 
 
 def _shortened(cls: type[nn.Module], name: str, value: Any) -> Any:
@@ -84,15 +92,6 @@ def _shortened(cls: type[nn.Module], name: str, value: Any) -> Any:
     if spread and cls is nn.LayerNorm and len(value) == 1:
         return value[0]
     return value
-
-
-def _printable(arguments: dict[str, Any]) -> bool:
-    try:
-        for value in arguments.values():
-            literal(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _makes_equal(cls: type[nn.Module], arguments: dict[str, Any], module: nn.Module) -> bool:
@@ -119,46 +118,48 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-class Leaves:
-    """Finds calls of such modules; equal modules are tried once on values of one shape."""
+class LeafModules:
+    """Finds calls of such modules. Equal modules are tried once on values of one shape."""
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._tried: dict[object, bool] = {}
 
-    def constructor(self, call: CallTree, read: Sequence[fx.Node], made: Sequence[fx.Node]) -> str | None:
-        """The constructor of the module that ``call`` ran, if the call is no more than ``module(x)``.
+    def constructor(self, called: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> FunctionCall | None:
+        """The constructor of the module that ``called`` ran, if the call is no more than ``module(x)``.
 
         Args:
-            call: a call without inner calls.
-            read: values from outside that its operations read, its own state left out.
-            made: values that operations outside read.
+            called: a call without inner calls.
+            reads: values from outside that its operations read, its own state left out.
+            makes: values that operations outside read.
         """
-        module = self._captured.modules[call.fqn].module
-        if len(read) != 1 or len(made) != 1 or read[0].op == "get_attr" or any(True for _ in call.calls()):
+        module = self._captured.modules[called.fqn].module
+        if len(reads) != 1 or len(makes) != 1 or reads[0].op == "get_attr" or any(True for _ in called.calls()):
             return None
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return None  # the call did more than a new module of that class would do
-        text = constructor(module)
-        given, expected = read[0].meta["val"], made[0].meta["val"]
-        if text is None or not isinstance(given, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        constructor = leaf_constructor(module)
+        given, expected = reads[0].meta["val"], makes[0].meta["val"]
+        if constructor is None or not isinstance(given, torch.Tensor) or not isinstance(expected, torch.Tensor):
             return None
-        key = (text, given.shape, given.dtype, expected.shape, expected.dtype)
+        key = (constructor, given.shape, given.dtype, expected.shape, expected.dtype)
         if key not in self._tried:
             self._tried[key] = _takes_one(module) and _gives(module, given, expected)
-        return text if self._tried[key] else None
+        return constructor if self._tried[key] else None
 
 
 def _takes_one(module: nn.Module) -> bool:
+    """Whether ``forward`` requires exactly one argument."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     required = [entry for entry in parameters if entry.default is entry.empty and entry.name != "self"]
     return len(required) == 1
 
 
 def _gives(module: nn.Module, given: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether ``module(x)`` has the shape that the call gave; a call with further arguments may not.
+    """Whether ``module(x)`` has the shape that the call gave. A call with more arguments may give another.
 
-    Tried in evaluation mode: in training some modules compute with their state, which is on the meta device here.
+    It is tried in evaluation mode because in training some modules compute with their state, which is on the meta
+    device here.
     """
     state = {
         name: torch.empty_like(tensor, device="meta")

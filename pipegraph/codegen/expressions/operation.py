@@ -1,88 +1,63 @@
-"""One ATen operation as the expression a person would write."""
+"""One operation of a captured graph as the expression or the statement that a person would write."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional
 from torch import fx
 
-from pipegraph.codegen.expressions.operator_spellings import FORMS
-from pipegraph.codegen.syntax.expression import ATOM, Expression, Writer
+from pipegraph.codegen.expressions.operator_call import TRAINING, OperatorCall, follows_mode
+from pipegraph.codegen.expressions.operator_spellings import index, spelling_function
+from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Name, Subscript
+from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
 from pipegraph.graph.nodes import on_meta
 from pipegraph.graph.operators import operator_of
 
-# What Python's numbers become, and float32 as in every other constructor of a package.
-_USUAL_DTYPES = (torch.float32, torch.int64, torch.bool)
 
+def express(node: fx.Node, value: Callable[[fx.Node], Expression], device: Expression) -> Expression:
+    """The expression of an operation: an operator, a method, a function of ``torch`` or ``F``, or, if there is none,
+    ``torch.ops``.
 
-def express(node: fx.Node, writer: Writer) -> Expression:
-    """The expression of an operation: an operator, a method, a function of ``torch`` or ``F``, or, for what has no
-    nicer form, ``torch.ops``."""
+    Args:
+        value: gives the expression of a value.
+        device: the expression of the device that the class runs on.
+    """
     if node.target is operator.getitem:
-        return Expression(f"{writer.operand(node.args[0], ATOM)}[{node.args[1]}]")
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    arguments = _bind(node)
-    if target.namespace == "aten":
-        name = target._schema.name.removeprefix("aten::")
-        special = FORMS.get(operator_of(node).spelling)
-        written = special(node, arguments, writer) if special is not None else None
-        if written is None:
-            written = _generic(node, name, arguments, writer)
-        if written is not None:
-            return written
-    return _operator(node, writer)
+        owner, position = node.args
+        assert isinstance(owner, fx.Node)
+        return Subscript(value(owner), (literal(position),))
+    called = OperatorCall.of(node, value, device)
+    if called.target.namespace != "aten":
+        return _by_overload(called)
+    spell = spelling_function(operator_of(node).spelling)
+    return (spell and spell(called)) or _by_name(called) or _by_overload(called)
 
 
-def _bind(node: fx.Node) -> dict[str, Any]:
-    """The arguments by name; those equal to their default are left out."""
-    bound: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if position < len(node.args):
-            value: Any = node.args[position]
-        elif argument.name in node.kwargs:
-            value = node.kwargs[argument.name]
-        else:
-            continue
-        value = list(value) if isinstance(value, (tuple, list)) else value
-        if argument.has_default_value() and not isinstance(value, fx.Node) and value == argument.default_value:
-            continue
-        if argument.name == "pin_memory" or (argument.name == "layout" and value == torch.strided):
-            continue
-        if argument.name in ("train", "training") and isinstance(value, bool) and not node.meta["in_every_mode"]:
-            value = _Training()
-        bound[argument.name] = value
-    if bound.get("dtype") in _USUAL_DTYPES and _has_dtype_without(node, bound):
-        del bound["dtype"]
-    return bound
+def write(node: fx.Node, value: Callable[[fx.Node], Expression], device: Expression) -> Statement:
+    """The statement of an operation that changes a tensor in place; the arguments are those of ``express``."""
+    called = OperatorCall.of(node, value, device)
+    given = dict(called.arguments)
+    spelling = operator_of(node).spelling
+    owner = called.expression(given.get("self"))
+    if spelling == "x[…] = y" and isinstance(owner, Subscript):
+        return Assign((owner,), called.expression(node.args[1]))
+    if spelling == "x[indices] = y" and "accumulate" not in given and (place := index(called)) is not None:
+        return Assign((place,), called.expression(given["values"]))
+    if called.target.namespace != "aten" or "self" not in given or "out" in given:
+        return Evaluate(_by_overload(called))
+    if not hasattr(torch.Tensor, called.name):
+        return Evaluate(_by_overload(called))
+    tensor = given.pop("self")
+    positional = [given.pop(name) for name in list(given) if name in called.required]
+    return Evaluate(called.method(tensor, called.name, *positional, **given))
 
 
-def _has_dtype_without(node: fx.Node, bound: dict[str, Any]) -> bool:
-    """Whether an operation gives the dtype that it is asked for in any case, as ``arange(10)`` gives integers."""
-    others = {name: torch.device("meta") if name == "device" else value for name, value in bound.items()}
-    others.pop("dtype")
-    try:
-        with torch.no_grad():
-            made = node.target(**fx.map_arg(others, on_meta))  # type: ignore[operator]
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
-    return bool(made.dtype == bound["dtype"])
-
-
-class _Training:
-    """An argument that follows the mode of the module, as the model's own code has it."""
-
-
-def _required(node: fx.Node) -> list[str]:
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    return [argument.name for argument in arguments if not argument.has_default_value() and not argument.kwarg_only]
-
-
-# Where Python has an operation, how it is called there, and how the names of its operations begin.
+# Where Python has an operator, how it is called there, and how the names of such operators begin.
 _LIBRARIES: tuple[tuple[Any, str, str], ...] = (
     (torch.linalg, "torch.linalg", "linalg_"),
     (torch.special, "torch.special", "special_"),
@@ -93,54 +68,46 @@ _LIBRARIES: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def _generic(node: fx.Node, name: str, arguments: dict[str, Any], writer: Writer) -> Expression | None:
-    """A call of ``F.name``, of the method or of ``torch.name``, whichever exists and, run on meta tensors, gives what
-    the operation gives. Arguments with a default go by name."""
-    if any(isinstance(value, _Training) for value in arguments.values()) or "writes" in node.meta:
-        return _write(node, name, arguments, writer) if "writes" in node.meta else None
-    required = _required(node)
-    values = [_single(node, key, arguments.get(key)) for key in required]
-    positional = list(zip(required, values, strict=True))
-    named = {key: value for key, value in arguments.items() if key not in required}
-    first = node.target._schema.arguments[0].name if node.target._schema.arguments else ""  # type: ignore[union-attr]
-    for owner, prefix, start in _LIBRARIES:
-        if (
-            not name.startswith(start)
-            or (prefix == "F" and operator_of(node).spelling != "F.name")
-            or (not prefix and first != "self")
-        ):
+def _by_name(called: OperatorCall) -> Expression | None:
+    """A call of ``F.name``, of the method or of ``torch.name``: the first that exists and, run on meta tensors, gives
+    what the operation gives. Arguments with a default go by name."""
+    given, schema = called.arguments, called.target._schema.arguments
+    if TRAINING in given.values() or called.name.startswith("_"):
+        return None
+    positional = [_single(called, name, given.get(name)) for name in called.required]
+    named = {name: value for name, value in given.items() if name not in called.required}
+    is_method = bool(schema) and schema[0].name == "self"
+    for owner, library, start in _LIBRARIES:
+        if not called.name.startswith(start) or (library == "F" and operator_of(called.node).spelling != "F.name"):
             continue
-        python_name = name.removeprefix(start)
-        function = getattr(owner, python_name, None)
-        if name.startswith("_") or function is None or not _gives_the_same(node, function, positional, named):
+        name = called.name.removeprefix(start)
+        function = getattr(owner, name, None)
+        if (not library and not is_method) or function is None:
             continue
-        if prefix:
-            return writer.call(f"{prefix}.{python_name}", [value for _, value in positional], named)
-        return writer.method(positional[0][1], python_name, [value for _, value in positional[1:]], named)
+        if _gives_the_same(called.node, function, positional, named):
+            if library:
+                return called.function(f"{library}.{name}", *positional, **named)
+            return called.method(positional[0], name, *positional[1:], **named)
     return None
 
 
-def _single(node: fx.Node, name: str, value: Any) -> Any:
-    """``[-1]`` as ``-1`` where the schema spreads one number (``int[1] dim``)."""
-    argument = next(entry for entry in node.target._schema.arguments if entry.name == name)  # type: ignore[union-attr]
+def _single(called: OperatorCall, name: str, value: Any) -> Any:
+    """``[-1]`` as ``-1`` if the schema spreads one number (``int[1] dim``)."""
+    argument: Any = next(entry for entry in called.target._schema.arguments if entry.name == name)
     one = isinstance(value, list) and len(value) == 1 and isinstance(value[0], int)
     return value[0] if one and argument.N is not None else value
 
 
 def _gives_the_same(node: fx.Node, function: Any, positional: Sequence[Any], named: dict[str, Any]) -> bool:
-    """Try a Python form on meta tensors, so that no form is written that torch would refuse or read otherwise."""
-    expected = node.meta.get("val")
+    """Whether a Python function, tried on meta tensors, takes these arguments and gives what the operation gives."""
     try:
-        arguments = fx.map_arg(tuple(value for _, value in positional), on_meta)
-        keywords = {
-            key: torch.device("meta") if isinstance(value, torch.device) else value
-            for key, value in fx.map_arg(named, on_meta).items()
-        }
+        arguments, keywords = fx.map_arg((tuple(positional), named), on_meta)
+        devices = {name: torch.device("meta") for name, value in named.items() if isinstance(value, torch.device)}
         with torch.no_grad():
-            result = function(*arguments, **keywords)
+            result = function(*arguments, **{**keywords, **devices})
     except (TypeError, RuntimeError, NotImplementedError, ValueError, IndexError):
         return False
-    return _signature(result) == _signature(expected)
+    return _signature(result) == _signature(node.meta.get("val"))
 
 
 def _signature(value: Any) -> Any:
@@ -149,24 +116,16 @@ def _signature(value: Any) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def _write(node: fx.Node, name: str, arguments: dict[str, Any], writer: Writer) -> Expression | None:
-    if "self" not in arguments or "out" in arguments or not hasattr(torch.Tensor, name):
-        return None
-    others = {key: value for key, value in arguments.items() if key != "self"}
-    positional = [others.pop(key) for key in list(others) if key in _required(node)]
-    return writer.method(arguments["self"], name, positional, others)
-
-
-def _operator(node: fx.Node, writer: Writer) -> Expression:
+def _by_overload(called: OperatorCall) -> FunctionCall:
     """``torch.ops.aten.name.overload(…)``, which takes just what the graph holds."""
-    parts = []
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        training = argument.name in ("train", "training") and not node.meta["in_every_mode"]
+    node, target = called.node, called.target
+    positional: list[Expression] = []
+    named: list[tuple[str, Expression]] = []
+    for position, argument in enumerate(target._schema.arguments):
         if position < len(node.args) and not argument.kwarg_only:
             value = node.args[position]
-            parts.append("self.training" if training and isinstance(value, bool) else writer.argument(value))
+            positional.append(called.expression(TRAINING if follows_mode(node, argument.name, value) else value))
         elif argument.name in node.kwargs and argument.name != "pin_memory":
-            parts.append(f"{argument.name}={writer.argument(node.kwargs[argument.name])}")
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    return Expression(f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}({', '.join(parts)})")
+            named.append((argument.name, called.expression(node.kwargs[argument.name])))
+    function = Name(f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}")
+    return FunctionCall(function, tuple(positional), tuple(named))

@@ -8,21 +8,28 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-from pipegraph.codegen.expressions.operation import express
-from pipegraph.codegen.forward.contexts import headers
-from pipegraph.codegen.forward.items import Item, Loop, ModuleCall, Operation, Scope, has_effects, operands
-from pipegraph.codegen.forward.local_variables import Pending, Values
-from pipegraph.codegen.forward.loop_statements import heading, turn_lines
-from pipegraph.codegen.forward.module_tree import Tree, access
+from pipegraph.codegen.expressions.operation import express, write
+from pipegraph.codegen.forward.contexts import contexts
+from pipegraph.codegen.forward.items import (
+    ClassContents,
+    Item,
+    ModuleCall,
+    ModuleLoop,
+    Operation,
+    has_effects,
+    operands,
+)
+from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
+from pipegraph.codegen.forward.loop_statements import loop_statement
+from pipegraph.codegen.forward.module_tree import ModuleTree
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
-from pipegraph.codegen.names.source_statements import Origins
-from pipegraph.codegen.syntax.expression import ATOM, Expression, Writer
+from pipegraph.codegen.names.source_statements import SourceStatements
+from pipegraph.codegen.syntax.expressions import Attribute, Expression, FunctionCall, Name, call
 from pipegraph.codegen.syntax.line_breaks import reads_well
-from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
 
 # An expression that was put together from several is no longer than this; one that goes into another, than that.
@@ -30,100 +37,103 @@ _LONGEST, _FOLDED_LENGTH = 96, 88
 # One that was a single statement in the model's source may be longer.
 _LONGEST_STATEMENT = 108
 # One that the model's source writes on a line before it gives it another shape.
-_RENEWED_LENGTH = 72
+_RESHAPED_LENGTH = 72
 _INDENT = 8
-_WRITES = (torch.ops.aten.fill_, torch.ops.aten.copy_)
 
 
 @dataclass(frozen=True)
-class Written:
-    """The statements of a ``forward``, each with the ``with`` headers that it stands under; the names of what it
-    returns; and the names that values wanted in vain, because another had them."""
+class WrittenForward:
+    """A ``forward``: its statements, the names of what it returns, and the names that values did not get because
+    another value had them."""
 
-    lines: tuple[tuple[tuple[str, ...], str], ...]
+    statements: tuple[Statement, ...]
     results: tuple[str, ...]
     clashes: tuple[str, ...]
 
 
-def write_body(
-    scope: Scope,
-    tree: Tree,
+def write_forward(
+    contents: ClassContents,
+    tree: ModuleTree,
     parameters: Sequence[str],
-    origins: Origins | None,
+    source: SourceStatements | None,
     wanted: Mapping[fx.Node, str] | None = None,
-) -> Written:
+) -> WrittenForward:
     """Write one ``forward``.
 
-    Where two values of one name are needed at once, one has the name under which the modules that read it take it, if
-    that helps, or else a number.
+    If two values of one name are needed at once, one of them gets the name under which the modules that read it take
+    it, if that helps, or else a number.
 
     Args:
         parameters: names of the arguments.
-        origins: gives names and line breaks of the model's own source. Without it every value has a line and a neutral
-            name: two scopes of equal structure then give equal text.
+        source: gives names and line breaks of the model's own source. Without it every value has a line and a neutral
+            name: two classes of equal structure then have equal statements.
         wanted: names for values that the source leaves unnamed.
     """
-    written = _Body(scope, tree, parameters, origins, wanted or {}, ()).write()
+    written = _Forward(contents, tree, parameters, source, wanted or {}, ()).write()
     if not written.clashes:
         return written
-    other = _Body(scope, tree, parameters, origins, wanted or {}, written.clashes).write()
+    other = _Forward(contents, tree, parameters, source, wanted or {}, written.clashes).write()
     return other if len(other.clashes) < len(written.clashes) else written
 
 
-class _Body:
+class _Forward:
     """The state of writing one ``forward``."""
 
     def __init__(
         self,
-        scope: Scope,
-        tree: Tree,
+        contents: ClassContents,
+        tree: ModuleTree,
         parameters: Sequence[str],
-        origins: Origins | None,
+        source: SourceStatements | None,
         wanted: Mapping[fx.Node, str],
         clashes: Container[str],
     ) -> None:
-        self._scope = scope
+        self._contents = contents
         self._tree = tree
-        self._folds = origins is not None
-        taken = dict(zip(scope.inputs, parameters, strict=True))
-        self._names = ValueNames(scope, origins, wanted, taken, clashes)
-        uses = Counter(node for item in scope.items for node in operands(item))
-        uses.update(scope.outputs)
-        self._drawn: frozenset[str] = frozenset()  # variables that the expression mentions that was built last
-        attributes = {node: access(tree, name.split(".")) for node, name in scope.names.items()}
-        self._values = Values(self._names, uses, attributes, taken)
-        self._made = {node for item in scope.items for node in item.makes}
-        self._device = self._device_expression(parameters)
+        self._folds = source is not None
+        names = dict(zip(contents.inputs, parameters, strict=True))
+        self._names = ValueNames(contents, source, wanted, names, clashes)
+        uses = Counter(node for item in contents.items for node in operands(item))
+        uses.update(contents.outputs)
+        attributes = {node: tree.access(name.split(".")) for node, name in contents.state_names.items()}
+        self._values = LocalVariables(self._names, uses, attributes, names)
+        self._made = {node for item in contents.items for node in item.makes}
+        tensor = Name(parameters[0]) if parameters else next(iter(attributes.values()), None)
+        self._device = Attribute(tensor, "device") if tensor is not None else call("torch.get_default_device")
 
-    def write(self) -> Written:
-        for item in self._scope.items:
-            if isinstance(item, Loop):
+    def write(self) -> WrittenForward:
+        for item in self._contents.items:
+            if isinstance(item, ModuleLoop):
                 self._loop(item)
             elif isinstance(item, ModuleCall):
                 self._call(item)
             else:
                 self._operation(item)
         results = self._return()
-        return Written(tuple(self._values.lines), results, tuple(self._values.clashes))
+        return WrittenForward(nested(self._values.statements), results, tuple(self._values.clashes))
 
     def _return(self) -> tuple[str, ...]:
-        """``return`` of the results; one that was assigned a line before is returned by its expression. Their names:
-        those of the variables, or those that the expressions would have been given."""
-        for node in self._scope.outputs:
-            if node in self._values.pending and self._values.pending[node].regions:
-                self._values.settle(node)
-        texts = [self._values.use(node).text for node in self._scope.outputs]
+        """Write ``return``; a single result that was assigned a line before is returned by its expression.
+
+        Returns:
+            the names of the results: those of the variables, or those that the expressions would have been given.
+        """
+        values, outputs = self._values, self._contents.outputs
+        for node in outputs:
+            if node in values.deferred and values.deferred[node].contexts:
+                values.settle(node)
+        results = [values.expression(node) for node in outputs]
         names: list[str] = []
-        for node, text in zip(self._scope.outputs, texts, strict=True):
-            free = unused(variable(self._names.of_result(node), "x"), {*names, *texts})
-            names.append(text if text.isidentifier() else free)
-        regions, last = self._values.lines[-1] if self._values.lines else ((), "")
-        if not regions and len(texts) == 1 and self._folds and last.startswith(f"{texts[0]} = "):
-            texts = [self._values.lines.pop()[1].removeprefix(f"{texts[0]} = ")]
-        result = ", ".join(texts)
-        self._values.lines.append(
-            ((), f"return ({result})" if len(texts) > 1 and len(result) > _LONGEST else f"return {result}")
-        )
+        for node, result in zip(outputs, results, strict=True):
+            taken = {*names, *(each.text for each in results)}
+            name = unused(variable(self._names.of_result(node), "x"), taken)
+            names.append(result.name if isinstance(result, Name) else name)
+        around, last = values.statements[-1] if values.statements else ((), None)
+        is_name = len(results) == 1 and isinstance(results[0], Name)
+        if self._folds and is_name and not around and isinstance(last, Assign) and last.targets == tuple(results):
+            values.statements.pop()
+            results = [last.value]
+        values.statements.append(((), Return(tuple(results))))
         return tuple(names)
 
     # ---- items -----------------------------------------------------------------------------------------------------
@@ -135,7 +145,7 @@ class _Body:
         if "writes" in node.meta:
             self._write(item)
             return
-        expression = self._build(item, lambda: express(node, Writer(self._values.use, self._device)))
+        expression = self._build(item, lambda: express(node, self._values.expression, self._device))
         parts = [user for user in node.users if user.target is operator.getitem and user in self._made]
         if isinstance(node.meta.get("val"), (tuple, list)) and len(parts) > 1:
             self._unpack(item, expression, parts)
@@ -145,186 +155,167 @@ class _Body:
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
         """``a, b = x.split(…)``."""
         by_position = {int(part.args[1]): part for part in parts}  # type: ignore[arg-type]
-        names = [
-            self._bind(item, by_position[position]) if position in by_position else "_"
+        targets = [
+            self._bind(item, by_position[position], expression) if position in by_position else Name("_")
             for position in range(len(item.node.meta["val"]))
         ]
-        self._emit(item, f"{', '.join(names)} = {expression.text}")
+        self._emit(item, Assign(tuple(targets), expression))
 
     def _write(self, item: Operation) -> None:
         """An operation in place is a statement; its result is the tensor that it wrote into."""
-        node, regions = item.node, self._headers(item)
-        kept = [
-            each
-            for each in operands(item)
-            if each in self._values.pending and self._values.pending[each].regions == regions
-        ]
-        self._values.flush(except_for=kept)
+        node, values, around = item.node, self._values, self._contexts(item)
+        read = operands(item)
+        kept = [each for each in read if each in values.deferred and values.deferred[each].contexts == around]
+        values.flush(except_for=kept)
         target = node.kwargs.get("out", node.args[0])
-        assert isinstance(target, fx.Node) and isinstance(node.target, torch._ops.OpOverload)
-        if self._values.left[node] > 0:
-            self._values.settle(target, kept=kept)
-        owner = self._values.use(target)
-        self._values.written[target] = owner
-        self._values.left[target] += 1
-        if node.target.overloadpacket in _WRITES and owner.text.endswith("]"):
-            source = node.args[1]
-            text = f"{owner.text} = {self._values.use(source).text if isinstance(source, fx.Node) else literal(source)}"
-            self._values.left[target] -= 1
-        else:
-            text = express(node, Writer(self._values.use, self._device)).text
-        self._values.written[node] = owner
-        if owner.text in self._values.variables:
-            self._values.variables[owner.text] = node
-        self._emit(item, text)
+        assert isinstance(target, fx.Node)
+        if values.left[node] > 0:
+            values.settle(target, kept=kept)
+        owner = values.expression(target)
+        statement = write(node, values.expression, self._device)
+        values.consume(read)
+        values.written[target] = values.written[node] = owner
+        if owner.text in values.variables:
+            values.variables[owner.text] = node
+        self._emit(item, statement)
 
     def _call(self, item: ModuleCall) -> None:
-        owner = access(self._tree, self._relative(item.fqn))
-        expression = self._build(item, lambda: self._invoke(owner, item))
+        function = self._tree.access(self._path(item.fqn))
+        expression = self._build(item, lambda: self._invoke(function, item))
         if len(item.makes) == 1:
             self._place(item, item.makes[0], expression)
-            return
-        names = [self._bind(item, node) for node in item.makes]
-        self._emit(item, f"{', '.join(names)} = {expression.text}")
+        else:
+            self._emit(item, Assign(tuple(self._bind(item, node, expression) for node in item.makes), expression))
 
-    def _loop(self, item: Loop) -> None:
+    def _invoke(self, function: Expression, item: ModuleCall) -> Expression:
+        values = [self._values.expression(node) for node in item.argument_values]
+        return item.arguments.call(function, values) if item.arguments else FunctionCall(function, tuple(values))
+
+    def _loop(self, item: ModuleLoop) -> None:
         """``for layer in self.layers.values(): h = layer(h, cos, sin)``."""
-        container = self._relative(item.calls[0].fqn)[:-1]
+        values = self._values
+        container = self._path(item.calls[0].fqn)[:-1]
         carried = dict(item.carried)
         begin = {made: item.reads[position] for position, made in item.carried}
         for position, node in enumerate(item.reads):
             if position not in carried:
-                self._values.settle(node)
-        # All names are chosen while what the loop reads in every turn still counts as needed.
+                values.settle(node)
+        # All names are chosen while what every iteration reads still counts as needed.
         names: dict[int, str] = {}
         for made, node in sorted(begin.items()):
             names[made] = self._carry(item, made, node, set(names.values()))
-        taken = self._values.taken() | set(names.values())
+        taken = values.taken() | set(names.values())
         module = unused(variable(container[-1].removesuffix("s") if container else "module", "module"), taken)
         number = unused("i", taken)
         for made, node in enumerate(item.makes):
             if made in names:
-                self._values.variables[names[made]] = node
-                self._values.written[node] = Expression(names[made])
+                values.variables[names[made]] = node
+                values.written[node] = Name(names[made])
             else:
-                names[made] = self._values.bind(node, self._names.of(item, node))
-        header, callee = heading(item, self._tree, container, module, number)
-        targets = ", ".join(names[made] for made in range(len(item.makes)))
-        handed = [
-            [names[made] if made is not None else self._values.use(node).text for node, made in pattern]
+                names[made] = values.bind(node, self._names.of(item, node))
+        targets = tuple(Name(names[made]) for made in range(len(item.makes)))
+        arguments = [
+            [Name(names[made]) if made is not None else values.expression(node) for node, made in pattern]
             for pattern in item.patterns
         ]
-        self._emit(item, header)
-        for line in turn_lines(item.alternate, number, f"{targets} = {callee}", *handed):
-            self._emit(item, f"    {line}")
+        values.consume(node for pattern in item.patterns for node, made in pattern if made is None)
 
-    def _carry(self, item: Loop, made: int, begin: fx.Node, others: AbstractSet[str]) -> str:
-        """The variable that goes round a loop, holding ``begin`` before the first turn; ``others`` do so as well."""
-        uses = sum(carried == made for _, carried in item.carried)
+        def iteration(called: Expression, given: Sequence[Expression]) -> Statement:
+            return Assign(targets, FunctionCall(called, tuple(given)))
+
+        self._emit(item, loop_statement(item, self._tree, container, (module, number), iteration, arguments))
+
+    def _carry(self, item: ModuleLoop, made: int, begin: fx.Node, others: AbstractSet[str]) -> str:
+        """The variable that is assigned in each iteration, holding ``begin`` before the first one.
+
+        Args:
+            made: the position of the result that it is assigned.
+            others: the variables of other results.
+        """
+        values = self._values
         wanted = variable(self._names.of(item, item.makes[made]), "x")
-        pending = self._values.pending.get(begin)
-        if pending is not None:
-            self._values.left[begin] -= uses
-            del self._values.pending[begin]
-            name = unused(wanted, self._values.taken() | others)
-            self._values.lines.append((pending.regions, f"{name} = {pending.expression.text}"))
-            self._values.variables[name] = begin
-            return name
-        self._values.left[begin] -= uses
-        held = self._values.written[begin].text
-        if (
-            self._values.left[begin] == 0
-            and held in self._values.variables
-            and (held.startswith(wanted) or begin in self._scope.inputs)
-        ):
-            return held
-        name = unused(wanted, self._values.taken() | {held, *others})
-        self._emit(item, f"{name} = {held}")
-        self._values.variables[name] = begin
+        deferred = values.deferred.pop(begin, None)
+        values.left[begin] -= sum(result == made for _, result in item.carried)
+        if deferred is not None:
+            name = unused(wanted, values.taken() | others)
+            values.statements.append((deferred.contexts, Assign((Name(name),), deferred.expression)))
+        else:
+            held = values.written[begin].text
+            free = values.left[begin] == 0 and held in values.variables
+            if free and (held.startswith(wanted) or begin in self._contents.inputs):
+                return held
+            name = unused(wanted, values.taken() | {held, *others})
+            self._emit(item, Assign((Name(name),), values.written[begin]))
+        values.variables[name] = begin
         return name
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
-    def _invoke(self, owner: str, item: ModuleCall) -> Expression:
-        values = [self._values.use(node).text for node in item.handed]
-        return Expression(owner + (item.arguments.text(values) if item.arguments else f"({', '.join(values)})"), ATOM)
-
     def _build(self, item: Item, build: Callable[[], Expression]) -> Expression:
-        """Build the expression of an item. What it draws in is written on lines of its own if it would grow too
-        long, or if the item's effects must come after."""
-        read = dict.fromkeys(operands(item))
-        if has_effects(item):
-            self._values.flush(except_for=read)
-        drawn = [node for node in self._values.pending if node in read]
-        regions = self._headers(item)
-        if any(self._values.pending[node].regions != regions for node in drawn):
-            for node in drawn:
-                self._values.settle(node)
-        makers = {node: self._values.pending[node].item for node in drawn if node in self._values.pending}
-        while True:
-            drawn = [node for node in drawn if node in self._values.pending]
-            left, pending = {node: self._values.left[node] for node in read}, dict(self._values.pending)
-            self._drawn = frozenset(name for node in read for name in self._values.held_names(node))
-            expression = build()
-            if not drawn or self._fits(item, [makers[node] for node in drawn], expression.text):
-                return expression
-            self._values.left.update({node: count - self._values.left[node] for node, count in left.items()})
-            self._values.pending = pending
-            # What the source names stands better on a line of its own.
-            named = [node for node in drawn if self._names.is_named(node)]
-            for node in named or drawn:
-                self._values.settle(node, kept=read)
+        """Build the expression of an item, with the deferred values that it reads inside.
 
-    def _fits(self, item: Item, drawn: Sequence[Item], text: str) -> bool:
-        """Whether an expression that others were drawn into is short enough; one statement of the source may be
-        longer."""
-        one = all(self._names.statement(each) == self._names.statement(item) for each in drawn)
-        name = self._names.of(item, item.makes[0])
-        indent = _INDENT + 4 * len(self._headers(item))
-        return len(text) <= (_LONGEST_STATEMENT if one else _LONGEST) and reads_well(f"{name} = {text}", indent)
+        Those are written on lines of their own if the expression would grow too long, or if the item has effects that
+        must come after.
+        """
+        values, read = self._values, operands(item)
+        if has_effects(item):
+            values.flush(except_for=read)
+        around = self._contexts(item)
+        inside = [node for node in values.deferred if node in read]
+        if any(values.deferred[node].contexts != around for node in inside):
+            for node in inside:
+                values.settle(node)
+        while True:
+            inside = [node for node in inside if node in values.deferred]
+            expression = build()
+            if not inside or self._fits(item, [values.deferred[node].item for node in inside], expression):
+                values.consume(read)
+                return expression
+            # What the source names stands better on a line of its own.
+            named = [node for node in inside if self._names.is_named(node)]
+            for node in named or inside:
+                values.settle(node, kept=read)
+
+    def _fits(self, item: Item, inside: Sequence[Item], expression: Expression) -> bool:
+        """Whether an expression with others inside is short enough; one statement of the source may be longer."""
+        one = all(self._names.statement(each) == self._names.statement(item) for each in inside)
+        line = f"{self._names.of(item, item.makes[0])} = {expression.text}"
+        indent = _INDENT + 4 * len(self._contexts(item))
+        return len(expression.text) <= (_LONGEST_STATEMENT if one else _LONGEST) and reads_well(line, indent)
 
     def _place(self, item: Item, node: fx.Node, expression: Expression) -> None:
         """Keep an expression for its only reader, or write it on a line."""
         if self._may_fold(item, node, expression):
-            self._values.pending[node] = Pending(expression, self._drawn, self._headers(item), item)
+            self._values.deferred[node] = DeferredValue(expression, self._contexts(item), item)
         elif self._values.left[node] == 0:
-            self._emit(item, expression.text)
+            self._emit(item, Evaluate(expression))
         else:
-            self._emit(item, f"{self._bind(item, node)} = {expression.text}")
+            self._emit(item, Assign((self._bind(item, node, expression),), expression))
 
-    def _bind(self, item: Item, node: fx.Node) -> str:
-        """A variable for what was just built."""
-        return self._values.bind(node, self._names.of(item, node), self._drawn)
+    def _bind(self, item: Item, node: fx.Node, value: Expression) -> Name:
+        """A variable for a part of what was just built."""
+        return Name(self._values.bind(node, self._names.of(item, node), value))
 
     def _may_fold(self, item: Item, node: fx.Node, expression: Expression) -> bool:
         """A value with one reader stands inside its expression, unless the model's source gives it a name that is
         free: with a number behind it, it says no more than the expression."""
-        if not self._folds or self._values.left[node] != 1 or len(expression.text) > _FOLDED_LENGTH:
+        length = len(expression.text)
+        if not self._folds or self._values.left[node] != 1 or length > _FOLDED_LENGTH:
             return False
         if is_written(node) and not is_view(node):  # written out again, it would be other memory
             return False
         if self._names.is_nameless(item, node):
             return True
-        if self._names.is_renewed(node) and len(expression.text) <= _RENEWED_LENGTH:
+        if self._names.is_reshaped(node) and length <= _RESHAPED_LENGTH:
             return True
-        returned = len(self._scope.outputs) > 1 and node in self._scope.outputs
+        returned = len(self._contents.outputs) > 1 and node in self._contents.outputs
         return not returned and variable(self._names.of(item, node), "x") in self._values.taken()
 
-    def _relative(self, fqn: str) -> list[str]:
-        return relative(fqn, self._scope.prefix).split(".")
+    def _path(self, fqn: str) -> list[str]:
+        return relative(fqn, self._contents.prefix).split(".")
 
-    # ---- surroundings ----------------------------------------------------------------------------------------------
+    def _contexts(self, item: Item) -> Contexts:
+        return contexts(item.nodes, self._contents.outer_regions, self._device)
 
-    def _headers(self, item: Item) -> tuple[str, ...]:
-        return headers(item.nodes, self._scope.regions, self._device)
-
-    def _emit(self, item: Item, text: str) -> None:
-        self._values.lines.append((self._headers(item), text))
-
-    def _device_expression(self, parameters: Sequence[str]) -> str:
-        """Where this class runs: the device of its first tensor."""
-        if parameters:
-            return f"{parameters[0]}.device"
-        if self._scope.names:
-            return f"{access(self._tree, next(iter(self._scope.names.values())).split('.'))}.device"
-        return "torch.get_default_device()"
+    def _emit(self, item: Item, statement: Statement) -> None:
+        self._values.statements.append((self._contexts(item), statement))

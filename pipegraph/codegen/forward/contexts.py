@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from pipegraph.codegen.syntax.expressions import Attribute, Expression, call
 from pipegraph.codegen.syntax.literals import literal
 
 
@@ -20,25 +21,25 @@ def common_regions(nodes: Sequence[fx.Node]) -> tuple[tuple[str, tuple[object, .
     return tuple(common)
 
 
-def headers(nodes: Sequence[fx.Node], around: int, device: str) -> tuple[str, ...]:
-    """The headers of the blocks around some operations, the ``around`` outermost left out, and with them a ``no_grad``
-    that no gradient would pass.
+def contexts(nodes: Sequence[fx.Node], outer: int, device: Expression) -> tuple[Expression, ...]:
+    """The context managers around some operations, outermost first; a ``no_grad`` that changes nothing is left out.
 
     Args:
+        outer: so many of the outermost blocks stand around the whole class, and are left out too.
         device: the expression of a device, for ``autocast``.
     """
-    found = []
-    for kind, settings in common_regions(nodes)[around:]:
+    found: list[Expression] = []
+    for kind, settings in common_regions(nodes)[outer:]:
         if kind == "autocast":
             _, dtype, enabled, cache = settings
-            named = [f"dtype={literal(dtype)}"] if enabled and dtype is not None else []
-            named += [f"enabled={enabled}"] if not enabled else []
-            named += ["cache_enabled=False"] if enabled and cache is False else []
-            found.append(f"with torch.autocast({', '.join([f'{device}.type', *named])}):")
-        elif any("writes" in node.meta or node.meta["cut_off"] or _gradient_comes(node) for node in nodes):
-            found.append("with torch.enable_grad():" if settings[0] else "with torch.no_grad():")
+            options = {"dtype": literal(dtype)} if enabled and dtype is not None else {}
+            options |= {} if enabled else {"enabled": literal(enabled)}
+            options |= {"cache_enabled": literal(False)} if enabled and cache is False else {}
+            found.append(call("torch.autocast", Attribute(device, "type"), **options))
+        elif any("writes" in node.meta or node.meta["cut_off"] or _gradient_flows_in(node) for node in nodes):
+            found.append(call("torch.enable_grad" if settings[0] else "torch.no_grad"))
     return tuple(found)
 
 
-def _gradient_comes(node: fx.Node) -> bool:
+def _gradient_flows_in(node: fx.Node) -> bool:
     return any(parent.meta["requires_grad"] for parent in node.all_input_nodes)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from pipegraph.codegen.expressions.attention_calls import Arguments
+from pipegraph.codegen.expressions.attention_calls import AttentionArguments
+from pipegraph.codegen.forward.index_tests import IndexTest
 from pipegraph.codegen.names.identifiers import outer_names
+from pipegraph.codegen.syntax.expressions import FunctionCall
 from pipegraph.graph.captured import StateEntry
 
 
@@ -37,62 +39,75 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """A call ``self.fqn(reads…)`` that gives ``makes``; ``constructor`` is the text that builds the module,
-    ``model_class`` the name of the model's own class, ``modules`` the FQNs of all modules that it builds. With
-    ``arguments`` it is called with those instead of ``reads`` in their order."""
+    """A call of a module: ``makes = self.fqn(reads…)``.
+
+    Attributes:
+        fqn: of the module.
+        constructor: builds the module.
+        model_class: name of the model's own class.
+        reads: values that it takes, in the order of the arguments.
+        makes: values that it gives, in the order of the results.
+        nodes: operations in it.
+        modules: FQNs of all modules that ``constructor`` builds.
+        arguments: how the values stand in the call, if not one after the other.
+    """
 
     fqn: str
-    constructor: str
+    constructor: FunctionCall
     model_class: str
     reads: tuple[fx.Node, ...]
     makes: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     modules: frozenset[str]
-    arguments: Arguments | None = None
+    arguments: AttentionArguments | None = None
 
     @property
-    def handed(self) -> tuple[fx.Node, ...]:
-        """Values in the order in which they stand in the call."""
+    def argument_values(self) -> tuple[fx.Node, ...]:
+        """Values in the order in which they stand in the call; one may stand there twice."""
         if self.arguments is None:
             return self.reads
-        return tuple(self.reads[position] for _, position in self.arguments.handed)
+        return tuple(self.reads[position] for _, position in self.arguments.values)
 
 
 @dataclass(frozen=True)
-class Alternate:
-    """How a loop calls its modules in some turns.
+class AlternateCall:
+    """How a loop calls its modules in some iterations.
 
-    ``test`` tells the turns by the module's number, as ``{} % 6 == 5``; it ``holds_first`` where it holds for those
-    that are like the first turn, and not for these. ``reads`` and ``carried`` are as in the loop, of a call in such a
-    turn.
+    Attributes:
+        test: tells the iterations apart by the module's number.
+        holds_first: whether the test holds for the iterations that are like the first one, and not for these.
+        reads, carried: as in the loop, of a call in such an iteration.
     """
 
-    test: str
+    test: IndexTest
     holds_first: bool
     reads: tuple[fx.Node, ...]
     carried: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
-    """Calls of modules of one class in a row, each fed by the one before.
+class ModuleLoop:
+    """Consecutive calls of modules of one class, each fed by the one before.
 
-    ``carried`` maps a position in ``reads`` to the position in ``makes`` of the call before; every other position takes
-    the same value in each call, but for those that are like ``alternate``.
+    Attributes:
+        calls: one per iteration.
+        carried: (position in ``reads``, position in ``makes`` of the call before that it takes). Every other position
+            takes the same value in each iteration that is like the first one.
+        alternate: how the other iterations call their modules, if there are any.
     """
 
     calls: tuple[ModuleCall, ...]
     carried: tuple[tuple[int, int], ...]
-    alternate: Alternate | None = None
+    alternate: AlternateCall | None = None
 
     @property
     def patterns(self) -> list[list[tuple[fx.Node, int | None]]]:
-        """What the first call takes, and then one like ``alternate``: each value, and the position in ``makes`` of the
-        one that stands there from the second turn on."""
-        rows = [(self.calls[0].reads, dict(self.carried))]
+        """The arguments of the first call, and then of an alternate one: each value, and the position in ``makes`` of
+        the one that takes its place from the second iteration on."""
+        calls = [(self.calls[0].reads, dict(self.carried))]
         if self.alternate is not None:
-            rows.append((self.alternate.reads, dict(self.alternate.carried)))
-        return [[(node, carried.get(position)) for position, node in enumerate(reads)] for reads, carried in rows]
+            calls.append((self.alternate.reads, dict(self.alternate.carried)))
+        return [[(node, carried.get(position)) for position, node in enumerate(reads)] for reads, carried in calls]
 
     @property
     def reads(self) -> tuple[fx.Node, ...]:
@@ -111,19 +126,27 @@ class Loop:
         return tuple(node for call in self.calls for node in call.nodes)
 
 
-Item = Operation | ModuleCall | Loop
+Item = Operation | ModuleCall | ModuleLoop
+
+
+def fqn_of(item: Item) -> str | None:
+    """The module that an item calls; of a loop, the first one."""
+    if isinstance(item, Operation):
+        return None
+    return item.calls[0].fqn if isinstance(item, ModuleLoop) else item.fqn
 
 
 def modules_in(item: Item) -> frozenset[str]:
     """FQNs of the modules that an item builds."""
-    if isinstance(item, Loop):
+    if isinstance(item, ModuleLoop):
         return frozenset[str]().union(*(call.modules for call in item.calls))
     return item.modules if isinstance(item, ModuleCall) else frozenset()
 
 
 def conflicts(items: Iterable[Item]) -> frozenset[str]:
-    """Modules that are called twice in ways that one class cannot serve, and those of which a part is called beside."""
-    constructors: dict[str, str] = {}
+    """Modules that cannot be called as wholes: one class cannot serve two of their calls, or a part of them is also
+    called from outside."""
+    constructors: dict[str, FunctionCall] = {}
     found = set()
     for item in items:
         if isinstance(item, ModuleCall) and constructors.setdefault(item.fqn, item.constructor) != item.constructor:
@@ -138,7 +161,7 @@ def operands(item: Item) -> list[fx.Node]:
         found: list[fx.Node] = []
         fx.map_arg((item.node.args, item.node.kwargs), found.append)
         return found
-    return list(item.reads if isinstance(item, Loop) else item.handed)
+    return list(item.reads if isinstance(item, ModuleLoop) else item.argument_values)
 
 
 def has_effects(item: Item) -> bool:
@@ -150,16 +173,16 @@ def has_effects(item: Item) -> bool:
 
 
 @dataclass(frozen=True)
-class Scope:
-    """A class to be written.
+class ClassContents:
+    """What a class holds and does.
 
     Attributes:
         prefix: FQN of the module that it stands for, "" for a stage.
         items: its ``forward``.
         inputs, outputs: what ``forward`` takes and returns.
         state: parameters and buffers by their name relative to ``prefix``.
-        names: state nodes that it holds itself → relative name.
-        regions: ``no_grad`` and ``autocast`` blocks that stand around the call and not in it.
+        state_names: state that ``forward`` reads itself → relative name.
+        outer_regions: how many ``no_grad`` and ``autocast`` blocks stand around the call and not in it.
     """
 
     prefix: str
@@ -167,5 +190,5 @@ class Scope:
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     state: dict[str, StateEntry]
-    names: dict[fx.Node, str]
-    regions: int = 0
+    state_names: dict[fx.Node, str]
+    outer_regions: int = 0

@@ -1,8 +1,7 @@
-"""Where the values of a ``forward`` stand while it is written: in a variable, in an attribute, or on no line yet."""
+"""Where the values of a ``forward`` are while it is written: in a variable, in an attribute, or not written yet."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,117 +11,118 @@ from torch import fx
 from pipegraph.codegen.forward.items import Item
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import unused, variable
-from pipegraph.codegen.syntax.expression import Expression
+from pipegraph.codegen.syntax.expressions import Expression, Name
+from pipegraph.codegen.syntax.statements import Assign, Statement
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
+Contexts = tuple[Expression, ...]
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A value that is not written yet: it may stand inside the expression of its only reader. ``names`` are the
-    variables that its expression mentions, ``regions`` the ``with`` headers that it stands under."""
+class DeferredValue:
+    """A value that is not written yet, because it may stand inside the expression of its only reader."""
 
     expression: Expression
-    names: frozenset[str]
-    regions: tuple[str, ...]
+    contexts: Contexts
     item: Item
 
 
-class Values:
-    """The lines of a ``forward`` so far, and where each value stands.
+class LocalVariables:
+    """The statements of a ``forward`` so far, and where each value is.
 
     Args:
         names: what the values are called.
         uses: how often each is mentioned.
-        attributes, parameters: the expressions of state and the names of arguments.
+        attributes: the expressions of state.
+        parameters: the names of arguments.
 
     Attributes:
-        lines: the statements, each with its ``with`` headers.
+        statements: each with the ``with`` blocks around it.
         left: how often each value is still to be mentioned.
         variables: variable → the value that it holds.
         written: value → its expression, once it has one.
-        pending: values that are not written yet.
-        clashes: names that values wanted in vain, because another was needed still.
+        deferred: values that are not written yet.
+        clashes: names that values did not get because another value was still needed under them.
     """
 
     def __init__(
         self,
         names: ValueNames,
         uses: Counter[fx.Node],
-        attributes: Mapping[fx.Node, str],
+        attributes: Mapping[fx.Node, Expression],
         parameters: Mapping[fx.Node, str],
     ) -> None:
         self._names = names
-        self.lines: list[tuple[tuple[str, ...], str]] = []
+        self.statements: list[tuple[Contexts, Statement]] = []
         self.left = uses
         self.variables = {name: node for node, name in parameters.items()}
-        self.written = {node: Expression(text) for node, text in {**attributes, **parameters}.items()}
-        self.pending: dict[fx.Node, Pending] = {}
+        self.written: dict[fx.Node, Expression] = {
+            **attributes,
+            **{node: Name(name) for node, name in parameters.items()},
+        }
+        self.deferred: dict[fx.Node, DeferredValue] = {}
         self.clashes: list[str] = []
-        self._mentioned: frozenset[str] = frozenset()  # by lines that are about to be written
+        self._reserved: frozenset[str] = frozenset()  # mentioned by statements that are about to be written
 
-    def use(self, node: fx.Node) -> Expression:
-        """The expression of a value, used once more."""
-        self.left[node] -= 1
-        if node in self.pending:
-            return self.pending.pop(node).expression
-        return self.written[node]
+    def expression(self, node: fx.Node) -> Expression:
+        """The expression of a value."""
+        return self.deferred[node].expression if node in self.deferred else self.written[node]
 
-    def bind(
-        self, node: fx.Node, wanted: str, mentioned: frozenset[str] = frozenset(), kept: Collection[fx.Node] = ()
-    ) -> str:
+    def consume(self, nodes: Iterable[fx.Node]) -> None:
+        """Count one mention of each value; a deferred one stands in the expression of its reader now."""
+        for node in nodes:
+            self.left[node] -= 1
+            self.deferred.pop(node, None)
+
+    def bind(self, node: fx.Node, wanted: str, value: Expression | None = None, kept: Collection[fx.Node] = ()) -> str:
         """A variable for a value: the wanted name, or that with a number while the name is still needed.
 
         Args:
-            mentioned: the variables in the expression that it will be assigned.
-            kept: pending values that are not to be written for that name to become free.
+            value: the expression that the variable will be assigned.
+            kept: deferred values that must not be written to make the name free.
         """
         name = variable(wanted, "x")
-        self._free(name, mentioned, kept)
+        self._free(name, self._variables_in(value), kept)
         if name in self.taken():
             self.clashes.append(wanted)
         name = unused(name, self.taken())
         self.variables[name] = node
-        self.written[node] = Expression(name)
+        self.written[node] = Name(name)
         return name
 
     def _free(self, name: str, mentioned: frozenset[str], kept: Collection[fx.Node]) -> None:
-        """Write what holds on to a variable only because it is not written yet."""
-        holders = [node for node, pending in self.pending.items() if name in pending.names]
-        if name in self._live() or name in self._mentioned or any(node in kept for node in holders):
+        """Write the deferred values that keep a variable alive, if nothing else does."""
+        holders = [node for node, value in self.deferred.items() if name in self._variables_in(value.expression)]
+        if name in self._live() or name in self._reserved or any(node in kept for node in holders):
             return
-        before, self._mentioned = self._mentioned, self._mentioned | mentioned
+        before, self._reserved = self._reserved, self._reserved | mentioned
         for node in holders:
             self.settle(node)
-        self._mentioned = before
+        self._reserved = before
 
     def settle(self, node: fx.Node, kept: Collection[fx.Node] = ()) -> None:
-        """Write a pending value on a line of its own."""
-        pending = self.pending.pop(node, None)
-        if pending is None:
+        """Write a deferred value as a statement of its own."""
+        value = self.deferred.pop(node, None)
+        if value is None:
             return
-        name = self.bind(node, self._names.of(pending.item, node), pending.names, kept)
-        self.lines.append((pending.regions, f"{name} = {pending.expression.text}"))
+        name = self.bind(node, self._names.of(value.item, node), value.expression, kept)
+        self.statements.append((value.contexts, Assign((Name(name),), value.expression)))
 
     def flush(self, except_for: Iterable[fx.Node]) -> None:
-        """Write all pending values on lines of their own."""
+        """Write all deferred values as statements of their own."""
         kept = set(except_for)
-        for node in [node for node in self.pending if node not in kept]:
+        for node in [node for node in self.deferred if node not in kept]:
             self.settle(node)
 
     def taken(self) -> set[str]:
-        """Variables that something still reads, directly or inside a pending expression."""
-        return self._live() | self._mentioned.union(*(pending.names for pending in self.pending.values()))
+        """Variables that something still reads, directly or inside a deferred expression."""
+        inside = (self._variables_in(value.expression) for value in self.deferred.values())
+        return self._live() | self._reserved.union(*inside)
 
     def _live(self) -> set[str]:
-        return {name for name, node in self.variables.items() if self.left[node] > 0 and self._reads_name(name, node)}
+        return {name for name, node in self.variables.items() if self.left[node] > 0 and self._is_in(name, node)}
 
-    def _reads_name(self, name: str, node: fx.Node) -> bool:
-        return node not in self.written or self.written[node].text == name
+    def _is_in(self, name: str, node: fx.Node) -> bool:
+        return node not in self.written or self.written[node] == Name(name)
 
-    def held_names(self, node: fx.Node) -> frozenset[str]:
-        """The variables that the expression of a value mentions."""
-        if node in self.pending:
-            return self.pending[node].names
-        text = self.written[node].text if node in self.written else ""
-        return frozenset(_NAME.findall(text)) & self.variables.keys()
+    def _variables_in(self, value: Expression | None) -> frozenset[str]:
+        return frozenset(value.names() & self.variables.keys()) if value is not None else frozenset()

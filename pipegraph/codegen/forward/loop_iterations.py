@@ -1,4 +1,4 @@
-"""Loops of the model's source: which turn of a loop an item of a ``forward`` ran in."""
+"""Loops of the model's source: the iteration of a loop that an item of a ``forward`` ran in."""
 
 from __future__ import annotations
 
@@ -6,63 +6,57 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
 
-from pipegraph.codegen.forward.items import Item, Loop, Operation
-from pipegraph.codegen.names.source_statements import Statement
+from pipegraph.codegen.forward.items import Item, fqn_of
+from pipegraph.codegen.names.source_statements import SourceStatement
 
-Chain = tuple[Statement, ...]
+StatementChain = tuple[SourceStatement, ...]
 
 
-def turns(chains: Mapping[Item, Chain]) -> dict[Item, int]:
-    """Item → the turn, counted from 0, in which the statement that made it ran; 0 for one outside of loops.
+def loop_iterations(chains: Mapping[Item, StatementChain]) -> dict[Item, int]:
+    """Item → the iteration, counted from 0, in which the statement that made it ran; 0 for one outside of loops.
 
-    A statement runs anew when another of the same ``forward`` ran between, when it calls the same module again, or when
-    it calls another of the same list: ``for layer in self.layers: x = x + layer(x)``.
+    A statement is taken to run again if another statement of the same ``forward`` ran in between, if it calls the same
+    module again, or if it calls another of the same list: ``for layer in self.layers: x = x + layer(x)``.
 
     Args:
-        chains: the items of a scope in order, each with the statements that led to it, outermost first.
+        chains: the items in order, each with the statements that led to it, outermost first.
     """
     found: dict[Item, int] = {}
-    runs: dict[Statement, list[list[Item]]] = {}
-    latest: dict[Chain, Statement] = {}
+    runs: dict[SourceStatement, list[list[Item]]] = {}  # the items of each statement, in uninterrupted groups
+    latest: dict[StatementChain, SourceStatement] = {}
     for item, chain in chains.items():
         found[item] = 0
         if chain:
             again = latest.get(chain[:-1]) is not chain[-1]
             latest[chain[:-1]] = chain[-1]
             if chain[-1].in_loop:
-                rows = runs.setdefault(chain[-1], [])
-                rows.extend([[]] if again else [])
-                rows[-1].append(item)
-    for statement, rows in runs.items():
-        for number, row in enumerate(turn for each in rows for turn in _turns_of(each, statement.calls)):
-            found |= dict.fromkeys(row, number)
+                groups = runs.setdefault(chain[-1], [])
+                groups.extend([[]] if again else [])
+                groups[-1].append(item)
+    for statement, groups in runs.items():
+        iterations = [iteration for group in groups for iteration in _split(group, statement.calls)]
+        for number, iteration in enumerate(iterations):
+            found |= dict.fromkeys(iteration, number)
     return found
 
 
-def _turns_of(row: Sequence[Item], called: AbstractSet[str]) -> list[Sequence[Item]]:
-    """The turns in a row of items of one statement: each begins like the first, up to the module that it calls.
+def _split(group: Sequence[Item], called: AbstractSet[str]) -> list[Sequence[Item]]:
+    """The iterations in a group of items of one statement: each begins like the first, up to the module that it calls.
 
     Args:
-        called: the attributes that the statement calls; another module was in a variable of the loop.
+        called: the attributes that the statement calls; any other module was in a variable of the loop.
     """
-    calls = [(position, place) for position, item in enumerate(row) if (place := _place(item)) is not None]
+    calls = [
+        (position, fqn.rpartition(".")) for position, item in enumerate(group) if (fqn := fqn_of(item)) is not None
+    ]
     if not calls:
-        return [row]
-    before, (container, first) = calls[0]
+        return [group]
+    before, (container, _, first) = calls[0]
     seen = {first}
     starts = [0]
-    for position, (other, name) in calls[1:]:
-        next_of_loop = other == container and not {first, name} & called and name not in seen
-        if next_of_loop or (other, name) == (container, first):
+    for position, (other, _, name) in calls[1:]:
+        next_of_list = other == container and not {first, name} & called and name not in seen
+        if next_of_list or (other, name) == (container, first):
             seen.add(name)
             starts.append(position - before)
-    return [row[start:stop] for start, stop in pairwise((*starts, len(row)))]
-
-
-def _place(item: Item) -> tuple[str, str] | None:
-    """The list and the number there of the module that an item calls."""
-    if isinstance(item, Operation):
-        return None
-    fqn = item.calls[0].fqn if isinstance(item, Loop) else item.fqn
-    container, _, name = fqn.rpartition(".")
-    return container, name
+    return [group[start:stop] for start, stop in pairwise((*starts, len(group)))]

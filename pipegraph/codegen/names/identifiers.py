@@ -26,11 +26,6 @@ def is_plain(name: str) -> bool:
     return identifier and not keyword.iskeyword(name) and not mangled
 
 
-def attribute(owner: str, name: str) -> str:
-    """The expression for an attribute, whatever it is called."""
-    return f"{owner}.{name}" if is_plain(name) else f"getattr({owner}, {literal_text(name)})"
-
-
 def variable(name: str, default: str) -> str:
     """A name for a local variable, made from any text; ``default`` where nothing of it can be kept."""
     clean = re.sub(r"[^0-9a-zA-Z_]+", "_", name).strip("_")
@@ -85,11 +80,3 @@ def outer_names(name: str) -> Iterator[str]:
 def relative(fqn: str, prefix: str) -> str:
     """A dotted name without ``prefix``, in which it is."""
     return fqn.removeprefix(f"{prefix}.") if prefix else fqn
-
-
-def literal_text(text: str) -> str:
-    """A string literal: ASCII, on one line, in the quotes that a formatter would choose."""
-    body = text.encode("unicode_escape").decode("ascii")
-    if '"' in body and "'" not in body:
-        return f"'{body}'"
-    return '"' + body.replace('"', '\\"') + '"'

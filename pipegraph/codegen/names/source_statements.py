@@ -26,7 +26,7 @@ _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.
 
 
 @dataclass(frozen=True)
-class Statement:
+class SourceStatement:
     """A statement, the names it assigns to (none for a ``return``), the attributes it calls (``norm`` of
     ``self.norm(x)``), and whether a loop stands around it."""
 
@@ -43,21 +43,21 @@ class Statement:
         return self.file.startswith(_TORCH)
 
 
-class Origins:
+class SourceStatements:
     """Looks statements up; nothing is found for a model whose source is not at hand."""
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
 
-    def of_operation(self, node: fx.Node) -> tuple[Statement, ...]:
+    def of_operation(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of ``forward`` methods that led to an operation, outermost first."""
         return _known(_frames(node.meta["stack_trace"]))
 
-    def of_helpers(self, node: fx.Node) -> tuple[Statement, ...]:
+    def of_helpers(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of functions called by the innermost ``forward`` that led to an operation, outermost first."""
         return _known(_frames(node.meta["stack_trace"], everything=True)[_innermost(node.meta["stack_trace"]) + 1 :])
 
-    def is_within(self, node: fx.Node, statement: Statement) -> bool:
+    def is_within(self, node: fx.Node, statement: SourceStatement) -> bool:
         """Whether a statement led to an operation, through any functions."""
         return statement in _known(_frames(node.meta["stack_trace"], everything=True))
 
@@ -82,7 +82,7 @@ class Origins:
         name = chain[-1].targets[place.index]
         return None if name == "_" else name
 
-    def taken_as(self, node: fx.Node, name: str) -> str | None:
+    def parameter_name(self, node: fx.Node, name: str) -> str | None:
         """What a ``forward`` of the model's own that takes a value as an argument calls it, other than ``name``."""
         for fqn, parameter in parameter_names(node):
             module = self._captured.modules.get(fqn)
@@ -91,7 +91,7 @@ class Origins:
                 return parameter
         return None
 
-    def of_call(self, fqn: str, node: fx.Node) -> tuple[Statement, ...]:
+    def of_call(self, fqn: str, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements that led to the call of the module ``fqn``, in which ``node`` ran."""
         frames = _frames(node.meta["stack_trace"])
         position = -1
@@ -134,7 +134,7 @@ def _matches(stack_trace: str) -> list[re.Match[str]]:
     return [match for match in found if match]
 
 
-def _known(frames: Iterable[tuple[str, int]]) -> tuple[Statement, ...]:
+def _known(frames: Iterable[tuple[str, int]]) -> tuple[SourceStatement, ...]:
     """The statements of frames in the model's source."""
     own = [(file, line) for file, line in frames if not file.startswith(_TORCH) or file.startswith(_LAYERS)]
     found = [_statements(file).get(line) for file, line in own]
@@ -161,19 +161,19 @@ def _tree(file: str) -> ast.Module:
 
 
 @cache
-def _statements(file: str) -> dict[int, Statement]:
+def _statements(file: str) -> dict[int, SourceStatement]:
     """The simple statement on each line of a file."""
-    found: dict[int, Statement] = {}
+    found: dict[int, SourceStatement] = {}
     waiting: list[tuple[ast.AST, bool]] = [(_tree(file), False)]
     while waiting:
         node, in_loop = waiting.pop()
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
             end = node.end_lineno or node.lineno
-            statement = Statement(file, node.lineno, end, _targets(node), _attributes_called(node), in_loop)
+            statement = SourceStatement(file, node.lineno, end, _targets(node), _attributes_called(node), in_loop)
             found |= dict.fromkeys(range(statement.line, statement.end + 1), statement)
         elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):  # for step in x.unbind(1)
             end = node.iter.end_lineno or node.lineno
-            header = Statement(file, node.lineno, end, (node.target.id,), _attributes_called(node.iter), in_loop)
+            header = SourceStatement(file, node.lineno, end, (node.target.id,), _attributes_called(node.iter), in_loop)
             found |= dict.fromkeys(range(header.line, header.end + 1), header)
         inside = not isinstance(node, ast.FunctionDef) and (in_loop or isinstance(node, (ast.For, ast.While)))
         waiting += [(child, inside) for child in ast.iter_child_nodes(node)]

@@ -1,4 +1,4 @@
-"""Constants of a graph as Python source."""
+"""Constants of a graph as expressions."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ from typing import Any
 
 import torch
 
-from pipegraph.codegen.names.identifiers import literal_text
+from pipegraph.codegen.syntax.expressions import Collection, Expression, Literal, Name, call, string
 
 
-def literal(value: Any) -> str:
-    """Source text that evaluates to ``value`` with only ``torch`` imported.
+def literal(value: Any) -> Expression:
+    """The expression that evaluates to ``value`` with only ``torch`` imported; an expression is its own.
 
     Raises:
         TypeError: the value is of a kind that an ATen argument never has.
     """
-    if value is None or isinstance(value, (bool, int)):
-        return str(value)
+    if isinstance(value, Expression):
+        return value
+    if value is None or value is ...:
+        return Literal("None" if value is None else "...")
+    if isinstance(value, (bool, int)):
+        return Literal(str(value), is_number=True)
     if isinstance(value, float):
-        return repr(value).replace("e+", "e") if math.isfinite(value) else f'float("{value}")'
+        if not math.isfinite(value):
+            return call("float", string(str(value)))
+        return Literal(repr(value).replace("e+", "e"), is_number=True)
     if isinstance(value, complex):
-        return f"complex({literal(value.real)}, {literal(value.imag)})"
+        return call("complex", literal(value.real), literal(value.imag))
     if isinstance(value, str):
-        return literal_text(value)
+        return string(value)
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-        return str(value)
+        return Name(str(value))
     if isinstance(value, torch.device):
-        return f'torch.device("{value}")'
-    if isinstance(value, tuple):
-        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
-    if isinstance(value, list):
-        return f"[{', '.join(map(literal, value))}]"
+        return call("torch.device", string(str(value)))
+    if isinstance(value, (tuple, list)):
+        return Collection(tuple(map(literal, value)), "()" if isinstance(value, tuple) else "[]")
     raise TypeError(f"no literal for {type(value).__name__}")

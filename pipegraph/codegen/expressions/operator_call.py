@@ -1,0 +1,125 @@
+"""A call of an operator in a captured graph, with what its spellings need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from pipegraph.codegen.syntax.expressions import SELF, Attribute, Collection, Expression, FunctionCall, call, method
+from pipegraph.codegen.syntax.literals import literal
+from pipegraph.graph.nodes import on_meta
+
+TRAINING = Attribute(SELF, "training")
+"""Stands for an argument that follows the mode of the module."""
+
+# What Python's numbers become, and float32 as in every other constructor of a package.
+_USUAL_DTYPES = (torch.float32, torch.int64, torch.bool)
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """One node of a graph that calls an operator.
+
+    Attributes:
+        node: the node.
+        arguments: its arguments by name; those equal to their default are left out, and a flag that follows the mode of
+            the module is ``TRAINING``.
+        value: gives the expression of a value.
+        device: the expression of the device that the class runs on.
+    """
+
+    node: fx.Node
+    arguments: dict[str, Any]
+    value: Callable[[fx.Node], Expression]
+    device: Expression
+
+    @classmethod
+    def of(cls, node: fx.Node, value: Callable[[fx.Node], Expression], device: Expression) -> OperatorCall:
+        """The call of a node."""
+        return cls(node, _bind(node), value, device)
+
+    @property
+    def target(self) -> torch._ops.OpOverload:
+        """The operator and its overload."""
+        assert isinstance(self.node.target, torch._ops.OpOverload)
+        return self.node.target
+
+    @property
+    def name(self) -> str:
+        """The operator's name, without its namespace."""
+        return self.target._schema.name.partition("::")[2]
+
+    @property
+    def required(self) -> list[str]:
+        """The names of the arguments that have no default and may be given by position."""
+        schema = self.target._schema.arguments
+        return [entry.name for entry in schema if not entry.has_default_value() and not entry.kwarg_only]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of the first argument and of the result."""
+        return tuple(self.node.args[0].meta["val"].shape), tuple(self.node.meta["val"].shape)  # type: ignore[union-attr]
+
+    def expression(self, argument: Any) -> Expression:
+        """The expression of an argument of any kind."""
+        if isinstance(argument, fx.Node):
+            return self.value(argument)
+        if isinstance(argument, torch.device):
+            return self.device
+        if isinstance(argument, (tuple, list)):
+            items = tuple(map(self.expression, argument))
+            return Collection(items, "()" if isinstance(argument, tuple) else "[]")
+        return literal(argument)
+
+    def function(self, name: str, *positional: Any, **named: Any) -> FunctionCall:
+        """``name(positional…, named=…)``."""
+        return call(name, *map(self.expression, positional), **self._expressions(named))
+
+    def method(self, owner: Any, name: str, *positional: Any, **named: Any) -> FunctionCall:
+        """``owner.name(positional…, named=…)``."""
+        arguments = map(self.expression, positional)
+        return method(self.expression(owner), name, *arguments, **self._expressions(named))
+
+    def _expressions(self, named: dict[str, Any]) -> dict[str, Expression]:
+        return {name: self.expression(argument) for name, argument in named.items()}
+
+
+def follows_mode(node: fx.Node, argument: str, value: Any) -> bool:
+    """Whether an argument is a flag for training that differs between the modes of the module."""
+    return argument in ("train", "training") and isinstance(value, bool) and not node.meta["in_every_mode"]
+
+
+def _bind(node: fx.Node) -> dict[str, Any]:
+    bound: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(node.args):
+            value: Any = node.args[position]
+        elif argument.name in node.kwargs:
+            value = node.kwargs[argument.name]
+        else:
+            continue
+        value = list(value) if isinstance(value, (tuple, list)) else value
+        if argument.has_default_value() and not isinstance(value, fx.Node) and value == argument.default_value:
+            continue
+        if argument.name == "pin_memory" or (argument.name == "layout" and value == torch.strided):
+            continue
+        bound[argument.name] = TRAINING if follows_mode(node, argument.name, value) else value
+    if bound.get("dtype") in _USUAL_DTYPES and _has_dtype_without(node, bound):
+        del bound["dtype"]
+    return bound
+
+
+def _has_dtype_without(node: fx.Node, bound: dict[str, Any]) -> bool:
+    """Whether an operator gives the dtype that it is asked for in any case, as ``arange(10)`` gives integers."""
+    others = {name: torch.device("meta") if name == "device" else value for name, value in bound.items()}
+    others.pop("dtype")
+    try:
+        with torch.no_grad():
+            made = node.target(**fx.map_arg(others, on_meta))  # type: ignore[operator]
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return bool(made.dtype == bound["dtype"])

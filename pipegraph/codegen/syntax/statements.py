@@ -1,0 +1,132 @@
+"""Python statements as data, and their lines of source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from pipegraph.codegen.syntax.expressions import Expression, Node
+from pipegraph.codegen.syntax.line_breaks import wrap
+
+# More than one result stand in brackets if they are longer than this.
+_LONGEST_RESULTS = 96
+_STEP = 4
+
+
+class Statement(Node):
+    """A statement."""
+
+    @property
+    def text(self) -> str:
+        """The statement on one line; of one with a body, its header."""
+        raise NotImplementedError
+
+    def lines(self, indent: int) -> list[str]:
+        """The lines of source at ``indent`` spaces, broken if they are too long."""
+        return wrap(self.text, indent)
+
+
+@dataclass(frozen=True)
+class Assign(Statement):
+    """``a, b = value``."""
+
+    targets: tuple[Expression, ...]
+    value: Expression
+
+    @property
+    def text(self) -> str:
+        return f"{', '.join(target.text for target in self.targets)} = {self.value.text}"
+
+
+@dataclass(frozen=True)
+class Evaluate(Statement):
+    """An expression for its effect."""
+
+    value: Expression
+
+    @property
+    def text(self) -> str:
+        return self.value.text
+
+
+@dataclass(frozen=True)
+class Return(Statement):
+    """``return a, b``."""
+
+    values: tuple[Expression, ...]
+
+    @property
+    def text(self) -> str:
+        result = ", ".join(value.text for value in self.values)
+        return f"return ({result})" if len(self.values) > 1 and len(result) > _LONGEST_RESULTS else f"return {result}"
+
+
+class CompoundStatement(Statement):
+    """A statement with a header and a body."""
+
+    body: tuple[Statement, ...]
+
+    def lines(self, indent: int) -> list[str]:
+        return [*wrap(self.text, indent), *lines(self.body, indent + _STEP)]
+
+
+@dataclass(frozen=True)
+class With(CompoundStatement):
+    """``with context:``."""
+
+    context: Expression
+    body: tuple[Statement, ...]
+
+    @property
+    def text(self) -> str:
+        return f"with {self.context.text}:"
+
+
+@dataclass(frozen=True)
+class For(CompoundStatement):
+    """``for a, b in iterable:``."""
+
+    variables: tuple[str, ...]
+    iterable: Expression
+    body: tuple[Statement, ...]
+
+    @property
+    def text(self) -> str:
+        return f"for {', '.join(self.variables)} in {self.iterable.text}:"
+
+
+@dataclass(frozen=True)
+class If(CompoundStatement):
+    """``if test: … else: …``."""
+
+    test: Expression
+    body: tuple[Statement, ...]
+    other: tuple[Statement, ...]
+
+    @property
+    def text(self) -> str:
+        return f"if {self.test.text}:"
+
+    def lines(self, indent: int) -> list[str]:
+        return [*super().lines(indent), f"{' ' * indent}else:", *lines(self.other, indent + _STEP)]
+
+
+def lines(statements: Iterable[Statement], indent: int) -> list[str]:
+    """The lines of statements, one after the other."""
+    return [line for statement in statements for line in statement.lines(indent)]
+
+
+def nested(statements: Sequence[tuple[tuple[Expression, ...], Statement]]) -> tuple[Statement, ...]:
+    """Statements inside ``with`` blocks.
+
+    Args:
+        statements: each with the contexts around it, outermost first. Neighbours share a block if they can.
+    """
+    made: list[Statement] = []
+    for context, group in groupby(statements, key=lambda entry: entry[0][:1]):
+        if context:
+            made.append(With(context[0], nested([(contexts[1:], statement) for contexts, statement in group])))
+        else:
+            made += [statement for _, statement in group]
+    return tuple(made)
