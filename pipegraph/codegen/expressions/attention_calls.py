@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Subscript, call
 from pipegraph.codegen.syntax.literals import literal
 from pipegraph.errors import CaptureError
+from pipegraph.graph.call_arguments import argument_place
 from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.capture import capture
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.export.call_arguments import argument_place
 
 _MASKS = ("attn_mask", "key_padding_mask")
 # Operations in order, and which of them give results.

@@ -10,20 +10,11 @@ from torch import fx
 
 from pipegraph.codegen.names.docstrings import prose, signature
 from pipegraph.codegen.names.identifiers import unused, variable
-<<<<<<< HEAD
-from pipegraph.codegen.names.source_statements import Origins
+from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.graph.call_arguments import argument_place
 from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.captured import Captured
-
-_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.type_as.default)
-=======
-from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.graph.call_tree import CallTree
-from pipegraph.graph.captured import Captured
-from pipegraph.graph.export.call_arguments import argument_place
 from pipegraph.graph.operators import operator_of
->>>>>>> e9923e7 (Generated source is data until it is written: expressions, statements, constructors; one trial of an attention at most)
 
 
 class ModelNames:
