@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipegraph.cli.devices import check_device
+from pipegraph.cli.option_values import check_device
 from pipegraph.cli.options import DebugOption, JsonOption
 from pipegraph.cli.output import check_target, print_json, write_target
 from pipegraph.cli.progress import progress
@@ -44,7 +44,7 @@ def calibrate(
     with progress("measuring this machine"):
         from pipegraph.cost.calibration.calibrate import calibrate as measure
         from pipegraph.cost.hardware import check_new
-        from pipegraph.report.hardware import described
+        from pipegraph.report.text.hardware_profile import described
 
         if out is not None:
             check_new(out)

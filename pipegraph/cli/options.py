@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipegraph.cli.parsing import parse_memory
+from pipegraph.cli.option_values import parse_memory
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="file.py, file.py:NAME, or hf:DIR_OR_CONFIG.json.", show_default=False)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipegraph.cli.devices import check_device
+from pipegraph.cli.option_values import check_device, parse_names, parse_numbers
 from pipegraph.cli.options import (
     BatchOption,
     DebugOption,
@@ -19,7 +19,6 @@ from pipegraph.cli.options import (
     SequenceOption,
 )
 from pipegraph.cli.output import check_target, print_grid, print_json, write_target
-from pipegraph.cli.parsing import parse_names, parse_numbers
 from pipegraph.cli.progress import held_back, progress
 
 
@@ -73,7 +72,7 @@ def plan(
         from pipegraph.planner.plan import plan_of
         from pipegraph.planner.plan_file import PlanFile, is_plan
         from pipegraph.planner.plan_options import Aim
-        from pipegraph.report.plan import compared, comparison_dict, explained
+        from pipegraph.report.text.plan_tables import compared, comparison_dict, explained
         from pipegraph.workflows.batch import loss_and_target
 
         check_target(out, overwrite, ours=is_plan)

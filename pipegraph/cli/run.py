@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from msgspec import structs
 
-from pipegraph.cli.devices import check_device
+from pipegraph.cli.option_values import check_device
 from pipegraph.cli.options import (
     BatchOption,
     CheckpointOption,
@@ -114,7 +114,7 @@ def _choose(
     """The package, what it runs, and by how many processes. Raises PipegraphError where these cannot."""
     from pipegraph.package import Package, checkpoint_folder
     from pipegraph.runtime.processes.launch import check_processes, is_launched
-    from pipegraph.workflows.schedule_choice import choose_schedule
+    from pipegraph.workflows.schedules import choose_schedule
 
     package = Package.open(out)
     if weights is not None:
@@ -187,7 +187,7 @@ def _check_profile(steps: int) -> None:
 
 def _prepare_profile(folder: Path) -> None:
     """Before anything else takes time. Raises PipegraphError where nothing could be recorded in the folder."""
-    from pipegraph.tracing.run_folder import check_parent
+    from pipegraph.tracing.recording.run_folder import check_parent
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler says on stderr that it starts and stops
     check_parent(folder)
@@ -205,7 +205,8 @@ def _run_here(
     say: Say,
 ) -> None:
     """Run this process's stages; the process that holds the last one prints."""
-    from pipegraph.report.predicted_vs_measured import beside, beside_dict, told
+    from pipegraph.planner.run_comparison import compare_run
+    from pipegraph.report.text.predicted_vs_measured import render_run_comparison, run_comparison_dict
     from pipegraph.workflows.recalibrate import ratios, recalibrated, uneven
 
     taken = []
@@ -217,16 +218,16 @@ def _run_here(
     measured = training.measured()
     if not training.tells:
         return
-    compared = beside(package.manifest, schedule, measured, hardware)
+    compared = compare_run(package.manifest, schedule, measured, hardware)
     result: dict[str, Any] = {
         "schedule": schedule.name,
         "ranks": schedule.ranks,
         "microbatches": schedule.microbatches,
         "steps": taken,
-        "predicted_and_measured": beside_dict(compared),
+        "predicted_and_measured": run_comparison_dict(compared),
     }
     if not json:
-        say(f"\n{told(compared)}")
+        say(f"\n{render_run_comparison(compared)}")
     if recalibrate is not None and hardware is not None:
         corrected = recalibrated(hardware, package.manifest, compared)
         write_target(recalibrate, corrected.to_json())

@@ -73,10 +73,10 @@ def schedule(
     if placement is not None and placement not in PLACEMENTS:
         raise typer.BadParameter(f"{placement!r} is neither {' nor '.join(PLACEMENTS)}.", param_hint="--placement")
     with progress("searching" if name.casefold() == "search" else f"making {name}"):
-        from pipegraph.report.simulation import Simulation, simulation_dict
-        from pipegraph.report.timeline_svg import timeline_svg
-        from pipegraph.report.timeline_text import described
-        from pipegraph.workflows.schedule_choice import make_schedule
+        from pipegraph.report.pictures.timeline_svg import timeline_svg
+        from pipegraph.report.text.schedule_figures import Simulation, simulation_dict
+        from pipegraph.report.text.timeline_text import described
+        from pipegraph.workflows.schedules import make_schedule
 
         given = None if times is None else read_times(times)
         made = make_schedule(name, ranks, microbatches, chunks, placement, given, memory_limit, effort)

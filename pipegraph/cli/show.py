@@ -24,14 +24,14 @@ def show(
 ) -> None:
     """Show a package: its stages, boundaries and costs, and the schedule's grid."""
     from pipegraph.package import Package
-    from pipegraph.report.overview import overview, overview_dict
-    from pipegraph.workflows.schedule_choice import choose_schedule
+    from pipegraph.report.text.package_tables import overview, overview_dict
+    from pipegraph.workflows.schedules import choose_schedule
 
     package = Package.open(out)
     chosen = choose_schedule(package, schedule, microbatches)
     if html is not None or svg is not None:
-        from pipegraph.report.package_page import package_page
-        from pipegraph.report.package_svg import package_svg
+        from pipegraph.report.pages.package_page import package_page
+        from pipegraph.report.pictures.package_svg import package_svg
 
         drawn = ((html, package_page), (svg, package_svg))
         write_whole([(file, draw(package, chosen)) for file, draw in drawn if file is not None])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipegraph.cli.devices import check_device
+from pipegraph.cli.option_values import check_device
 from pipegraph.cli.options import (
     BalanceOption,
     BatchOption,
@@ -132,7 +132,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     from pipegraph.cost.hardware import Hardware
     from pipegraph.cost.measurement.block_times import MeasureOptions
     from pipegraph.planner.arguments import check_balance, check_recompute
-    from pipegraph.workflows.schedule_choice import named_schedule
+    from pipegraph.workflows.schedules import named_schedule
 
     settings = dict(given)
     readers = {"schedule": named_schedule, "hardware": Hardware.load}
@@ -198,9 +198,9 @@ def _write(planned: Plan, folder: Path | None, weights: bool | Path, overwrite: 
 
 
 def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -> None:
-    from pipegraph.report.overview import manifest_dict
-    from pipegraph.report.plan import summary
-    from pipegraph.report.tables import one_line
+    from pipegraph.errors import one_line
+    from pipegraph.report.text.package_tables import manifest_dict
+    from pipegraph.report.text.plan_tables import summary
 
     if json:
         print_json({"out": None if folder is None else str(folder), **manifest_dict(manifest)})

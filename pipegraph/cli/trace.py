@@ -40,13 +40,12 @@ def merge(
     """
     check_target(out, overwrite)
     with progress(f"reading {folder}"):
-        from pipegraph.report.merged_trace import merged_dict, told_merge
-        from pipegraph.tracing.merge import merge as write
-        from pipegraph.tracing.predicted import predicted_step
-        from pipegraph.tracing.read import read_run
+        from pipegraph.report.text.merge_summary import merged_dict, told_merge
+        from pipegraph.tracing.merged_trace import merge as write
+        from pipegraph.tracing.reading.read_run import read_run
 
         run = read_run(folder)
-        expected = predicted_step(run.manifest, run.schedule)
+        expected = run.prediction.timeline if run.prediction else None
         written = write(run, out, expected, operations)
     if json:
         print_json(merged_dict(run, out, written, expected))
@@ -71,13 +70,13 @@ def report(
     """
     check_target(html, overwrite)
     with progress(f"reading {folder}"):
-        from pipegraph.report.run_report import run_dict, told_run
-        from pipegraph.tracing.analysis.analyse import analyse
-        from pipegraph.tracing.read import read_run
+        from pipegraph.report.text.trace_report import run_dict, told_run
+        from pipegraph.tracing.analysis.run_analysis import analyse
+        from pipegraph.tracing.reading.read_run import read_run
 
         analysis = analyse(read_run(folder))
         if html is not None:
-            from pipegraph.report.trace_page import trace_page
+            from pipegraph.report.pages.trace_page import trace_page
 
             write_target(html, trace_page(analysis))
     if json:

@@ -18,6 +18,15 @@ MEANING = {Kind.F: "forward", Kind.I: "input gradient", Kind.W: "weight gradient
 TONES = "dark to light: a rank's first to last stage"
 _MOST_TONES = 4  # of one kind in a legend
 
+MEMORY = {
+    "parameters": "#274c77",
+    "gradients": "#6096ba",
+    "optimizer state": "#a3cef1",
+    "saved activations": "#2f9e77",
+    "buffers": "#e0a458",
+}
+"""The colour of each kind of memory."""
+
 _ALONE = {Kind.F: "#1b5faa", Kind.I: "#f0b93a", Kind.W: "#8d9b9a", Kind.B: "#9a3324"}
 _TONES = {
     Kind.F: ("#1b5faa", "#9cc4ee"),  # blue

@@ -12,14 +12,14 @@ from typing import Any
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
-from pipegraph.report.overview import boundary_cells, explanation, model_title, stage_cells
-from pipegraph.report.predicted_step import predicted
-from pipegraph.report.simulation import title
-from pipegraph.report.tables import markdown, markdown_table
-from pipegraph.report.timeline_png import timeline_png
+from pipegraph.planner.package_prediction import predict_step
+from pipegraph.report.pictures.timeline_png import timeline_png
+from pipegraph.report.text.package_tables import boundary_cells, explanation, model_title, stage_cells
+from pipegraph.report.text.schedule_figures import title
+from pipegraph.report.text.tables import markdown, markdown_table
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Schedule, Timeline, simulate
-from pipegraph.tracing.scalars import StepFigures, batch_sizes
+from pipegraph.tracing.recording.step_figures import StepFigures, batch_sizes
 from pipegraph.units import TimeFormat
 
 _MIB = 2**20
@@ -52,7 +52,7 @@ class StepWriter:
         processes = self._schedule.ranks // len(pipe.ranks)
         in_turn = processes < self._schedule.ranks
         self._samples, self._tokens = batch_sizes(package.manifest, self._schedule.microbatches)
-        self._predicted = predicted(package.manifest, self._schedule, hardware, in_turn)
+        self._predicted = predict_step(package.manifest, self._schedule, hardware, in_turn)
         self._writer = SummaryWriter(str(folder), flush_secs=_FLUSHED)
         self._writer.add_text("plan", _plan(package, self._schedule), 0)
         self._add_settings(_settings(pipe, processes), ["time/step", *([] if in_turn else ["bubble"])])

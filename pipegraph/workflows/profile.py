@@ -7,7 +7,7 @@ from os import PathLike
 from pipegraph.cost.hardware import Hardware
 from pipegraph.report.tensorboard import StepWriter, check_tensorboard
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.tracing import profile as recording
+from pipegraph.tracing.recording import profile as recording
 
 
 def profile(

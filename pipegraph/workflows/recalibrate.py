@@ -11,7 +11,7 @@ from pipegraph.cost.hardware import Hardware, MeasuredRatio, check_new
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest, Package
 from pipegraph.package.prediction import LARGEST, SMALLEST, UNCORRECTED
-from pipegraph.report.predicted_vs_measured import Beside, Pair
+from pipegraph.planner.run_comparison import PredictedAndMeasured, RunComparison
 from pipegraph.schedule import Kind
 from pipegraph.units import format_factor
 
@@ -83,7 +83,7 @@ def _by_name(package: Package, name: str, file: Path) -> Hardware:
     )
 
 
-def recalibrated(hardware: Hardware, manifest: Manifest, compared: Beside) -> Hardware:
+def recalibrated(hardware: Hardware, manifest: Manifest, compared: RunComparison) -> Hardware:
     """The profile with the ratios of F, I and W that make it predict what was measured.
 
     Each is what stages took together, over what was predicted of them. Where a backward is measured whole, in a B or in
@@ -122,7 +122,7 @@ def ratios(hardware: Hardware) -> str:
     return ", ".join(f"{kind} × {format_factor(ratio)}" for kind, ratio in zip("FIW", each, strict=True))
 
 
-def uneven(compared: Beside) -> Iterator[str]:
+def uneven(compared: RunComparison) -> Iterator[str]:
     """A line for each kind of action of which stages disagree: no one ratio corrects them."""
     for kind in compared.stages[0]:
         pairs = [(number, stage[kind]) for number, stage in enumerate(compared.stages)]
@@ -136,7 +136,7 @@ def uneven(compared: Beside) -> Iterator[str]:
             )
 
 
-def _ratio(stages: Sequence[Mapping[Kind, Pair]], kind: Kind) -> float | None:
+def _ratio(stages: Sequence[Mapping[Kind, PredictedAndMeasured]], kind: Kind) -> float | None:
     """Measured over predicted, of all stages that have both."""
     pairs = [stage[kind] for stage in stages if kind in stage]
     known = [(pair.measured, pair.predicted) for pair in pairs if pair.measured and pair.predicted]

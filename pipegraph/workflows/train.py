@@ -22,7 +22,7 @@ from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.world import local_device
 from pipegraph.schedule import Schedule
-from pipegraph.tracing.profile import Profile
+from pipegraph.tracing.recording.profile import Profile
 from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, loss_of, of_the_same_model
 from pipegraph.workflows.profile import profile
 

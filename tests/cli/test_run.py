@@ -93,7 +93,7 @@ def test_predicted_beside_measured(pipegraph: Command, priced: Path, nproc: int,
     assert ["stage", "rank", *headers] in lines
     for rank in (0, 1):
         row = next(line for line in lines if line[:2] == [str(rank)] * 2)
-        assert float(row[2]) == pytest.approx(stages[rank]["cost"]["forward"] * 1e6, rel=1e-3)
+        assert float(row[2]) == pytest.approx(stages[rank]["cost"]["forward"] * 1e6, abs=0.06)
         assert 1 < float(row[3]) < 1e5  # microseconds
     (step,) = (line for line in lines if line[0].startswith("step"))
     assert step[0] == ("step, 2 ranks in turn" if nproc == 1 else "step")
@@ -104,7 +104,7 @@ def test_predicted_beside_measured(pipegraph: Command, priced: Path, nproc: int,
     assert done.out.splitlines()[-2:] == [
         f"The plan was 1f1b with 8 microbatches on 2 ranks, and this was {schedule} with 4 microbatches on 2 ranks. "
         "Try: without --schedule, --microbatches and --nproc",
-        "Times and bytes were predicted of compiled kernels, and those of eager ran.",
+        "Times and bytes were predicted for compiled kernels, and this run used --kernels eager.",
     ]
 
 
@@ -186,7 +186,9 @@ def test_the_plan_of_a_schedule_from_a_file(pipegraph: Command, tmp_path: Path) 
 def test_saved_bytes_are_those_predicted(pipegraph: Command, priced: Path) -> None:
     done = pipegraph("run", priced, "--kernels", "eager", "--microbatches", 6, "--nproc", 1, "--json")
     found = json.loads(done.out)["predicted_and_measured"]
-    assert found["hints"][-1] == "Times and bytes were predicted of compiled kernels, and those of eager ran."
+    assert (
+        found["hints"][-1] == "Times and bytes were predicted for compiled kernels, and this run used --kernels eager."
+    )
     memory = found["memory"]
     assert [rank["saved"]["measured"] for rank in memory] == [rank["saved"]["predicted"] for rank in memory]
 
@@ -196,7 +198,7 @@ def test_a_single_step_tells_how_to_have_times(pipegraph: Command, chain: Path) 
     assert len(losses(done.out)) == 1
     assert done.out.splitlines()[2] == "nothing was predicted; memory as measured"
     assert done.out.splitlines()[-2:] == [
-        "Times are taken from the second step on, as the first one compiles. Try: --steps 5",
+        "Times are measured from the second step on, because the first one compiles. Try: --steps 5",
         "The package has no predicted times. Try: pipegraph split … --balance time",
     ]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.command import Command
 from tests.tracing.chrome import read_strictly
 from tests.tracing.recordings import DIGITS, manifest, write_run
-from tests.tracing.test_bubble import FAR, SCHEDULE
+from tests.tracing.test_idle_causes import FAR, SCHEDULE
 
 
 @pytest.fixture

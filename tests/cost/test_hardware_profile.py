@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from pipegraph.cost.hardware import Hardware, Link, MeasuredRatio
 from pipegraph.errors import PipegraphError
-from pipegraph.report.hardware import described
+from pipegraph.report.text.hardware_profile import described
 
 NAMES = ("a100", "b200", "cpu", "h100", "h200", "mi300x")
 PLAIN = {"schema_version", "name", "device", "sources"}

@@ -13,9 +13,9 @@ from msgspec import structs
 
 from pipegraph.package import Manifest, ModelEntry, Package, PlanEntry, StageCost, StageEntry, Value
 from pipegraph.package.prediction import Cut
-from pipegraph.report.memory_kinds import memory_kinds
-from pipegraph.report.package_page import package_page
-from pipegraph.report.package_svg import package_svg
+from pipegraph.planner.package_prediction import memory_by_kind
+from pipegraph.report.pages.package_page import package_page
+from pipegraph.report.pictures.package_svg import package_svg
 from pipegraph.schedule import build
 from tests.package.predictions import prediction
 
@@ -97,15 +97,15 @@ def test_costs_are_bars_in_one_scale() -> None:
 
 def test_memory_by_kind() -> None:
     made = package(4, PRICED)
-    ranks = memory_kinds(made.manifest, build("zb-v", 2, 4))
-    assert [rank.bytes["parameters"] for rank in ranks] == [8 * MIB] * 2
-    assert [rank.bytes["gradients"] for rank in ranks] == [6 * MIB] * 2
-    assert [rank.bytes["optimizer state"] for rank in ranks] == [12 * MIB] * 2
-    assert all(rank.bytes["saved activations"] >= 4 * 7 * MIB for rank in ranks)
-    assert all(rank.bytes["buffers"] > 2 * MIB for rank in ranks)  # the model's, and to receive into
-    assert all(rank.total == sum(rank.bytes.values()) for rank in ranks)
-    (alone,) = memory_kinds(package(1, PRICED).manifest, build("forward", 1, 4))
-    assert alone.bytes["gradients"] == alone.bytes["optimizer state"] == 0
+    ranks = memory_by_kind(made.manifest, build("zb-v", 2, 4))
+    assert [rank.by_kind()["parameters"] for rank in ranks] == [8 * MIB] * 2
+    assert [rank.by_kind()["gradients"] for rank in ranks] == [6 * MIB] * 2
+    assert [rank.by_kind()["optimizer state"] for rank in ranks] == [12 * MIB] * 2
+    assert all(rank.by_kind()["saved activations"] >= 4 * 7 * MIB for rank in ranks)
+    assert all(rank.by_kind()["buffers"] > 2 * MIB for rank in ranks)  # the model's, and to receive into
+    assert all(rank.total == sum(rank.by_kind().values()) for rank in ranks)
+    (alone,) = memory_by_kind(package(1, PRICED).manifest, build("forward", 1, 4))
+    assert alone.gradients == alone.optimizer_state == 0
 
 
 def test_without_costs_it_is_said_what_would_give_them() -> None:

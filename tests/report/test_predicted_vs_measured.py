@@ -11,7 +11,8 @@ from msgspec import structs
 
 from pipegraph.cost.hardware import Hardware, Link, Links
 from pipegraph.package import Manifest, ModelEntry, PlanEntry, StageCost, StageEntry, Value
-from pipegraph.report.predicted_vs_measured import beside, beside_dict, told
+from pipegraph.planner.run_comparison import compare_run
+from pipegraph.report.text.predicted_vs_measured import render_run_comparison, run_comparison_dict
 from pipegraph.runtime.measurements import MeasuredRun
 from pipegraph.schedule import Kind, build
 from tests.package.predictions import prediction
@@ -63,7 +64,7 @@ PLANNED = "without --schedule, --microbatches and --nproc"
 
 
 def test_tables() -> None:
-    assert told(beside(PRICED, build("1f1b", 2, 2), MEASURED)).splitlines() == [
+    assert render_run_comparison(compare_run(PRICED, build("1f1b", 2, 2), MEASURED)).splitlines() == [
         "predicted (time on here); measured: medians of 3 steps, without the first; times of stages in ms",
         "",
         "stage  rank  F predicted  measured    error  B predicted  measured    error",
@@ -83,12 +84,12 @@ def test_tables() -> None:
 
 def test_another_schedule_is_simulated_with_the_links() -> None:
     schedule = build("gpipe", 2, 2)
-    without = beside(PRICED, schedule, MEASURED)
+    without = compare_run(PRICED, schedule, MEASURED)
     assert without.hints == (
         GPIPE + PLANNED,
         "The links of here are not known here and were left out. Try: --hardware with the profile's file",
     )
-    found = beside(PRICED, schedule, MEASURED, HERE)
+    found = compare_run(PRICED, schedule, MEASURED, HERE)
     assert found.hints == (GPIPE + PLANNED,)
     # The first forward, 2 of 15 ms on the other rank, and the last backward; between them 1 MiB crosses and returns.
     assert without.step.predicted == pytest.approx(0.004 + 0.030 + 0.008)
@@ -98,9 +99,9 @@ def test_another_schedule_is_simulated_with_the_links() -> None:
 def test_named_links_hold_for_the_planned_step_too() -> None:
     """In all of them the busiest rank computes for 30 ms."""
     schedule = build("1f1b", 2, 2)
-    planned, found = beside(PRICED, schedule, MEASURED), beside(PRICED, schedule, MEASURED, HERE)
+    planned, found = compare_run(PRICED, schedule, MEASURED), compare_run(PRICED, schedule, MEASURED, HERE)
     slow = structs.replace(HERE, links=Links(8, Link(1.0, 1e9)))
-    slower = beside(PRICED, schedule, MEASURED, slow)
+    slower = compare_run(PRICED, schedule, MEASURED, slow)
     assert planned.step.predicted == 0.05
     assert found.step.predicted == pytest.approx(0.042 + 2 * (0.001 + MIB / 1e9))
     assert slower.step.predicted == pytest.approx(0.042 + 2 * (1.0 + MIB / 1e9))
@@ -126,7 +127,7 @@ def test_named_links_hold_for_the_planned_step_too() -> None:
 )
 def test_what_runs_differs_from_the_plan(schedule: str, microbatches: int, plan: dict[str, Any], said: str) -> None:
     costs = (cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005))
-    found = beside(manifest(*costs, **plan), build(schedule, 2, microbatches), MEASURED, HERE)
+    found = compare_run(manifest(*costs, **plan), build(schedule, 2, microbatches), MEASURED, HERE)
     assert re.match(said, found.hints[0])
 
 
@@ -134,42 +135,41 @@ def test_what_runs_differs_from_the_plan(schedule: str, microbatches: int, plan:
 def test_a_prediction_far_off_says_what_to_do(factor: float, said: str) -> None:
     times = {(0, Kind.F): 0.004, (0, Kind.B): 0.008, (1, Kind.F): 0.005, (1, Kind.B): 0.01}
     took = replace(MEASURED, times={key: factor * each for key, each in times.items()})
-    hints = beside(PRICED, build("1f1b", 2, 2), took).hints
+    hints = compare_run(PRICED, build("1f1b", 2, 2), took).hints
     assert hints == (() if not said else (
-        f"Stages took {said} times what was predicted. Try, where nothing else runs: pipegraph calibrate -o "
+        f"Stages took {said} times what was predicted. Try, while nothing else runs: pipegraph calibrate -o "
         "hardware.json and pipegraph split … --hardware hardware.json, or pipegraph run … --recalibrate corrected.json",
     ))  # fmt: skip
-    eager = beside(PRICED, build("1f1b", 2, 2), replace(took, kernels="eager")).hints
-    assert eager == ("Times and bytes were predicted of compiled kernels, and those of eager ran.",)
+    eager = compare_run(PRICED, build("1f1b", 2, 2), replace(took, kernels="eager")).hints
+    assert eager == ("Times and bytes were predicted for compiled kernels, and this run used --kernels eager.",)
     by_runs = manifest(cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005), balance="measured")
-    assert ["by a measurement" in each for each in beside(by_runs, build("1f1b", 2, 2), took).hints] == [True] * bool(
-        said
-    )
+    hints = compare_run(by_runs, build("1f1b", 2, 2), took).hints
+    assert ["was nothing else running" in each for each in hints] == [True] * bool(said)
 
 
 def test_kinds_are_those_of_the_schedule() -> None:
     times = {(0, Kind.F): 0.004, (0, Kind.I): 1e-6, (0, Kind.W): 0.004, (1, Kind.F): 0.005, (1, Kind.I): 0.005}
-    found = beside(PRICED, build("zb-h1", 2, 4), replace(MEASURED, times=times), HERE)
+    found = compare_run(PRICED, build("zb-h1", 2, 4), replace(MEASURED, times=times), HERE)
     assert [list(stage) for stage in found.stages] == [[Kind.F, Kind.I, Kind.W]] * 2
     assert (found.stages[0][Kind.I].predicted, found.stages[0][Kind.I].error) == (0.0, None)
     assert (found.stages[1][Kind.W].measured, found.stages[1][Kind.W].predicted) == (None, 0.005)
 
 
 def test_ranks_in_one_process_take_turns() -> None:
-    found = beside(PRICED, build("1f1b", 2, 4), replace(MEASURED, processes=1))
+    found = compare_run(PRICED, build("1f1b", 2, 4), replace(MEASURED, processes=1))
     assert found.step.predicted == pytest.approx(4 * (0.012 + 0.015))
     assert found.bubble is None
     assert found.hints == (
         "The plan was 1f1b with 2 microbatches on 2 ranks, and this was 1f1b with 4 microbatches on 2 ranks. Try: "
         + PLANNED,
     )
-    assert "step, 2 ranks in turn   108.0 ms   40.0 ms  +170.0 %" in told(found)
-    assert "bubble" not in told(found)
+    assert "step, 2 ranks in turn   108.0 ms   40.0 ms  +170.0 %" in render_run_comparison(found)
+    assert "bubble" not in render_run_comparison(found)
 
 
 def test_a_package_without_prices() -> None:
     bare = structs.replace(manifest(StageCost(parameter_bytes=MIB), StageCost(parameter_bytes=MIB)), plan=PlanEntry())
-    assert told(beside(bare, build("1f1b", 2, 2), MEASURED)).splitlines() == [
+    assert render_run_comparison(compare_run(bare, build("1f1b", 2, 2), MEASURED)).splitlines() == [
         "nothing was predicted; measured: medians of 3 steps, without the first; times of stages in ms",
         "",
         "stage  rank  F predicted  measured  error  B predicted  measured  error",
@@ -190,38 +190,38 @@ def test_a_package_without_prices() -> None:
 
 
 def test_bytes_are_compared_where_only_they_were_priced() -> None:
-    found = beside(manifest(cost(), cost(), balance="parameters"), build("1f1b", 2, 2), MEASURED)
+    found = compare_run(manifest(cost(), cost(), balance="parameters"), build("1f1b", 2, 2), MEASURED)
     assert (found.basis, found.step.predicted) == ("", None)
     assert [pair.predicted for pair in found.saved] == [6 * MIB, 3 * MIB]
 
 
 def test_a_single_step_has_no_times() -> None:
     measured = replace(MEASURED, steps=0, times={}, step=None)
-    text = told(beside(PRICED, build("1f1b", 2, 2), measured))
+    text = render_run_comparison(compare_run(PRICED, build("1f1b", 2, 2), measured))
     assert text.splitlines()[0] == "predicted (time on here); memory as measured"
     assert "step " not in text.splitlines()[2]
-    assert text.endswith("Times are taken from the second step on, as the first one compiles. Try: --steps 5")
+    assert text.endswith("Times are measured from the second step on, because the first one compiles. Try: --steps 5")
 
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_other_kernels_than_those_predicted(steps: int) -> None:
     took = replace(MEASURED, steps=steps, kernels="eager")
-    hint = "Times and bytes were predicted of compiled kernels, and those of eager ran."
-    assert beside(PRICED, build("1f1b", 2, 2), took).hints[-1] == hint
+    hint = "Times and bytes were predicted for compiled kernels, and this run used --kernels eager."
+    assert compare_run(PRICED, build("1f1b", 2, 2), took).hints[-1] == hint
     weighed = manifest(cost(), cost(), balance="parameters")
-    assert beside(weighed, build("1f1b", 2, 2), took).hints[-1] == hint.replace("Times and bytes", "Bytes")
+    assert compare_run(weighed, build("1f1b", 2, 2), took).hints[-1] == hint.replace("Times and bytes", "Bytes")
 
 
 def test_gpus_tell_what_torch_allocated() -> None:
     schedule = build("1f1b", 2, 2)
-    two = told(beside(PRICED, schedule, replace(MEASURED, allocated=(12 * MIB, 10 * MIB))))
+    two = render_run_comparison(compare_run(PRICED, schedule, replace(MEASURED, allocated=(12 * MIB, 10 * MIB))))
     assert [line.split()[-2:] for line in two.splitlines()[11:13]] == [["12.0", "MiB"], ["10.0", "MiB"]]
-    one = told(beside(PRICED, schedule, replace(MEASURED, allocated=(22 * MIB,), processes=1)))
+    one = render_run_comparison(compare_run(PRICED, schedule, replace(MEASURED, allocated=(22 * MIB,), processes=1)))
     assert "allocated on the GPU by all ranks together, at the most: 22.0 MiB" in one
 
 
 def test_data() -> None:
-    found = beside_dict(beside(PRICED, build("1f1b", 2, 2), MEASURED))
+    found = run_comparison_dict(compare_run(PRICED, build("1f1b", 2, 2), MEASURED))
     assert found["stages"][1] == {
         "stage": 1,
         "rank": 1,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import doctest
 
-from pipegraph.report import tables
-from pipegraph.report.tables import clip, table
+from pipegraph.report.text import tables
+from pipegraph.report.text.tables import clip, table
 
 
 def test_examples_in_the_docstrings() -> None:

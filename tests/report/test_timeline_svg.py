@@ -10,8 +10,8 @@ from xml.etree.ElementTree import Element
 import pytest
 
 from pipegraph.report.colours import colour
-from pipegraph.report.simulation import Simulation
-from pipegraph.report.timeline_svg import timeline_svg
+from pipegraph.report.pictures.timeline_svg import timeline_svg
+from pipegraph.report.text.schedule_figures import Simulation
 from pipegraph.schedule import Action, Kind, Schedule, Times, build, names
 
 GOLDEN = Path(__file__).parent / "golden" / "1f1b.svg"

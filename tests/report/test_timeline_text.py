@@ -7,7 +7,7 @@ from rich.style import Style
 from rich.text import Text
 
 from pipegraph.report.colours import colour, ink
-from pipegraph.report.timeline_text import grid, legend
+from pipegraph.report.text.timeline_text import grid, legend
 from pipegraph.schedule import Kind, Schedule, Times, build, simulate
 from pipegraph.units import TimeFormat
 

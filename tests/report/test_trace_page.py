@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import force_setattr
 
-from pipegraph.report.trace_page import script_json, trace_page
-from pipegraph.report.trace_page_data import page_data
+from pipegraph.report.pages.trace_page import script_json, trace_page
+from pipegraph.report.pages.trace_page_data import page_data
 from pipegraph.schedule import Event, Times, build
-from pipegraph.tracing.analysis.analyse import Analysis, analyse
-from pipegraph.tracing.read import read_run
+from pipegraph.tracing.analysis.run_analysis import Analysis, analyse
+from pipegraph.tracing.reading.read_run import read_run
 from tests.report.browser import needs_chromium, opened
 from tests.tracing.recordings import DIGITS, manifest, rows_of, write_run
 
@@ -103,7 +103,7 @@ def test_the_data_are_the_actions_and_messages_of_each_step(tmp_path: Path) -> N
 def test_a_page_holds_as_many_steps_as_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     analysis = analysed(tmp_path)
     size = sum(map(len, (*analysis.step.events, *analysis.step.transfers)))
-    monkeypatch.setattr("pipegraph.report.trace_page_data._MOST", 2 * size)
+    monkeypatch.setattr("pipegraph.report.pages.trace_page_data._MOST", 2 * size)
     data = page_data(analysis)
     assert len(data["steps"]) == 2
     assert data["steps"][data["shown"]]["number"] == analysis.step.number

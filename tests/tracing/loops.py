@@ -16,7 +16,7 @@ import torch
 import pipegraph
 from pipegraph import Pipeline
 from pipegraph.runtime.pipeline import StepResult
-from pipegraph.tracing.spans import Spans
+from pipegraph.tracing.recording.profile import ActionSpans
 from tests.runtime.packages import batch, loss
 from tests.runtime.pipelines import pipeline
 
@@ -116,4 +116,4 @@ def names(folder: Path) -> list[str]:
 
 
 def observed(pipe: Pipeline) -> bool:
-    return any(isinstance(observer, Spans) for observer in pipe._added)
+    return any(isinstance(observer, ActionSpans) for observer in pipe._added)

@@ -8,7 +8,7 @@ from msgspec.structs import force_setattr
 from pipegraph.package.prediction import Cut, ShiftedCut
 from pipegraph.schedule import Schedule, Times, build, simulate
 from pipegraph.tracing.analysis.advice import Candidate, advise
-from pipegraph.tracing.analysis.layers import stage_layers
+from pipegraph.tracing.analysis.stage_layers import stage_layers
 from tests.tracing.recordings import manifest
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipegraph.tracing.repair import repaired
+from pipegraph.tracing.recording.tensorboard_plugin import repaired
 from tests.tracing.events import Event, arguments, complete, gpu_steps
 
 pytest.importorskip("torch_tb_profiler", reason="pip install pipegraph[tensorboard]")

@@ -14,7 +14,7 @@ import torch
 import pipegraph
 from pipegraph import PipegraphError
 from pipegraph.schedule import Action, lower, read_csv
-from pipegraph.tracing.labels import label
+from pipegraph.tracing.action_names import action_name
 from tests.runtime import ranks
 from tests.tracing.loops import ONE_WINDOW, STATIC, WIDTH, Loop, actions, names, observed, read, record
 
@@ -102,7 +102,7 @@ def test_a_loop_of_all_ranks_in_one_process(loop: Loop, tmp_path: Path) -> None:
         assert first["pipegraph"] == {**own, "clock": {"offset_ns": 0, "error_ns": 0}}
         assert list(first)[-1] == "traceEvents"  # behind its bracket the plugin writes what it knows of a GPU
         told = sorted(event["name"] for event in actions(first))
-        assert told == sorted(2 * [label(action) for action in lowered.actions[rank]])
+        assert told == sorted(2 * [action_name(action) for action in lowered.actions[rank]])
 
 
 def test_a_rank_s_file(loop: Loop, tmp_path: Path) -> None:

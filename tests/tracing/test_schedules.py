@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipegraph.report.run_report import told_run
+from pipegraph.report.text.trace_report import told_run
 from pipegraph.schedule import Times, build, names
-from pipegraph.tracing.analysis.analyse import analyse
-from pipegraph.tracing.merge import merge
-from pipegraph.tracing.read import read_run
+from pipegraph.tracing.analysis.run_analysis import analyse
+from pipegraph.tracing.merged_trace import merge
+from pipegraph.tracing.reading.read_run import read_run
 from tests.tracing.chrome import read_strictly
 from tests.tracing.recordings import manifest, rows_of, write_run
 

@@ -17,7 +17,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.graph.capture import capture
 from pipegraph.package import Manifest, Package
 from pipegraph.planner.plan import plan
-from pipegraph.report.predicted_vs_measured import beside
+from pipegraph.planner.run_comparison import compare_run
 from pipegraph.runtime.measurements import MeasuredRun
 from pipegraph.schedule import Kind, build
 from pipegraph.workflows.recalibrate import profile_for, ratios, recalibrated, uneven
@@ -56,7 +56,7 @@ def cpu() -> tuple[Hardware, Manifest]:
 def correct(hardware: Hardware, manifest: Manifest, schedule: str, factors: MeasuredRatio) -> Hardware:
     """The profile after a run on a device that takes so many times as long as ``cpu``."""
     truth = priced(replace(Hardware.load("cpu"), measured_ratio=factors))
-    return recalibrated(hardware, manifest, beside(manifest, build(schedule, 2, 4), took(truth, schedule)))
+    return recalibrated(hardware, manifest, compare_run(manifest, build(schedule, 2, 4), took(truth, schedule)))
 
 
 def test_prices_are_then_what_was_measured(cpu: tuple[Hardware, Manifest]) -> None:
@@ -66,7 +66,7 @@ def test_prices_are_then_what_was_measured(cpu: tuple[Hardware, Manifest]) -> No
     again = priced(Hardware.from_json(corrected.to_json()))
     assert again.prediction.measured_ratio == corrected.measured_ratio
     measured = took(priced(replace(hardware, measured_ratio=SLOWER)), "zb-h1")
-    compared = beside(again, build("zb-h1", 2, 4), measured)
+    compared = compare_run(again, build("zb-h1", 2, 4), measured)
     errors = [pair.error for stage in compared.stages for pair in stage.values()]
     assert max(abs(error) for error in errors if error is not None) < 0.05
 
@@ -221,5 +221,5 @@ def test_ratios_and_where_stages_disagree(cpu: tuple[Hardware, Manifest]) -> Non
         (3.0, ["F took 1 times what was predicted in stage 0, and 3 times in stage 1"]),
     ):
         times = {**measured.times, (1, Kind.F): factor * measured.times[1, Kind.F]}
-        lines = list(uneven(beside(manifest, schedule, dataclasses.replace(measured, times=times))))
+        lines = list(uneven(compare_run(manifest, schedule, dataclasses.replace(measured, times=times))))
         assert [line.partition(":")[0] for line in lines] == expected

@@ -9,7 +9,7 @@ from pipegraph.errors import ScheduleError
 from pipegraph.package import Manifest
 from pipegraph.schedule import Kind, Schedule, Times, build, names, peak_activations, simulate
 from pipegraph.schedule.recipes import trains
-from pipegraph.tracing.analysis.moves import moves
+from pipegraph.tracing.analysis.cut_moves import moves
 
 WORTH = 0.01
 """A smaller gain is not told."""

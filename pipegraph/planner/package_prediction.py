@@ -1,0 +1,173 @@
+"""What the plan and the prices of a package say of a step: its schedule, time, bubble and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipegraph.cost import SegmentCost
+from pipegraph.cost.hardware import Hardware
+from pipegraph.errors import ScheduleError
+from pipegraph.package import Manifest
+from pipegraph.planner.package_costs import has_times, stage_costs
+from pipegraph.planner.step_estimate import RankMemory, memory_parts_of, times_of
+from pipegraph.schedule import Schedule, Timeline, Times, build, simulate
+from pipegraph.units import format_number_of
+
+_MOMENTS = 2  # of AdamW, each as large as the parameter
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The step that a package was planned for: a schedule's name, the rank of each stage, and microbatches."""
+
+    schedule: str
+    placement: tuple[int, ...]
+    microbatches: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> PlannedStep | None:
+        """Return None if the package was cut without a plan: at given points, or into equal numbers of segments."""
+        plan = manifest.prediction
+        return None if plan is None else cls(plan.schedule, plan.placement, plan.microbatches)
+
+    @property
+    def ranks(self) -> int:
+        return len(set(self.placement))
+
+    @property
+    def is_buildable(self) -> bool:
+        """Whether `build` makes this schedule from its name and numbers; otherwise its order is in a file."""
+        try:
+            made = build(self.schedule, self.ranks, self.microbatches, len(self.placement) // self.ranks)
+        except ScheduleError:
+            return False
+        return made.placement == self.placement
+
+    def is_of(self, schedule: Schedule) -> bool:
+        """Whether this is a step of the schedule."""
+        return PlannedStep(schedule.name, tuple(schedule.placement), schedule.microbatches) == self
+
+    def __str__(self) -> str:
+        return describe_step(self.schedule, self.microbatches, self.ranks)
+
+
+def describe_step(schedule: str, microbatches: int, ranks: int) -> str:
+    """Return ``zb-v with 4 microbatches on 2 ranks``."""
+    return f"{schedule} with {format_number_of('microbatch', microbatches)} on {format_number_of('rank', ranks)}"
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """What a step of a package is expected to take.
+
+    Attributes:
+        costs: of each stage; None if the package was not priced.
+        times: for `simulate`; None if stages have no predicted times.
+        timeline: the simulated step; None without times.
+        step: seconds; if all ranks run in one process, in turn, the sum of theirs.
+        bubble: the part of a step in which even the busiest rank computes nothing; None if ranks run in turn.
+        memory: of each rank; None if the package was not priced.
+        links_known: whether the step counts the time of messages between ranks.
+    """
+
+    costs: tuple[SegmentCost, ...] | None
+    times: Times | None
+    timeline: Timeline | None
+    step: float | None
+    bubble: float | None
+    memory: tuple[RankMemory, ...] | None
+    links_known: bool
+
+
+def predict_step(
+    manifest: Manifest, schedule: Schedule, hardware: Hardware | None = None, in_turn: bool = False
+) -> StepPrediction:
+    """Predict a step of a package under a schedule.
+
+    Args:
+        hardware: the profile with the links. By default a planned step takes what the plan says, and one of another
+            schedule has the links of the profile that priced the package; if pipegraph does not have that profile,
+            messages take no time.
+        in_turn: whether one process runs all ranks.
+    """
+    costs, plan, planned = stage_costs(manifest), manifest.prediction, PlannedStep.of(manifest)
+    links = hardware or pricing_profile(manifest)
+    times = timeline = step = bubble = None
+    is_planned = hardware is None and planned is not None and planned.is_of(schedule)
+    if costs is not None and has_times(manifest):
+        times = times_of(costs, schedule, None if links is None else links.link)
+        timeline = simulate(schedule, times)
+        if in_turn:
+            step = sum(times.of(action) for row in schedule.actions for action in row)
+        else:
+            step = plan.value if plan is not None and is_planned else timeline.makespan
+            bubble = 1 - max(timeline.busy) / step if step else 0.0
+    return StepPrediction(
+        costs=costs,
+        times=times,
+        timeline=timeline,
+        step=step,
+        bubble=bubble,
+        memory=None if costs is None else memory_parts_of(costs, schedule),
+        links_known=in_turn or links is not None or is_planned,
+    )
+
+
+def pricing_profile(manifest: Manifest) -> Hardware | None:
+    """Return the profile that priced the package; None if it is not one that pipegraph has."""
+    plan = manifest.prediction
+    return Hardware.load(plan.hardware) if plan is not None and plan.hardware in Hardware.names() else None
+
+
+@dataclass(frozen=True)
+class RankMemoryByKind:
+    """Bytes of a rank by kind; ``buffers`` are the model's own and those to receive into."""
+
+    rank: int
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    saved_activations: int | None
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_kind().values())
+
+    def by_kind(self) -> dict[str, int]:
+        """Return kind → bytes; without saved activations if they are not known."""
+        kinds = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer_state,
+            "saved activations": self.saved_activations,
+            "buffers": self.buffers,
+        }
+        return {kind: held for kind, held in kinds.items() if held is not None}
+
+
+def memory_by_kind(manifest: Manifest, schedule: Schedule) -> tuple[RankMemoryByKind, ...]:
+    """Return what each rank holds; nothing if the package does not have the sizes of its parameters.
+
+    As the planner counts: a parameter that is trained has a gradient and AdamW's two moments, and activations and
+    buffers to receive into count at their peak; without a plan these are left out.
+    """
+    costs = [stage.cost for stage in manifest.stages]
+    if any(cost.parameter_bytes is None for cost in costs):
+        return ()
+    memory, found = predict_step(manifest, schedule).memory, []
+    for rank in range(schedule.ranks):
+        own = [cost for cost, place in zip(costs, schedule.placement, strict=True) if place == rank]
+        trained = sum((cost.parameter_bytes or 0) if cost.trained_bytes is None else cost.trained_bytes for cost in own)
+        trained = trained if schedule.trains else 0
+        found.append(
+            RankMemoryByKind(
+                rank=rank,
+                parameters=sum(cost.parameter_bytes or 0 for cost in own),
+                gradients=trained,
+                optimizer_state=_MOMENTS * trained,
+                saved_activations=None if memory is None else memory[rank].saved,
+                buffers=sum(cost.buffer_bytes or 0 for cost in own) + (memory[rank].buffers if memory else 0),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,156 @@
+"""What was predicted of a run's stages, step and memory, compared with what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipegraph.cost import SegmentCost
+from pipegraph.cost.hardware import Hardware
+from pipegraph.package import Manifest
+from pipegraph.planner.package_prediction import PlannedStep, describe_step, predict_step
+from pipegraph.runtime.measurements import COMPUTING, MeasuredRun
+from pipegraph.schedule import Kind, Schedule
+from pipegraph.units import format_factor
+
+_FAR = 0.3
+"""The part of what was predicted by which stages may take more or less before there is a hint."""
+
+
+@dataclass(frozen=True)
+class PredictedAndMeasured:
+    """A figure as it was predicted and as it was measured; None if it was not."""
+
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """The error of the prediction, as a part of what was measured; None if one of both is missing or 0."""
+        if not self.predicted or not self.measured:
+            return None
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """A run, compared with what was predicted of it.
+
+    Attributes:
+        stages: of each stage, seconds of each kind of action that the schedule has; B is compared with I + W.
+        step: seconds; if all ranks run in one process, in turn, the sum of theirs.
+        bubble: the part of a step in which even the busiest rank computes nothing, measured step by step; None if
+            ranks run in turn.
+        state, saved: bytes of each rank.
+        buffers: predicted bytes of each rank to receive into.
+        measured: the run.
+        basis: what priced it: ``time on h100``; empty if nothing did.
+        hints: what to know or to do if figures are missing, or cannot be compared.
+    """
+
+    schedule: Schedule
+    stages: tuple[dict[Kind, PredictedAndMeasured], ...]
+    step: PredictedAndMeasured
+    bubble: PredictedAndMeasured | None
+    state: tuple[PredictedAndMeasured, ...]
+    saved: tuple[PredictedAndMeasured, ...]
+    buffers: tuple[int | None, ...]
+    measured: MeasuredRun
+    basis: str
+    hints: tuple[str, ...]
+
+
+def compare_run(
+    manifest: Manifest, schedule: Schedule, measured: MeasuredRun, hardware: Hardware | None = None
+) -> RunComparison:
+    """Compare a run with what its package's prices come to under the run's schedule.
+
+    ``hardware`` is the profile with the links; see `predict_step`.
+    """
+    plan, in_turn = manifest.prediction, measured.processes < schedule.ranks
+    expected = predict_step(manifest, schedule, hardware, in_turn)
+    costs, memory = None if expected.times is None else expected.costs, expected.memory
+    kinds = [kind for kind in COMPUTING if any(action.kind is kind for row in schedule.actions for action in row)]
+    stages = tuple(
+        {
+            kind: PredictedAndMeasured(
+                _seconds(costs[stage], kind) if costs else None, measured.times.get((stage, kind))
+            )
+            for kind in kinds
+        }
+        for stage in range(schedule.stages)
+    )
+    hints = [_unplanned(manifest, schedule), *_hints(manifest, stages, measured, expected.links_known)]
+    states = [rank.state for rank in memory] if memory else [None] * schedule.ranks
+    saved = [rank.saved for rank in memory] if memory else [None] * schedule.ranks
+    return RunComparison(
+        schedule=schedule,
+        stages=stages,
+        step=PredictedAndMeasured(expected.step, measured.step),
+        bubble=None if in_turn else PredictedAndMeasured(expected.bubble, measured.bubble),
+        state=tuple(map(PredictedAndMeasured, states, measured.state)),
+        saved=tuple(map(PredictedAndMeasured, saved, measured.saved)),
+        buffers=tuple(memory[rank].buffers if memory else None for rank in range(schedule.ranks)),
+        measured=measured,
+        basis=f"{plan.balance} on {plan.hardware}" if costs and plan else "",
+        hints=tuple(filter(None, hints)),
+    )
+
+
+def _seconds(cost: SegmentCost, kind: Kind) -> float:
+    """Predicted seconds of one action."""
+    return {
+        Kind.F: cost.forward,
+        Kind.I: cost.input_grad,
+        Kind.W: cost.weight_grad,
+        Kind.B: cost.input_grad + cost.weight_grad,
+    }[kind]
+
+
+def _unplanned(manifest: Manifest, schedule: Schedule) -> str:
+    """A hint if the plan was made for another step than the one that ran."""
+    planned = PlannedStep.of(manifest)
+    if planned is None or planned.is_of(schedule):
+        return ""
+    ran = describe_step(schedule.name, schedule.microbatches, schedule.ranks)
+    options = "without --schedule, --microbatches and --nproc"
+    how = options if planned.is_buildable else "--schedule with the plan's CSV file"
+    return f"The plan was {planned}, and this was {ran}. Try: {how}"
+
+
+def _hints(
+    manifest: Manifest,
+    stages: Sequence[Mapping[Kind, PredictedAndMeasured]],
+    measured: MeasuredRun,
+    links_known: bool,
+) -> Iterator[str]:
+    timed = all(each.predicted is not None for stage in stages for each in stage.values())
+    priced = timed or all(stage.cost.saved_bytes is not None for stage in manifest.stages)
+    if not measured.steps:
+        yield "Times are measured from the second step on, because the first one compiles. Try: --steps 5"
+    if not timed:
+        yield "The package has no predicted times. Try: pipegraph split … --balance time"
+    if priced and measured.kernels != "inductor":
+        what = "Times and bytes were predicted" if timed else "Bytes were predicted"
+        yield f"{what} for compiled kernels, and this run used --kernels {measured.kernels}."
+    elif timed and manifest.prediction is not None:
+        yield _far_off(manifest.prediction.balance, stages)
+    if timed and not links_known and manifest.prediction is not None:
+        name = manifest.prediction.hardware
+        yield f"The links of {name} are not known here and were left out. Try: --hardware with the profile's file"
+
+
+def _far_off(balance: str, stages: Sequence[Mapping[Kind, PredictedAndMeasured]]) -> str:
+    """A hint if all stages together took much more or much less than predicted."""
+    figures = [each for stage in stages for each in stage.values() if each.predicted and each.measured]
+    predicted, measured = sum(each.predicted or 0.0 for each in figures), sum(each.measured or 0.0 for each in figures)
+    factor = measured / predicted if figures else 1.0
+    if abs(factor - 1) <= _FAR:
+        return ""
+    said = f"Stages took {format_factor(factor)} times what was predicted."
+    if balance != "time":
+        return f"{said} Their times were measured: was it on this device, and was nothing else running on it?"
+    return (
+        f"{said} Try, while nothing else runs: pipegraph calibrate -o hardware.json and pipegraph split … "
+        "--hardware hardware.json, or pipegraph run … --recalibrate corrected.json"
+    )

@@ -1,0 +1,1 @@
+"""HTML pages that need nothing else; their templates, styles and scripts."""

@@ -1,0 +1,115 @@
+"""What the script of a run's page draws: actions and messages of each step, in microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pipegraph.report.colours import MEANING, TONES, chunks_of, colour, ink, kinds_of
+from pipegraph.schedule import Event, Timeline
+from pipegraph.tracing.analysis.critical_path import measured_timeline
+from pipegraph.tracing.analysis.measured_steps import MeasuredStep
+from pipegraph.tracing.analysis.measured_times import messages
+from pipegraph.tracing.analysis.run_analysis import Analysis
+from pipegraph.units import TimeFormat
+
+_MOST = 60_000  # actions and messages on a page; more steps than that are left out
+
+
+def page_data(analysis: Analysis) -> dict[str, Any]:
+    """The data of ``pages/trace_view.js``, which says how actions and messages are written."""
+    schedule = analysis.run.schedule
+    most, chunks = chunks_of(schedule)
+    unit = TimeFormat.of(analysis.step.makespan)
+    kept = _kept(analysis)
+    timelines = [
+        ("predicted", "predicted", analysis.expected),
+        ("simulated", "simulated with measured times", analysis.simulated),
+    ]
+    if analysis.run.takes_turns:
+        timelines.reverse()
+    below = [{"short": short, "name": name, **_timeline(each)} for short, name, each in timelines if each is not None]
+    colours = {
+        kind.value: [{"fill": fill, "ink": ink(fill)} for fill in (colour(kind, chunk, most) for chunk in range(most))]
+        for kind in kinds_of(schedule)
+    }
+    return {
+        "unit": {"name": unit.unit, "microseconds": unit.size * 1e6},
+        "ranks": [
+            {"stages": [n for n, place in enumerate(schedule.placement) if place == rank]}
+            for rank in range(schedule.ranks)
+        ],
+        "chunks": chunks,
+        "colours": colours,
+        "tones": TONES if most > 1 else "",
+        "meaning": {kind.value: told for kind, told in MEANING.items()},
+        "shown": kept.index(analysis.step),
+        "steps": [_step(step, analysis) for step in kept],
+        "below": below,
+    }
+
+
+def _kept(analysis: Analysis) -> list[MeasuredStep]:
+    """The shown step and those after and before it, as many as a page can hold."""
+    sizes = [sum(map(len, (*step.events, *step.transfers))) for step in analysis.steps]
+    around = sorted(range(len(sizes)), key=lambda n: (abs(n - analysis.shown), n))
+    room = _MOST
+    kept: list[int] = []
+    for number in around:
+        room -= sizes[number]
+        if kept and room < 0:
+            break
+        kept.append(number)
+    return [analysis.steps[number] for number in sorted(kept)]
+
+
+def _step(step: MeasuredStep, analysis: Analysis) -> dict[str, Any]:
+    critical: list[tuple[int, int]] = []
+    if step.complete and not analysis.run.takes_turns:
+        places = {event.action: (rank, n) for rank, row in enumerate(step.events) for n, event in enumerate(row)}
+        timeline = measured_timeline(step, analysis.run.schedule, analysis.times.hops)
+        critical = [places[event.action] for event in timeline.critical_path]
+    return {
+        "number": step.number,
+        "makespan": _microseconds(step.makespan),
+        "complete": step.complete,
+        "rows": _rows(step.events),
+        "messages": [
+            [
+                send.rank,
+                receive.rank,
+                *map(_microseconds, (send.start, receive.start, receive.end)),
+                send.action.kind.value,
+                send.action.stage,
+                send.action.peer,
+                send.action.microbatch,
+                send.bytes or receive.bytes,
+            ]
+            for send, receive in messages(step)
+        ],
+        "critical": critical,
+    }
+
+
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    return {"makespan": _microseconds(timeline.makespan), "rows": _rows(timeline.events)}
+
+
+def _rows(rows: Iterable[Sequence[Event]]) -> list[list[list[Any]]]:
+    return [
+        [
+            [
+                event.action.kind.value,
+                event.action.stage,
+                event.action.microbatch,
+                _microseconds(event.start),
+                _microseconds(event.end),
+            ]
+            for event in row
+        ]
+        for row in rows
+    ]
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,58 @@
+"""A hardware profile for people: what the device attains, how sure that is, and the links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipegraph.cost.hardware import UNCORRECTED, Hardware, SizeTable
+from pipegraph.errors import one_line
+from pipegraph.report.text.tables import table
+from pipegraph.units import format_bytes, format_count, format_seconds
+
+
+def described(hardware: Hardware) -> str:
+    """The device, one line for each kind of figure, and where they are from."""
+    links = hardware.links
+    rows = [
+        *_flops(hardware),
+        ("memory bandwidth", _span(hardware.attained_bandwidth, hardware.memory_bandwidth, "B/s")),
+        ("memory", format_bytes(hardware.memory_bytes)),
+        ("kernel, at least", format_seconds(hardware.kernel_floor)),
+    ]
+    ends = [("in a node", links.intra_node), ("between nodes", links.inter_node)]
+    if links.measured is not None:
+        ends = [
+            (f"rank {rank} to rank {other}", links.between(rank, other))
+            for rank in range(links.measured.ranks)
+            for other in range(links.measured.ranks)
+            if rank != other
+        ]
+    for where, link in ends:
+        if link is not None:
+            figures = f"{format_seconds(link.latency)}, {format_count(link.bandwidth, 'B/s')}"
+            rows.append((f"link {where}", f"{figures} ({link.name})"))
+    ratio = hardware.measured_ratio
+    if ratio != UNCORRECTED:
+        factors = zip("FIW", (ratio.forward, ratio.input_grad, ratio.weight_grad), strict=True)
+        rows.append(("measured ÷ predicted", ", ".join(f"{kind} {factor:.3g}" for kind, factor in factors)))
+    sources = [(place, one_line(source)) for place, source in hardware.sources.items()]
+    return "\n\n".join(
+        [
+            f"{hardware.name}: {one_line(hardware.device)}",
+            table(["what", "attained"], rows),
+            table(["figure", "source"], sources),
+        ]
+    )
+
+
+def _flops(hardware: Hardware) -> Iterator[tuple[str, str]]:
+    for kind, by_dtype in hardware.attained_flops.items():
+        for dtype, attained in by_dtype.items():
+            peak = hardware.peak_flops.get(dtype)
+            if peak is not None:
+                yield f"{kind.replace('_', ' ')}, {dtype}", _span(attained, peak, "FLOP/s")
+
+
+def _span(part: SizeTable, peak: float, unit: str) -> str:
+    low, high = part.smallest * peak, part.largest * peak
+    return format_count(high, unit) if low == high else f"{format_count(low, unit)} to {format_count(high, unit)}"

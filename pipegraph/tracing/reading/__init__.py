@@ -1,0 +1,1 @@
+"""A recorded run's folder, read as far as it can be."""

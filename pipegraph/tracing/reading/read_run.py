@@ -1,0 +1,208 @@
+"""A run's folder, read as far as it can be: what is missing or wrong is told, the rest is there."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pipegraph.errors import PackageError, PipegraphError, ScheduleError
+from pipegraph.package import MANIFEST, Manifest
+from pipegraph.schedule import Schedule, build, from_csv
+from pipegraph.tracing.reading.rank_file import NAME, RankFile, read_file
+from pipegraph.tracing.reading.recorded_run import RankTrace, RecordedRun, RunInfo, Span, TraceFile
+
+_TRY = "Try: pipegraph run OUT --profile DIR, which records one."
+
+
+def read_run(path: str | PathLike[str]) -> RecordedRun:
+    """Read a run's folder or, of a folder of runs, the newest one.
+
+    Raises PipegraphError where nothing can be shown: no trace is there, or none can be read.
+    """
+    folder, notes = _choose(Path(path))
+    problems: list[str] = []
+    said, info = _info(folder, problems)
+    manifest = _manifest(folder, problems)
+    files = [read_file(file) for file in _traces(folder)]
+    problems += [file.problem for file in files if file.problem]
+    files = [file for file in files if file.host or file.gpu]
+    if not files:
+        raise PipegraphError(f"{folder} has no trace that can be read: {'; '.join(problems)}.\n{_TRY}")
+    files = list(_of_one_run(files, info.run, problems))
+    files = [file if file.base is not None else _laid(file, files, problems) for file in files]
+    origin = min(span.start + file.offset for file in files for span in file.spans())
+    schedule = _schedule(folder, said, files, problems)
+    schedule = _with_edges(schedule, manifest, problems)
+    ranks = _ranks(files, schedule, origin, problems)
+    problems += _missing(files, ranks, schedule, info)
+    return RecordedRun(folder, info, manifest, schedule, ranks, tuple(problems), tuple(notes))
+
+
+def _traces(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if NAME.fullmatch(file.name))
+
+
+def _choose(path: Path) -> tuple[Path, list[str]]:
+    """The folder of a run, and what to say of the choice."""
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise PipegraphError(f"{path} {what}, and a run is a folder.\n{_TRY}")
+    if _traces(path):
+        return path, []
+    runs = [(max(NAME.fullmatch(file.name)[2] for file in files), folder) for folder in sorted(path.iterdir())  # type: ignore[index]
+            if folder.is_dir() and (files := _traces(folder))]  # fmt: skip
+    if not runs:
+        raise PipegraphError(
+            f"{path} has no traces: neither it nor a folder in it holds rank_00.….pt.trace.json.gz.\n{_TRY}"
+        )
+    _, newest = max(runs)
+    return newest, [f"{newest.name} is the newest of the {len(runs)} runs in {path}"] if len(runs) > 1 else []
+
+
+def _info(folder: Path, problems: list[str]) -> tuple[dict[str, Any], RunInfo]:
+    """``run.json``, as it is and as far as it is understood."""
+    try:
+        found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        windows = tuple(str(window["digits"]) for window in found.get("windows", []))
+        texts = {
+            name: str(found.get(name, "")) for name in ("run", "package", "schedule", "device", "torch", "kernels")
+        }
+        return found, RunInfo(processes=int(found["processes"]), windows=windows, **texts)
+    except OSError as error:
+        problems.append(f"run.json cannot be read ({error.strerror}): how many processes ran is not known")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problems.append(f"run.json is damaged ({type(error).__name__}: {error})")
+    return {}, RunInfo()
+
+
+def _manifest(folder: Path, problems: list[str]) -> Manifest | None:
+    try:
+        return Manifest.read(folder / MANIFEST)
+    except PackageError as error:
+        problems.append(str(error).partition(".\nTry:")[0])
+    return None
+
+
+def _of_one_run(files: Sequence[RankFile], run: str, problems: list[str]) -> Iterator[RankFile]:
+    """The files of the run that ``run.json`` names, or else that most belong to."""
+    named = Counter(file.run for file in files if file.run)
+    if run not in named and named:
+        run = named.most_common(1)[0][0]
+    for file in files:
+        if file.run and file.run != run:
+            problems.append(f"{file.path.name} is of another run ({file.run}, not {run}), and left out")
+        else:
+            yield file
+
+
+def _laid(file: RankFile, files: Sequence[RankFile], problems: list[str]) -> RankFile:
+    """A file that does not say what its times count from, laid where the others begin their step of the same number."""
+    starts = file.starts()
+    for step, start in starts.items():
+        others = [found[step] for other in files if other.base is not None and step in (found := other.starts())]
+        if others:
+            problems.append(f"{file.path.name} does not say when it was: its step {step} is laid where the others' is")
+            return replace(file, base=min(others) - start)
+    return replace(file, base=0)
+
+
+def _schedule(folder: Path, said: Mapping[str, Any], files: Sequence[RankFile], problems: list[str]) -> Schedule:
+    """The schedule as its file has it; else as its name makes it; else as the first recorded step shows it."""
+    name = str(said.get("schedule") or "recorded")
+    try:
+        return from_csv((folder / "schedule.csv").read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"schedule.csv cannot be read ({getattr(error, 'strerror', None) or error})")
+    except ScheduleError as error:
+        problems.append(f"schedule.csv is damaged: {error}")
+    try:
+        chunks = len(said["placement"]) // int(said["ranks"])
+        return build(name, int(said["ranks"]), int(said["microbatches"]), chunks)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, ScheduleError):
+        pass
+    rows: dict[int, str] = {}
+    for file in files:
+        spans = [span for span in file.spans() if not span.action.kind.is_transfer]
+        rows.setdefault(file.rank, ",".join(str(span.action) for span in spans if span.step == spans[0].step))
+    try:
+        return from_csv("".join(f"{rows.get(rank, '')}\n" for rank in range(max(rows) + 1)), name)
+    except ScheduleError as error:
+        raise PipegraphError(
+            f"{folder} has no schedule: schedule.csv cannot be used, and the traces do not tell it: {error}\n{_TRY}"
+        ) from None
+
+
+def _with_edges(schedule: Schedule, manifest: Manifest | None, problems: list[str]) -> Schedule:
+    """The computing actions alone, with the package's edges: of another package the chain must do."""
+    rows = [tuple(action for action in row if not action.kind.is_transfer) for row in schedule.actions]
+    edges: dict[str, Any] = {}
+    if manifest is not None and len(manifest.stages) != schedule.stages:
+        problems.append(
+            f"{MANIFEST} is of another plan: it has {len(manifest.stages)} stages, and the schedule {schedule.stages}"
+        )
+    elif manifest is not None:
+        edges = {"edges": manifest.edges(), "gradient_edges": manifest.gradient_edges()}
+    return schedule.changed(actions=tuple(rows), **edges)
+
+
+def _ranks(files: Sequence[RankFile], schedule: Schedule, origin: int, problems: list[str]) -> dict[int, RankTrace]:
+    """Of each rank the schedule has, what its files hold."""
+    parts: dict[int, list[RankFile]] = {}
+    for file in sorted(files, key=lambda file: (file.rank, file.window)):
+        strange = _strange(file, schedule)
+        if strange:
+            problems.append(f"{file.path.name} is of another plan: {strange}; it is left out")
+        else:
+            parts.setdefault(file.rank, []).append(file)
+    if not parts:
+        raise PipegraphError(f"No trace fits the schedule of its folder: {'; '.join(problems)}.\n{_TRY}")
+    return {rank: _rank(rank, found, origin) for rank, found in parts.items()}
+
+
+def _strange(file: RankFile, schedule: Schedule) -> str:
+    """Why a file cannot be of this schedule; empty if it can."""
+    if file.rank >= schedule.ranks or (file.ranks or schedule.ranks) != schedule.ranks:
+        return f"it is of rank {file.rank} of {file.ranks or '?'}, and the schedule has {schedule.ranks} ranks"
+    known = set(schedule.actions[file.rank])
+    for span in file.spans():
+        if not span.action.kind.is_transfer and span.action not in known:
+            return f"rank {file.rank} does {span.action} in it, and not in the schedule"
+    return ""
+
+
+def _rank(rank: int, files: Sequence[RankFile], origin: int) -> RankTrace:
+    spans, steps = [], {}
+    for file in files:
+        shift = file.offset - origin
+        spans += [
+            Span(rank, span.action, span.step, (span.start + shift) / 1e9, (span.end + shift) / 1e9, span.bytes)
+            for span in file.spans()
+        ]
+        steps.update({step: ((start + shift) / 1e9, (end + shift) / 1e9) for step, (start, end) in file.steps.items()})
+    spans.sort(key=lambda span: (span.start, span.end))
+    kept = tuple(TraceFile(file.path, rank, file.window, file.clock, file.offset - origin) for file in files)
+    return RankTrace(rank, tuple(spans), steps, kept, any(file.gpu for file in files))
+
+
+def _missing(
+    files: Sequence[RankFile], ranks: Mapping[int, RankTrace], schedule: Schedule, info: RunInfo
+) -> Iterator[str]:
+    """Ranks and windows of which there is no file, and clocks of which the offset is not known."""
+    windows = sorted({*info.windows, *(file.window for file in files)})
+    for rank in range(schedule.ranks):
+        if rank not in ranks:
+            yield f"rank {rank} of {schedule.ranks} has no trace"
+            continue
+        there = {file.window for file in ranks[rank].files}
+        for window in windows:
+            if window not in there:
+                yield f"rank {rank} has no trace of window {window}"
+    if info.processes != 1:
+        for rank, trace in ranks.items():
+            if rank and any(file.clock.error is None for file in trace.files):
+                yield f"rank {rank}'s clock was not compared with rank 0's: its times may be off"

@@ -1,0 +1,138 @@
+"""A recorded run as data: who did what, when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipegraph.package import Manifest
+from pipegraph.planner.package_prediction import StepPrediction, predict_step
+from pipegraph.schedule import Action, Schedule
+from pipegraph.tracing.reading.trace_stream import EVENTS, Broken, entries
+
+
+class Span(NamedTuple):
+    """An action of a step, from ``start`` to ``end`` in seconds on rank 0's clock, from the run's first span on.
+
+    That of a RECV is the wait for its message, that of a SEND the hand-over; ``bytes`` of what they move.
+    """
+
+    rank: int
+    action: Action
+    step: int
+    start: float
+    end: float
+    bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Rank 0's clock is this rank's clock + ``offset``, give or take ``error``, in seconds; None where not measured."""
+
+    offset: float = 0.0
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """One rank's file of one window. Nanosecond ``shift`` + 1000 · an event's ``ts`` is the time on the run's axis."""
+
+    path: Path
+    rank: int
+    window: str
+    clock: Clock
+    shift: int
+
+    def events(self) -> Iterator[tuple[float, float, dict[str, Any]]]:
+        """(start, end, event) of every complete event that torch recorded, read from the file as it is asked for."""
+        try:
+            for key, event in entries(self.path):
+                if key == EVENTS and isinstance(event, dict) and event.get("ph") == "X":
+                    start = round(float(event["ts"]) * 1000) + self.shift
+                    yield start / 1e9, (start + round(float(event["dur"]) * 1000)) / 1e9, event
+        except (Broken, KeyError, TypeError, ValueError):
+            return  # said when the run was read
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank recorded.
+
+    Attributes:
+        spans: in the order of their starts.
+        steps: step → (start, end), as torch.profiler has them; this includes the optimizer and the data.
+        files: one per window.
+        on_gpu: whether the spans that compute are the GPU's.
+    """
+
+    rank: int
+    spans: tuple[Span, ...]
+    steps: Mapping[int, tuple[float, float]]
+    files: tuple[TraceFile, ...] = ()
+    on_gpu: bool = False
+
+    @property
+    def clock(self) -> Clock:
+        """That of the window with the largest error."""
+        known = [file.clock for file in self.files if file.clock.error is not None]
+        return max(known, key=lambda clock: clock.error or 0.0, default=Clock())
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What ``run.json`` says; empty and None where it does not."""
+
+    run: str = ""
+    package: str = ""
+    schedule: str = ""
+    processes: int | None = None
+    device: str = ""
+    torch: str = ""
+    kernels: str = ""
+    windows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run's folder, read. ``problems`` say what is missing or wrong, and ``notes`` what was chosen."""
+
+    folder: Path
+    info: RunInfo
+    manifest: Manifest | None
+    schedule: Schedule
+    ranks: Mapping[int, RankTrace]
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """The numbers of the steps that any rank recorded."""
+        return tuple(sorted({span.step for trace in self.ranks.values() for span in trace.spans}))
+
+    @cached_property
+    def prediction(self) -> StepPrediction | None:
+        """What was predicted of a step; None without a manifest, or with one of another number of stages."""
+        if self.manifest is None or len(self.manifest.stages) != self.schedule.stages:
+            return None
+        return predict_step(self.manifest, self.schedule)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether several ranks shared a process, and so never computed at the same time."""
+        return self.info.processes is not None and self.info.processes < self.schedule.ranks
+
+    @property
+    def clock_error(self) -> float | None:
+        """Seconds by which two ranks' times may differ: the sum of their errors. None where an error is not known."""
+        if self.takes_turns:
+            return 0.0
+        errors = [trace.clock.error for rank, trace in self.ranks.items() if rank != 0]
+        known = sorted(error for error in errors if error is not None)
+        return sum(known[-2:]) if len(known) == len(errors) else None

@@ -1,0 +1,1 @@
+"""Recording a training loop into a run's folder."""

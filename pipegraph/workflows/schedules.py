@@ -1,0 +1,114 @@
+"""The schedule that a verb's arguments name."""
+
+from __future__ import annotations
+
+from pipegraph.errors import ScheduleError
+from pipegraph.package import Package
+from pipegraph.planner.package_prediction import PlannedStep
+from pipegraph.runtime.schedule_choice import choose
+from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, check, read_csv, search
+from pipegraph.schedule.recipes import find_recipe
+
+SEARCH = "search"
+"""The name that asks for `search` instead of a known order."""
+
+
+def choose_schedule(
+    package: Package, schedule: str | None = None, microbatches: int | None = None, ranks: int | None = None
+) -> Schedule:
+    """The schedule named, or in the CSV file named, for a package's stages.
+
+    By default it is the one that the package was planned for, if a name and numbers make that, with as many
+    microbatches; and 1f1b with a microbatch per stage where there is no plan. A schedule that can have any number of
+    stages on a rank has so many ``ranks``, where they are given, or as many as are planned for it.
+    """
+    stages, planned = len(package.manifest.stages), PlannedStep.of(package.manifest)
+    if schedule is None:
+        schedule = planned.schedule if planned and planned.is_buildable else "1f1b"
+    if not schedule.endswith(".csv"):
+        if microbatches is None:
+            microbatches = planned.microbatches if planned else stages
+        if ranks is None and planned and planned.schedule == find_recipe(schedule).name:
+            ranks = planned.ranks
+    chosen = choose(schedule, microbatches, stages, processes=None, ranks=ranks)
+    check(chosen)
+    return chosen
+
+
+def named_schedule(name: str) -> str | Schedule:
+    """The schedule in the CSV file of this name, or the name itself, which has to be one. Raises ScheduleError."""
+    return read_csv(name) if name.endswith(".csv") else find_recipe(name).name
+
+
+def make_schedule(
+    name: str,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    placement: str | None = None,
+    times: Times | None = None,
+    memory_limit: int | None = None,
+    effort: float = 1.0,
+) -> Schedule:
+    """The schedule of this name or in the CSV file of this name, or the best that `search` finds; checked.
+
+    A CSV file has all the sizes; those given must be its own. Raises ScheduleError.
+    """
+    if name.endswith(".csv"):
+        made = read_csv(name)
+    elif ranks is None or microbatches is None:
+        if name.casefold() != SEARCH:
+            find_recipe(name)  # a name that is none matters more than what else is missing
+        lacking = " and ".join(f"--{what}" for what, size in _sizes(ranks, microbatches).items() if size is None)
+        raise ScheduleError(f"{name} lacks {lacking}: say how many, such as --ranks 4 --microbatches 8.")
+    elif name.casefold() == SEARCH:
+        return _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort)
+    else:
+        made = build(name, ranks, microbatches, chunks)
+    for what, size in _sizes(ranks, microbatches).items():
+        if size not in (None, found := getattr(made, what)):
+            raise ScheduleError(f"{name} has {found} {what}, and --{what} {size} was given. Leave it out.")
+    if chunks is not None and made.stages != chunks * made.ranks:
+        raise ScheduleError(
+            f"{name} has {made.stages} stages on {made.ranks} ranks, and --chunks {chunks} was given. Leave it out."
+        )
+    if placement is not None and made.placement != _places(placement, made):
+        raise ScheduleError(
+            f"{made.name} places its stages on the ranks {made.placement}, which is no {placement}. "
+            f"Leave --placement out: it chooses where {SEARCH} places stages."
+        )
+    check(made, memory_limit)
+    return made
+
+
+def _sizes(ranks: int | None, microbatches: int | None) -> dict[str, int | None]:
+    return {"ranks": ranks, "microbatches": microbatches}
+
+
+def _search(
+    ranks: int,
+    microbatches: int,
+    chunks: int | None,
+    placement: str,
+    times: Times | None,
+    memory_limit: int | None,
+    effort: float,
+) -> Schedule:
+    form = PLACEMENTS[placement]
+    if chunks is None:
+        chunks = form.chunks if times is None else max(1, times.stages // ranks)
+    elif chunks != form.chunks and not form.any_chunks:
+        raise ScheduleError(f"With the placement {placement} a rank holds {form.chunks} stages: leave --chunks out.")
+    if times is None:
+        times = Times.equal(ranks * chunks)
+    if times.stages != ranks * chunks:
+        raise ScheduleError(
+            f"{ranks} ranks with {chunks} chunk{'s' if chunks > 1 else ''} each have {ranks * chunks} stages, "
+            f"and the times are for {times.stages}."
+        )
+    return search(times, ranks, microbatches, placement, memory_limit, effort)
+
+
+def _places(placement: str, schedule: Schedule) -> tuple[int, ...]:
+    """stage → rank, if the schedule's stages were placed so."""
+    return PLACEMENTS[placement].places(schedule.ranks, schedule.stages // schedule.ranks)

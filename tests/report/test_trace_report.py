@@ -1,0 +1,75 @@
+"""What is told of a recorded run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from pipegraph.report.text.trace_report import run_dict, told_run
+from pipegraph.schedule import Times
+from pipegraph.tracing.analysis.run_analysis import analyse
+from pipegraph.tracing.reading.read_run import read_run
+from tests.tracing.recordings import DIGITS, manifest, write_run
+from tests.tracing.test_idle_causes import FAR, SCHEDULE, UNEVEN
+
+PREDICTED = Times.equal(2, 0.001, 0.0005, 0.001)
+
+
+def test_told(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", SCHEDULE, {3: FAR, 4: UNEVEN, 5: FAR}, manifest(2, PREDICTED), gap=0.002)
+    assert told_run(analyse(read_run(folder))) == EXPECTED
+
+
+EXPECTED = """\
+run: 1f1b with 2 microbatches on 2 ranks; 2 processes on cpu, kernels: eager
+
+a step took 10 ms from its first action to its last (median of 3 steps); predicted 7.5 ms; \
+with data and optimizer 11 ms
+
+a microbatch of each stage, in ms (medians)
+stage  rank  F predicted  measured   error  B predicted  measured    error
+    0     0        1.000     1.000  +0.0 %        1.500     2.000  −25.0 %
+    1     1        1.000     1.000  +0.0 %        1.500     2.000  −25.0 %
+
+what each rank does in a step (mean), in ms, and why it is idle
+rank  computes  idle  of the step  warm-up and drain  imbalance  transfers  overhead
+   0      6.00  5.67       48.6 %               3.00       0.00       1.00      1.67
+   1      8.00  3.67       31.4 %               3.00       0.00       0.67      0.00
+
+critical path of step 3
+  0F0 → 1F0 → 1B1 → 0B1: rank 1 60%, rank 0 30%, transfers and overhead 10%
+
+advice
+  Running zb-h1 instead of 1f1b would save 23.3 % of a step (I and W taken as predicted shares of B).
+
+note: the ranks' clocks agree to ± 2 µs
+note: the links are not known by which the package was priced: predicted messages take no time"""
+
+
+def test_data_add_up(tmp_path: Path) -> None:
+    found = run_dict(
+        analyse(read_run(write_run(tmp_path / "run", SCHEDULE, {3: FAR, 4: UNEVEN}, manifest(2, PREDICTED))))
+    )
+    assert json.loads(json.dumps(found)) == found
+    causes = ("warmup_and_drain", "imbalance", "transfers", "overhead")
+    for bubble in [*found["bubble"], *(each for step in found["steps"] for each in step["bubble"])]:
+        assert abs(bubble["busy"] + sum(bubble[cause] for cause in causes) - bubble["makespan"]) < 1e-12
+    assert found["advice"]["candidates"][0]["gain"] >= found["advice"]["candidates"][-1]["gain"]
+    assert found["step"]["with_data_and_optimizer"] > found["step"]["measured"]
+
+
+def test_ranks_in_turn_have_the_bubble_of_the_simulated_step(tmp_path: Path) -> None:
+    analysis = analyse(read_run(write_run(tmp_path / "run", SCHEDULE, {3: FAR}, processes=1)))
+    text = told_run(analysis)
+    assert "the ranks took turns in one process; one step with a process each" in text
+    assert "what each rank does in the simulated step" in text
+    assert run_dict(analysis)["step"]["measured"] is None
+
+
+def test_problems_are_told_on_a_line_each(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", SCHEDULE, {3: FAR})
+    (folder / f"rank_01.{DIGITS}.pt.trace.json.gz").unlink()
+    lines = told_run(analyse(read_run(folder))).splitlines()
+    assert lines[-1] == "problem: rank 1 of 2 has no trace"
+    assert re.match(r"problem: .*pipeline.json: No such file", lines[-2])

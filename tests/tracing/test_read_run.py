@@ -1,0 +1,212 @@
+"""A run's folder, whole and damaged: what is wrong is named, and the rest is there."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipegraph.errors import PipegraphError
+from pipegraph.schedule import Times, build
+from pipegraph.tracing.analysis.run_analysis import analyse
+from pipegraph.tracing.reading.read_run import read_run
+from tests.tracing.recordings import DIGITS, manifest, rows_of, write_run
+
+SCHEDULE = build("1f1b", 2, 3)
+TIMES = Times.equal(2, 0.001, 0.001, 0.001, hop=0.0001)
+ROWS = rows_of(SCHEDULE, TIMES)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two steps of 1f1b on 2 ranks; rank 1's clock is 0.5 s ahead."""
+    made = manifest(2, TIMES)
+    return write_run(tmp_path / "run", SCHEDULE, {4: ROWS, 5: ROWS}, made, offsets=[0.0, -0.5])
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:02d}.{DIGITS}.pt.trace.json.gz"
+
+
+def changed(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    trace = json.loads(gzip.decompress(file.read_bytes()))
+    change(trace)
+    file.write_bytes(gzip.compress(json.dumps(trace).encode()))
+
+
+def test_all_ranks_are_on_one_clock(folder: Path) -> None:
+    run = read_run(folder)
+    assert run.problems == () and run.steps == (4, 5)
+    for rank, row in enumerate(ROWS):
+        spans = [span for span in run.ranks[rank].spans if span.step == 4]
+        assert [(span.action, span.start, span.end) for span in spans] == [
+            (event.action, pytest.approx(event.start, abs=1e-9), pytest.approx(event.end, abs=1e-9)) for event in row
+        ]
+    assert run.ranks[1].clock.offset == -0.5
+    assert run.clock_error == pytest.approx(2e-6)
+    assert run.ranks[0].steps[4][1] - run.ranks[0].steps[4][0] == pytest.approx(ROWS[0][-1].end + 0.005)
+    assert {span.bytes for span in run.ranks[0].spans} == {0, 65536}
+
+
+def test_the_newest_of_several_runs_is_read_and_said(folder: Path) -> None:
+    older = write_run(folder.parent / "zzz", SCHEDULE, {1: ROWS}, run="older")
+    for file in older.glob("rank_*"):
+        file.rename(older / file.name.replace(str(DIGITS), str(DIGITS - 1)))
+    run = read_run(folder.parent)
+    assert run.folder == folder
+    assert run.notes == (f"run is the newest of the 2 runs in {folder.parent}",)
+
+
+@pytest.mark.parametrize(
+    ("where", "says"), [("missing", "does not exist"), ("file", "is a file"), ("empty", "no traces")]
+)
+def test_where_there_is_no_trace_it_is_said(where: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PipegraphError, match=rf"{says}(.|\n)*Try: pipegraph run"):
+        read_run(tmp_path / where)
+
+
+def test_a_rank_without_a_file_is_named_and_the_others_shown(folder: Path) -> None:
+    file_of(folder, 1).unlink()
+    run = read_run(folder)
+    assert run.problems == ("rank 1 of 2 has no trace",)
+    analysis = analyse(run)
+    assert [bubble.rank for bubble in analysis.bubble] == [0]
+    assert analysis.times.times.forward == pytest.approx((0.001, 0.001))
+    (assumed,) = analysis.times.assumed
+    assert assumed.startswith("stage 1, which no trace shows, takes what others let expect")
+    assert not analysis.advice.candidates
+    assert analysis.advice.sentence.startswith("There is none: it takes the times of all stages")
+    assert analysis.critical is None
+
+
+@pytest.mark.parametrize("part", [0.5, 0.9])
+def test_a_truncated_file_is_named_and_read_as_far_as_it_goes(part: float, folder: Path) -> None:
+    file = file_of(folder, 1)
+    whole = read_run(folder).ranks[1].spans
+    data = gzip.decompress(file.read_bytes())
+    file.write_bytes(gzip.compress(data[: int(len(data) * part)]))
+    run = read_run(folder)
+    assert run.problems == (f"{file.name}: it is truncated",)
+    found = run.ranks[1].spans
+    assert 0 < len(found) < len(whole) and found == whole[: len(found)]
+    assert analyse(run).bubble
+
+
+def test_a_file_that_does_not_say_when_it_was_is_laid_by_its_steps(folder: Path) -> None:
+    changed(file_of(folder, 1), lambda trace: [trace.pop(key) for key in ("baseTimeNanoseconds", "pipegraph")])
+    run = read_run(folder)
+    assert run.problems == (
+        f"{file_of(folder, 1).name} does not say when it was: its step 4 is laid where the others' is",
+        "rank 1's clock was not compared with rank 0's: its times may be off",
+    )
+    starts = [next(span for span in run.ranks[rank].spans if span.action.kind == "F").start for rank in range(2)]
+    assert starts[0] == pytest.approx(starts[1], abs=1e-9)
+    assert analyse(run).makespan < 0.02
+
+
+def test_a_truncated_archive_is_named(folder: Path) -> None:
+    file = file_of(folder, 1)
+    file.write_bytes(file.read_bytes()[:300])
+    assert read_run(folder).problems[0] == f"{file.name}: it is truncated"
+
+
+def test_a_file_that_is_no_trace_is_named(folder: Path) -> None:
+    file_of(folder, 1).write_text("not gzip, not JSON")
+    problems = read_run(folder).problems
+    assert problems[0].startswith(f"{file_of(folder, 1).name}: it is no Chrome trace")
+    assert problems[-1] == "rank 1 of 2 has no trace"
+
+
+def test_no_readable_trace_is_an_error(folder: Path) -> None:
+    for rank in range(2):
+        file_of(folder, rank).write_bytes(b"")
+    with pytest.raises(PipegraphError, match=r"no trace that can be read: .*truncated"):
+        read_run(folder)
+
+
+def test_a_file_of_another_run_is_left_out(folder: Path) -> None:
+    other = file_of(folder, 0).with_name(f"rank_00.{DIGITS + 1}.pt.trace.json.gz")
+    other.write_bytes(file_of(folder, 0).read_bytes())
+    changed(other, lambda trace: trace["pipegraph"].update(run="another"))
+    run = read_run(folder)
+    assert run.problems == (f"{other.name} is of another run (another, not run-1), and left out",)
+    assert run.steps == (4, 5)
+
+
+def test_files_of_another_plan_are_left_out(folder: Path) -> None:
+    def other(trace: dict[str, Any]) -> None:
+        for event in trace["traceEvents"]:
+            if "stage" in event["args"]:
+                event["args"]["stage"] += 2
+
+    changed(file_of(folder, 1), other)
+    problems = read_run(folder).problems
+    assert problems[0].startswith(f"{file_of(folder, 1).name} is of another plan: rank 1 does 3F0 in it")
+    assert problems[1] == "rank 1 of 2 has no trace"
+
+
+def test_files_of_more_ranks_are_left_out(folder: Path) -> None:
+    changed(file_of(folder, 1), lambda trace: trace["pipegraph"].update(ranks=4))
+    assert "rank 1 of 4, and the schedule has 2 ranks" in read_run(folder).problems[0]
+
+
+def test_a_manifest_of_another_plan_is_named(folder: Path) -> None:
+    (folder / "pipeline.json").write_text(manifest(3).to_json())
+    run = read_run(folder)
+    assert run.problems == ("pipeline.json is of another plan: it has 3 stages, and the schedule 2",)
+    assert analyse(run).expected is None
+
+
+@pytest.mark.parametrize("name", ["run.json", "pipeline.json", "schedule.csv"])
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "\x00\xff", '{"schema_version": 1}'])
+def test_what_stands_beside_the_traces_may_be_missing_or_damaged(name: str, text: str | None, folder: Path) -> None:
+    file = folder / name
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text, encoding="latin-1")
+    run = read_run(folder)
+    assert any(name in problem for problem in run.problems)
+    assert tuple(run.schedule.actions) == SCHEDULE.actions
+    assert len(analyse(run).bubble) == 2
+
+
+def test_without_anything_beside_them_the_traces_tell_the_schedule(folder: Path) -> None:
+    for name in ("run.json", "pipeline.json", "schedule.csv"):
+        (folder / name).unlink()
+    run = read_run(folder)
+    assert run.schedule.actions == SCHEDULE.actions and run.schedule.placement == (0, 1)
+
+
+def test_spans_of_the_gpu_go_before_those_of_the_host(folder: Path) -> None:
+    def with_gpu(trace: dict[str, Any]) -> None:
+        for event in list(trace["traceEvents"]):
+            args = event.get("args", {})
+            if event.get("cat") == "user_annotation" and args.get("kind") in ("F", "B"):
+                gpu = {**event, "cat": "gpu_user_annotation", "ts": event["ts"] + 100}
+                half = event["dur"] / 2  # in each of two streams
+                trace["traceEvents"] += [{**gpu, "dur": half}, {**gpu, "ts": gpu["ts"] + half, "dur": half}]
+
+    changed(file_of(folder, 0), with_gpu)
+    run = read_run(folder)
+    trace = run.ranks[0]
+    assert trace.on_gpu and not run.ranks[1].on_gpu
+    assert {str(span.action.kind) for span in trace.spans} == {"F", "B"}  # the host's transfers tell nothing here
+    first = next(span for span in run.ranks[0].spans if span.step == 4)
+    assert first.seconds == pytest.approx(0.001)
+    others = [span for span in run.ranks[1].spans if span.step == 4 and span.action.kind == "F"]
+    assert others[0].start - first.start == pytest.approx(0.0011 - 0.0001)
+
+
+def test_a_file_that_may_not_be_read_is_named(folder: Path) -> None:
+    file = file_of(folder, 1)
+    file.unlink()
+    os.symlink(folder / "gone", file)
+    assert read_run(folder).problems[0] == f"{file.name} cannot be read: No such file or directory"

@@ -1,0 +1,125 @@
+"""Figures of steps, of all ranks: what they add up to, and what is kept out of them."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from pipegraph.package import Manifest, Package, Value
+from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.schedule import build
+from pipegraph.tracing.recording.step_figures import StepRecorder, batch_sizes, parts_of
+from tests.runtime.packages import chain, write
+
+NAP = 0.05
+
+
+def recorded(
+    folder: Path, schedule: str = "1f1b", ranks: int = 2, microbatches: int = 2
+) -> tuple[Pipeline, torch.Tensor]:
+    order = build(schedule, ranks, microbatches)
+    package = Package.open(write(chain(order.stages, width=8), folder / "chain"))
+    pipe = Pipeline(package, order, loss_fn=lambda output, target: output.square().mean(), kernels="eager")
+    (value,) = (each for each in package.manifest.values.values() if each.producer < 0)
+    return pipe, torch.randn(microbatches * value.shape[0], *value.shape[1:])
+
+
+def test_a_step_and_its_parts(tmp_path: Path) -> None:
+    pipe, batch = recorded(tmp_path)
+    recorder = StepRecorder(pipe)
+    pipe.add_observer(recorder)
+    pipe.stages[0].register_forward_pre_hook(lambda *_: time.sleep(NAP))
+    found = []
+    for _ in range(2):
+        loss = pipe.step(batch).loss
+        time.sleep(NAP)  # the optimizer
+        found.append(recorder.end_step(loss))
+        recorder.begin_step()
+        assert found[-1].loss == pytest.approx(float(loss))
+    last = found[-1]
+    assert [each.index for each in found] == [0, 1]
+    assert [list(parts) for parts in last.ranks] == [["forward", "backward", "transfer", "wait"]] * 2
+    spent = sum(sum(parts.values()) for parts in last.ranks)
+    assert 0 < spent <= last.seconds < last.iteration - NAP
+    assert last.bubble is None  # both ranks in this process, in turn
+    assert last.peak_bytes[0] > 2**20
+
+
+def test_parts_tell_who_was_slow(tmp_path: Path) -> None:
+    pipe, batch = recorded(tmp_path, "zb-h1")
+    kernels = pipe._training[1]._kernels[1]
+    own = kernels.weight_backward
+    kernels.weight_backward = lambda saved: (time.sleep(NAP), own(saved))[1]  # type: ignore[method-assign]
+    recorder = StepRecorder(pipe)
+    pipe.add_observer(recorder)
+    pipe.step(batch)
+    recorder.end_step(None)
+    recorder.begin_step()
+    pipe.step(batch)
+    figures = recorder.end_step(None)
+    assert figures.loss is None
+    assert figures.ranks[1]["weight_gradient"] >= 2 * NAP > 5 * figures.ranks[0]["weight_gradient"]
+
+
+def test_an_eval_between_steps_counts_for_nothing(tmp_path: Path) -> None:
+    pipe, batch = recorded(tmp_path)
+    recorder = StepRecorder(pipe)
+    pipe.add_observer(recorder)
+    pipe.step(batch)
+    pipe.eval(batch)
+    alone = {rank: [kind for kind, *_ in spans] for rank, spans in recorder._spans.items()}
+    recorder.end_step(None)
+    recorder.begin_step()
+    pipe.eval(batch)
+    pipe.step(batch)
+    assert {rank: [kind for kind, *_ in spans] for rank, spans in recorder._spans.items()} == alone
+    assert [kind.value for kind in alone[0]] == ["F", "SEND_F", "F", "SEND_F", "RECV_B", "B", "RECV_B", "B"]
+
+
+def test_the_timeline_of_the_last_step(tmp_path: Path) -> None:
+    pipe, batch = recorded(tmp_path, "zb-v", microbatches=4)
+    recorder = StepRecorder(pipe)
+    pipe.add_observer(recorder)
+    assert recorder.timeline() is None
+    pipe.step(batch)
+    figures = recorder.end_step(None)
+    timeline = recorder.timeline()
+    assert timeline is not None
+    assert [[event.action for event in row] for row in timeline.events] == [list(row) for row in pipe.schedule.actions]
+    assert min(row[0].start for row in timeline.events) == 0
+    assert timeline.makespan == pytest.approx(figures.seconds, abs=1e-3)
+    for row in timeline.events:
+        assert all(event.start <= event.end for event in row)
+        assert all(before.end <= after.start for before, after in pairwise(row))
+
+
+def test_parts_of_a_schedule() -> None:
+    assert parts_of(build("zb-h1", 2, 4)) == ("forward", "input_gradient", "weight_gradient", "transfer", "wait")
+    assert parts_of(build("gpipe", 1, 4)) == ("forward", "backward")
+    assert parts_of(build("forward", 2, 4)) == ("forward", "transfer", "wait")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "sizes"),
+    [
+        ("int64", (2, 16), (8, 128)),
+        ("uint8", (2, 16), (8, 128)),
+        ("float32", (2, 16), (8, None)),
+        ("int64", (2, 3, 16), (8, None)),
+        ("float32", (), (None, None)),
+    ],
+)
+def test_samples_and_tokens(tmp_path: Path, dtype: str, shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> None:
+    manifest = Package.open(write(chain(2, width=8), tmp_path / "chain")).manifest
+    (name,) = (each.name for each in manifest.values.values() if each.producer < 0)
+    value = replace(manifest.values[name], dtype=dtype, shape=shape)
+    assert batch_sizes(_with(manifest, value), microbatches=4) == sizes
+
+
+def _with(manifest: Manifest, value: Value) -> Manifest:
+    return replace(manifest, values={**manifest.values, value.name: value})

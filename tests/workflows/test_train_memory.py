@@ -1,0 +1,46 @@
+"""Memory of a run beside what was predicted of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipegraph
+from pipegraph.planner.run_comparison import compare_run
+from pipegraph.schedule import build
+from pipegraph.workflows.train import Training
+
+
+class Rotated(nn.Module):
+    """A frozen first layer, and a table that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.layers[0].requires_grad_(False)
+        self.register_buffer("table", torch.ones(8, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) * self.table
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x * self.table
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+def test_what_ranks_hold_is_what_was_predicted(schedule: str, tmp_path: Path) -> None:
+    captured = pipegraph.capture(Rotated(), (torch.randn(8, 32),))
+    made = pipegraph.plan(captured, points=["layers.3"], balance="time", recompute="none")
+    package = pipegraph.write_package(made, tmp_path / "package")
+    plan = build(schedule, 2, 6)
+    training = Training(package, plan, kernels="eager")
+    list(training.steps(1))
+    found = compare_run(package.manifest, plan, training.measured())
+    steps = [4 * 4, 4 * 6]  # AdamW counts the steps of each parameter that learns in a float
+    assert [pair.measured for pair in found.state] == [
+        (pair.predicted or 0) + of_optimizer for pair, of_optimizer in zip(found.state, steps, strict=True)
+    ]
+    assert [pair.measured for pair in found.saved] == [pair.predicted for pair in found.saved]
