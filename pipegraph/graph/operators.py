@@ -97,6 +97,7 @@ _ROWS: tuple[tuple[str, Operator], ...] = (
     ("select", Operator(keeps_values=True, spelling="select")),
     ("contiguous", Operator(keeps_values=True, may_copy=True, elementwise=True)),
     ("clone", Operator(keeps_values=True)),
+    ("repeat_interleave.self_int", Operator(keeps_values=True)),
     ("repeat", Operator(spelling="x.name(*sizes)", loop=Loop.ELEMENTWISE)),
     ("cat stack copy constant_pad_nd flip roll tril triu", Operator(loop=Loop.ELEMENTWISE)),
     ("slice_scatter select_scatter diagonal_scatter as_strided_scatter", Operator(loop=Loop.ELEMENTWISE)),

@@ -22,7 +22,12 @@ from pipegraph.graph.passes.mark_gradients import mark_gradients
 
 Pass = Callable[[fx.Graph], None]
 
-_METADATA = ("val", "path", "regions", "in_every_mode", "stack_trace")
+_METADATA: dict[str, tuple[str, ...]] = {
+    "placeholder": ("val",),
+    "get_attr": ("val", "kind", "requires_grad"),
+    "call_function": ("val", "path", "regions", "in_every_mode", "stack_trace"),
+    "output": (),
+}
 
 
 class InvalidGraphError(AssertionError):
@@ -64,16 +69,20 @@ class GraphVerifier:
                     raise InvalidGraphError(_message(name, node, problem))
 
     def _problems_of_content(self, node: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[str]:
+        if node.op not in _METADATA:
+            yield f"is a {node.op}, which no captured graph holds"
+        missing = [key for key in self._promised(node) if key not in node.meta]
+        if missing:
+            yield f"lacks {', '.join(missing)} in its metadata"
         if node.op == "get_attr":
             yield from self._problems_of_state(node)
-        elif node.op == "placeholder":
-            if not isinstance(node.meta.get("val"), torch.Tensor):
-                yield "is an input without a tensor"
         elif node.op == "call_function":
             yield from self._problems_of_operation(node, position)
             yield from self._problems_of_value(node)
-        elif node.op != "output":
-            yield f"is a {node.op}, which no captured graph holds"
+
+    def _promised(self, node: fx.Node) -> list[str]:
+        gradients = ["requires_grad", "cut_off"] if mark_gradients in self._passes else []
+        return [*_METADATA[node.op], *(gradients if node.op == "call_function" else [])]
 
     def _problems_of_state(self, node: fx.Node) -> Iterator[str]:
         entry = self._state.get(str(node.target))
@@ -83,16 +92,12 @@ class GraphVerifier:
             yield f"reads {node.target}, another name of {entry.canonical}"
         elif (entry.shape, entry.dtype) != (tuple(node.meta["val"].shape), node.meta["val"].dtype):
             yield f"has not the shape and dtype of the model's {node.target}"
-        elif node.meta.get("kind") != entry.kind or "requires_grad" not in node.meta:
-            yield "lacks its kind or requires_grad"
+        elif node.meta["kind"] != entry.kind:
+            yield f"is a {node.meta['kind']}, and in the model a {entry.kind}"
 
     def _problems_of_operation(self, node: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[str]:
         if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
             yield f"calls {node.target}, which is no operator"
-        promised = [*_METADATA, *(["requires_grad", "cut_off"] if mark_gradients in self._passes else [])]
-        missing = [key for key in promised if key not in node.meta]
-        if missing:
-            yield f"lacks {', '.join(missing)} in its metadata"
         if "writes" in node.meta:
             if not written_by(node):
                 yield "is marked as a write and writes nothing"

@@ -12,12 +12,13 @@ from pipegraph.codegen.classes.block_classes import BlockClasses, modules_of
 from pipegraph.codegen.classes.class_source import ClassSource
 from pipegraph.codegen.forward.body import write_forward
 from pipegraph.codegen.forward.module_tree import ModuleTree
-from pipegraph.codegen.names.docstrings import prose, signature, type_text
+from pipegraph.codegen.names.docstrings import prose, signature
 from pipegraph.codegen.names.identifiers import is_plain, outer_names, unused, variable
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, call, method, string
 from pipegraph.codegen.syntax.literals import literal
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.graph_text import type_text
 from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.stage_modules import stage_modules

@@ -11,14 +11,7 @@ from torch import fx
 from pipegraph.codegen.forward.items import ClassContents, Item, ModuleCall, ModuleLoop, Operation, fqn_of
 from pipegraph.codegen.forward.loop_iterations import loop_iterations
 from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
-
-# Operations that give the same tensor, or a part of it, in another shape or dtype.
-_RESHAPING = frozenset(
-    {
-        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
-        *("transpose", "permute", "contiguous", "to", "select", "repeat_interleave"),
-    }
-)
+from pipegraph.graph.operators import operator_of
 
 
 class ValueNames:
@@ -73,7 +66,7 @@ class ValueNames:
         """Whether the only thing that becomes of a value is the same in another shape, under the same name:
         ``position_ids = position_ids.unsqueeze(0)``."""
         (user,) = node.users if len(node.users) == 1 else (None,)
-        maker = self._makers.get(user) if user is not None and _is_reshaping(user) else None
+        maker = self._makers.get(user) if user is not None and operator_of(user).keeps_values else None
         chain = self._chain.get(maker, ()) if maker is not None else ()
         return bool(chain) and chain[-1].targets == (self._given.get(node),)
 
@@ -84,7 +77,7 @@ class ValueNames:
 
     def _name_of_content(self, node: fx.Node) -> str | None:
         """A tensor in another shape keeps its name: ``cos = cos.unsqueeze(1)``."""
-        while _is_reshaping(node) and isinstance(node.args[0], fx.Node):
+        while operator_of(node).keeps_values and isinstance(node.args[0], fx.Node):
             node = node.args[0]
             name = self._given.get(node) or self._wanted.get(node) or self._parameters.get(node)
             if name is None and node.op == "get_attr":
@@ -186,10 +179,6 @@ class ValueNames:
             return self._source.of_operation(item.node)
         call = item.calls[-1] if isinstance(item, ModuleLoop) else item
         return self._source.of_call(call.fqn, call.nodes[-1])
-
-
-def _is_reshaping(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _RESHAPING
 
 
 def _default_name(item: Item) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from pipegraph.graph.graph_text import type_text
+
 
 def prose(text: str) -> str:
     """Text for a docstring or a comment: ASCII and our own signs as they are, everything else escaped."""
@@ -24,17 +26,6 @@ def _prose_character(character: str) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32``."""
     return str(dtype).removeprefix("torch.")
-
-
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-
-
-def type_text(tensor: torch.Tensor) -> str:
-    """``f32[8, 128, 512]``, as the docstrings of generated classes give it."""
-    name = dtype_name(tensor.dtype)
-    stem = name.rstrip("0123456789")
-    short = _SHORT[stem] + name[len(stem) :] if stem in _SHORT else name
-    return f"{short}[{', '.join(str(size) for size in tensor.shape)}]"
 
 
 def signature(parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:

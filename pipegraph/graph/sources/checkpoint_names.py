@@ -1,4 +1,4 @@
-"""What Hugging Face transformers calls the tensors of a model in a checkpoint, where it has names of its own."""
+"""The names of a model's tensors in a checkpoint of Hugging Face transformers, if they differ from the model's."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from torch import nn
 
-# How a parameter is cut into what is stored, as transformers prints it: along its first dimension, or for each index of
-# the first one (experts), whole or along the second.
+# How a parameter is cut into stored tensors, as transformers prints it: along its first dimension, or one tensor for
+# each index of the first dimension (experts), whole or cut along the second.
 _CUTS = {("Chunk(dim=0)",), ("SplitModulelist(dim=0)",), ("Chunk(dim=1)", "SplitModulelist(dim=0)")}
 
 
 def checkpoint_names(model: nn.Module) -> dict[str, Any]:
     """The entry ``checkpoint`` of a manifest; empty for a model that is not of transformers.
 
-    ``base_model_prefix`` is what a checkpoint of the base model alone leaves out. ``stored`` holds, for each name of
+    ``base_model_prefix`` is what the names in a checkpoint of the base model lack. ``stored`` holds, for each name of
     ``state_dict()`` that ``save_pretrained`` does not write as it is, the names of its parts in the order in which they
-    are joined; a ``*`` counts the first dimension. No parts: only transformers can read it.
+    are joined; ``*`` stands for the index of the first dimension. No parts: only transformers can read it.
     """
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -32,19 +32,18 @@ def checkpoint_names(model: nn.Module) -> dict[str, Any]:
 
 
 def _transforms(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """The renamings and the conversions that ``save_pretrained`` applies, which transformers tells only in private.
+    """The renamings and the conversions that ``save_pretrained`` applies.
 
-    As ``transformers.core_model_loading.revert_weight_conversion`` does, which takes the tensors themselves.
+    transformers has no public interface for them; ``core_model_loading.revert_weight_conversion`` does the same to the
+    tensors themselves.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter
     except ImportError:  # transformers 4 stores every tensor under its own name
         return [], []
-    found = [
-        each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)
-    ]
-    reverse = [each.reverse_transform() for each in reversed(found)]
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    reverse = [each.reverse_transform() for each in reversed(mapping) if not isinstance(each, PrefixChange)]
     converters = [each for each in reverse if isinstance(each, WeightConverter)]
     return [each for each in reverse if each not in converters], converters
 

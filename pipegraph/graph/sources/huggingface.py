@@ -18,7 +18,7 @@ from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
 def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
     """Build the architecture that ``hf:DIR`` or ``hf:CONFIG.json`` names, with inputs of ``batch`` × ``seq`` tokens.
 
-    Weights are read from the folder's safetensors where it holds any; otherwise they are the architecture's own
+    Weights are read from the folder's safetensors if it holds any; otherwise they are the architecture's own
     initialisation under seed 0, so that two loads give the same model.
     """
     path = _config_file(model)
@@ -63,7 +63,7 @@ def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Parameters take the configuration's dtype, as ``AutoModel.from_config`` would make them."""
+    """Make parameters in the configuration's dtype, as ``AutoModel.from_config`` does."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

@@ -50,14 +50,14 @@ def _split_name(model: str) -> tuple[Path, str | None]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Run the file as a module of its own name; its folder is importable meanwhile, as for ``python file.py``."""
+    """Run the file as a module; meanwhile its folder can be imported from, as for ``python file.py``."""
     name = f"_pipegraph_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise SourceError(f"{path} is not a Python file.\nTry: a path that ends in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    with _importable(path.parent.resolve()), _blamed_on(path, "importing it"):
+    with _importable(path.parent.resolve()), _errors_named(path, "importing it"):
         spec.loader.exec_module(module)
     return module
 
@@ -72,7 +72,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _blamed_on(path: Path, doing: str) -> Iterator[None]:
+def _errors_named(path: Path, doing: str) -> Iterator[None]:
     """Turn whatever the user's file raises into a SourceError that names the file's own line."""
     try:
         yield
@@ -96,13 +96,13 @@ def _build(module: ModuleType, path: Path, attribute: str | None) -> nn.Module:
         attribute = next((name for name in ("build_model", "model") if hasattr(module, name)), None)
         if attribute is None:
             raise SourceError(
-                f"{path} defines neither build_model() nor model. It defines: {_names(module)}.\n"
+                f"{path} defines neither build_model() nor model. It defines: {_defined_names(module)}.\n"
                 f"Try: a zero-argument function build_model that returns the nn.Module, or {path}:NAME."
             )
     elif not hasattr(module, attribute):
         names = [name for name in vars(module) if not name.startswith("_")]
         raise SourceError(
-            f"{path} has no {attribute}.{nearest(attribute, names)} It defines: {_names(module)}.\n"
+            f"{path} has no {attribute}.{nearest(attribute, names)} It defines: {_defined_names(module)}.\n"
             f"Try: {path}:NAME with the name of a model or of a function that builds one."
         )
     made = getattr(module, attribute)
@@ -116,7 +116,7 @@ def _build(module: ModuleType, path: Path, attribute: str | None) -> nn.Module:
     return made
 
 
-def _names(module: ModuleType) -> str:
+def _defined_names(module: ModuleType) -> str:
     own = [
         name
         for name, value in vars(module).items()
@@ -146,6 +146,6 @@ def _example_inputs(module: ModuleType, path: Path) -> tuple[tuple[Any, ...], di
 
 def _call_if_function(value: Any, path: Path, name: str) -> Any:
     if callable(value) and not isinstance(value, nn.Module):
-        with _blamed_on(path, f"{name}()"):
+        with _errors_named(path, f"{name}()"):
             return value()
     return value
