@@ -1,12 +1,12 @@
-"""How long the first step takes as layers are added, against torch.compile of whole stages.
+"""Time of the first step as layers are added, compared with torch.compile of whole stages.
 
 python -m benchmarks.compile [--layers 4 --layers 16 --layers 32] [--schedule zb-h1] [--repeats 1] [--json FILE]
 
-A small Llama cut in two, both stages and the loss in one process with one thread. A measurement is a fresh process with
-an empty cache of Inductor's (which still has the headers that it compiles once on a machine); its clock starts when
-model and package are at hand and stops at the end of the first step: forward and backward of two microbatches. A second
-figure is that of the next process, which finds the cache filled. Capture and the package are made before, and are no
-part of it.
+A small Llama is cut in two; both stages and the loss run in one process with one thread. Each measurement is a fresh
+process with an empty Inductor cache (the headers that Inductor compiles once on a machine are there). The clock
+starts when model and package are loaded and stops at the end of the first step: forward and backward of two
+microbatches. The second figure is that of the next process, which finds the cache filled. Capture and writing the
+package are not part of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 MICROBATCHES = 2
-CONTENDERS = "ours", "torch.compile"
+CONTENDERS = "pipegraph", "torch.compile"
 
 
 def measure(contender: str, layers: int, schedule: str, kernels: str, package: Path) -> float:
@@ -35,17 +35,17 @@ def measure(contender: str, layers: int, schedule: str, kernels: str, package: P
     import torch
 
     import pipegraph
-    from benchmarks.step.model import Part, Setting, build_model, loss_of, parts
+    from benchmarks.step.model import Part, StepSetting, build_model, loss_of, parts
 
     torch.set_num_threads(1)
     warnings.filterwarnings("error", message=".*(runs? uncompiled|left to autograd)")
-    setting = Setting(vocabulary=4096, microbatches=MICROBATCHES, layers=layers, rows=1)
+    setting = StepSetting(vocabulary=4096, microbatches=MICROBATCHES, layers=layers, rows=1)
     tokens, targets = setting.batch()
     if contender == "package":
         captured = pipegraph.capture(Part(build_model(setting), 0, setting.units), (tokens[: setting.rows],))
         pipegraph.write_package(pipegraph.plan(captured, points=[f"layers.{layers // 2}"]), package)
         return 0.0
-    if contender == "ours":
+    if contender == "pipegraph":
         start = time.perf_counter()
         pipegraph.Pipeline(package, schedule, MICROBATCHES, loss_of, kernels=kernels).step(tokens, target=targets)
         return time.perf_counter() - start
@@ -70,29 +70,33 @@ def main(
     for count in layers or [4, 16, 32]:
         with tempfile.TemporaryDirectory(prefix="pipegraph-compile-") as folder:
             package = Path(folder) / "package"
-            _fresh("package", count, schedule, kernels, package, Path(folder) / "cache")
+            measure_in_new_process("package", count, schedule, kernels, package, Path(folder) / "cache")
             for contender in CONTENDERS:
-                found = []
+                seconds = []
                 for repeat in range(repeats):
                     cache = Path(folder) / f"{contender}-{repeat}"
-                    found.append([_fresh(contender, count, schedule, kernels, package, cache) for _ in range(2)])
-                cold, warm = (median(column) for column in zip(*found, strict=True))
+                    seconds.append(
+                        [measure_in_new_process(contender, count, schedule, kernels, package, cache) for _ in range(2)]
+                    )
+                cold, warm = (median(column) for column in zip(*seconds, strict=True))
                 rows.append({"contender": contender, "layers": count, "cold": cold, "warm": warm})
                 print(f"{contender}, {count} layers: {cold:.1f} s, with a filled cache {warm:.1f} s", file=sys.stderr)
     if as_json:
         document = {"schema_version": 1, "schedule": schedule, "kernels": kernels, "rows": rows}
         as_json.write_text(json.dumps(document, indent=2) + "\n")
-    table = Table("contender", "layers", "first step", "÷ least layers", "filled cache", "÷ least layers")
+    table = Table("contender", "layers", "first step", "÷ fewest layers", "filled cache", "÷ fewest layers")
     for row in rows:
-        least = next(each for each in rows if each["contender"] == row["contender"])
-        figures = [(row[key], row[key] / least[key]) for key in ("cold", "warm")]
-        told = (text for seconds, ratio in figures for text in (f"{seconds:.1f} s", f"{ratio:.2f}"))
-        table.add_row(row["contender"], str(row["layers"]), *told)
+        fewest = next(each for each in rows if each["contender"] == row["contender"])
+        figures = [(row[key], row[key] / fewest[key]) for key in ("cold", "warm")]
+        cells = (text for seconds, ratio in figures for text in (f"{seconds:.1f} s", f"{ratio:.2f}"))
+        table.add_row(row["contender"], str(row["layers"]), *cells)
     Console(width=110).print(table)
 
 
-def _fresh(contender: str, layers: int, schedule: str, kernels: str, package: Path, cache: Path) -> float:
-    """`measure` in a process of its own, with the cache in a folder."""
+def measure_in_new_process(
+    contender: str, layers: int, schedule: str, kernels: str, package: Path, cache: Path
+) -> float:
+    """Run `measure` in a process of its own, with the cache in a folder."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     call = f"print(measure({contender!r}, {layers}, {schedule!r}, {kernels!r}, Path({str(package)!r})))"
     code = f"from pathlib import Path\nfrom benchmarks.compile import measure\n{call}"

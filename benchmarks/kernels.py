@@ -1,10 +1,10 @@
-"""F + I + W of one stage of a small Llama against torch.compile's forward and backward of the same stage.
+"""F, I and W of one stage of a small Llama, compared with torch.compile's forward and backward of the same stage.
 
     python benchmarks/kernels.py --layers 4 --rounds 30
 
-One process, one thread. The contenders take turns, round by round, and ratios are taken within a round: on a shared
-machine two separate runs differ by more than what is measured. Each contender adds to `.grad`, and begins a round
-without one.
+One process, one thread. The contenders take turns, round by round, and ratios are taken within a round, because two
+separate runs on a shared machine differ by more than what is measured. Each contender adds to `.grad` and begins a
+round without one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pipegraph.kernels import StageKernels, make
 BATCH, SEQUENCE = 4, 128
 
 
-def stage(layers: int, dim: int, folder: Path) -> nn.Module:
-    """A stage of so many decoder layers, from a package that pipegraph wrote."""
+def build_stage(layers: int, dim: int, folder: Path) -> nn.Module:
+    """Return a stage of this many decoder layers, from a package that pipegraph wrote."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -41,8 +41,8 @@ def stage(layers: int, dim: int, folder: Path) -> nn.Module:
     return pipegraph.write_package(plan, folder).load_stage(1, "cpu")
 
 
-def of_module(module: nn.Module, x: Tensor, gradient: Tensor) -> Callable[[], None]:
-    """Forward and backward by autograd."""
+def module_step(module: nn.Module, x: Tensor, gradient: Tensor) -> Callable[[], None]:
+    """Return a function that runs forward and backward by autograd."""
 
     def run() -> None:
         module(x.detach().requires_grad_()).backward(gradient)
@@ -50,8 +50,8 @@ def of_module(module: nn.Module, x: Tensor, gradient: Tensor) -> Callable[[], No
     return run
 
 
-def of_kernels(kernels: StageKernels, x: Tensor, gradient: Tensor, divided: bool) -> Callable[[], None]:
-    """F, then I and W, or B."""
+def kernels_step(kernels: StageKernels, x: Tensor, gradient: Tensor, divided: bool) -> Callable[[], None]:
+    """Return a function that runs F, then I and W if `divided`, else B."""
 
     def run() -> None:
         saved = kernels.forward((x,)).saved
@@ -71,21 +71,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=2, help="microbatches in a round")
     parser.add_argument("--recompute", default="min-cut")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        made = stage(chosen.layers, chosen.dim, Path(folder) / "package")
-        x, gradient = torch.randn(2, BATCH, SEQUENCE, chosen.dim).unbind()
-        modules = {name: copy.deepcopy(made) for name in ("F I W", "F B", "torch.compile", "eager")}
-    of = {
-        name: (make("inductor", modules[name], (True,), (True,), recompute=chosen.recompute))
+        stage = build_stage(options.layers, options.dim, Path(folder) / "package")
+        x, gradient = torch.randn(2, BATCH, SEQUENCE, options.dim).unbind()
+        modules = {name: copy.deepcopy(stage) for name in ("F I W", "F B", "torch.compile", "eager")}
+    kernels = {
+        name: (make("inductor", modules[name], (True,), (True,), recompute=options.recompute))
         for name in list(modules)[:2]
     }
     runs = {
-        "torch.compile": of_module(torch.compile(modules["torch.compile"]), x, gradient),
-        "F I W": of_kernels(of["F I W"], x, gradient, True),
-        "F B": of_kernels(of["F B"], x, gradient, False),
-        "eager": of_module(modules["eager"], x, gradient),
+        "torch.compile": module_step(torch.compile(modules["torch.compile"]), x, gradient),
+        "F I W": kernels_step(kernels["F I W"], x, gradient, True),
+        "F B": kernels_step(kernels["F B"], x, gradient, False),
+        "eager": module_step(modules["eager"], x, gradient),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -93,11 +93,11 @@ def main() -> None:
             started = time.perf_counter()
             run()
             print(f"{name:14} first {time.perf_counter() - started:6.2f} s")
-    report(modules, runs, chosen.rounds, chosen.repeats)
+    report(modules, runs, options.rounds, options.repeats)
 
 
 def report(modules: dict[str, nn.Module], runs: dict[str, Callable[[], None]], rounds: int, repeats: int) -> None:
-    """Time all in turns, and print medians and the ratios to the first one, pair by pair."""
+    """Time all in turns; print medians, and quartiles of the ratios to the first one within a round."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
     for number in range(rounds + 3):
@@ -111,10 +111,10 @@ def report(modules: dict[str, nn.Module], runs: dict[str, Callable[[], None]], r
     base = times[order[0]]
     for name in order:
         ratios = [mine / other for mine, other in zip(times[name], base, strict=True)]
-        quarter = statistics.quantiles(ratios, n=4)
+        quartiles = statistics.quantiles(ratios, n=4)
         print(
             f"{name:14} median {statistics.median(times[name]) * 1e3:7.1f} ms   "
-            f"ratio {quarter[1]:.3f} ({quarter[0]:.3f} – {quarter[2]:.3f})"
+            f"ratio {quartiles[1]:.3f} ({quartiles[0]:.3f} – {quartiles[2]:.3f})"
         )
 
 

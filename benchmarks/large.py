@@ -1,10 +1,10 @@
-"""What it takes to split the largest Llama, from its configuration and without a weight: lines, seconds and memory.
+"""Lines of source, seconds and memory to split the largest Llama, from its configuration and without weights.
 
 python -m benchmarks.large [--stages 16] [--seq 8192] [--json]
 
-Llama 3.1 with 405 B parameters is split by the command line in a process of its own, as it is and with 32 of its 126
-layers: layers are loops in the source, so that depth takes hardly more lines. Seconds and memory are of the whole
-process, from its start to its end, imports and all.
+Llama 3.1 with 405 B parameters is split by the command line in a process of its own, once whole and once with 32 of
+its 126 layers: layers are loops in the source, so depth adds hardly any lines. Seconds and memory are those of the
+whole process, imports included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.planner_scale import LLAMA_405B
 
 
 @dataclass(frozen=True)
-class Measured:
+class SplitMeasurement:
     """One split: lines of Python in the package, wall-clock and CPU seconds, and the largest resident memory in MB."""
 
     layers: int
@@ -37,8 +37,8 @@ class Measured:
     peak_mb: float
 
 
-def measure(layers: int, stages: int, seq: int) -> Measured:
-    """Split a Llama of so many layers as a user would, in a process that does nothing else."""
+def measure(layers: int, stages: int, seq: int) -> SplitMeasurement:
+    """Split a Llama of this many layers as a user would, in a process that does nothing else."""
     with tempfile.TemporaryDirectory() as folder:
         config, out = Path(folder, "config.json"), Path(folder, "out")
         config.write_text(json.dumps(LLAMA_405B | {"num_hidden_layers": layers}))
@@ -53,7 +53,7 @@ def measure(layers: int, stages: int, seq: int) -> Measured:
         if split.returncode:
             raise SystemExit(split.returncode)
         lines = sum(len(file.read_text().splitlines()) for file in out.glob("*.py"))
-    return Measured(layers, lines, seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6)
+    return SplitMeasurement(layers, lines, seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6)
 
 
 def main(
@@ -61,13 +61,13 @@ def main(
     seq: Annotated[int, typer.Option(help="Tokens of a microbatch.")] = 8192,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Measure 32 layers and 126."""
-    found = [measure(layers, stages, seq) for layers in (32, LLAMA_405B["num_hidden_layers"])]
+    """Measure 32 and 126 layers."""
+    splits = [measure(layers, stages, seq) for layers in (32, LLAMA_405B["num_hidden_layers"])]
     if as_json:
-        print(json.dumps([asdict(each) for each in found], indent=1))
+        print(json.dumps([asdict(each) for each in splits], indent=1))
         return
     table = Table("layers", "lines", "s", "CPU s", "MB", title=f"Llama 405 B in {stages} stages, {seq} tokens")
-    for each in found:
+    for each in splits:
         figures = (f"{each.seconds:.1f}", f"{each.cpu_seconds:.1f}", f"{each.peak_mb:.0f}")
         table.add_row(str(each.layers), str(each.lines), *figures)
     Console().print(table)

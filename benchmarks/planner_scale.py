@@ -1,10 +1,10 @@
-"""What it takes to plan the largest open models, from their configurations and without a weight: seconds and memory.
+"""Seconds and memory to plan the largest open models, from their configurations and without weights.
 
 python benchmarks/planner_scale.py [--ranks 16] [--seq 4096] [--search] [--json]
 
 Llama 3.1 with 405 B parameters and DeepSeek-V3 with 671 B are loaded, captured, priced for an H100 and planned: with
 1F1B and nothing recomputed or, with --search, over all that `pipegraph plan` compares by default. Each model has a
-process of its own, whose seconds of CPU and whose largest resident memory so far are told after each phase.
+process of its own; after each phase its CPU seconds and its largest resident memory so far are recorded.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What it took to plan a model, and the plan: seconds of a step, their bound, bytes of the fullest rank."""
+class PlanMeasurement:
+    """Phases of planning a model, and its plan: seconds of a step, gap to the bound, bytes of the fullest rank."""
 
     model: str
     phases: list[Phase]
@@ -119,8 +119,8 @@ class Measured:
     stages: list[str]
 
 
-def measure(model: str, ranks: int, seq: int, search: bool) -> Measured:
-    """Plan a model in this process, for an equal process of nothing else."""
+def measure(model: str, ranks: int, seq: int, search: bool) -> PlanMeasurement:
+    """Plan a model in this process, which should do nothing else."""
     phases: list[Phase] = []
 
     @contextmanager
@@ -152,7 +152,7 @@ def measure(model: str, ranks: int, seq: int, search: bool) -> Measured:
         plan = plan_of(compare(prices, aim, ranks, plans).best)
     prediction = plan.prediction
     assert prediction is not None and prediction.gap is not None
-    return Measured(
+    return PlanMeasurement(
         model,
         phases,
         len(next(iter(prices.values())).segments),
@@ -167,22 +167,22 @@ def measure(model: str, ranks: int, seq: int, search: bool) -> Measured:
 def main(
     ranks: int = 16,
     seq: Annotated[int, typer.Option(help="Tokens of a microbatch.")] = 4096,
-    search: Annotated[bool, typer.Option(help="Over every schedule and recompute, as pipegraph plan does.")] = False,
+    search: Annotated[bool, typer.Option(help="Search every schedule and recompute, as pipegraph plan does.")] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure both models, one after the other."""
-    found = []
+    measurements = []
     for model in MODELS:
-        with multiprocessing.get_context("spawn").Pool(1) as fresh:
-            found.append(fresh.apply(measure, (model, ranks, seq, search)))
+        with multiprocessing.get_context("spawn").Pool(1) as process:
+            measurements.append(process.apply(measure, (model, ranks, seq, search)))
     if as_json:
-        print(json.dumps([asdict(each) for each in found], indent=1))
+        print(json.dumps([asdict(each) for each in measurements], indent=1))
         return
-    for each in found:
+    for each in measurements:
         table = Table("phase", "s", "CPU s", "GB so far", title=each.model)
         for phase in each.phases:
             table.add_row(phase.name, f"{phase.seconds:.1f}", f"{phase.cpu_seconds:.1f}", f"{phase.peak_gb:.2f}")
-        table.add_row("in all", f"{sum(phase.seconds for phase in each.phases):.1f}")
+        table.add_row("total", f"{sum(phase.seconds for phase in each.phases):.1f}")
         Console().print(table)
         print(f"{each.segments} segments; {each.schedule}: {each.step:.2f} s a step, gap {each.gap:.1%}, ", end="")
         print(f"{each.peak_bytes / 1e9:.0f} GB on the fullest rank", *each.stages, sep="\n  ", end="\n\n")

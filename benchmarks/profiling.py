@@ -1,13 +1,13 @@
-"""What recording costs: a training step that is recorded, and one that is not, on a process per rank with one thread.
+"""The cost of recording: training steps with and without a profile, one process with one thread per rank.
 
 python benchmarks/profiling.py [--rows 2] [--microbatches 4] [--rounds 24] [--kernels inductor] [--json]
 
-The model is the one of examples/transformer.py, cut in two, with `--rows` sequences in a microbatch. In every round
-there is a step outside of any profile, one that a profile leaves alone, one that warms it up, and one that it records.
-Ratios are taken within a round, and their medians told; beside them those of the least of all rounds, which on a busy
-machine say more. A step takes until the last rank has done its optimizer's; that of a profile includes its own `step`,
-but for the writing, which lies between steps and is told apart. The seconds that a rank's main thread computes are told
-as well, as they do not count what waits for other work on the machine.
+The model is that of examples/transformer.py, cut in two, with `--rows` sequences in a microbatch. Every round has a
+step outside a profile, one that a profile leaves alone, one that warms it up, and one that it records. Ratios are
+taken within a round; the table shows their medians, and ratios of the fastest steps of all rounds, which say more on
+a busy machine. A step ends when the last rank has finished its optimizer's step. A step in a profile includes the
+profiler's own `step` without the writing, which happens between steps and is shown separately. The CPU seconds of a
+rank's main thread are shown as well, because they do not count waits for other work on the machine.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from rich.table import Table
 import pipegraph
 
 RANKS = 2
-STEPS = "outside of a profile", "left alone by one", "recorded"
+STEPS = "outside a profile", "left alone by a profile", "recorded"
 EXAMPLE = Path(__file__).parents[1] / "examples/transformer.py"
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What every process is told."""
+class ProfilingSetting:
+    """Options that every process gets."""
 
     rows: int
     microbatches: int
@@ -48,8 +48,8 @@ class Setting:
     folder: str
 
 
-def measure(rank: int, setting: Setting) -> None:
-    """One process. Rank 0 writes what steps took: (seconds, seconds of a main thread), the most of all ranks."""
+def measure(rank: int, setting: ProfilingSetting) -> None:
+    """Run one process. Rank 0 writes the largest seconds and CPU seconds (main thread) of all ranks, step by step."""
     from pipegraph.graph.sources.load import load
 
     torch.set_num_threads(1)
@@ -66,28 +66,28 @@ def measure(rank: int, setting: Setting) -> None:
         optimizer.zero_grad()
         return result
 
-    taken: dict[str, list[list[float]]] = {name: [] for name in (*STEPS, "writing")}
+    measured: dict[str, list[list[float]]] = {name: [] for name in (*STEPS, "writing")}
     for _ in range(3):
         step()
     for _ in range(setting.rounds):
-        taken[STEPS[0]].append(timed(pipe, step))
+        measured[STEPS[0]].append(timed(pipe, step))
         with pipegraph.profile(pipe, f"{setting.folder}/runs", wait=1, warmup=1, active=2) as profiler:
-            taken[STEPS[1]].append(timed(pipe, lambda: profiler.step(step())))
+            measured[STEPS[1]].append(timed(pipe, lambda: profiler.step(step())))
             profiler.step(step())
-            taken[STEPS[2]].append(timed(pipe, lambda: profiler.step(step())))
+            measured[STEPS[2]].append(timed(pipe, lambda: profiler.step(step())))
             step()
-            taken["writing"].append(timed(pipe, profiler.step))
+            measured["writing"].append(timed(pipe, profiler.step))
     if rank == 0:
         file = next(profiler.folder.glob("rank_00*"))
         actions = len(pipe._training[0].actions)
-        found = {"taken": taken, "bytes": file.stat().st_size, "actions": actions}
-        Path(setting.folder, "measured.json").write_text(json.dumps(found))
+        result = {"steps": measured, "bytes": file.stat().st_size, "actions": actions}
+        Path(setting.folder, "measured.json").write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)
 
 
 def timed(pipe: pipegraph.Pipeline, do: Callable[[], Any]) -> list[float]:
-    """Seconds until the last rank is done, and the most that a rank's main thread computed."""
+    """Run `do`; return seconds until the last rank is done, and the largest CPU seconds of a rank's main thread."""
     pipe.gather([0.0])
     wall, own = time.perf_counter(), time.thread_time()
     do()
@@ -96,11 +96,11 @@ def timed(pipe: pipegraph.Pipeline, do: Callable[[], Any]) -> list[float]:
     return [time.perf_counter() - wall, max(row[0] for row in pipe.gather([own]))]
 
 
-def of_no_observer() -> float:
-    """Seconds that an action takes longer as it asks, twice, whether there is an observer, which there is not."""
+def seconds_without_observer() -> float:
+    """Seconds that an action takes longer because it checks twice for an observer that is not there."""
     number = 1_000_000
-    asked = min(timeit.repeat("observer is not None", "observer = None", number=number))
-    return 2 * asked / number
+    check = min(timeit.repeat("observer is not None", "observer = None", number=number))
+    return 2 * check / number
 
 
 def write_package(rows: int, folder: str) -> None:
@@ -123,7 +123,7 @@ def main(
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with tempfile.TemporaryDirectory(prefix="pipegraph-profiling-") as folder:
-        setting = Setting(rows, microbatches, rounds, kernels, folder)
+        setting = ProfilingSetting(rows, microbatches, rounds, kernels, folder)
         write_package(rows, f"{folder}/package")
         context = multiprocessing.get_context("spawn")
         processes = [context.Process(target=measure, args=(rank, setting), daemon=True) for rank in range(RANKS)]
@@ -131,46 +131,46 @@ def main(
             process.start()
         for process in processes:
             process.join()
-        found = json.loads(Path(folder, "measured.json").read_text())
-    document = figures(found)
+        result = json.loads(Path(folder, "measured.json").read_text())
+    document = figures(result)
     if as_json:
-        given = {"rows": rows, "microbatches": microbatches, "rounds": rounds, "kernels": kernels}
-        print(json.dumps({"schema_version": 1, **given, **document}, indent=2))
+        options = {"rows": rows, "microbatches": microbatches, "rounds": rounds, "kernels": kernels}
+        print(json.dumps({"schema_version": 1, **options, **document}, indent=2))
     else:
         show(document)
 
 
-def figures(found: dict[str, Any]) -> dict[str, Any]:
-    """Medians: seconds, and the ratio to the round's step outside of a profile; and that of the least of all rounds."""
-    taken = found["taken"]
+def figures(result: dict[str, Any]) -> dict[str, Any]:
+    """Return medians of seconds, of ratios to the step outside a profile, and ratios of the fastest steps."""
+    steps = result["steps"]
     rows = {}
     for name in STEPS:
         rows[name] = {}
-        for place, what in enumerate(("seconds", "computing")):
-            own, other = ([step[place] for step in taken[each]] for each in (name, STEPS[0]))
+        for index, what in enumerate(("seconds", "computing")):
+            own, other = ([step[index] for step in steps[each]] for each in (name, STEPS[0]))
             rows[name][what] = median(own)
-            rows[name][f"{what}_ratio"] = median(mine / theirs for mine, theirs in zip(own, other, strict=True))
-            rows[name][f"least_{what}_ratio"] = min(own) / min(other)
-    asking = of_no_observer() * found["actions"]
+            rows[name][f"{what}_ratio"] = median(one / outside for one, outside in zip(own, other, strict=True))
+            rows[name][f"fastest_{what}_ratio"] = min(own) / min(other)
+    check = seconds_without_observer() * result["actions"]
     return {
         "steps": rows,
-        "asking_for_an_observer": asking / rows[STEPS[0]]["seconds"],
-        "writing": median(own[0] for own in taken["writing"]),
-        "bytes": found["bytes"],
+        "observer_check": check / rows[STEPS[0]]["seconds"],
+        "writing": median(own[0] for own in steps["writing"]),
+        "bytes": result["bytes"],
     }
 
 
 def show(document: dict[str, Any]) -> None:
-    columns = "a step", "seconds", "ratio", "of the least", "a rank computes", "ratio", "of the least"
+    columns = "step", "seconds", "ratio", "of the fastest", "CPU seconds of a rank", "ratio", "of the fastest"
     table = Table(*columns, title="medians; ratios within a round")
     for name, row in document["steps"].items():
         cells = []
         for what in ("seconds", "computing"):
-            cells += [f"{row[what]:.3f}", f"{row[f'{what}_ratio']:.4f}", f"{row[f'least_{what}_ratio']:.4f}"]
+            cells += [f"{row[what]:.3f}", f"{row[f'{what}_ratio']:.4f}", f"{row[f'fastest_{what}_ratio']:.4f}"]
         table.add_row(name, *cells)
     console = Console(width=100)
     console.print(table)
-    console.print(f"asking for an observer that is not there: {document['asking_for_an_observer']:.1e} of a step")
+    console.print(f"checking for an observer: {document['observer_check']:.1e} of a step")
     console.print(f"writing two steps: {document['writing']:.2f} s, {document['bytes'] / 2**20:.2f} MiB of rank 0")
 
 

@@ -1,10 +1,10 @@
-"""How far each schedule is from what is possible, and what a search gains over it.
+"""The gap of every named schedule to its lower bound, and what a search gains over it.
 
 python benchmarks/schedules.py [--effort 0.2] [--json]
 
-For the settings that the Zero Bubble papers measured (8 ranks; seconds of F, I and W of a rank, and of a hop), and for
-the first of them with unequal stages: the makespan of every named schedule over the lower bound for its stages, and of
-what `search` finds with the same stages on a rank, the same placement and no more memory.
+The settings are those that the Zero Bubble papers measured (8 ranks; seconds of F, I and W of a rank, and of a hop),
+and the first of them with unequal stages. For each named schedule: its makespan ÷ the lower bound for its stages, and
+the same for what `search` finds with as many stages on a rank, the same placement and no more memory.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ UNEQUAL = f"{FIRST}, stages 30 % up or down"
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     setting: str
     schedule: str
     stages: int
     peak_activations: int
     over_bound: float
-    """makespan ÷ lower bound, of the schedule"""
+    """the schedule's makespan ÷ lower bound"""
     searched_over_bound: float
-    """the same of what search finds within the schedule's memory"""
+    """makespan ÷ lower bound of what search finds within the schedule's memory"""
     gain: float
-    """1 − searched makespan ÷ the schedule's"""
+    """1 − searched makespan ÷ the schedule's makespan"""
     origin: str
 
 
-def rows(setting: str, effort: float) -> list[Row]:
+def rows(setting: str, effort: float) -> list[ScheduleRow]:
     microbatches, *figures, hop = SETTINGS[FIRST if setting == UNEQUAL else setting]
-    found = []
+    result = []
     for name in names():
         if not trains(name):
             continue
         schedule = build(name, RANKS, microbatches)
         chunks = schedule.stages // RANKS
-        draw = random.Random(0)
-        sizes = [1 + draw.uniform(-0.3, 0.3) * (setting == UNEQUAL) for _ in range(schedule.stages)]
+        generator = random.Random(0)
+        sizes = [1 + generator.uniform(-0.3, 0.3) * (setting == UNEQUAL) for _ in range(schedule.stages)]
         times = Times(*([figure / chunks * size for size in sizes] for figure in figures), hop=hop)
         timeline = simulate(schedule, times)
         bound = lower_bound(times, schedule.placement, microbatches)
         placement = next(name for name, at in PLACEMENTS.items() if at.places(RANKS, chunks) == schedule.placement)
         best = search(times, RANKS, microbatches, placement, max(timeline.peak_activations), effort)
-        found.append(
-            Row(
+        result.append(
+            ScheduleRow(
                 setting=setting,
                 schedule=name,
                 stages=schedule.stages,
@@ -75,7 +75,7 @@ def rows(setting: str, effort: float) -> list[Row]:
                 origin=best.origin,
             )
         )
-    return found
+    return result
 
 
 def main(

@@ -1,10 +1,10 @@
-"""The models of the zoo, each split in three and trained for one step in one process: how much source, and how equal.
+"""Lines of source and parity of the zoo's models, each split in three and trained for one step in one process.
 
 python -m benchmarks.zoo [--only llama] [--markdown] [--keep DIR]
 
 Tiny configurations of Hugging Face architectures and hand-written models (`tests/zoo`). Lines are those of the whole
 package; parity is the largest relative difference, over outputs, loss, every gradient and every buffer, between one
-training step of the package and of the model under plain autograd. `--markdown` prints the table of README.md.
+training step of the package and of the model under plain autograd. `--markdown` prints the table of docs/models.md.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def main(
     markdown: Annotated[bool, typer.Option(help="Print Markdown.")] = False,
     keep: Annotated[Path | None, typer.Option(help="Keep the packages under this folder.")] = None,
 ) -> None:
-    """Visit the zoo."""
+    """Split, train and compare every model of the zoo."""
     warnings.simplefilter("ignore")  # Bloom's GELU has a backward of its own, equal to its forward's derivative
     with tempfile.TemporaryDirectory() as temporary:
         folder = keep or Path(temporary)
-        rows = (_row(visit(name, _cage(folder, name))) for name in NAMES if only.lower() in name.lower())
+        rows = (_row(visit(name, _model_folder(folder, name))) for name in NAMES if only.lower() in name.lower())
         if markdown:
             for row in (HEADERS, ("---", "---:", "---:", "---:"), *rows):
                 print(f"| {' | '.join(row)} |")
@@ -43,10 +43,10 @@ def main(
     Console().print(table)
 
 
-def _cage(folder: Path, name: str) -> Path:
-    cage = folder / name.replace(" ", "_")
-    cage.mkdir(parents=True)
-    return cage
+def _model_folder(folder: Path, name: str) -> Path:
+    model_folder = folder / name.replace(" ", "_")
+    model_folder.mkdir(parents=True)
+    return model_folder
 
 
 def _row(visited: Visit) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What the planner predicts beside what two processes take: of stages, of steps, and of its cut against every other.
+"""The planner's predictions compared with measurements on two processes: stages, steps, and its cuts.
 
     python -m benchmarks.planner --hardware hardware.json --json planner.json
 

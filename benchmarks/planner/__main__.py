@@ -29,28 +29,28 @@ def main(
     cores: Annotated[str, typer.Option(help=CORES_HELP)] = "",
     as_json: Annotated[Path | None, typer.Option("--json", help="Write everything that was measured here.")] = None,
 ) -> None:
-    """Predict stages and steps, run every cut between layers beside the planner's own, and compare."""
+    """Predict stages and steps, run every cut between layers and the planner's own, and compare."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    places = tuple(map(int, cores.split(","))) if cores else tuple(sorted(os.sched_getaffinity(0)))[:2]
-    found = {}
+    core_numbers = tuple(map(int, cores.split(","))) if cores else tuple(sorted(os.sched_getaffinity(0)))[:2]
+    results = {}
     for name in models.split(","):
-        found[name] = _measured(name, hardware, schedule, microbatches, rounds, places)
-        _show(name, found[name])
+        results[name] = _measure_cuts(name, hardware, schedule, microbatches, rounds, core_numbers)
+        _show(name, results[name])
         if as_json:
-            as_json.write_text(json.dumps({"schema_version": 1, "models": found}, indent=1) + "\n")
+            as_json.write_text(json.dumps({"schema_version": 1, "models": results}, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """A way to cut a model, with what each balance predicts of it."""
+class _PredictedCut:
+    """Split points of a model, with the prediction of each balance."""
 
     points: tuple[str, ...]
     predicted: dict[str, Any]
     chosen_by: tuple[str, ...]
 
 
-def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: Path) -> list[_Cut]:
-    """Every cut between two layers, and those that the planner chooses; writes their packages."""
+def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: Path) -> list[_PredictedCut]:
+    """Return every cut between two layers and the cuts that the planner chooses; write their packages."""
     import torch
 
     import pipegraph
@@ -86,7 +86,7 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
         best = settle(choose(*costs[balance], stages))
         segments = best.costs.priced.chain.segments
         chosen[balance] = tuple(segments[cut].start for cut in best.cuts)
-    found: list[_Cut] = []
+    cuts: list[_PredictedCut] = []
     for starts in dict.fromkeys([*((start,) for start in layers), *chosen.values()]):
         predicted: dict[str, Any] = {}
         for balance, (priced, own) in costs.items():
@@ -96,16 +96,16 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
                 predicted[balance] = choice.predict().to_json()
                 points = choice.points
         plan = pipegraph.plan(captured, points=points)
-        pipegraph.write_package(plan, folder / str(len(found)))
+        pipegraph.write_package(plan, folder / str(len(cuts)))
         by = tuple(balance for balance, each in chosen.items() if each == starts)
-        found.append(_Cut(tuple(map(str, points)), predicted, by))
-    return found
+        cuts.append(_PredictedCut(tuple(map(str, points)), predicted, by))
+    return cuts
 
 
-def _measured(
+def _measure_cuts(
     name: str, hardware: Path, schedule: str, microbatches: int, rounds: int, cores: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Of every cut: points, who chose it, what was predicted, and what was measured."""
+    """Return for every cut: its points, the balances that chose it, predictions and measurements."""
     from torch import multiprocessing
 
     from benchmarks.planner.rank import Options
@@ -138,13 +138,13 @@ def _measured(
 
 def _show(name: str, cuts: Sequence[dict[str, Any]]) -> None:
     console = Console(width=120)
-    heads = (f"{balance} predicts" for balance in BALANCES)
-    table = Table("cut at", "step, ms", "÷ best", *heads, "chosen by", title=name)
+    headers = (f"{balance} predicts" for balance in BALANCES)
+    table = Table("cut at", "step, ms", "÷ best", *headers, "chosen by", title=name)
     best = min(cuts, key=lambda cut: median(cut["steps"]))
     for cut in cuts:
-        over = median(taken / least for taken, least in zip(cut["steps"], best["steps"], strict=True))
+        over = median(own / other for own, other in zip(cut["steps"], best["steps"], strict=True))
         row = [", ".join(cut["points"]), f"{median(cut['steps']) * 1e3:.1f}", f"{over:.3f}"]
-        table.add_row(*row, *(_guess(cut, balance) for balance in BALANCES), ", ".join(cut["chosen_by"]))
+        table.add_row(*row, *(_predicted_step(cut, balance) for balance in BALANCES), ", ".join(cut["chosen_by"]))
     console.print(table)
     for balance in BALANCES:
         single, whole, steps = _errors(cuts, balance)
@@ -154,7 +154,7 @@ def _show(name: str, cuts: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _guess(cut: dict[str, Any], balance: str) -> str:
+def _predicted_step(cut: dict[str, Any], balance: str) -> str:
     if balance not in cut["predicted"]:
         return "—"
     step = cut["predicted"][balance]["value"]
@@ -162,7 +162,7 @@ def _guess(cut: dict[str, Any], balance: str) -> str:
 
 
 def _errors(cuts: Sequence[dict[str, Any]], balance: str) -> tuple[list[float], list[float], list[float]]:
-    """|predicted ÷ measured − 1| of the kernels of each stage, of all that a stage does for a microbatch, of steps."""
+    """Return |predicted ÷ measured − 1| of each stage's kernels, of each stage's microbatch, and of steps."""
     single, whole, steps = [], [], []
     for cut in cuts:
         if balance not in cut["predicted"]:
@@ -170,12 +170,14 @@ def _errors(cuts: Sequence[dict[str, Any]], balance: str) -> tuple[list[float], 
         predicted, measured = cut["predicted"][balance], cut["stages"]
         steps.append(_error(predicted["value"], median(cut["steps"])))
         for index, stage in enumerate(predicted["costs"]):
-            of_inputs, of_weights = stage["input_grad"], stage["weight_grad"]
-            guesses = {"F": stage["forward"], "B": of_inputs + of_weights, "I": of_inputs, "W": of_weights}
+            input_grad, weight_grad = stage["input_grad"], stage["weight_grad"]
+            predictions = {"F": stage["forward"], "B": input_grad + weight_grad, "I": input_grad, "W": weight_grad}
             pairs = [
-                (guess, measured[f"{kind} {index}"]) for kind, guess in guesses.items() if f"{kind} {index}" in measured
+                (figure, measured[f"{kind} {index}"])
+                for kind, figure in predictions.items()
+                if f"{kind} {index}" in measured
             ]
-            single += [_error(guess, taken) for guess, taken in pairs if guess]
+            single += [_error(figure, taken) for figure, taken in pairs if figure]
             whole.append(_error(*map(sum, zip(*pairs, strict=True))))
     return single, whole, steps
 

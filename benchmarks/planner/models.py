@@ -17,7 +17,7 @@ ROWS, LENGTH = 4, 128
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with its inputs, loss and target of one microbatch."""
+    """A model with its loss, and inputs and target of one microbatch."""
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
@@ -32,7 +32,7 @@ def tutorial() -> Subject:
 
 
 def llama() -> Subject:
-    """Eight layers of width 256, whose head on 16 384 words weighs as much as three of them."""
+    """Eight layers of width 256; the head on 16 384 words takes as long as three of them."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def llama_loss(output: Any, target: Tensor) -> Tensor:
 
 
 def u_net() -> Subject:
-    """The one of examples/unet.py, twice as wide, on images four times as large."""
+    """The U-Net of examples/unet.py, twice as wide, on images four times as large."""
     torch.manual_seed(0)
     images, target = torch.randn(4, 3, 64, 64), torch.randint(unet.CLASSES, (4, 64, 64))
     return Subject(unet.UNet(width=32), (images,), unet.loss_fn, target)

@@ -1,4 +1,4 @@
-"""What each of the two processes does: run every package in turns, and time steps and actions."""
+"""One of the two processes: runs every package in turns, and times steps and actions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Options:
-    """What is run, and how."""
+    """Options of a rank's process."""
 
     subject: str
     packages: tuple[Path, ...]
@@ -33,15 +33,15 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Of one package: seconds of each step, of the slower process, and medians of F, I and W by stage."""
+class PackageTimes:
+    """Times of one package: seconds of each step in the slower process, and medians of F, I and W by stage."""
 
     steps: list[float]
     actions: dict[tuple[int, str], float]
 
 
 def main(rank: int, options: Options, port: int, results: Any) -> None:
-    """The process of a rank. Puts a list of `Measured` into the queue."""
+    """Run the process of a rank. Rank 0 puts a list of `PackageTimes` into the queue."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -49,46 +49,46 @@ def main(rank: int, options: Options, port: int, results: Any) -> None:
     repeated = [options.microbatches, *[1] * (subject.target.dim() - 1)]
     inputs = [each.repeat(options.microbatches, *[1] * (each.dim() - 1)) for each in subject.inputs]
     target = subject.target.repeat(*repeated)
-    found = [_Contender(package, options, subject.loss) for package in options.packages]
-    for contender in found:
+    contenders = [_TimedPackage(package, options, subject.loss) for package in options.packages]
+    for contender in contenders:
         contender.step(inputs, target)  # compiles
-    _place({options.cores[rank]})
+    _pin_threads({options.cores[rank]})
     for number in range(options.rounds + 1):
-        order = list(found)
+        order = list(contenders)
         random.Random(number).shuffle(order)
         for contender in order:
-            contender.step(inputs, target, kept=number > 0)
-    measured = [each.measured() for each in found]
+            contender.step(inputs, target, record=number > 0)
+    measured = [each.measured() for each in contenders]
     if rank == 0:
         results.put(measured)
     dist.barrier()
     dist.destroy_process_group()
 
 
-class _Contender:
+class _TimedPackage:
     def __init__(self, package: Path, options: Options, loss: Any) -> None:
         self._pipe = pipegraph.Pipeline(package, options.schedule, options.microbatches, loss)
         self._times = ActionTimes(torch.device("cpu"))
         self._steps: list[float] = []
 
-    def step(self, inputs: list[Any], target: Any, kept: bool = False) -> None:
-        self._pipe.observe(self._times if kept else None)
+    def step(self, inputs: list[Any], target: Any, record: bool = False) -> None:
+        self._pipe.observe(self._times if record else None)
         for parameter in self._pipe.parameters():
             parameter.grad = None
         dist.barrier()
         start = time.perf_counter()
         self._pipe.step(*inputs, target=target)
         (slowest, *_) = sorted(self._pipe.gather([time.perf_counter() - start]), reverse=True)
-        if kept:
+        if record:
             self._steps += slowest
 
-    def measured(self) -> Measured:
+    def measured(self) -> PackageTimes:
         every: list[Any] = [None] * RANKS
         dist.all_gather_object(every, {(stage, kind.value): s for (stage, kind), s in self._times.medians().items()})
-        return Measured(self._steps, {key: value for one in every for key, value in one.items()})
+        return PackageTimes(self._steps, {key: value for one in every for key, value in one.items()})
 
 
-def _place(cores: set[int]) -> None:
+def _pin_threads(cores: set[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), cores)

@@ -16,37 +16,37 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-ONLY_HELP = "Only contenders whose name holds this; may be given several times."
-CUTS_HELP = "Take the cuts from what --json wrote before, and try none."
+ONLY_HELP = "Only contenders whose name contains this; may be given several times."
+CUTS_HELP = "Take the cuts from a file that --json wrote, and try no others."
 
 
 def main(
     vocabulary: int = 16384,
     microbatches: int = 8,
     rounds: int = 8,
-    kernels: Annotated[str, typer.Option(help="of our own pipelines")] = "inductor",
+    kernels: Annotated[str, typer.Option(help="of pipegraph's pipelines")] = "inductor",
     tries: Annotated[int, typer.Option(help="how many cuts between layers are tried for each contender")] = 3,
     only: Annotated[list[str] | None, typer.Option(help=ONLY_HELP)] = None,
     cuts: Annotated[Path | None, typer.Option(help=CUTS_HELP)] = None,
     cores: Annotated[str, typer.Option(help="for the two processes, such as 2,3; by default the idlest")] = "",
     as_json: Annotated[Path | None, typer.Option("--json", help="Write everything that was measured here.")] = None,
 ) -> None:
-    """Compare steps of two processes with one thread each; every ratio is taken within a round, and the median told."""
+    """Compare steps of two processes with one thread each; ratios are taken within a round; the table shows medians."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     from torch import multiprocessing
 
-    from benchmarks.step.model import Setting
+    from benchmarks.step.model import StepSetting
     from benchmarks.step.rank import Options
     from benchmarks.step.rank import main as run_rank
 
-    setting = Setting(vocabulary, microbatches)
+    setting = StepSetting(vocabulary, microbatches)
     known = {name: tuple(found) for name, found in json.loads(cuts.read_text())["cuts"].items()} if cuts else {}
-    places = tuple(map(int, cores.split(","))) if cores else _idlest(2)
-    with tempfile.TemporaryDirectory(prefix="pipegraph-step-") as folder, socket.create_server(("", 0)) as found:
-        port = found.getsockname()[1]
-        found.close()
-        options = Options(setting, kernels, rounds, tries, tuple(only or ()), known, places, Path(folder))
+    core_numbers = tuple(map(int, cores.split(","))) if cores else _idlest_cores(2)
+    with tempfile.TemporaryDirectory(prefix="pipegraph-step-") as folder, socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        server.close()
+        options = Options(setting, kernels, rounds, tries, tuple(only or ()), known, core_numbers, Path(folder))
         results = multiprocessing.get_context("spawn").SimpleQueue()
         processes = multiprocessing.start_processes(run_rank, (options, port, results), nprocs=2, join=False)
         while results.empty():
@@ -61,7 +61,7 @@ def main(
 
 
 def _figures(measured: dict[str, Any]) -> dict[str, Any]:
-    """Medians over rounds: seconds, ÷ limit, and ours ÷ torch's best, of the even and of the best cut."""
+    """Return medians over rounds: seconds, ÷ limit, and torch's best ÷ each contender, for even and for best cuts."""
     rounds = measured["rounds"]
     names = list(measured["cuts"])
     seconds = {name: median(taken[name] for taken in rounds) for name in names}
@@ -73,8 +73,7 @@ def _figures(measured: dict[str, Any]) -> dict[str, Any]:
         if peers:
             best = min(peers, key=over_limit.__getitem__)
             gains = {
-                name: median(theirs / own for theirs, own in zip(ratios[best], ratios[name], strict=True))
-                for name in names
+                name: median(peer / own for peer, own in zip(ratios[best], ratios[name], strict=True)) for name in names
             }
             against[split] = {"contender": best, "over": gains}
     return {"seconds": seconds, "over_limit": over_limit, "against": against}
@@ -92,22 +91,22 @@ def _show(document: dict[str, Any]) -> None:
     console = Console(width=120)
     console.print(table)
     for split, found in against.items():
-        console.print(f"{split}: {found['contender']}, the fastest of torch's")
-    console.print("A cut at 5.5 stands between attention and MLP of layer 5.")
+        console.print(f"{split}: {found['contender']} is torch's fastest")
+    console.print("A cut at 5.5 lies between attention and MLP of layer 5.")
     if document["accounts"]:
         parts = next(iter(document["accounts"].values()))
-        table = Table("ours", *parts, title="beyond the limit, in parts of it")
+        table = Table("pipegraph", *parts, title="time beyond the limit, as parts of it")
         for name, found in document["accounts"].items():
             table.add_row(name, *(f"{part:+.3f}" for part in found.values()))
         console.print(table)
     spread = max(document["losses"].values()) - min(document["losses"].values())
     console.print(f"losses differ by {spread:.1e}")
-    apart = median(taken["cores apart"] for taken in document["rounds"])
-    console.print(f"for the same work the slower core took {apart:.1%} more than the mean of both")
+    imbalance = median(taken["core imbalance"] for taken in document["rounds"])
+    console.print(f"for the same work the slower core took {imbalance:.1%} more than the mean of both")
 
 
-def _idlest(count: int) -> tuple[int, ...]:
-    """The cores that did least in the last second, of those this process may use."""
+def _idlest_cores(count: int) -> tuple[int, ...]:
+    """Return the idlest cores of the last second, of those that this process may use."""
 
     def idle() -> dict[int, int]:
         lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Where the time of one of our own steps goes beyond the limit."""
+"""Where the time of one of pipegraph's own steps goes beyond the limit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pipegraph.schedule import Schedule, Times, simulate
 
 
 class Stopwatch:
-    """Times the kernels and the waits for other ranks of a pipeline, as long as it is attached."""
+    """Times a pipeline's kernels and its waits for other ranks, until it is detached."""
 
     def __init__(self, pipeline: OwnPipeline) -> None:
         self.kernels: dict[tuple[int, str], list[float]] = defaultdict(list)
         self.core: dict[tuple[int, str], list[float]] = defaultdict(list)
-        """seconds of the kernels in which the core worked for them, and not for other threads"""
+        """CPU seconds of the kernels: without the time that the core gave to other threads"""
         self.waited = 0.0
-        # Private: an observer is told of actions, which hold more than their kernels.
+        # Private, because an observer sees actions, which contain more than their kernels.
         (executor,) = pipeline.pipe._training
         self._executor = executor
         self._kernels, self._transport = executor._kernels, executor._transport
@@ -35,22 +35,22 @@ class Stopwatch:
 
 
 def mean(seconds: dict[tuple[int, str], list[float]]) -> dict[tuple[int, str], float]:
-    """Seconds of one call, by stage and kind, of all processes."""
+    """Return the mean seconds of one call, by stage and kind, of all processes. Collective."""
     mine = {key: sum(each) / len(each) for key, each in seconds.items() if each}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return {key: figure for each in gathered for key, figure in each.items()}
 
 
-def _total(seconds: dict[tuple[int, str], list[float]]) -> float:
+def _sum(seconds: dict[tuple[int, str], list[float]]) -> float:
     return sum(map(sum, seconds.values()))
 
 
 class _TimedKernels:
-    def __init__(self, made: Any, stage: int, watch: Stopwatch) -> None:
-        self.begin: Any = made.begin
-        self.prepare: Any = made.prepare
-        named = {"F": made.forward, "B": made.backward, "I": made.input_backward, "W": made.weight_backward}
+    def __init__(self, kernels: Any, stage: int, watch: Stopwatch) -> None:
+        self.begin: Any = kernels.begin
+        self.prepare: Any = kernels.prepare
+        named = {"F": kernels.forward, "B": kernels.backward, "I": kernels.input_backward, "W": kernels.weight_backward}
         timed = {
             kind: self._timed(call, watch.kernels[stage, kind], watch.core[stage, kind]) for kind, call in named.items()
         }
@@ -96,21 +96,20 @@ class _TimedReceive:
 
 @dataclass(frozen=True)
 class Account:
-    """Parts of the limit (1.0 = one ideal step), which in every round add up to step − 1; medians nearly do."""
+    """Parts of the limit (1.0 = one ideal step). In every round they add up to step − 1; their medians nearly do."""
 
     kernels: float
-    """core time in kernels of the mean rank − that of the limit: how much slower they are than torch.compile's"""
+    """CPU time in kernels of the mean rank − that of the limit: how much slower they are than torch.compile's"""
     preempted: float
-    """time within kernels in which the core worked for others, threads that send and receive or processes, − the same
-    of the limit"""
+    """time within kernels that the core gave to other threads and processes − the same of the limit"""
     imbalance: float
     """busy time of the busiest rank − that of the mean rank"""
     bubble: float
-    """what the schedule makes of the measured kernels, without any transfer, − busy time of the busiest rank"""
+    """makespan of the schedule with the measured kernels and without transfers − busy time of the busiest rank"""
     interpreter: float
-    """time of the busiest rank in neither a kernel nor a wait: executor, posting and handing over of messages"""
+    """time of the busiest rank in neither a kernel nor a wait: the executor, and posting messages"""
     transfers: float
-    """the rest: waits beyond the bubble, for messages on their way and for kernels slower than on average"""
+    """the rest: waits beyond the bubble, for messages and for kernels that are slower than on average"""
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
@@ -119,9 +118,9 @@ class Account:
 def account(
     pipeline: OwnPipeline, step: Callable[[], float], limit: Callable[[], tuple[float, float]], rounds: int
 ) -> Account:
-    """Divide the time of a step, by the medians of some rounds. All processes do this together.
+    """Divide the time of a step into parts: medians of some rounds. Collective: every process must call it.
 
-    `limit` gives seconds of a step and of the core within it.
+    `limit` returns the seconds of a step, and the CPU seconds in it.
     """
     schedule: Schedule = pipeline.pipe.schedule
     found: list[Account] = []
@@ -132,7 +131,7 @@ def account(
         watch.detach()
         kernels = mean(watch.kernels)
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (_total(watch.kernels), watch.waited, _total(watch.core)))
+        dist.all_gather_object(gathered, (_sum(watch.kernels), watch.waited, _sum(watch.core)))
         ideal, core = (sum(figures) / 2 for figures in zip(before, limit(), strict=True))
         busy = [each for each, _, _ in gathered]
         most = max(busy)
@@ -146,7 +145,7 @@ def account(
 
 
 def _times(stages: int, kernels: dict[tuple[int, str], float]) -> Times:
-    """B stands in the simulator as I and W together."""
+    """Return the times for the simulator, which takes B as I and W together."""
     f, i, w = ([kernels.get((stage, kind), 0.0) for stage in range(stages)] for kind in "FIW")
     whole = [kernels.get((stage, "B"), 0.0) for stage in range(stages)]
     return Times(f, i, [weight + both for weight, both in zip(w, whole, strict=True)])

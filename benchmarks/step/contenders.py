@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedu
 from transformers import LlamaForCausalLM
 
 import pipegraph
-from benchmarks.step.model import Part, Setting, loss_of, parts
+from benchmarks.step.model import Part, StepSetting, loss_of, parts
 from pipegraph.schedule import Schedule
 
 TORCH_CLASSES: dict[str, Any] = {
@@ -27,24 +27,24 @@ TORCH_CLASSES: dict[str, Any] = {
 
 
 class Contender(Protocol):
-    """Something that runs steps, in every process at the same time."""
+    """A way to run steps; every process runs them at the same time."""
 
     def step(self, tokens: Tensor, targets: Tensor) -> float | None:
-        """One step over the whole batch. The mean loss, in the process that has it."""
+        """Run one step over the whole batch. Return the mean loss in the process that has it, else None."""
         ...
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Those whose gradients a step leaves in this process."""
+        """Return the parameters whose gradients a step leaves in this process."""
         ...
 
 
 class Limit:
-    """What the cores can do: each computes half of the microbatches with the unsplit model, compiled by torch.compile.
+    """A limit: each core computes half of the microbatches with the unsplit model, compiled by torch.compile.
 
-    No transfer, no bubble, no imbalance; the mean of the processes' times is what a step cannot beat with such kernels.
+    No transfer, no bubble, no imbalance: with such kernels no step takes less than the mean of the processes' times.
     """
 
-    def __init__(self, setting: Setting, model: LlamaForCausalLM) -> None:
+    def __init__(self, setting: StepSetting, model: LlamaForCausalLM) -> None:
         self._setting = setting
         self._whole = Part(model, 0, setting.units)
         self._loss = torch.compile(lambda tokens, targets: loss_of(self._whole(tokens), targets), dynamic=False)
@@ -64,10 +64,10 @@ class Limit:
 
 
 class TorchPipeline:
-    """A schedule of torch.distributed.pipelining over parts of the model; compiled: every stage, and the loss."""
+    """A schedule of torch.distributed.pipelining over parts of the model. `compiled`: every stage and the loss are."""
 
     def __init__(
-        self, setting: Setting, model: LlamaForCausalLM, schedule: str, cuts: Sequence[int], compiled: bool
+        self, setting: StepSetting, model: LlamaForCausalLM, schedule: str, cuts: Sequence[int], compiled: bool
     ) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         modules = parts(setting, model, cuts)
@@ -82,8 +82,8 @@ class TorchPipeline:
         stages = [pipelining.PipelineStage(each, index, len(modules), device) for index, each in run.items()]
         loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
         kind = TORCH_CLASSES[schedule]
-        given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
-        self._schedule = kind(given, setting.microbatches, loss_fn=loss)
+        argument = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        self._schedule = kind(argument, setting.microbatches, loss_fn=loss)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float | None:
         losses: list[Tensor] = []
@@ -97,9 +97,9 @@ class TorchPipeline:
 
 
 class OwnPipeline:
-    """This project: a package under a schedule."""
+    """pipegraph: a package under a schedule."""
 
-    def __init__(self, setting: Setting, package: Path, schedule: str | Schedule, kernels: str) -> None:
+    def __init__(self, setting: StepSetting, package: Path, schedule: str | Schedule, kernels: str) -> None:
         self.pipe = pipegraph.Pipeline(package, schedule, setting.microbatches, loss_of, kernels=kernels)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float | None:
@@ -111,15 +111,15 @@ class OwnPipeline:
 
 
 class Packages:
-    """The model's packages, one for each way to cut it, written by rank 0 when they are first asked for."""
+    """The model's packages, one for each tuple of cuts; rank 0 writes a package when it is first needed."""
 
-    def __init__(self, setting: Setting, model: LlamaForCausalLM, folder: Path) -> None:
+    def __init__(self, setting: StepSetting, model: LlamaForCausalLM, folder: Path) -> None:
         self._setting, self._folder = setting, folder
         self._captured: Any = None
         self._model = model
 
     def at(self, cuts: Sequence[int]) -> Path:
-        """The package cut at these units. All processes ask together."""
+        """Return the package cut at these units. Collective: every process must call it."""
         path = self._folder / "-".join(map(str, cuts))
         if dist.get_rank() == 0 and not path.exists():
             if self._captured is None:

@@ -1,4 +1,4 @@
-"""Where to cut: measured times of the units, the simulator's shortlist, and then whatever is fastest when tried."""
+"""Where to cut: a shortlist by simulation with the measured times of units, then the fastest of the shortlist."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.step.model import Setting
+from benchmarks.step.model import StepSetting
 from pipegraph.schedule import Schedule, Times, build, lower_bound, search, simulate
 
 Cuts = tuple[int, ...]
 RANKS = 2
-FORMS = (1, 2), (2, 2), (2, 3)
-"""What is searched for: stages on a rank, and how many microbatches' activations a rank may hold."""
-PROMISING = 10  # cuts of the least lower bounds, for each of which a search is made
+SEARCHES = (1, 2), (2, 2), (2, 3)
+"""(stages on a rank, microbatches whose activations a rank may hold) of each search"""
+PROMISING = 10  # cuts with the smallest lower bounds, which are searched
 HOP = 0.001  # seconds that a boundary of 0.5 MiB takes between two processes
 
 
@@ -26,26 +26,26 @@ class Candidate:
     makespan: float
 
 
-def probe(setting: Setting) -> Cuts:
-    """The cuts, for `zb-v`, of the pipeline that `unit_times` learns from: an attention and the head stand alone."""
+def probe(setting: StepSetting) -> Cuts:
+    """Return the cuts of the `zb-v` pipeline that `unit_times` measures: an attention and the head alone are stages."""
     return 2, 3, setting.units - 1
 
 
-def unit_times(setting: Setting, kernels: Mapping[tuple[int, str], float]) -> Times:
-    """Seconds of F, I and W of every unit, from those of the stages of `probe`; layers are all alike."""
+def unit_times(setting: StepSetting, kernels: Mapping[tuple[int, str], float]) -> Times:
+    """Return the seconds of F, I and W of every unit, from the stages of `probe`; all layers are equal."""
     figures = {kind: [kernels[stage, kind] for stage in range(4)] for kind in "FIW"}
     columns = {}
     for kind, (_, attention, rest, head) in figures.items():
         mlp = max(0.0, rest - (setting.layers - 2) * attention) / (setting.layers - 1)
         columns[kind] = [*(attention, mlp) * setting.layers, head]
-    # The first layer's I is part of its W. What its stage takes beyond a layer is the embedding.
+    # The first layer's I is part of its W. The rest of its stage's time is the embedding.
     first = sum(column[0] for column in figures.values())
     columns["W"][0] += max(0.0, first - sum(sum(column[:2]) for column in columns.values()))
     return Times(*columns.values())
 
 
 def stage_times(units: Times, cuts: Cuts) -> Times:
-    """The times of stages that are cut at these units. Stage 0 has no input gradient; its W does the whole backward."""
+    """Return the times of stages cut at these units. Stage 0 has no input gradient; its W is the whole backward."""
     bounds = (0, *cuts, units.stages)
     spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     f, i, w = (
@@ -54,8 +54,10 @@ def stage_times(units: Times, cuts: Cuts) -> Times:
     return Times(f, [0.0, *i[1:]], [i[0] + w[0], *w[1:]], hop=HOP)
 
 
-def named_candidates(setting: Setting, units: Times, name: str, places: Iterable[int], count: int) -> list[Candidate]:
-    """The cuts, at some of these units, with which the simulator makes a named schedule fastest."""
+def named_candidates(
+    setting: StepSetting, units: Times, name: str, places: Iterable[int], count: int
+) -> list[Candidate]:
+    """Return the cuts, at some of these units, with the smallest simulated makespans of a named schedule."""
     schedule = build(name, RANKS, setting.microbatches)
     found = [
         Candidate(name, cuts, simulate(schedule, stage_times(units, cuts)).makespan)
@@ -64,8 +66,8 @@ def named_candidates(setting: Setting, units: Times, name: str, places: Iterable
     return sorted(found, key=_makespan)[:count]
 
 
-def searched(setting: Setting, units: Times, cuts: Cuts, microbatches_held: int) -> Candidate:
-    """What a search finds for these stages: one on a rank in a row, or two in a V."""
+def searched(setting: StepSetting, units: Times, cuts: Cuts, microbatches_held: int) -> Candidate:
+    """Search a schedule for these stages: one on a rank in a loop, or two in a V."""
     chunks = (len(cuts) + 1) // RANKS
     times = stage_times(units, cuts)
     limit = microbatches_held * chunks
@@ -73,10 +75,10 @@ def searched(setting: Setting, units: Times, cuts: Cuts, microbatches_held: int)
     return Candidate(best, cuts, best.makespan)
 
 
-def searched_candidates(setting: Setting, units: Times, places: Sequence[int]) -> list[Candidate]:
-    """The best that a search finds, of each form: so many stages on a rank, so many microbatches' memory."""
+def searched_candidates(setting: StepSetting, units: Times, places: Sequence[int]) -> list[Candidate]:
+    """Return the best candidate of each of `SEARCHES`."""
     found = []
-    for chunks, held in FORMS:
+    for chunks, held in SEARCHES:
         placement = build("zb-v" if chunks == 2 else "zb-h1", RANKS, setting.microbatches).placement
 
         def bound(cuts: Cuts, placement: tuple[int, ...] = placement) -> float:
@@ -87,10 +89,10 @@ def searched_candidates(setting: Setting, units: Times, places: Sequence[int]) -
     return found
 
 
-def shortlist(setting: Setting, units: Times, name: str, inside: bool, count: int) -> list[Candidate]:
-    """What is worth trying: cuts between layers, and where `inside` is allowed as many that may cut layers too.
+def shortlist(setting: StepSetting, units: Times, name: str, inside: bool, count: int) -> list[Candidate]:
+    """Return what is worth trying: cuts between layers and, with `inside`, as many that may cut layers too.
 
-    The units' times say nothing of what a cut costs the kernels on its two sides; a layer in one piece is cheaper.
+    The times of units do not contain what a cut costs the kernels on its two sides: a whole layer is cheaper.
     """
     found = []
     for places in (range(2, setting.units, 2), range(1, setting.units)) if inside else (range(2, setting.units, 2),):
@@ -106,6 +108,6 @@ def _makespan(candidate: Candidate) -> float:
 
 
 def fastest(candidates: Sequence[Candidate], trial: Callable[[Sequence[Candidate]], Sequence[float]]) -> Candidate:
-    """The candidate that takes least when all are tried side by side."""
-    taken = trial(candidates)
-    return min(zip(taken, candidates, strict=True), key=lambda pair: pair[0])[1]
+    """Return the candidate that takes the least time if all are tried in turns."""
+    seconds = trial(candidates)
+    return min(zip(seconds, candidates, strict=True), key=lambda pair: pair[0])[1]

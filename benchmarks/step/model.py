@@ -1,4 +1,4 @@
-"""A Llama in small with the proportions of a 1 B one: 8 layers of width 256, and a head that weighs four of them."""
+"""A small Llama with the proportions of one of 1 B: 8 layers of width 256, and a head as large as four of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a step computes."""
+class StepSetting:
+    """Sizes of the model and of a step."""
 
     vocabulary: int = 16384
     microbatches: int = 8
@@ -25,21 +25,21 @@ class Setting:
 
     @property
     def units(self) -> int:
-        """The pieces between two places where the model may be cut: two of each layer, and the head."""
+        """Parts between two places where the model may be cut: two in each layer, and the head."""
         return 2 * self.layers + 1
 
     def point(self, unit: int) -> str:
-        """The split point that starts a stage at a unit."""
+        """Return the split point that starts a stage at a unit."""
         if unit == self.units - 1:
             return "norm"
         return f"layers.{unit // 2}" + (".post_attention_layernorm" if unit % 2 else "")
 
     def even(self, stages: int) -> tuple[int, ...]:
-        """The units that start a stage, where each stage has as many layers: what users of a pipeline begin with."""
+        """Return the units that start a stage if every stage has as many layers: what users begin with."""
         return tuple(2 * (self.layers * stage // stages) for stage in range(1, stages))
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of a step, the same in every process."""
+        """Return tokens and targets of a step, the same in every process."""
         generator = torch.Generator().manual_seed(1)
         shape = (self.microbatches * self.rows, self.sequence)
         tokens, targets = (torch.randint(0, self.vocabulary, shape, generator=generator) for _ in range(2))
@@ -47,7 +47,7 @@ class Setting:
 
 
 class Part(nn.Module):
-    """The units from `start` to `stop` of a Llama, whose modules it shares; both lie between layers."""
+    """The units from `start` to `stop` of a Llama, with which it shares modules. Both lie between layers."""
 
     def __init__(self, model: LlamaForCausalLM, start: int, stop: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Part(nn.Module):
         return h if self.norm is None or self.lm_head is None else self.lm_head(self.norm(h))
 
 
-def build_model(setting: Setting) -> LlamaForCausalLM:
+def build_model(setting: StepSetting) -> LlamaForCausalLM:
     """The model with random weights, the same in every process: grouped attention (4 to 1) and a fourfold MLP."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -84,7 +84,7 @@ def build_model(setting: Setting) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def parts(setting: Setting, model: LlamaForCausalLM, cuts: Sequence[int]) -> list[Part]:
+def parts(setting: StepSetting, model: LlamaForCausalLM, cuts: Sequence[int]) -> list[Part]:
     """The stages of a model that is cut at these units."""
     bounds = (0, *cuts, setting.units)
     return [Part(model, start, stop) for start, stop in itertools.pairwise(bounds)]

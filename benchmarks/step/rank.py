@@ -1,4 +1,4 @@
-"""What each of the two processes does: make the contenders, find their cuts, and let them run in turns."""
+"""One of the two processes: makes the contenders, finds their cuts, and runs them in turns."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from benchmarks.step.cuts import (
     shortlist,
     unit_times,
 )
-from benchmarks.step.model import Setting, build_model
+from benchmarks.step.model import StepSetting, build_model
 from pipegraph.schedule import Times, build
 
-TORCH = {  # the schedule, compiled or not → the name here whose simulation proposes its cuts
+TORCH = {  # (torch's schedule, compiled) → the schedule of pipegraph whose simulation proposes its cuts
     ("GPipe", False): "gpipe",
     ("GPipe", True): "gpipe",
     ("1F1B", False): "1f1b",
@@ -45,22 +45,22 @@ TORCH = {  # the schedule, compiled or not → the name here whose simulation pr
 }
 OWN = ("1f1b", "zb-h1", "zb-v", "searched")
 BETWEEN = 3
-"""So many contenders run between two runs of the limit."""
+"""contenders that run between two runs of the limit"""
 TRIALS = 5
-"""Steps of each candidate, in turns, of which the fastest becomes a contender."""
+"""steps of each candidate, in turns; the fastest candidate becomes a contender"""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, and how."""
+    """Options of a rank's process."""
 
-    setting: Setting
+    setting: StepSetting
     kernels: str
     rounds: int
     tries: int
     only: tuple[str, ...]
     known: dict[str, Cuts]
-    """cuts found before, by contender"""
+    """cuts of an earlier run, by contender"""
     cores: tuple[int, ...]
     folder: Path
     """for packages"""
@@ -68,7 +68,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Entry:
-    """A contender with its name in the table."""
+    """A contender with its name and cuts."""
 
     name: str
     cuts: Cuts
@@ -86,13 +86,13 @@ class Bench:
         self._limit = Limit(self.setting, self._model)
         self._units: Times | None = None
         self._core = 0.0
-        """seconds that the mean core worked for the last step's main thread"""
-        self._apart = 0.0
-        """how much longer the slower process took for the last step than the mean one"""
+        """CPU seconds of the main thread in the last step, the mean of both processes"""
+        self._imbalance = 0.0
+        """time of the slower process in the last step ÷ the mean, − 1"""
         self.losses: dict[str, float] = {}
 
     def seconds(self, contender: Contender, name: str = "") -> float:
-        """One step: of the slowest process, for the limit of the mean process."""
+        """Run one step; return the seconds of the slower process, for the limit the mean of both."""
         dist.barrier()
         start, worked = time.perf_counter(), time.thread_time()
         loss = contender.step(*self._batch)
@@ -104,20 +104,20 @@ class Bench:
         dist.all_gather(every, taken)
         times, cores, losses = torch.stack(every).unbind(1)
         self._core = cores.mean().item()
-        self._apart = (times.max() / times.mean()).item() - 1
+        self._imbalance = (times.max() / times.mean()).item() - 1
         if name:
             self.losses[name] = losses.sum().item()
         return (times.mean() if isinstance(contender, Limit) else times.max()).item()
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Keep every thread of this process on its core. Not for ever: compilers run in processes that inherit it."""
+        """Keep every thread of this process on its core. Only for a while: compilers' processes inherit it."""
         allowed = os.sched_getaffinity(0)
-        _place({self.options.cores[dist.get_rank()]})
+        _pin_threads({self.options.cores[dist.get_rank()]})
         try:
             yield
         finally:
-            _place(allowed)
+            _pin_threads(allowed)
 
     def limit(self) -> float:
         return self.seconds(self._limit, "limit")
@@ -126,13 +126,13 @@ class Bench:
         return self.limit(), self._core
 
     def entries(self) -> list[Entry]:
-        """Every contender that was asked for, with its cuts, compiled."""
+        """Return every wanted contender with its cuts, compiled."""
         self.limit()
         found = []
         for (schedule, compiled), name in TORCH.items():
             how = f"{schedule} {'compiled' if compiled else 'eager'}"
             for split in ("even", "best"):
-                if not self._wanted(entry := f"torch {how}, {split} cut"):
+                if not self._is_wanted(entry := f"torch {how}, {split} cut"):
                     continue
 
                 def make(candidate: Candidate, schedule: str = schedule, compiled: bool = compiled) -> Contender:
@@ -144,23 +144,23 @@ class Bench:
                     self._entry(entry, make, even if split == "even" else self._candidates(entry, name, False))
                 )
         for name in OWN:
-            if self._wanted(entry := f"ours {name}"):
-                found.append(self._entry(entry, self._make_own, self._candidates(entry, name, True)))
+            if self._is_wanted(entry := f"pipegraph {name}"):
+                found.append(self._entry(entry, self._own_pipeline, self._candidates(entry, name, True)))
         return found
 
     def measure(self, entries: Sequence[Entry]) -> list[dict[str, float]]:
-        """Rounds of one step each, in an order drawn anew: seconds, by contender; and the limit's beside it.
+        """Run rounds of one step each, in a new random order: seconds by contender, and the limit's before and after.
 
-        Every other round the processes change cores, of which one may be slower than the other.
+        Every other round the processes swap cores, because one core may be slower than the other.
         """
         rounds = []
         for number in range(self.options.rounds):
-            _place({self.options.cores[(dist.get_rank() + number) % RANKS]})
+            _pin_threads({self.options.cores[(dist.get_rank() + number) % RANKS]})
             order = list(entries)
             random.Random(number).shuffle(order)
             taken: dict[str, float] = {}
             before = self.limit()
-            taken["cores apart"] = self._apart
+            taken["core imbalance"] = self._imbalance
             for start in range(0, len(order), BETWEEN):
                 group = order[start : start + BETWEEN]
                 taken |= {entry.name: self.seconds(entry.contender, entry.name) for entry in group}
@@ -168,11 +168,11 @@ class Bench:
                 taken |= {f"limit of {entry.name}": (before + after) / 2 for entry in group}
                 before = after
             rounds.append(taken)
-            _say(f"round {number + 1} of {self.options.rounds}")
+            _print(f"round {number + 1} of {self.options.rounds}")
         return rounds
 
     def accounts(self, entries: Sequence[Entry]) -> dict[str, dict[str, float]]:
-        """Where the time goes, of our own contenders."""
+        """Return where the time goes, for pipegraph's own contenders."""
         return {
             entry.name: account(
                 entry.contender,
@@ -184,10 +184,10 @@ class Bench:
             if isinstance(entry.contender, OwnPipeline)
         }
 
-    def _wanted(self, entry: str) -> bool:
+    def _is_wanted(self, entry: str) -> bool:
         return not self.options.only or any(part in entry for part in self.options.only)
 
-    def _make_own(self, candidate: Candidate) -> Contender:
+    def _own_pipeline(self, candidate: Candidate) -> Contender:
         package = self._packages.at(candidate.cuts)
         return OwnPipeline(self.setting, package, candidate.schedule, self.options.kernels)
 
@@ -213,13 +213,13 @@ class Bench:
         first = self.seconds(contender)
         with self.pinned():
             second = self.seconds(contender)
-        _say(
+        _print(
             f"{name}: cut at {chosen.cuts}, simulated {chosen.makespan:.2f} s, took {first:.1f} s, then {second:.2f} s"
         )
         return Entry(name, chosen.cuts, contender)
 
     def _measured_units(self) -> Times:
-        """The least that each unit took, in a pipeline that runs as those that are compared do."""
+        """Return the smallest times of each unit, in a pipeline that runs as the contenders do."""
         pipeline = OwnPipeline(self.setting, self._packages.at(probe(self.setting)), "zb-v", self.options.kernels)
         self.seconds(pipeline)  # compiles
         found = []
@@ -232,7 +232,7 @@ class Bench:
         return unit_times(self.setting, {key: min(each[key] for each in found) for key in found[0]})
 
     def _candidates(self, entry: str, name: str, inside: bool) -> list[Candidate]:
-        """The cuts to try, or those known, from rank 0 for all."""
+        """Broadcast rank 0's candidates: the cuts to try, or the known ones. Collective."""
         if self._units is None:
             self._units = self._measured_units()
         shared: list[Any] = [None]
@@ -249,12 +249,12 @@ class Bench:
 
 
 def main(rank: int, options: Options, port: int, results: Any) -> None:
-    """The process of a rank. Puts the results into the queue."""
+    """Run the process of a rank. Rank 0 puts the results into the queue."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     if options.kernels == "inductor":
         warnings.filterwarnings("error", message=".*(runs? uncompiled|left to autograd)")
-    torch._dynamo.config.recompile_limit = 1000  # the parts of all contenders share one forward
+    torch._dynamo.config.recompile_limit = 1000  # the parts of all contenders share one code object
     dist.init_process_group("gloo")
     bench = Bench(options)
     entries = bench.entries()
@@ -276,12 +276,12 @@ def main(rank: int, options: Options, port: int, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def _place(cores: set[int]) -> None:
+def _pin_threads(cores: set[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), cores)
 
 
-def _say(what: str) -> None:
+def _print(what: str) -> None:
     if dist.get_rank() == 0:
         print(what, flush=True)
