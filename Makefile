@@ -1,21 +1,30 @@
 PYTHON ?= python3
 JOBS ?= 2
 
-BIN := .venv/bin
-READY := .venv/.ready
-TORCH := $(shell grep '^torch==' constraints.txt)
+# The tested version of torch is in .venv. Another one has an environment of its own: make test TORCH=2.15.0
+TESTED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(TESTED)
+VENV := $(if $(filter $(TESTED),$(TORCH)),.venv,.venv-torch-$(TORCH))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test test-all lint format docs clean
 
 help:  ## List what can be done
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch goes in alone and first: on its own, pip takes the build that the machine is set up for.
 $(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,hf]"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) "torch==$(TORCH)"
+	$(PIP) --constraint $(VENV)/constraints.txt --editable ".[test,hf]"
+	touch $@
+
+$(VENV)/.docs-ready: $(READY)
+	$(PIP) --constraint $(VENV)/constraints.txt --editable ".[docs]"
 	touch $@
 
 setup: $(READY)  ## Make .venv with everything the other targets need
@@ -25,7 +34,10 @@ demo: $(READY)  ## Split the example transformer in two, verify it, run it on tw
 	$(BIN)/pipegraph verify build/transformer examples/transformer.py
 	$(BIN)/pipegraph run build/transformer --nproc 2 --schedule 1f1b --microbatches 4 --steps 3
 
-test: $(READY)  ## Run the tests (JOBS=2 at a time)
+test: $(READY)  ## Run the tests but the slow ones (JOBS=2 at a time, TORCH=2.15.0 with that torch)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+
+test-all: $(READY)  ## Run all tests
 	$(BIN)/python -m pytest -n $(JOBS)
 
 lint: $(READY)  ## Check style, types and the floors of imports
@@ -38,5 +50,8 @@ format: $(READY)  ## Put the source in order
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-clean:  ## Remove what the targets above made, .venv too
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+docs: $(VENV)/.docs-ready  ## Build the pages of docs/ into build/docs; a warning is an error
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky docs build/docs
+
+clean:  ## Remove what the targets above made, environments too
+	rm -rf .venv .venv-torch-* build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
