@@ -1,4 +1,4 @@
-"""The tree of module calls over a run of operations: which module ran what, nested as the model nests it."""
+"""The module calls over a run of operations, nested as the model nests them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from pipegraph.graph.nodes import path_of
 class CallTree:
     """One call of a module: the operations of its ``forward`` and the calls it makes, in order.
 
-    ``call`` tells two calls of one module apart; ``fqn`` names the module, "" the model itself.
+    Attributes:
+        call: its name, of which two calls of one module have each their own.
+        fqn: the module; "" is the model itself.
+        items: its operations and inner calls.
     """
 
     call: str
@@ -41,8 +44,7 @@ class CallTree:
 
 
 def call_tree(nodes: Sequence[fx.Node]) -> CallTree:
-    """Nest ``nodes`` by the module calls they ran in. A call that a run of operations holds only in part is in the tree
-    with that part."""
+    """Nest ``nodes`` by the module calls they ran in; of a call that ran more operations, the tree holds these."""
     root = CallTree(call="", fqn="")
     stack = [root]
     for node in nodes:

@@ -58,7 +58,7 @@ PASSES: tuple[Pass, ...] = (
     mark_gradients,
     relax_attention_views,
 )
-"""What makes of an exported graph one that reads as a person would have written it, in this order."""
+"""The passes over an exported graph, in their order. After them it reads as a person would have written it."""
 
 
 def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Captured:

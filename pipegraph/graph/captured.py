@@ -1,4 +1,4 @@
-"""What capture returns: one flat graph of ATen operations, the modules it came from and the state they hold."""
+"""The result of capture: one flat graph of ATen operations, the modules it came from and the state they hold."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Captured:
 
 
 def split_point(fqn: str, side: str) -> None:
-    """Marks on a graph where a stage begins; it computes nothing."""
+    """Mark the beginning of a stage on a graph. Computes nothing."""
 
 
 def plain_containers(tree: Any) -> Any:

@@ -33,7 +33,7 @@ def segments_text(captured: Captured) -> str:
 
 
 def stages_text(stages: Sequence[StageGraph], boundaries: Sequence[Boundary]) -> str:
-    """What crosses the cuts, then each stage with its inputs, outputs and state."""
+    """The values that cross the cuts, then each stage with its inputs, outputs and state."""
     lines = ["# boundaries"]
     for each in boundaries:
         grad = "  requires_grad" if each.requires_grad else ""

@@ -1,4 +1,4 @@
-"""How large the values of an integer input may be, judged by what they index."""
+"""Upper bounds for the values of integer inputs, from the sizes that they index."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def module_calls_wrapped(wrapper: RunModule) -> Iterator[None]:
 
     ``_ModuleStackTracer.call_module``: ``fx.Tracer`` documents the method for tracers of one's own, which
     ``torch.export`` does not take. Hooks on modules, the public way, change what some of them do
-    (``nn.TransformerEncoderLayer`` asks for them), and global hooks are not given keyword arguments before the call.
+    (``nn.TransformerEncoderLayer`` asks for them), and global hooks do not get keyword arguments before the call.
     ``_filter_traceback_frames`` of the same tracer "can be overridden to customize the frame filtering logic"; by
     itself it keeps only the frames of ``forward`` methods.
     """
@@ -148,8 +148,8 @@ def current_call(tracer: Any) -> str:
 
 
 def traced_node(tracer: Any, tensor: torch.Tensor) -> fx.Node | None:
-    """The node that stands for a tensor while ``torch.export`` traces; None for a tensor that no operation made and
-    that is no argument of the model. ``get_proxy_slot`` is where the tracer keeps it."""
+    """The node of a tensor while ``torch.export`` traces; None for a tensor that is neither the result of an operation
+    nor an argument of the model. The tracer keeps it behind ``get_proxy_slot``."""
     proxy = getattr(get_proxy_slot(tensor, tracer, None), "proxy", None)
     return None if proxy is None else proxy.node
 

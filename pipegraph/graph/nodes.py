@@ -1,4 +1,4 @@
-"""What a node of a captured graph says, and how a node is replaced."""
+"""Helpers for the nodes of a captured graph: metadata, arguments, source lines, replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pipegraph knows about ATen operators beyond their schemas and tags: one table, one row per kind of operator.
+"""The table of operators: all that pipegraph knows about ATen operators beyond their schemas and tags.
 
 To add an operator, add its name to a row with the same columns, or add a row. The functions behind the column
 ``spelling`` are in ``codegen/expressions/operator_spellings.py``; ``cost/roofline/operator_roles.py`` reads ``loop``

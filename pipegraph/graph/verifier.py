@@ -1,4 +1,4 @@
-"""``PIPEGRAPH_VERIFY=1``: a check of the graph after every pass, so that a wrong pass is found where it goes wrong."""
+"""``PIPEGRAPH_VERIFY=1``: check the graph after every pass, so that an error names the pass that made the fault."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def verifying() -> bool:
 
 
 class GraphVerifier:
-    """Checks one graph after each pass over it. What has not changed since the last check is not computed again.
+    """Check one graph after each pass over it. Operations that have not changed since the last check are not run again.
 
     The rules: every node has the metadata that it promises, reads only nodes before it, and is known to them as a user;
     state is the model's; shapes and dtypes are what the operations give; a write says which memory it changes, once
@@ -120,9 +120,9 @@ class GraphVerifier:
         except Exception as error:  # whatever an operation raises on arguments that do not fit
             yield f"cannot run: {type(error).__name__}: {error}"
             return
-        promised, given = _type(node.meta["val"]), _type(made)
-        if promised != given:
-            yield f"has the value {promised} in its metadata, and its operation gives {given}"
+        promised, actual = _type(node.meta["val"]), _type(made)
+        if promised != actual:
+            yield f"has the value {promised} in its metadata, and its operation gives {actual}"
 
 
 def _problems_of_order(node: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[str]:
@@ -130,14 +130,14 @@ def _problems_of_order(node: fx.Node, position: Mapping[fx.Node, int]) -> Iterat
         if parent not in position:
             yield f"reads {parent.name}, which is erased"
         elif position[parent] > position[node]:
-            yield f"reads {parent.name}, which stands behind it"
+            yield f"reads {parent.name}, which comes after it"
         elif node not in parent.users:
             yield f"reads {parent.name}, which does not have it as a user"
     for user in node.users:
         if user not in position:
             yield f"has the user {user.name}, which is erased"
     if node.op == "output" and position[node] != len(position) - 1:
-        yield "stands before other nodes"
+        yield "is not the last node"
 
 
 def _message(name: str, node: fx.Node, problem: str) -> str:
@@ -151,7 +151,7 @@ def _message(name: str, node: fx.Node, problem: str) -> str:
 
 
 def _run(node: fx.Node) -> Any:
-    """The result of an operation on fake tensors, in the regions that the node stands in."""
+    """The result of an operation on fake tensors, in the regions of the node."""
     with torch.no_grad(), ExitStack() as stack:
         for kind, settings in node.meta["regions"]:
             if kind == "autocast":

@@ -1,4 +1,4 @@
-"""What a call was handed and what it returned, whatever way the model's code has of saying so."""
+"""Places of arguments and results in calls of modules, for every way in which Python passes them."""
 
 from __future__ import annotations
 

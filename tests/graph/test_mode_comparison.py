@@ -31,9 +31,9 @@ class Asks(nn.Module):
         return F.dropout(self.last, self.p if self.training else 0.0)
 
 
-@pytest.mark.parametrize(("p", "alike"), [(0.0, True), (0.5, False)])
-def test_modes_are_alike_where_the_same_operations_run(p: float, alike: bool) -> None:
-    assert same_in_both_modes(Asks(p), X, {}) == alike
+@pytest.mark.parametrize(("p", "same"), [(0.0, True), (0.5, False)])
+def test_modes_are_the_same_if_they_run_the_same_operations(p: float, same: bool) -> None:
+    assert same_in_both_modes(Asks(p), X, {}) == same
 
 
 def test_a_dropout_of_nothing_is_the_same_in_both_modes() -> None:
@@ -80,7 +80,7 @@ class Alike(nn.Module):
         return F.dropout(self.linear(x), p)
 
 
-def test_modes_that_are_alike_are_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_modes_are_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("exported a second time")
 

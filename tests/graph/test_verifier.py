@@ -54,7 +54,7 @@ def _move_up(graph: fx.Graph) -> None:
 
 PLANTS: dict[str, tuple[Plant, str, str]] = {
     "erased": (_read_erased, "add", "reads mul, which is erased"),
-    "order": (_move_up, "mul", "reads linear, which stands behind it"),
+    "order": (_move_up, "mul", "reads linear, which comes after it"),
     "user": (lambda graph: _node(graph, "linear").users.clear(), "mul", "does not have it as a user"),
     "val": (lambda graph: _node(graph, "mul").meta.pop("val"), "mul", "lacks val in its metadata"),
     "path": (lambda graph: _node(graph, "mul").meta.pop("path"), "mul", "lacks path in its metadata"),

@@ -1,6 +1,6 @@
-"""Records, while a model is exported, what each call of a module took and under which names, and what it returned.
+"""Record the arguments, their names and the results of every call of a module while a model is exported.
 
-A graph holds operations only. What is recorded stands in the metadata of its values: see ``graph/call_arguments.py``.
+The metadata of the values holds the record: see ``graph/call_arguments.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whether a model does the same in training and in evaluation mode, found by running it without memory.
+"""Compare training and evaluation mode by running a model without memory.
 
-That takes a fraction of the time of a second export, which shows where the modes differ.
+That takes a fraction of the time of a second export, which shows the first difference.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree, vers
 
 
 def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether both modes run the same operations on the same arguments; False also if nobody can say.
+    """Return whether both modes run the same operations on the same arguments; False also if a mode cannot be run.
 
     The model is left as it was.
     """
     try:
         return _operations(model, True, args, kwargs) == _operations(model, False, args, kwargs)
-    except Exception:  # whatever the model raises on tensors without values; export may know a way
+    except Exception:  # whatever the model raises on tensors without values
         return False
 
 
@@ -36,7 +36,7 @@ def _operations(model: nn.Module, training: bool, args: tuple[Any, ...], kwargs:
         warnings.catch_warnings(),
         torch.no_grad(),
     ):
-        warnings.simplefilter("ignore")  # the model's own were given when it was exported
+        warnings.simplefilter("ignore")  # the model's own were shown when it was exported
         for module in model.modules():
             module.training = training
         with active_fake_mode(model, fake_args, fake_kwargs), _OperationRecord() as record:

@@ -1,4 +1,4 @@
-"""``torch.export`` on a model as it stands, in one mode or another, and no trace of it left on the model."""
+"""``torch.export`` in training or evaluation mode, which leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _warn_of_backward(function: type, warned: set[type]) -> None:
 
 
 def _explanation(model: nn.Module, error: Exception) -> str:
-    """What export says, where in the user's source, and what to try."""
+    """The message of a `CaptureError`: the problem, the line of the user's source, and advice."""
     where = user_line(error)
     advice = (
         "model(*example_inputs) in Python. If that fails too, mend the inputs or the model; if not, "
@@ -103,7 +103,7 @@ def _explanation(model: nn.Module, error: Exception) -> str:
 
 
 def _summary(error: Exception) -> str:
-    """What went wrong, in a line."""
+    """The problem, in one line."""
     if _depends_on_values(error):
         return "what it does depends on the values of a tensor, which are not known while it is traced"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

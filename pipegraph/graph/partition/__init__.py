@@ -1,1 +1,1 @@
-"""Where a captured graph can be cut, where it is cut, and what crosses the cuts."""
+"""Cuts of a captured graph: segments, split points, stages, and the values that cross."""

@@ -1,4 +1,4 @@
-"""Divide a marked graph into stages and find what crosses between them."""
+"""Divide a marked graph into stages and find the values that cross between them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class StageGraph:
     Attributes:
         index: of the stage, from 0.
         nodes: its operations in order; those made again from an earlier stage come first.
-        inputs: what ``forward`` takes: inputs of the model, then values of earlier stages.
-        outputs: what ``forward`` returns: values for later stages or, from the last stage, what the model returns.
+        inputs: the arguments of its ``forward``: inputs of the model, then values of earlier stages.
+        outputs: the results of its ``forward``: values for later stages; of the last stage, the model's results.
         state: FQNs of its parameters, buffers and constants, each under the name used here.
     """
 
@@ -44,7 +44,7 @@ class Boundary:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient comes back over it."""
+        """Whether a gradient comes back for it."""
         return self.producer >= 0 and bool(self.node.meta["requires_grad"])
 
 
@@ -89,8 +89,8 @@ def divide_into_stages(captured: Captured) -> tuple[StageGraph, ...]:
 
 
 def _needed(run: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """The operations of a run that its outputs and its writes depend on; a mask that only later stages read, each of
-    which makes it for itself, is none."""
+    """The operations of a run that its outputs and its writes depend on. Others, such as a mask that
+    each later stage makes for itself, are left out."""
     wanted = set(outputs)
     kept: list[fx.Node] = []
     for node in reversed(run):
@@ -101,8 +101,8 @@ def _needed(run: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]
 
 
 def boundaries(captured: Captured, stages: Sequence[StageGraph]) -> tuple[Boundary, ...]:
-    """Everything that crosses: the model's inputs, the values between stages, and what the last stage returns."""
-    made_in = {node: stage.index for stage in reversed(stages) for node in stage.outputs if node in set(stage.nodes)}
+    """All values that cross: the model's inputs, the values between stages, and the results of the last stage."""
+    made_in = {node: stage.index for stage in reversed(stages) for node in {*stage.outputs} & {*stage.nodes}}
     last = stages[-1]
     crossing = [*captured.inputs, *(node for stage in stages for node in stage.outputs)]
     return tuple(
@@ -186,8 +186,8 @@ def local_name(reader: fx.Node, names: Sequence[str]) -> str:
 
 
 def _homes(entry: StateEntry, names: Mapping[str, Sequence[str]], placed: Sequence[set[str]]) -> list[int]:
-    """The stages for a name that no operation reads: where the tensor is under another name, or where the names are
-    that share the longest beginning with it.
+    """The stages for a name that no operation reads: the one that holds the tensor under another name, or those that
+    hold the names with the longest beginning in common.
 
     A buffer goes along with the buffers of its module to every stage that has them, so that the module keeps one form.
     """

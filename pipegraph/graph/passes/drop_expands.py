@@ -19,8 +19,8 @@ _MASK_DIMENSIONS = (2, 4)
 
 
 def drop_expands(graph: fx.Graph) -> None:
-    """Take out an ``expand`` if everything that reads the tensor broadcasts it. What is computed on the way is then
-    computed once and not for every copy, such as the masks of a batch.
+    """Take out an ``expand`` if everything that reads the tensor broadcasts it. Operations on the way
+    then run once and not for every copy, such as the masks of a batch.
 
     before:  a = expand(mask, [8, 1, 64, 64]);  b = logical_not(a);  c = where(b, x, 0)      with mask [1, 1, 64, 64]
     after:   b = logical_not(mask);  c = where(b, x, 0)

@@ -1,4 +1,4 @@
-"""Move assignments to buffers to where their values are made."""
+"""Move assignments to buffers next to the operations that make their values."""
 
 from __future__ import annotations
 
