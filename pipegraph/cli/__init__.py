@@ -19,7 +19,7 @@ from pipegraph.cli.show import show
 from pipegraph.cli.split import split
 from pipegraph.cli.trace import trace
 from pipegraph.cli.verify import verify
-from pipegraph.errors import PipegraphError, RuntimeFault
+from pipegraph.errors import PipegraphError, RuntimeFault, printable
 
 app = typer.Typer(
     help="Turn a PyTorch model into a pipeline of readable stages, and run it.",
@@ -49,13 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if "--debug" in arguments:
             traceback.print_exc()
         # In one write: the ranks of torchrun share one stderr.
-        sys.stderr.write(f"error: {_message(error)}\n")
+        sys.stderr.write(f"error: {printable(_message(error))}\n")
         sys.exit(error.exit_code if isinstance(error, PipegraphError) else RuntimeFault.exit_code)
     sys.exit(0)
 
 
 def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
-    warn(f"warning: {message}")
+    warn(f"warning: {printable(str(message))}")
 
 
 def _message(error: Exception) -> str:

@@ -24,8 +24,9 @@ def print_json(result: dict[str, Any]) -> None:
 
 
 def json_text(result: dict[str, Any]) -> str:
-    """What `print_json` prints."""
-    return json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=1, ensure_ascii=False)
+    """What `print_json` prints, with escapes for what is not printable: names may hold anything."""
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=1, ensure_ascii=False)
+    return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)
 
 
 def print_grid(draw: Callable[[int | None, bool], Text]) -> None:

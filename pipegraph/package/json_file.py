@@ -19,7 +19,7 @@ from msgspec import Meta, inspect
 
 from pipegraph.errors import PipegraphError, nearest, one_line
 
-LIMIT: Final = 32 * 2**20
+LIMIT: Final = 16 * 2**20
 """Bytes of the largest file that is read."""
 
 _LINE: Final = 140
@@ -103,23 +103,24 @@ class FileKind(Generic[Structure]):
             raise self.problem(str(file), getattr(problem, "strerror", None) or str(problem)) from None
         return self.decode(data, str(file))
 
-    def decode(self, data: bytes, where: str) -> Structure:
+    def decode(self, text: str | bytes, where: str) -> Structure:
         """Read the content of a file; ``where`` opens the message of every error."""
         content: Any = None
         try:
+            data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
             content = self.prepare(self._checked(_parse(data)))
             return msgspec.convert(content, self.structure)
         except msgspec.ValidationError as problem:
-            text = _located(problem, content, self.structure)
+            said = _located(problem, content, self.structure)
         except RecursionError:
-            text = "the file is nested too deeply"
+            said = "the file is nested too deeply"
         except (PipegraphError, ValueError) as problem:  # of a structure, or of `_parse`
-            text = str(problem).partition("\nTry:")[0].replace("\n", " ")
-        raise self.problem(where, text)
+            said = str(problem).partition("\nTry:")[0].replace("\n", " ")
+        raise self.problem(where, said)
 
-    def problem(self, where: str, text: str) -> PipegraphError:
+    def problem(self, where: str, said: str) -> PipegraphError:
         """The error for something that is wrong with a file."""
-        return self.error(f"{one_line(where)}: {text.rstrip('.')}.\n{self.advice}")
+        return self.error(f"{one_line(where)}: {one_line(said).rstrip('.')}.\n{self.advice}")
 
     def _checked(self, content: Any) -> dict[str, Any]:
         if not isinstance(content, dict):

@@ -227,7 +227,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Manifest:
         """The manifest in `text`; `where` (a path) opens the message of every error."""
-        return _KIND.decode(text.encode() if isinstance(text, str) else text, where)
+        return _KIND.decode(text, where)
 
     @property
     def prediction(self) -> Prediction | None:

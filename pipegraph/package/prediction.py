@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, structs
 
-from pipegraph.package.json_file import Count, Entry, FieldError, Figure, Name, Text
+from pipegraph.package.json_file import Count, Entry, FieldError, Figure, Name, Text, one_of
 from pipegraph.units import format_bytes, format_count, format_percent, format_seconds
 
 SMALLEST, LARGEST = 0.01, 100.0
@@ -92,10 +92,10 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     """
 
     balance: Text
-    recompute: Text
+    recompute: Annotated[str, one_of("none", "min-cut", "block")]
     hardware: Text
     measured_ratio: MeasuredRatio = UNCORRECTED
-    unit: Text
+    unit: Annotated[str, one_of("s", "FLOP", "parameters", "layers", "bytes")]
     schedule: Name
     placement: Annotated[tuple[Count, ...], Meta(min_length=1)]
     microbatches: Annotated[int, Meta(ge=1, le=10**6)]

@@ -13,7 +13,7 @@ from pipegraph.errors import PipegraphError, PlanError, SourceError
 from pipegraph.graph.captured import Captured
 from pipegraph.package.json_file import Count, Entry, FieldError, FileKind, Name, Text, json_text
 from pipegraph.package.prediction import Prediction
-from pipegraph.planner.arguments import UNIFORM, check_balance, check_recompute
+from pipegraph.planner.arguments import UNIFORM, check_balance
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.schedule.recipes import find_recipe
@@ -53,7 +53,6 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
         super().__post_init__()
         stages, ranks = len(self.stages), len(self.memory)
         check_balance(self.balance)
-        check_recompute(self.recompute)
         unit = "s" if self.balance == UNIFORM else UNITS[self.balance.partition(":")[0]]
         if len(self.points) + 1 != stages:
             raise FieldError("costs", f"it has {stages} stages, and {len(self.points)} points make one more")
@@ -109,6 +108,11 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
     def read(cls, file: Path) -> PlanFile:
         """Raises SourceError for a file that cannot be read, is none of a plan, or is damaged: it says where."""
         return _KIND.read(file)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str) -> PlanFile:
+        """Read the text of a file; ``where`` names it in errors."""
+        return _KIND.decode(text, where)
 
     def apply(self, captured: Captured, memory_bytes: int | None = None) -> Plan:
         """Cut a model where the file says.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
+from pipegraph.errors import one_line
 from pipegraph.package import Manifest
 from pipegraph.planner.package_prediction import PlannedStep, describe_step, predict_step
 from pipegraph.runtime.measurements import COMPUTING, MeasuredRun
@@ -92,7 +93,7 @@ def compare_run(
         saved=tuple(map(PredictedAndMeasured, saved, measured.saved)),
         buffers=tuple(memory[rank].buffers if memory else None for rank in range(schedule.ranks)),
         measured=measured,
-        basis=f"{plan.balance} on {plan.hardware}" if costs and plan else "",
+        basis=one_line(f"{plan.balance} on {plan.hardware}") if costs and plan else "",
         hints=tuple(filter(None, hints)),
     )
 
@@ -136,7 +137,7 @@ def _hints(
     elif timed and manifest.prediction is not None:
         yield _far_off(manifest.prediction.balance, stages)
     if timed and not links_known and manifest.prediction is not None:
-        name = manifest.prediction.hardware
+        name = one_line(manifest.prediction.hardware)
         yield f"The links of {name} are not known here and were left out. Try: --hardware with the profile's file"
 
 

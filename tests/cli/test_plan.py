@@ -228,7 +228,7 @@ PLAN: dict[str, Any] = {
         ({"value": float("nan")}, 2, "value: NaN must be 0 or more"),
         ({"value": -1}, 2, "value: -1 must be 0 or more"),
         ({"lower_bound": 2.0}, 2, "lower_bound: it is more than value"),
-        ({"recompute": "all"}, 2, 'recompute cannot be "all"'),
+        ({"recompute": "all"}, 2, 'recompute: "all" must be one of none, min-cut, block'),
         ({"schedule": "1f1c"}, 2, 'There is no schedule "1f1c". Did you mean "1f1b"?'),
         ({"placement": [0, 7]}, 2, "placement: it is on ranks [0, 7], and memory is of 2 ranks"),
         ({"memory": [1, 1, 1]}, 2, "placement: it is on ranks [0, 1], and memory is of 3 ranks"),

@@ -96,10 +96,10 @@ def test_what_save_pretrained_writes_is_read(model: str, request: pytest.Fixture
 def test_experts_are_read_in_their_parts(tmp_path: Path) -> None:
     saved = save(tmp_path, "MixtralForCausalLM")
     stored = saved.package.manifest.checkpoint["stored"]
-    assert stored["model.layers.2.mlp.experts.gate_up_proj"] == [
+    assert stored["model.layers.2.mlp.experts.gate_up_proj"] == (
         "model.layers.2.block_sparse_moe.experts.*.w1.weight",
         "model.layers.2.block_sparse_moe.experts.*.w3.weight",
-    ]
+    )
     assert "model.layers.2.self_attn.q_proj.weight" not in stored
     weights = load_file(saved.single / "model.safetensors")
     del weights["model.layers.2.block_sparse_moe.experts.3.w3.weight"]

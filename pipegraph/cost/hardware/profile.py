@@ -145,9 +145,9 @@ class Hardware(Entry, frozen=True, kw_only=True):
         return found
 
     @classmethod
-    def from_json(cls, text: str, where: str = "this profile") -> Hardware:
+    def from_json(cls, text: str | bytes, where: str = "this profile") -> Hardware:
         """Read the text of a profile; ``where`` names it in errors."""
-        return _KIND.decode(text.encode(), where)
+        return _KIND.decode(text, where)
 
     def to_dict(self) -> dict[str, Any]:
         """What stands in a profile's file."""

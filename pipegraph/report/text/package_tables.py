@@ -27,9 +27,9 @@ def overview(package: Package, schedule: Schedule, width: int | None = None, col
     if manifest.tied:
         parts.append("\n".join(f"tied: {' = '.join(map(clip, group))}" for group in manifest.tied))
     if edited := package.edited():
-        parts.append(f"edited since it was written: {', '.join(edited)}")
+        parts.append(f"edited since it was written: {', '.join(map(one_line, edited))}")
     if missing := package.missing():
-        parts.append(f"missing: {', '.join(missing)}")
+        parts.append(f"missing: {', '.join(map(one_line, missing))}")
     timeline = simulate(schedule, Times.equal(schedule.stages))
     text = Text("\n\n".join([*parts, f"{title(schedule)}\n"])).append(grid(schedule, timeline, width, coloured))
     return text.append("\n\n").append(legend(schedule)) if coloured else text
@@ -138,7 +138,7 @@ def _costs(package: Package, stage: StageEntry) -> list[str]:
     return [
         str(len(stage.parameters)) if parameters is None else format_count(parameters),
         "" if flops is None else format_count(flops, "FLOP"),
-        stage.weights if stage.weights and package.has_weights else "buffers only" if stage.weights else "none",
+        clip(stage.weights) if stage.weights and package.has_weights else "buffers only" if stage.weights else "none",
     ]
 
 
@@ -147,7 +147,7 @@ def boundary_cells(manifest: Manifest) -> tuple[list[str], list[list[str]]]:
     rows = [
         [
             clip(value.name),
-            f"{value.dtype}{list(value.shape)}",
+            one_line(f"{value.dtype}{list(value.shape)}"),
             "caller" if value.producer == CALLER else f"stage {value.producer}",
             ", ".join(f"stage {consumer}" for consumer in value.consumers) or "no stage",
             format_bytes(bytes_of(value)),

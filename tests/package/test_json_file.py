@@ -1,0 +1,164 @@
+"""Files that are read into structures: whatever is wrong with one is one error, with its place, at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.fuzz_files import Kind, is_refused_well, kinds, mutations, outcome
+from pipegraph.cost.hardware import Hardware
+from pipegraph.errors import PackageError, PipegraphError, SourceError
+from pipegraph.package import MANIFEST, Package
+from pipegraph.package.json_file import LIMIT
+from pipegraph.planner.plan_file import PlanFile
+
+READERS: dict[str, tuple[Callable[[Path], object], type[PipegraphError]]] = {
+    "manifest": (lambda file: Package.open(file.parent), PackageError),
+    "plan": (PlanFile.read, SourceError),
+    "profile": (Hardware.load, PipegraphError),
+}
+
+
+@pytest.fixture(scope="module")
+def sound() -> dict[str, Kind]:
+    return kinds()
+
+
+def refused(kind: str, file: Path) -> str:
+    """The message of the error that a file ends in, within a second."""
+    read, error = READERS[kind]
+    started = time.process_time()
+    with pytest.raises(error) as raised:
+        read(file)
+    assert time.process_time() - started < 1
+    assert type(raised.value) is error
+    message = str(raised.value)
+    assert message.startswith(str(file)) and "\nTry: " in message and len(message) < 1000
+    assert message.replace("\n", "").isprintable()
+    return message
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "the file is empty"),
+        (b" \n\t" * 1000, "the file is empty"),
+        (b"\xef\xbb\xbf{}", "begins with a byte order mark"),
+        ("{}".encode("utf-16"), "is not UTF-8: byte 0 is 0xff"),
+        (b'{"a": "\xff"}', "is not UTF-8: byte 7 is 0xff"),
+        (b'{"schema_version": 1,', "is not JSON, or truncated: .* at line 1, column 2"),
+        (b"[" * 5000 + b"]" * 5000, "is nested too deeply|is a list"),
+        (b'{"a":' * 200_000, "is nested too deeply"),
+        (b"1" * 5000, "thousands of digits"),
+        (b'{"a": 1, "schema_version": 1, "a": 2}', 'it has the key "a" twice'),
+        (b'{"schema_version": 1, "x": [{"y": 1, "y": 1}]}', r'x\[0\]: it has the key "y" twice'),
+        (b'{"schema_version": 1, "x": ["\\udc9b"]}', r"x\[0\]: .* is half a character"),
+        (b'{"schema_version": 1, "\\ud800": 1}', "the key .* is half a character"),
+        (b"null", "the whole is null"),
+        (b'{"schema_version": true}', "no schema_version"),
+        (b'{"schema_version": -1}', "schema_version: it is -1"),
+        (b'{"schema_version": 1, "\x1b[31m\\u001b[31m": 1}', "not JSON|lacks"),
+    ],
+)
+def test_hostile_content(kind: str, data: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / MANIFEST
+    file.write_bytes(data)
+    message = refused(kind, file)
+    assert re.search(said, message), message
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_what_is_no_regular_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / MANIFEST
+    os.mkfifo(file)
+    assert "it is a named pipe, not a regular file" in refused(kind, file)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert "it is a device, not a regular file" in refused(kind, file)
+    file.unlink()
+    file.mkdir()
+    assert "it is a folder, not a regular file" in refused(kind, file)
+
+
+def test_a_loop_of_links(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).symlink_to(MANIFEST)
+    assert "symbolic links" in refused("manifest", tmp_path / MANIFEST)
+    (tmp_path / "folder").symlink_to("folder")
+    assert "symbolic links" in refused("manifest", tmp_path / "folder" / MANIFEST)
+    assert "symbolic links" in refused("plan", tmp_path / MANIFEST)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_file_without_end(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / MANIFEST
+    with file.open("wb") as opened:
+        opened.truncate(2**30)  # a hole, which takes no space
+    assert f"it has {2**30} bytes, and at most {LIMIT} are read" in refused(kind, file)
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (-1, "-1 must be"),
+        (float("nan"), "NaN must be"),
+        (float("inf"), "Infinity must be"),
+        (10**400, "a number with more than 30 digits|must be"),
+        ("1", '"1" must be a (whole )?number'),
+        (True, "true must be a (whole )?number"),
+        (None, "null must be"),
+        ([1], "a list must be"),
+    ],
+)
+def test_figures(kind: str, value: Any, said: str, sound: dict[str, Kind], tmp_path: Path) -> None:
+    place = {
+        "manifest": ["plan", "prediction", "microbatches"],
+        "plan": ["costs", 1, "forward"],
+        "profile": ["links", "intra_node", "latency"],
+    }[kind]
+    message = changed(kind, place, value, sound, tmp_path)
+    assert {"plan": "costs[1].forward: "}.get(kind, ".".join(map(str, place))) in message
+    assert re.search(said, message), message
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_name_of_5000_characters(kind: str, sound: dict[str, Kind], tmp_path: Path) -> None:
+    place = {"manifest": ["tied", 0, 0], "plan": ["inputs", 0, "name"], "profile": ["sources", "links"]}[kind]
+    assert "must have 4096 or fewer characters" in changed(kind, place, "a" * 5000, sound, tmp_path)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_an_unknown_key_is_named_with_the_nearest(kind: str, sound: dict[str, Kind], tmp_path: Path) -> None:
+    place, near = {
+        "manifest": (["values", "tokens", "requires_gradient"], "requires_grad"),
+        "plan": (["cuts", 0, "boundary_byte"], "boundary_bytes"),
+        "profile": (["links", "intra_nodes"], "intra_node"),
+    }[kind]
+    message = changed(kind, place, 1, sound, tmp_path)
+    assert f'"{place[-1]}" is not a key here. Did you mean "{near}"? There are: ' in message
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_mutated_files(kind: str, sound: dict[str, Kind]) -> None:
+    """More of them: python -m benchmarks.fuzz_files."""
+    for data in mutations(sound[kind].text, 200, seed=1):
+        found = outcome(sound[kind], data)
+        assert found.error is None or is_refused_well(sound[kind], found.error), (data, found.error)
+
+
+def changed(kind: str, place: list[Any], value: Any, sound: dict[str, Kind], folder: Path) -> str:
+    """The message of the error for a sound file with one value changed."""
+    content = part = json.loads(sound[kind].text)
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    (folder / MANIFEST).write_text(json.dumps(content))
+    return refused(kind, folder / MANIFEST)
