@@ -232,7 +232,7 @@ PLAN: dict[str, Any] = {
         ({"schedule": "1f1c"}, 2, 'There is no schedule "1f1c". Did you mean "1f1b"?'),
         ({"placement": [0, 7]}, 2, "placement: it is on ranks [0, 7], and memory is of 2 ranks"),
         ({"memory": [1, 1, 1]}, 2, "placement: it is on ranks [0, 1], and memory is of 3 ranks"),
-        ({"unit": "miles"}, 2, 'unit: it is "miles", and must be "s" for the balance time'),
+        ({"unit": "miles"}, 2, 'unit: "miles" must be one of s, FLOP'),
         ({"cuts": []}, 2, "cuts: they are at other points"),
         ({"inputs": [{"name": "x", "shape": [2, 8], "dtype": "float32"}]}, 3, "is for the inputs x float32[2, 8], and"),
         ({"points": ["layers.9"], "cuts": [{**PLAN["cuts"][0], "point": "layers.9"}]}, 3, "layers.9"),

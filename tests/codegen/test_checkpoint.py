@@ -95,7 +95,7 @@ def test_what_save_pretrained_writes_is_read(model: str, request: pytest.Fixture
 
 def test_experts_are_read_in_their_parts(tmp_path: Path) -> None:
     saved = save(tmp_path, "MixtralForCausalLM")
-    stored = saved.package.manifest.checkpoint["stored"]
+    stored = saved.package.manifest.checkpoint.stored
     assert stored["model.layers.2.mlp.experts.gate_up_proj"] == (
         "model.layers.2.block_sparse_moe.experts.*.w1.weight",
         "model.layers.2.block_sparse_moe.experts.*.w3.weight",
