@@ -72,7 +72,8 @@ class _TimedPackage:
         self._steps: list[float] = []
 
     def step(self, inputs: list[Any], target: Any, record: bool = False) -> None:
-        self._pipe.observe(self._times if record else None)
+        if record and not self._steps:
+            self._pipe.observe(self._times)
         for parameter in self._pipe.parameters():
             parameter.grad = None
         dist.barrier()

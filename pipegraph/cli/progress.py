@@ -20,7 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from pipegraph.progress import listen
-from pipegraph.runtime.processes.progress_relay import Relay, Say
+from pipegraph.runtime.processes.progress_relay import PrintLine, ProgressRelay
 
 _PATIENCE = 1.0  # seconds
 _WIDTH = 28  # columns of a bar
@@ -28,17 +28,17 @@ _shown: _Bar | None = None
 
 
 @contextmanager
-def progress(doing: str, quiet: bool = False) -> Iterator[Say]:
+def progress(doing: str, quiet: bool = False) -> Iterator[PrintLine]:
     """Show ``doing``, and then what is told of it, while the body runs, from the second second on.
 
     With a bar where it is known how much there is. Gives what prints a line on stdout meanwhile. A process that
     `launch` started tells its parent instead, if that has a terminal. Of ranks, all but one are ``quiet``.
     """
     global _shown
-    relay = Relay.to_parent(quiet)
+    relay = ProgressRelay.to_parent(quiet)
     if relay is not None:
-        with closing(relay), listen(relay.tell):
-            yield relay.say
+        with closing(relay), listen(relay.report):
+            yield relay.print
         return
     if quiet or not sys.stderr.isatty():
         yield partial(print, flush=True)

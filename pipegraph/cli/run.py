@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pipegraph.cost.hardware import Hardware
     from pipegraph.graph.sources.model_source import ModelSource
     from pipegraph.package import Package
-    from pipegraph.runtime.processes.progress_relay import Say
+    from pipegraph.runtime.processes.progress_relay import PrintLine
     from pipegraph.schedule import Schedule
     from pipegraph.workflows.train import Training
 
@@ -143,7 +143,7 @@ def _links(package: Package, hardware: str | None, recalibrate: Path | None) -> 
 def _launch(context: typer.Context, processes: int, debug: bool) -> None:
     """The same command once for each rank."""
     from pipegraph.runtime.processes.launch import launch
-    from pipegraph.runtime.processes.progress_relay import relayed
+    from pipegraph.runtime.processes.progress_relay import relay_progress
 
     options = {name: value for name, value in context.params.items() if name not in ("out", "nproc")}
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is True]
@@ -152,8 +152,8 @@ def _launch(context: typer.Context, processes: int, debug: bool) -> None:
         for name, value in options.items()
         if value is not None and not isinstance(value, bool)
     ]
-    with progress(f"starting {processes} processes") as say, relayed(say):
-        launch(["-m", "pipegraph", "run", str(context.params["out"]), *given], processes, debug)
+    with progress(f"starting {processes} processes") as say, relay_progress(say) as environment:
+        launch(["-m", "pipegraph", "run", str(context.params["out"]), *given], processes, debug, environment)
 
 
 def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSource | None:
@@ -202,7 +202,7 @@ def _run_here(
     recalibrate: Path | None,
     profile: Path | None,
     json: bool,
-    say: Say,
+    say: PrintLine,
 ) -> None:
     """Run this process's stages; the process that holds the last one prints."""
     from pipegraph.planner.run_comparison import compare_run

@@ -21,11 +21,15 @@ class Forward:
         loss: detached; None if none was asked for.
         saved: what the backward needs, in a form of the kernels' own. The caller keeps it from F to the end of B or W,
             so activations live as long as the schedule needs them.
+        is_pure: a promise that only `outputs`, `loss`, `saved` and gradients of inputs hold memory of the inputs and of
+            the gradients that the backward is given. `.grad` does not, and no Python code of the module has seen them.
+            The caller may then overwrite that memory.
     """
 
     outputs: tuple[Tensor, ...]
     loss: Tensor | None
     saved: Any
+    is_pure: bool = False
 
 
 class StageKernels(Protocol):

@@ -109,7 +109,7 @@ class TracedKernels:
         tensors = [each.detach() if each.requires_grad else each for each in tensors]
         outputs = tuple(tensors[result] if isinstance(result, int) else result[0] for result in variant.results)
         saved = SavedValues(variant, values) if differentiable else None
-        return Forward(outputs, tensors[-1] if with_loss else None, saved)
+        return Forward(outputs, tensors[-1] if with_loss else None, saved, is_pure=True)
 
     def backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         if not isinstance(saved, SavedValues):

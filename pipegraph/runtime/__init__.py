@@ -1,6 +1,7 @@
 """Running a package under a schedule.
 
-Pipeline ─ microbatch ─▶ Feed ─▶ drive ─▶ Executor (one per rank) ─▶ kernels, Transport ─▶ Results
-   │                                                    (local: one process | distributed: gloo, NCCL)
-   └─ choose (the schedule), world (the processes), parameters, ties, clip, faults (around everything)
+Pipeline ─ BatchSplitter ─▶ StepInputs ─▶ Executor, one per rank ─▶ StepOutputs
+   │                                          ├─ kernels: F, I, W and B of each stage
+   │                                          └─ transport: local (one process) or distributed (gloo, NCCL)
+   └─ processes: joining, launching, faults; parameters, ties, gradient clipping; observers
 """

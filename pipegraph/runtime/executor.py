@@ -1,13 +1,14 @@
 """The interpreter of one rank's lowered actions. It knows no schedule by name.
 
-fed or received ─▶ F ─▶ outputs ─▶ SEND_F ─▶ RECV_F, of the consumer
-                   └──▶ saved ─┐
-RECV_B ─▶ sum over consumers ──┴─▶ B, or I and then W ─▶ gradients of inputs ─▶ SEND_B
+given or received ─▶ F ─▶ outputs ─▶ SEND_F ─▶ RECV_F, of the consumer
+                     └──▶ saved ─┐
+RECV_B ─▶ sum over consumers ────┴─▶ B, or I and then W ─▶ gradients of inputs ─▶ SEND_B
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +20,17 @@ from pipegraph.progress import report_progress
 from pipegraph.runtime.observer import Observer
 from pipegraph.runtime.processes.faults import ActionFailed
 from pipegraph.runtime.receive_lookahead import receives_due
-from pipegraph.runtime.step_state import Feed, Posting, Results, Step, Sums
+from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepInputs, StepOutputs, StepState
+from pipegraph.runtime.transport.buffer_pool import share_memory
 from pipegraph.runtime.transport.protocol import Transport
-from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer, zeros
+from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer_of, zeros
 from pipegraph.schedule import Action, Kind, Schedule
 
 
 class Executor:
     """One rank's part of a lowered schedule, over the kernels of that rank's stages. Each `run` is one step.
 
-    `observer`, if there is one, is told what happens in it.
+    `observer`, if there is one, sees every action.
     """
 
     def __init__(
@@ -45,16 +47,17 @@ class Executor:
         self.position = 0
         self.observer: Observer | None = None
         self._schedule = schedule
+        self._trains = schedule.trains
         self._wiring = wiring
         self._kernels = kernels
         self._transport = transport
         self._device = device
         moves = [action for action in self.actions if action.kind.is_transfer]
-        self._transfers = {action: transfer(action, wiring, schedule.placement) for action in moves}
+        self._transfers = {action: transfer_of(action, wiring, schedule.placement) for action in moves}
         self._receives = [action for action in moves if not action.sends]
         self._due = receives_due(self.actions)
         self._is_prepared = False
-        self._do: dict[Kind, Callable[[Step, Feed, Results, Action], None]] = {
+        self._do: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._input_backward,
@@ -63,13 +66,13 @@ class Executor:
             Kind.SEND_B: self._send,
         }
 
-    def run(self, feed: Feed, results: Results) -> Iterator[None]:
-        """Do every action. Yields where another executor of this process has to go on first. Raises ActionFailed."""
+    def run(self, given: StepInputs, results: StepOutputs) -> Iterator[None]:
+        """Do every action. Yields while another executor of this process has to go on first. Raises ActionFailed."""
         for stage, kernels in self._kernels.items():
             if self._is_here(stage):
                 kernels.begin()
-        self._prepare(feed)
-        step, posted, observer = Step(), 0, self.observer
+        self._prepare(given)
+        step, posted, observer = StepState(given, results), 0, self.observer
         for position, action in enumerate(self.actions):
             self.position = position
             try:
@@ -77,23 +80,23 @@ class Executor:
                     self._post(step, receive)
                     posted += 1
                 if action.kind in (Kind.F, Kind.B, Kind.I):
-                    for posting in step.posted.pop((action.stage, action.microbatch, action.kind is not Kind.F), ()):
-                        while not posting.receive.ready():
+                    for expected in step.posted.pop((action.stage, action.microbatch, action.kind is not Kind.F), ()):
+                        while not expected.receive.ready():
                             yield
-                        self._take(step, posting)
+                        self._take(step, expected)
                 do = self._do.get(action.kind)
-                if do is None:  # a RECV is posted by now; what uses it waits for it
+                if do is None:  # a RECV is posted by now; the action that uses it waits for it
                     continue
                 if observer is not None:
                     observer.begin(self.rank, action)
-                do(step, feed, results, action)
+                do(step, action)
                 if observer is not None:
                     observer.end(self.rank, action, step.saved.get((action.stage, action.microbatch)))
             except Exception as error:
                 raise ActionFailed(self.rank, self.actions, position) from error
 
-    def _prepare(self, feed: Feed) -> None:
-        """Before the first action: ranks compile side by side, and not each when its first input arrives."""
+    def _prepare(self, given: StepInputs) -> None:
+        """Compile before the first action, so that ranks compile side by side, not each when its first input comes."""
         if self._is_prepared:
             return
         self._is_prepared = True
@@ -102,61 +105,65 @@ class Executor:
             if not action.kind.is_transfer and action.kind.value not in kinds.setdefault(action.stage, ""):
                 kinds[action.stage] += action.kind.value
         for stage, needed in kinds.items():
-            with_loss = self._is_last(stage) and feed.with_loss
+            with_loss = self._is_last(stage) and given.with_loss
             self._kernels[stage].prepare(
                 [
-                    feed.inputs[value.name][0] if value.producer == CALLER else zeros(value, self._device)
+                    given.inputs[value.name][0] if value.producer == CALLER else zeros(value, self._device)
                     for value in self._wiring[stage].inputs
                 ],
-                target=feed.targets[0] if with_loss else None,
+                target=given.targets[0] if with_loss else None,
                 with_loss=with_loss,
-                differentiable=self._schedule.trains,
+                differentiable=self._trains,
                 kinds=needed,
             )
         report_progress("running the first step")
 
-    def _post(self, step: Step, action: Action) -> None:
+    def _post(self, step: StepState, action: Action) -> None:
         message = self._transfers[action]
-        posting = Posting(action, message, self._transport.receive(message))
-        step.posted[action.stage, action.microbatch, message.backward].append(posting)
+        posted = PostedReceive(action, message, self._transport.receive(message))
+        step.posted[action.stage, action.microbatch, message.backward].append(posted)
 
-    def _take(self, step: Step, posting: Posting) -> None:
-        """Wait for a message, and lay down what it brings for the action that uses it."""
-        action, message, receive = posting
+    def _take(self, step: StepState, posted: PostedReceive) -> None:
+        """Wait for a message and put what it brings where the action that uses it finds it."""
+        action, message, receive = posted
+        key = action.stage, action.microbatch
         if self.observer is not None:
             self.observer.begin(self.rank, action)
-        arrived = zip(message.names, receive.wait(), strict=True)
+        tensors = receive.wait()
+        if receive.is_pooled:
+            step.received[key].add(receive, tensors)
+        arrived = zip(message.names, tensors, strict=True)
         if message.backward:
-            step.gradients[action.stage, action.microbatch].add(arrived)
+            step.gradients[key].add(arrived)
         else:
-            step.inputs[action.stage, action.microbatch].update(arrived)
+            step.inputs[key].update(arrived)
         if self.observer is not None:
             self.observer.end(self.rank, action, None)
 
-    def _send(self, step: Step, feed: Feed, results: Results, action: Action) -> None:
+    def _send(self, step: StepState, action: Action) -> None:
         message = self._transfers[action]
         self._transport.send(message, step.outgoing.pop(message.key))
 
-    def _forward(self, step: Step, feed: Feed, results: Results, action: Action) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        wiring = self._wiring[stage]
-        arrived = step.inputs.pop((stage, microbatch), {})
-        with_loss = self._is_last(stage) and feed.with_loss
+    def _forward(self, step: StepState, action: Action) -> None:
+        stage, microbatch = key = action.stage, action.microbatch
+        wiring, given, results = self._wiring[stage], step.given, step.results
+        arrived = step.inputs.pop(key, {})
+        with_loss = self._is_last(stage) and given.with_loss
         forward = self._kernels[stage].forward(
             [
-                feed.inputs[value.name][microbatch] if value.producer == CALLER else arrived.pop(value.name)
+                given.inputs[value.name][microbatch] if value.producer == CALLER else arrived.pop(value.name)
                 for value in wiring.inputs
             ],
-            target=feed.targets[microbatch] if with_loss else None,
+            target=given.targets[microbatch] if with_loss else None,
             with_loss=with_loss,
-            differentiable=self._schedule.trains,
+            differentiable=self._trains,
         )
         outputs = named_outputs(wiring, forward.outputs)
-        if self._schedule.trains:
-            step.saved[stage, microbatch] = forward.saved
+        if self._trains:
+            step.saved[key] = forward.saved
             for value, returned in zip(wiring.outputs, forward.outputs, strict=True):
                 if value.consumers and returned.dtype != outputs[value.name].dtype:
-                    step.cast[stage, microbatch][value.name] = returned.dtype
+                    step.cast[key][value.name] = returned.dtype
         for edge in wiring.leaving:
             if self._is_here(edge.consumer):
                 step.inputs[edge.consumer, microbatch].update((name, outputs[name]) for name in edge.names)
@@ -164,46 +171,63 @@ class Executor:
                 step.outgoing[stage, edge.consumer, microbatch] = [outputs[name] for name in edge.names]
         if forward.loss is not None:
             results.losses[microbatch] = forward.loss
-        if self._is_last(stage) and feed.keep_outputs:
+        if self._is_last(stage) and given.keep_outputs:
             results.outputs[microbatch] = forward.outputs
+        if not forward.is_pure:
+            step.received[key].keep_all()
+        elif key in step.received:
+            step.received[key].keep_shared((*forward.outputs, forward.loss))
+        if not self._trains:
+            step.release(key)
 
-    def _backward(self, step: Step, feed: Feed, results: Results, action: Action) -> None:
+    def _backward(self, step: StepState, action: Action) -> None:
         saved = step.saved.pop((action.stage, action.microbatch))
-        gradients = self._kernels[action.stage].backward(saved, self._output_gradients(step, results, action))
+        gradients = self._kernels[action.stage].backward(saved, self._output_gradients(step, action))
         self._return_gradients(step, action, gradients)
+        step.release((action.stage, action.microbatch))
 
-    def _input_backward(self, step: Step, feed: Feed, results: Results, action: Action) -> None:
+    def _input_backward(self, step: StepState, action: Action) -> None:
         saved = step.saved[action.stage, action.microbatch]
-        gradients = self._kernels[action.stage].input_backward(saved, self._output_gradients(step, results, action))
+        gradients = self._kernels[action.stage].input_backward(saved, self._output_gradients(step, action))
         self._return_gradients(step, action, gradients)
 
-    def _weight_backward(self, step: Step, feed: Feed, results: Results, action: Action) -> None:
-        self._kernels[action.stage].weight_backward(step.saved.pop((action.stage, action.microbatch)))
+    def _weight_backward(self, step: StepState, action: Action) -> None:
+        key = action.stage, action.microbatch
+        self._kernels[action.stage].weight_backward(step.saved.pop(key))
+        step.release(key)
 
-    def _output_gradients(self, step: Step, results: Results, action: Action) -> list[Tensor | None]:
-        """Of each output, the sum over its consumers; at the end that of the loss, a mean over microbatches."""
-        stage, microbatch = action.stage, action.microbatch
-        sums = step.gradients.pop((stage, microbatch), Sums())
-        for name, dtype in step.cast.pop((stage, microbatch), {}).items():
+    def _output_gradients(self, step: StepState, action: Action) -> list[Tensor | None]:
+        """The gradient of each output, summed over its consumers. For the last stage also that of the loss: the step's
+        loss is the mean over microbatches."""
+        stage, microbatch = key = action.stage, action.microbatch
+        sums = step.gradients.pop(key, GradientSums())
+        for name, dtype in step.cast.pop(key, {}).items():
             if name in sums:
                 sums[name] = sums[name].to(dtype)
         gradients = [sums.get(value.name) for value in self._wiring[stage].outputs]
         if self._is_last(stage):
-            gradients.append(torch.full_like(results.losses[microbatch], 1 / self._schedule.microbatches))
+            gradients.append(torch.full_like(step.results.losses[microbatch], 1 / self._schedule.microbatches))
         return gradients
 
-    def _return_gradients(self, step: Step, action: Action, gradients: Sequence[Tensor | None]) -> None:
+    def _return_gradients(self, step: StepState, action: Action, gradients: Sequence[Tensor | None]) -> None:
         """Give the gradients of a stage's inputs back to the stages that the inputs came from."""
-        stage, microbatch = action.stage, action.microbatch
+        stage, microbatch = key = action.stage, action.microbatch
         wiring = self._wiring[stage]
-        found = {value.name: grad for value, grad in zip(wiring.inputs, gradients, strict=True) if grad is not None}
+        by_name: dict[str, Tensor] = {}
+        for value, gradient in zip(wiring.inputs, gradients, strict=True):
+            if gradient is not None:
+                # Two receivers of the same memory would each add to it in place.
+                is_shared = bool(by_name) and share_memory([gradient], by_name.values())
+                by_name[value.name] = gradient.clone() if is_shared else gradient
         for edge in wiring.arriving:
             if self._is_here(edge.producer):
-                names = [value.name for value in edge.gradients if value.name in found]
-                step.gradients[edge.producer, microbatch].add((name, found[name]) for name in names)
+                names = [value.name for value in edge.gradients if value.name in by_name]
+                step.gradients[edge.producer, microbatch].add((name, by_name[name]) for name in names)
             elif edge.gradients:
-                sent = [found[v.name] if v.name in found else zeros(v, self._device) for v in edge.gradients]
+                sent = [by_name[v.name] if v.name in by_name else zeros(v, self._device) for v in edge.gradients]
                 step.outgoing[stage, edge.producer, microbatch] = sent
+        if key in step.received:
+            step.received[key].keep_shared(gradients)
 
     def _is_here(self, stage: int) -> bool:
         return self._schedule.placement[stage] == self.rank
@@ -212,9 +236,12 @@ class Executor:
         return stage == len(self._wiring) - 1
 
 
-def drive(executors: Sequence[Executor], feed: Feed, results: Results) -> None:
-    """One step of every executor. Each goes on until it needs what another of them has yet to send."""
-    runs = [(executor, executor.run(feed, results)) for executor in executors]
+def run_executors(executors: Sequence[Executor], given: StepInputs, results: StepOutputs) -> None:
+    """Do one step of every executor of this process: one under a launcher, all of them in turns in a plain process.
+
+    Each goes on until it needs what another of them has yet to send.
+    """
+    runs: list[tuple[Executor, Iterator[Any]]] = [(executor, executor.run(given, results)) for executor in executors]
     while runs:
         before = [executor.position for executor, _ in runs]
         waiting = [(executor, run) for executor, run in runs if next(run, "done") is None]

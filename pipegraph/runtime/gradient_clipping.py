@@ -23,13 +23,16 @@ def clip_grad_norm(
     group: Group | None,
     device: torch.device,
 ) -> Tensor:
-    """Scale the gradients of `parameters` so that the norm of all ranks' together is at most `max_norm`.
+    """Scale the gradients of `parameters` so that the norm of those of all ranks together is at most `max_norm`.
 
-    The norm, before scaling, is returned. It is taken over what each rank of `group` has `counted`, so that a weight
-    with copies on several ranks is counted once and scaled on all of them. Of a DTensor all shards are counted.
+    Args:
+        counted: the parameters whose gradients this rank adds to the norm. A weight with copies on several ranks is
+            counted by one of them and scaled by all. Of a DTensor all shards are counted.
+        group: all ranks of the pipeline, which call this together; None in a plain process.
 
-    The norm has the dtype of this rank's gradients, and at least float32; between ranks, which may differ in that, it
-    is added in float64.
+    Returns:
+        The norm before scaling. Its dtype is that of this rank's gradients, and at least float32; between ranks, which
+        may have different dtypes, it is added in float64.
     """
     norms = [_norm(same, norm_type, device) for same in _by_layout(counted)]
     total = torch.nn.utils.get_total_norm(norms, norm_type).to(device, torch.float64)
@@ -46,12 +49,12 @@ def clip_grad_norm(
 
 
 def _by_layout(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those with gradients. DTensors of different layouts, and plain tensors, do not go into one operation."""
-    found: dict[Any, list[nn.Parameter]] = {}
+    """The parameters with gradients, apart by layout: an operation does not take DTensors of different layouts."""
+    by_layout: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            found.setdefault((layout(parameter.grad) or ())[:2], []).append(parameter)
-    return list(found.values())
+            by_layout.setdefault((layout(parameter.grad) or ())[:2], []).append(parameter)
+    return list(by_layout.values())
 
 
 def _dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
@@ -60,8 +63,8 @@ def _dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
 
 
 def _norm(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:
-    """Of gradients of one layout; over all ranks that hold a shard."""
+    """The norm of gradients of one layout, over all ranks that hold a shard."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
-    found: Tensor = norm.full_tensor() if is_sharded(norm) else norm
-    return found.to(device, torch.float64)
+    whole: Tensor = norm.full_tensor() if is_sharded(norm) else norm
+    return whole.to(device, torch.float64)

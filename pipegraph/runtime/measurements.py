@@ -1,131 +1,136 @@
-"""What is measured of steps: times of actions, bytes that are saved, and both of a whole run."""
+"""What is measured of steps: the times of actions, the bytes that are saved, and both of a whole run."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipegraph.kernels.traced import held_tensors
+from pipegraph.runtime.transport.buffer_pool import storage_address
 from pipegraph.schedule import Action, Kind
 
-COMPUTING = Kind.F, Kind.I, Kind.W, Kind.B
+COMPUTING: Final = Kind.F, Kind.I, Kind.W, Kind.B
+
+KEPT: Final = 1000
+"""How many times of each stage and kind are kept, so that a long run takes no more memory than a short one."""
+
+
+class Span(NamedTuple):
+    """When an action ran: seconds since `ActionTimes.begin_step`."""
+
+    action: Action
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)
-class MeasuredRun:
-    """What a run took.
+class StepTimes:
+    """The spans of one step, of each rank of this process, in the order in which they began."""
 
-    Attributes:
-        steps: how many of them the times are of: all but the first, which compiles.
-        times: medians, in seconds, by stage and kind; empty after a single step.
-        step: of a whole step, the median; None after a single one.
-        bubble: the part of a step in which even its busiest rank computed nothing, the median over steps; None after a
-            single one.
-        state: bytes of each rank: parameters, buffers, gradients, and what the optimizer holds.
-        saved: bytes of each rank that were kept for backwards, at the most; None where autograd keeps them.
-        allocated: of each process with a GPU, the most bytes that torch had allocated on it; else empty.
-        processes: that ran it: one for each rank, or one for all.
-        kernels: that were run.
-    """
+    spans: Mapping[int, tuple[Span, ...]]
 
-    steps: int
-    times: Mapping[tuple[int, Kind], float]
-    step: float | None
-    state: tuple[int, ...]
-    saved: tuple[int | None, ...]
-    allocated: tuple[int, ...]
-    processes: int
-    kernels: str
-    bubble: float | None = None
-
-
-def moment(device: torch.device) -> Any:
-    """Now: seconds by the host's clock on a CPU; on a GPU an event of the current stream, which it has yet to pass."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def busy(self, rank: int) -> float:
+        """Seconds that a rank computed. Transfers do not count."""
+        spans = self.spans.get(rank, ())
+        return sum(span.end - span.begin for span in spans if not span.action.kind.is_transfer)
 
 
 class ActionTimes:
-    """Seconds of every action: by the clock of the host on a CPU, by events of the stream on a GPU.
+    """An observer that times every action: by the clock of the host on a CPU, by events of the stream on a GPU.
 
-    Nothing waits for a GPU until figures are asked for, or until `end_step`. An action keeps one number of 8 bytes; the
-    events of a GPU are dropped as soon as they are read, which is when the GPU has passed them.
+    Nothing waits for a GPU until figures are asked for. The events of a GPU are dropped as soon as they are read, which
+    is when the GPU has passed them.
+
+        times = ActionTimes(pipe.device)
+        with pipe.observe(times):
+            pipe.step(tokens, target=labels)
+        print(times.medians())
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._begun: dict[int, Any] = {}
         self._unread: deque[tuple[int, Action, Any, Any]] = deque()
-        self._seconds: dict[tuple[int, Kind], array[float]] = defaultdict(lambda: array("d"))
-        self._busy: dict[int, float] = defaultdict(float)
+        self._seconds: dict[tuple[int, Kind], deque[float]] = defaultdict(partial(deque, maxlen=KEPT))
+        self._zero: Any = None  # when the step began whose spans are kept
+        self._spans: dict[int, list[Span]] = defaultdict(list)
 
     def begin(self, rank: int, action: Action) -> None:
-        self._begun[rank] = moment(self._device)
+        self._begun[rank] = self._now()
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
-        begun, ended = self._begun.pop(rank), moment(self._device)
-        if self._device.type != "cuda":
-            self._keep(rank, action, ended - begun)
-            return
-        self._unread.append((rank, action, begun, ended))
-        while self._unread and self._unread[0][-1].query():
+        self._unread.append((rank, action, self._begun.pop(rank), self._now()))
+        while self._unread and (self._device.type != "cuda" or self._unread[0][-1].query()):
             self._read_first()
 
-    def end_step(self) -> dict[int, float]:
-        """Of each rank, the seconds that it computed, transfers apart, since this was last asked: between two steps."""
+    def begin_step(self) -> None:
+        """From here on, keep the span of every action until `end_step`."""
         self._read()
-        busy, self._busy = dict(self._busy), defaultdict(float)
-        return busy
+        self._spans.clear()
+        self._zero = self._now()
+
+    def end_step(self) -> StepTimes:
+        """The spans since `begin_step`. Waits for a GPU."""
+        self._read()
+        spans = {rank: tuple(each) for rank, each in self._spans.items()}
+        self._spans.clear()
+        self._zero = None
+        return StepTimes(spans)
 
     def seconds(self) -> dict[tuple[int, Kind], list[float]]:
-        """Of each stage and kind of action, what every one of them took."""
+        """By stage and kind, how many seconds each of the last `KEPT` actions took. Waits for a GPU."""
         self._read()
         return {key: list(each) for key, each in self._seconds.items()}
 
     def medians(self) -> dict[tuple[int, Kind], float]:
-        """Of each stage and kind of action, the median."""
-        self._read()
-        return {key: statistics.median(each) for key, each in self._seconds.items()}
+        """By stage and kind, the median of `seconds`."""
+        return {key: statistics.median(each) for key, each in self.seconds().items()}
+
+    def _now(self) -> Any:
+        """Seconds by the host's clock; on a GPU an event of the current stream, which it has yet to pass."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        seconds: float = end - begin if self._device.type != "cuda" else begin.elapsed_time(end) / 1000
+        return seconds
 
     def _read(self) -> None:
-        """Wait for the GPU, and take what its events tell."""
+        """Wait for the GPU and read all its events."""
         if self._unread:
             torch.cuda.synchronize(self._device)
         while self._unread:
             self._read_first()
 
     def _read_first(self) -> None:
-        rank, action, begun, ended = self._unread.popleft()
-        self._keep(rank, action, begun.elapsed_time(ended) / 1000)
-
-    def _keep(self, rank: int, action: Action, seconds: float) -> None:
-        self._seconds[action.stage, action.kind].append(seconds)
-        if not action.kind.is_transfer:
-            self._busy[rank] += seconds
+        rank, action, begin, end = self._unread.popleft()
+        self._seconds[action.stage, action.kind].append(self._between(begin, end))
+        if self._zero is not None:
+            self._spans[rank].append(Span(action, self._between(self._zero, begin), self._between(self._zero, end)))
 
 
 class SavedBytes:
-    """The most bytes that each rank holds for backwards at one time; memory that several tensors share counts once.
+    """An observer of the most bytes that each rank holds for backwards at one time.
 
-    `apart` is memory that is held in any case, and not counted: parameters, buffers, the batch. Weighing takes time of
-    its own, so that a step that is weighed tells no times.
+    Memory that several tensors share counts once. `uncounted` is memory that is held in any case: parameters, buffers,
+    the batch. Weighing takes time, so that the times of a step that is weighed mean nothing.
     """
 
-    def __init__(self, apart: Iterable[Tensor]) -> None:
-        self._apart = {_address(tensor) for tensor in apart}
+    def __init__(self, uncounted: Iterable[Tensor]) -> None:
+        self._uncounted = set(map(storage_address, uncounted))
         self._held: dict[int, dict[tuple[int, int], Mapping[int, int]]] = defaultdict(dict)
-        self._most: dict[int, int] = defaultdict(int)
+        self._peaks: dict[int, int] = defaultdict(int)
         self._unknown: set[int] = set()
 
     def begin(self, rank: int, action: Action) -> None:
@@ -140,15 +145,39 @@ class SavedBytes:
         if tensors is None:
             self._unknown.add(rank)
             return
-        sizes = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-        held[key] = {address: size for address, size in sizes.items() if address not in self._apart}
+        sizes = {storage_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        held[key] = {address: size for address, size in sizes.items() if address not in self._uncounted}
         together = {address: size for each in held.values() for address, size in each.items()}
-        self._most[rank] = max(self._most[rank], sum(together.values()))
+        self._peaks[rank] = max(self._peaks[rank], sum(together.values()))
 
-    def most(self, rank: int) -> int | None:
-        """Bytes, over all steps seen; None where autograd keeps them, which does not say what it keeps."""
-        return None if rank in self._unknown else self._most[rank]
+    def peak(self, rank: int) -> int | None:
+        """Bytes, over all steps seen; None if autograd keeps them, because it does not say what it keeps."""
+        return None if rank in self._unknown else self._peaks[rank]
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What the steps of a run took, of all ranks together.
+
+    Attributes:
+        steps: how many steps the times are of: all but the first, which compiles.
+        times: medians, in seconds, by stage and kind; empty after a single step.
+        step: the median of a whole step, in seconds; None after a single one.
+        bubble: the part of a step in which even its busiest rank computed nothing, the median over steps; None after a
+            single one.
+        state: bytes of each rank: parameters, buffers, gradients, and what the optimizer holds.
+        saved: the most bytes of each rank that were kept for backwards at one time; None if autograd keeps them.
+        allocated: the most bytes that torch had allocated on the GPU of each process; empty without GPUs.
+        processes: how many ran it: one for each rank, or one for all.
+        kernels: that were run.
+    """
+
+    steps: int
+    times: Mapping[tuple[int, Kind], float]
+    step: float | None
+    state: tuple[int, ...]
+    saved: tuple[int | None, ...]
+    allocated: tuple[int, ...]
+    processes: int
+    kernels: str
+    bubble: float | None = None

@@ -1,68 +1,87 @@
-"""Cutting what the caller passes into microbatches, checked against the manifest, and joining what comes out."""
+"""Batches: checked against the manifest, cut into microbatches, and joined again from the outputs of microbatches."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from pipegraph.errors import BatchError, nearest
+from pipegraph.errors import BatchError
 from pipegraph.package import CALLER, Manifest, Value
+from pipegraph.runtime.internals import pytree
+from pipegraph.runtime.model_arguments import bind_arguments, fill_structure
+from pipegraph.runtime.step_state import StepInputs, StepOutputs
 from pipegraph.runtime.wiring import dtype_name, torch_dtype
 
 
-def bind(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the caller passed, by the names of values. What is None or left out does not appear.
+class BatchSplitter:
+    """Cuts the batches that the stages of this process take, and joins what the last stage gives."""
 
-    Raises BatchError for an argument that the model did not have at capture, or of another structure.
+    def __init__(self, manifest: Manifest, stages: Collection[int], microbatches: int, device: torch.device) -> None:
+        self._manifest = manifest
+        self._microbatches = microbatches
+        self._device = device
+        self.has_last_stage = len(manifest.stages) - 1 in stages
+        inputs = {name for index in stages for name in manifest.stages[index].inputs}
+        self._needed = {name for name in inputs if manifest.values[name].producer == CALLER}
+        self._rows = _batch_rows(manifest, microbatches)
+
+    def split(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, with_loss: bool, keep_outputs: bool
+    ) -> StepInputs:
+        """Check and cut a batch. Raises BatchError for what does not fit the package.
+
+        Inputs that only stages of other processes take are checked as well, so that every process raises the same.
+        """
+        manifest, microbatches = self._manifest, self._microbatches
+        passed = bind_arguments(manifest, args, kwargs)
+        for name in sorted(self._needed | passed.keys()):
+            _check_input(manifest.values[name], passed.get(name), microbatches)
+        inputs = {name: self._cut(manifest.values[name], passed[name]) for name in self._needed}
+        targets = cut_target(target, microbatches, self._device if self.has_last_stage else None, self._rows)
+        return StepInputs(inputs, targets, with_loss, keep_outputs)
+
+    def join(self, results: StepOutputs) -> Any:
+        """The model's outputs for the whole batch, in its own structure; None if none were kept here."""
+        if not results.outputs:
+            return None
+        manifest = self._manifest
+        by_microbatch = [results.outputs[index] for index in sorted(results.outputs)]
+        joined = map(join_outputs, zip(*by_microbatch, strict=True))
+        return fill_structure(manifest.outputs, dict(zip(manifest.stages[-1].outputs, joined, strict=True)))
+
+    def _cut(self, value: Value, passed: Tensor) -> Sequence[Tensor]:
+        """A checked input, cut along dimension 0, or the same for all microbatches if it has no dimension."""
+        tensor = passed.detach().to(self._device, non_blocking=True)
+        return tensor.chunk(self._microbatches) if value.shape else (tensor,) * self._microbatches
+
+
+def cut_target(
+    target: Any, microbatches: int, device: torch.device | None, rows: Collection[int] = ()
+) -> Sequence[Any]:
+    """Cut the target's tensors along dimension 0, on `device` if given. Everything else repeats in each microbatch.
+
+    Containers keep their class, but a Mapping that torch's pytree does not know becomes a dict. Raises BatchError for
+    another container that holds tensors, and for a tensor whose rows are none of `rows`, the batch's: the loss would
+    broadcast it in silence.
     """
-    positional, keyword = list(args), dict(kwargs)
-    if len(positional) > len(manifest.args):
-        raise BatchError(f"{len(positional)} positional arguments were passed; {_signature(manifest)}.")
-    for structure in manifest.args[len(positional) :]:  # a positional argument may be passed by its name
-        positional.append(keyword.pop(structure, None) if isinstance(structure, str) else None)
-    for name in keyword:
-        if name not in manifest.kwargs:
-            raise BatchError(f"there is no argument {name!r}; {_signature(manifest)}.{nearest(name, manifest.kwargs)}")
-    given = [
-        (f"argument {i}", structure, item)
-        for i, (structure, item) in enumerate(zip(manifest.args, positional, strict=True))
-    ]
-    given += [(f"argument {name!r}", manifest.kwargs[name], item) for name, item in keyword.items()]
-    found: dict[str, Any] = {}
-    for where, structure, item in given:
-        for name, leaf in _leaves(where, structure, item):
-            if manifest.values[name].is_constant:
-                _check_constant(manifest.values[name], leaf)
-            elif leaf is not None:
-                found[name] = leaf
-    return found
+    leaves, spec = pytree.tree_flatten_with_path(_with_plain_mappings(target))
+    cuts = [_cut_leaf(leaf, microbatches, device, rows, f"target{pytree.keystr(path)}") for path, leaf in leaves]
+    return [pytree.tree_unflatten([cut[index] for cut in cuts], spec) for index in range(microbatches)]
 
 
-def check(value: Value, given: Any, microbatches: int) -> None:
-    """Raise BatchError unless `given` is this input for so many microbatches, in shape and dtype."""
-    if not isinstance(given, Tensor):
-        raise BatchError(
-            f"{value.name} is {'missing' if given is None else reprlib.repr(given)}: pass a tensor, {value}."
-        )
-    if given.shape != _batch_shape(value, microbatches):
-        raise BatchError(_wrong_shape(value, given, microbatches))
-    if given.dtype != torch_dtype(value):
-        raise BatchError(f"{value.name} is {dtype_name(given)}; the plan has {value}: pass .to(torch.{value.dtype}).")
+def join_outputs(parts: Sequence[Any]) -> Any:
+    """Join one output of all microbatches along dimension 0, or along a new one if it has no dimension."""
+    if len(parts) == 1 or not isinstance(parts[0], Tensor):
+        return parts[0]
+    return torch.cat(tuple(parts)) if parts[0].dim() else torch.stack(tuple(parts))
 
 
-def cut(value: Value, given: Tensor, microbatches: int, device: torch.device) -> Sequence[Tensor]:
-    """A checked input's microbatches on `device`: cut along dimension 0, or the same for all where it has none."""
-    tensor = given.detach().to(device, non_blocking=True)
-    return tensor.chunk(microbatches) if value.shape else (tensor,) * microbatches
-
-
-def batch_rows(manifest: Manifest, microbatches: int) -> tuple[int, ...]:
-    """How many rows a batch has, for so many microbatches: of the model's inputs and outputs, which may differ."""
+def _batch_rows(manifest: Manifest, microbatches: int) -> tuple[int, ...]:
+    """How many rows a batch has, ascending: those of the model's inputs and outputs, which may differ."""
     outputs = manifest.stages[-1].outputs
     known = [value for value in manifest.values.values() if value.producer == CALLER or value.name in outputs]
     return tuple(
@@ -70,36 +89,38 @@ def batch_rows(manifest: Manifest, microbatches: int) -> tuple[int, ...]:
     )
 
 
-def cut_target(
-    target: Any, microbatches: int, device: torch.device | None, batch: Collection[int] = ()
-) -> Sequence[Any]:
-    """The target's microbatches, on `device` if given: tensors are cut along dimension 0, all else repeats.
-
-    Containers keep their class; one that torch's pytree does not know is a BatchError if it holds tensors, but for a
-    Mapping, which becomes a dict. So is a tensor whose rows are none of the `batch`: it would be broadcast in silence.
-    """
-    leaves, spec = pytree.tree_flatten_with_path(_without_strange_mappings(target))
-    cuts = [_cut_leaf(leaf, microbatches, device, batch, f"target{pytree.keystr(path)}") for path, leaf in leaves]
-    return [pytree.tree_unflatten([cut[index] for cut in cuts], spec) for index in range(microbatches)]
-
-
-def pack(structure: Any, leaves: Mapping[str, Any]) -> Any:
-    """The nested structure with each name replaced by its leaf; sequences become tuples."""
-    if isinstance(structure, Mapping):
-        return {key: pack(item, leaves) for key, item in structure.items()}
-    if isinstance(structure, tuple):
-        return tuple(pack(item, leaves) for item in structure)
-    return None if structure is None else leaves[structure]
+def _check_input(value: Value, passed: Any, microbatches: int) -> None:
+    """Raise BatchError unless `passed` is this input for so many microbatches, in shape and dtype."""
+    if not isinstance(passed, Tensor):
+        raise BatchError(
+            f"{value.name} is {'missing' if passed is None else reprlib.repr(passed)}: pass a tensor, {value}."
+        )
+    if passed.shape != _batch_shape(value, microbatches):
+        raise BatchError(_wrong_shape(value, passed, microbatches))
+    if passed.dtype != torch_dtype(value):
+        raise BatchError(f"{value.name} is {dtype_name(passed)}; the plan has {value}: pass .to(torch.{value.dtype}).")
 
 
-def join(parts: Sequence[Any]) -> Any:
-    """One output of all microbatches: along dimension 0, or along a new one where it has none."""
-    if len(parts) == 1 or not isinstance(parts[0], Tensor):
-        return parts[0]
-    return torch.cat(tuple(parts)) if parts[0].dim() else torch.stack(tuple(parts))
+def _batch_shape(value: Value, microbatches: int) -> tuple[int, ...]:
+    shape = value.shape_at()
+    return (shape[0] * microbatches, *shape[1:]) if shape else ()
 
 
-def _without_strange_mappings(target: Any) -> Any:
+def _wrong_shape(value: Value, passed: Tensor, microbatches: int) -> str:
+    found, batch = f"{value.name} has the shape {list(passed.shape)}", _batch_shape(value, microbatches)
+    if not value.shape or passed.shape[1:] != batch[1:]:
+        own_shape = list(value.shape)
+        return f"{found}; the captured microbatch is {own_shape}, and {microbatches} of them make {list(batch)}."
+    rows, own = len(passed), value.shape_at()[0]
+    near = max(rows // own, 1)
+    other = f"microbatches={near}" if near * own == rows else f"{near * own} rows with microbatches={near}"
+    return (
+        f"{found}: {rows} rows for {microbatches} microbatches. The captured microbatch is {own} rows: "
+        f"pass {batch[0]} rows, or {other}."
+    )
+
+
+def _with_plain_mappings(target: Any) -> Any:
     def plain(leaf: Any) -> Any:
         return {key: pytree.tree_map(plain, item) for key, item in leaf.items()} if isinstance(leaf, Mapping) else leaf
 
@@ -107,7 +128,7 @@ def _without_strange_mappings(target: Any) -> Any:
 
 
 def _cut_leaf(
-    leaf: Any, microbatches: int, device: torch.device | None, batch: Collection[int], where: str
+    leaf: Any, microbatches: int, device: torch.device | None, rows: Collection[int], where: str
 ) -> Sequence[Any]:
     if not isinstance(leaf, Tensor):
         if _holds_tensors(leaf):
@@ -119,11 +140,11 @@ def _cut_leaf(
     tensor = leaf.to(device=device, non_blocking=True)
     if tensor.dim() == 0:
         return [tensor] * microbatches
-    rows = len(tensor)
-    if (batch and rows not in batch) or rows == 0 or rows % microbatches:
-        expected = " or ".join(map(str, batch)) or f"{max(rows // microbatches, 1) * microbatches}"
+    own = len(tensor)
+    if (rows and own not in rows) or own == 0 or own % microbatches:
+        expected = " or ".join(map(str, rows)) or f"{max(own // microbatches, 1) * microbatches}"
         raise BatchError(
-            f"{where} has {rows} rows for {microbatches} microbatches: pass {expected} rows, one for each row of the "
+            f"{where} has {own} rows for {microbatches} microbatches: pass {expected} rows, one for each row of the "
             f"batch."
         )
     return tensor.chunk(microbatches)
@@ -136,59 +157,3 @@ def _holds_tensors(leaf: Any) -> bool:
     if isinstance(leaf, (list, tuple, set, frozenset)):
         held += leaf
     return any(isinstance(item, Tensor) for item in pytree.tree_leaves(held))
-
-
-def _leaves(where: str, structure: Any, given: Any) -> Iterator[tuple[str, Any]]:
-    """(name, what was passed) for every name in the structure."""
-    if isinstance(structure, str):
-        yield structure, given
-    elif structure is None:
-        if given is not None:
-            raise BatchError(
-                f"{where} was None when the model was captured: leave it out, or capture the model with it."
-            )
-    elif isinstance(structure, Mapping):
-        if given is not None and (not isinstance(given, Mapping) or given.keys() != structure.keys()):
-            found = sorted(given) if isinstance(given, Mapping) else type(given).__name__
-            raise BatchError(f"{where} is {found}; it was a dict of {sorted(structure)} when the model was captured.")
-        for key, item in structure.items():
-            yield from _leaves(f"{where}[{key!r}]", item, None if given is None else given[key])
-    else:
-        if given is not None and (not isinstance(given, (tuple, list)) or len(given) != len(structure)):
-            found = f"{len(given)} items" if isinstance(given, (tuple, list)) else type(given).__name__
-            raise BatchError(f"{where} is {found}; it had {len(structure)} items when the model was captured.")
-        for i, item in enumerate(structure):
-            yield from _leaves(f"{where}[{i}]", item, None if given is None else given[i])
-
-
-def _check_constant(value: Value, given: Any) -> None:
-    if given is not None and (type(given) is not type(value.constant) or given != value.constant):
-        raise BatchError(
-            f"{value.name} is {given!r}; it was {value.constant!r} when the model was captured, and the stages were "
-            f"written for that. Pass {value.constant!r}, or capture the model anew with the other."
-        )
-
-
-def _batch_shape(value: Value, microbatches: int) -> tuple[int, ...]:
-    shape = value.shape_at()
-    return (shape[0] * microbatches, *shape[1:]) if shape else ()
-
-
-def _wrong_shape(value: Value, given: Tensor, microbatches: int) -> str:
-    said, batch = f"{value.name} has the shape {list(given.shape)}", _batch_shape(value, microbatches)
-    if not value.shape or given.shape[1:] != batch[1:]:
-        return f"{said}; the captured microbatch is {list(value.shape)}, and {microbatches} of them make {list(batch)}."
-    rows, own = len(given), value.shape_at()[0]
-    near = max(rows // own, 1)
-    other = f"microbatches={near}" if near * own == rows else f"{near * own} rows with microbatches={near}"
-    return (
-        f"{said}: {rows} rows for {microbatches} microbatches. The captured microbatch is {own} rows: "
-        f"pass {batch[0]} rows, or {other}."
-    )
-
-
-def _signature(manifest: Manifest) -> str:
-    names = [item if isinstance(item, str) else "…" for item in manifest.args] + [
-        f"{name}=" for name in manifest.kwargs
-    ]
-    return f"the model was captured with ({', '.join(names)})"

@@ -19,19 +19,19 @@ from pipegraph.progress import track
 
 Stages = Mapping[int, nn.Module]
 
-Parallelize = Callable[[nn.Module], nn.Module | None]
+ParallelizeFunction = Callable[[nn.Module], nn.Module | None]
 """Changes a stage in place, or returns another module for it."""
 
 
 def load_stages(
     package: Package, indices: list[int], device: torch.device, weights: str | PathLike[str] | None = None
 ) -> dict[int, nn.Module]:
-    """The stages `indices` on `device`, with the package's weights or those of a checkpoint.
+    """Load the stages `indices` on `device`, with the package's weights or those of the checkpoint `weights`.
 
-    Weights that the package was written without are made up, with a warning.
+    If the package was written without weights, they are initialised, with a warning.
     """
-    made_up = weights is None and not package.has_weights
-    if made_up:
+    has_weights = weights is not None or package.has_weights
+    if not has_weights:
         warnings.warn(
             f"{package.path} holds no weights: its parameters are initialised at random, on every rank alike. A "
             "checkpoint's are read with --weights DIR, in Python with weights=.",
@@ -40,57 +40,45 @@ def load_stages(
     stages = {}
     with torch.random.fork_rng(devices=[]):  # making layers must not move the caller's random numbers
         for index in track("loading weights of stages", indices):
-            if made_up:
-                stages[index] = _initialised(package.load_stage(index, "cpu", weights=False)).to(device)
-            else:
+            if has_weights:
                 stages[index] = package.load_stage(index, str(device), True if weights is None else weights)
+            else:
+                stages[index] = _initialise(package.load_stage(index, "cpu", weights=False)).to(device)
     for index, stage in stages.items():
-        _check_names(package, index, stage)
+        missing, added = _differing_names(package, index, stage)
+        if missing or added:
+            raise PackageError(
+                f"stage {index} of {package.path} has other parameters than pipeline.json says: "
+                f"missing {missing}, added {added}. Was it edited? Correct `parameters` there too."
+            )
     return stages
 
 
-def parallelized(package: Package, stages: Stages, parallelize_fn: Parallelize) -> dict[int, nn.Module]:
-    """What `parallelize_fn` makes of each stage. Raises PipegraphError where that is none, or has other names."""
-    found: dict[int, nn.Module] = {}
+def parallelize_stages(
+    package: Package, stages: Stages, parallelize_fn: ParallelizeFunction
+) -> tuple[dict[int, nn.Module], Manifest]:
+    """Call `parallelize_fn` with each stage. Return the stages, and the manifest with the dtypes that they have now.
+
+    Raises PipegraphError if it returns anything but a module with parameters of the same names.
+    """
+    before = _dtypes(stages)
+    changed: dict[int, nn.Module] = {}
     for index, stage in stages.items():
-        made: object = parallelize_fn(stage)
-        if not isinstance(made, nn.Module | None):
+        returned: object = parallelize_fn(stage)
+        if not isinstance(returned, nn.Module | None):
             raise PipegraphError(
-                f"parallelize_fn returned a {type(made).__name__} for stage {index}; it returns a module, or None "
-                f"where it changed the stage in place."
+                f"parallelize_fn returned a {type(returned).__name__} for stage {index}. It must return a module, or "
+                f"None if it changed the stage in place."
             )
-        found[index] = stage if made is None else made
-        missing, added = _other_names(package, index, found[index])
+        changed[index] = stage if returned is None else returned
+        missing, added = _differing_names(package, index, changed[index])
         if missing or added:
             raise PipegraphError(
                 f"parallelize_fn gave the parameters of stage {index} other names: missing {missing}, added {added}. "
-                f"State dicts and tied weights go by them. Try: change the stage in place, as parallelize_module and "
+                f"State dicts and tied weights go by names. Try: change the stage in place, as parallelize_module and "
                 f"fully_shard do."
             )
-    return found
-
-
-def dtypes(stages: Stages) -> dict[str, torch.dtype]:
-    """Of every parameter that holds floats."""
-    return {name: each.dtype for name, each in named_parameters(stages) if each.is_floating_point()}
-
-
-def converted(manifest: Manifest, before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> Manifest:
-    """The manifest after `.to(dtype)` on every stage: values of a dtype that all parameters have left take the new one.
-
-    A dtype that some parameters kept, or left for several, stays: then stages cast what they take and return.
-    """
-    found: dict[torch.dtype, set[torch.dtype]] = {}
-    for name, dtype in before.items():
-        found.setdefault(dtype, set()).add(after.get(name, dtype))
-    names = {
-        str(old).removeprefix("torch."): str(*new).removeprefix("torch.") for old, new in found.items() if len(new) == 1
-    }
-    values = {
-        name: structs.replace(value, dtype=names.get(value.dtype, value.dtype))
-        for name, value in manifest.values.items()
-    }
-    return structs.replace(manifest, values=values)
+    return changed, _converted(package.manifest, before, _dtypes(changed))
 
 
 def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
@@ -103,9 +91,12 @@ def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
                 yield name, parameter
 
 
-def lay_out_gradients(stages: Stages) -> None:
-    """Give the gradient of each DTensor its parameter's placements, which it has but where autograd has accumulated it:
-    that leaves sums over ranks to be made later. The ranks of its mesh call this together."""
+def redistribute_gradients(stages: Stages) -> None:
+    """Give the gradient of each DTensor its parameter's placements.
+
+    Kernels that are traced do so themselves; autograd leaves sums over ranks to be made later. Collective: every rank
+    of a DTensor's mesh must call it.
+    """
     for _, parameter in named_parameters(stages):
         gradient: Any = parameter.grad
         if gradient is not None and is_sharded(parameter) and gradient.placements != parameter.placements:  # type: ignore
@@ -118,9 +109,9 @@ def state_dict(stages: Stages) -> dict[str, Any]:
 
 
 def load_state_dict(manifest: Manifest, stages: Stages, state: Mapping[str, Tensor]) -> None:
-    """Load what concerns these stages from a state dict of the whole model, or of them.
+    """Load the entries of these stages from a state dict of the whole model, or of these stages.
 
-    A tied weight may stand there under any of its names. Raises PackageError for names and shapes that do not fit.
+    A tied weight may be there under any of its names. Raises PackageError for names and shapes that do not fit.
     """
     known = {name for stage in manifest.stages for name in stage.parameters}
     known |= {buffer.name for stage in manifest.stages for buffer in stage.buffers} | {*state_dict(stages)}
@@ -132,33 +123,49 @@ def load_state_dict(manifest: Manifest, stages: Stages, state: Mapping[str, Tens
         own = {}
         for name, like in stage.state_dict().items():
             names = [name, *(other for group in manifest.tied if name in group for other in group)]
-            found = next((other for other in names if other in state), None)
-            if found is None:
+            key = next((other for other in names if other in state), None)
+            if key is None:
                 raise PackageError(f"the state dict lacks {name}, of stage {index}.{nearest(name, state)}")
-            own[name] = shards(state[found], like)
+            own[name] = shards(state[key], like)
         try:
             stage.load_state_dict(own)
         except RuntimeError as error:
             raise PackageError(f"the state dict does not fit stage {index}: {error}") from None
 
 
-def _check_names(package: Package, index: int, stage: nn.Module) -> None:
-    missing, added = _other_names(package, index, stage)
-    if missing or added:
-        raise PackageError(
-            f"stage {index} of {package.path} has other parameters than pipeline.json says: "
-            f"missing {missing}, added {added}. Was it edited? Correct `parameters` there too."
-        )
+def _dtypes(stages: Stages) -> dict[str, torch.dtype]:
+    """The dtype of every parameter that holds floats."""
+    return {name: each.dtype for name, each in named_parameters(stages) if each.is_floating_point()}
 
 
-def _other_names(package: Package, index: int, stage: nn.Module) -> tuple[list[str], list[str]]:
-    """The names of parameters that pipeline.json has and the stage has not, and the other way round."""
+def _converted(manifest: Manifest, before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> Manifest:
+    """The manifest after `.to(dtype)` on every stage: values take the new dtype of the parameters that had theirs.
+
+    If some parameters kept the dtype, or they took several, values keep it as well: the stages then cast.
+    """
+    successors: dict[torch.dtype, set[torch.dtype]] = {}
+    for name, dtype in before.items():
+        successors.setdefault(dtype, set()).add(after.get(name, dtype))
+    names = {
+        str(old).removeprefix("torch."): str(*new).removeprefix("torch.")
+        for old, new in successors.items()
+        if len(new) == 1
+    }
+    values = {
+        name: structs.replace(value, dtype=names.get(value.dtype, value.dtype))
+        for name, value in manifest.values.items()
+    }
+    return structs.replace(manifest, values=values)
+
+
+def _differing_names(package: Package, index: int, stage: nn.Module) -> tuple[list[str], list[str]]:
+    """The parameters that pipeline.json has and the stage does not, and those that the stage has in addition."""
     expected = {*package.manifest.stages[index].parameters}
-    found = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-    return sorted(expected - found), sorted(found - expected)
+    names = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+    return sorted(expected - names), sorted(names - expected)
 
 
-def _initialised(stage: nn.Module) -> nn.Module:
+def _initialise(stage: nn.Module) -> nn.Module:
     """Initialise each module as its class does, else normally (std 0.02), seeded by name. Buffers keep their values."""
     buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     done: set[int] = set()

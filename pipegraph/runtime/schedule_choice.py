@@ -11,32 +11,38 @@ from pipegraph.schedule.build import schedule_for_stages
 from pipegraph.schedule.recipes import find_recipe
 
 
-def choose(
+def resolve_schedule(
     schedule: str | PathLike[str] | Schedule,
     microbatches: int | None,
     stages: int,
     processes: int | None,
     ranks: int | None = None,
 ) -> Schedule:
-    """The schedule for `stages`, on so many processes; None: on as many virtual ranks as it likes.
+    """The schedule for a package's stages.
 
-    `microbatches` is 1 by default, or what a ready schedule has. A name that allows any number of stages on a rank gets
-    as many `ranks` as are given, or as processes. ScheduleError where the numbers do not fit together.
+    Args:
+        schedule: a name, the path of a CSV file, or a ready schedule.
+        microbatches: 1 by default, or those of a ready schedule.
+        processes: how many run it, one per rank; None for one process with as many virtual ranks as it likes.
+        ranks: for a name that allows any number of stages on a rank, if there are no processes to go by.
+
+    Raises:
+        ScheduleError: the numbers do not fit together.
     """
     if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv")):
         schedule = schedules.read_csv(schedule)
-    found = schedule_for_stages(schedule, stages, 1 if microbatches is None else microbatches, processes or ranks)
-    if microbatches not in (None, found.microbatches):
+    resolved = schedule_for_stages(schedule, stages, 1 if microbatches is None else microbatches, processes or ranks)
+    if microbatches not in (None, resolved.microbatches):
         raise ScheduleError(
-            f"{found.name} has {found.microbatches} microbatches; microbatches={microbatches} was given."
+            f"{resolved.name} has {resolved.microbatches} microbatches; microbatches={microbatches} was given."
         )
-    if processes not in (None, found.ranks):
+    if processes not in (None, resolved.ranks):
         raise ScheduleError(
-            f"{found.name} runs the package's {stages} stages on {found.ranks} ranks, and {processes} processes were "
-            f"started. Start {found.ranks} (--nproc-per-node {found.ranks}), or run without torchrun: one process then "
-            f"holds all stages.{other_names(stages, processes)}"
+            f"{resolved.name} runs the package's {stages} stages on {resolved.ranks} ranks, and {processes} processes "
+            f"were started. Start {resolved.ranks} (--nproc-per-node {resolved.ranks}), or run without torchrun: one "
+            f"process then holds all stages.{other_names(stages, processes)}"
         )
-    return found
+    return resolved
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -46,7 +52,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def other_names(stages: int, ranks: int) -> str:
-    """A sentence that says which schedules can have so many stages on so many ranks; empty if none can."""
+    """A sentence that names the schedules which can have so many stages on so many ranks; empty if none can."""
     if stages % ranks:
         return ""
     recipes = [find_recipe(name) for name in schedules.names()]

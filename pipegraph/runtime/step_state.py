@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipegraph.runtime.transport.buffer_pool import share_memory
 from pipegraph.runtime.transport.protocol import Receive
 from pipegraph.runtime.wiring import Transfer
 from pipegraph.schedule import Action
 
 
 @dataclass(frozen=True)
-class Feed:
+class StepInputs:
     """What a step takes from the caller: every input by name and the target, each as one item per microbatch."""
 
     inputs: Mapping[str, Sequence[Any]]
@@ -26,23 +27,23 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class Results:
+class StepOutputs:
     """What a step gives on the rank of the last stage, by microbatch."""
 
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
-class Sums(dict[str, Tensor]):
+class GradientSums(dict[str, Tensor]):
     """Gradients by the name of their value, summed over the consumers of the value."""
 
     def add(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         for name, gradient in gradients:
-            # Never in place: what came first may be shared with the graph that it came from.
+            # Never in place: the first gradient may share memory with what its sender still reads.
             self[name] = self[name] + gradient if name in self else gradient
 
 
-class Posting(NamedTuple):
+class PostedReceive(NamedTuple):
     """A receive on its way: the RECV action, what it moves, and what is waited for."""
 
     action: Action
@@ -50,18 +51,67 @@ class Posting(NamedTuple):
     receive: Receive
 
 
-@dataclass(frozen=True)
-class Step:
-    """The tensors of one step on one rank. Each stands in one place, and leaves it when it is used, which is where the
-    schedule's `lifetimes` have its last read.
+class ReceivedMessages:
+    """The pooled messages that one stage has received for one microbatch: inputs, and gradients of its outputs.
 
-    Keys are (stage, microbatch), with True for what comes back, or (from stage, to stage, microbatch).
+    They are released after the stage's last action for the microbatch (B, W, or F if there is no backward), because
+    its kernels may keep them until then. A message whose memory leaves the executor is not released: it belongs to
+    whoever holds it from then on. It can leave in three ways, and each is followed by a check:
+
+    - as an output or loss of F, which is sent, given to another stage or returned to the caller: `keep_shared`;
+    - as a gradient of an input, which is sent or given to another stage: `keep_shared`;
+    - to the module's own Python code, which may keep anything it sees: `keep_all`, unless the kernels promise
+      `Forward.is_pure`. That promise covers `.grad` as well.
     """
 
+    __slots__ = ("_is_kept", "_receives")
+
+    def __init__(self) -> None:
+        self._receives: list[tuple[Receive, Sequence[Tensor]]] = []
+        self._is_kept = False
+
+    def add(self, receive: Receive, tensors: Sequence[Tensor]) -> None:
+        if not self._is_kept:
+            self._receives.append((receive, tensors))
+
+    def keep_all(self) -> None:
+        """Release neither these messages nor those still to come for the microbatch."""
+        self._is_kept = True
+        self._receives.clear()
+
+    def keep_shared(self, tensors: Sequence[Any]) -> None:
+        """Do not release the messages whose memory one of these tensors uses."""
+        self._receives = [each for each in self._receives if not share_memory(tensors, each[1])]
+
+    def release(self) -> None:
+        for receive, _ in self._receives:
+            receive.release()
+
+
+@dataclass(frozen=True)
+class StepState:
+    """The tensors of one step on one rank.
+
+    Each stands in one place and leaves it when it is used, at its last read in the schedule's `lifetimes`. Keys are
+    (stage, microbatch), with True for what comes back, or (from stage, to stage, microbatch).
+
+    Attributes:
+        cast: the dtypes that outputs had before they were cast to the manifest's, by name.
+        received: messages whose memory goes back to the transport.
+    """
+
+    given: StepInputs
+    results: StepOutputs
     inputs: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-    gradients: dict[tuple[int, int], Sums] = field(default_factory=lambda: defaultdict(Sums))
+    gradients: dict[tuple[int, int], GradientSums] = field(default_factory=lambda: defaultdict(GradientSums))
     saved: dict[tuple[int, int], Any] = field(default_factory=dict)
     cast: dict[tuple[int, int], dict[str, torch.dtype]] = field(default_factory=lambda: defaultdict(dict))
-    """by (stage, microbatch): of outputs that were cast to what the manifest promises, what they were before"""
     outgoing: dict[tuple[int, int, int], Sequence[Tensor]] = field(default_factory=dict)
-    posted: dict[tuple[int, int, bool], list[Posting]] = field(default_factory=lambda: defaultdict(list))
+    posted: dict[tuple[int, int, bool], list[PostedReceive]] = field(default_factory=lambda: defaultdict(list))
+    received: dict[tuple[int, int], ReceivedMessages] = field(default_factory=lambda: defaultdict(ReceivedMessages))
+
+    def release(self, key: tuple[int, int]) -> None:
+        """Release what the stage has received for the microbatch. Its kernels are done with it."""
+        received = self.received.pop(key, None)
+        if received is not None:
+            received.release()

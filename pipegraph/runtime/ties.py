@@ -1,12 +1,12 @@
 """Tied weights: one parameter that several stages use.
 
-Stages of one process share one `nn.Parameter`. Across ranks every copy starts as the first stage's, and at the end of a
-step the copies' gradients are summed, so that every copy holds the whole gradient and they never drift apart.
+Stages of one process share one `nn.Parameter`. Across ranks every copy starts as the first stage's. At the end of a
+step the copies' gradients are summed, so that every copy holds the whole gradient and the copies never drift apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,19 +35,76 @@ class Tie:
         return placement[self.places[0][0]]
 
 
-def ties(manifest: Manifest) -> tuple[Tie, ...]:
+def find_ties(manifest: Manifest) -> tuple[Tie, ...]:
     """Every parameter that stands in several places, under one name or several, in the order of its first place."""
     places: dict[str, list[tuple[int, str]]] = {}
     for stage in manifest.stages:
         for name in stage.parameters:
             places.setdefault(manifest.stored_name(name), []).append((stage.index, name))
-    return tuple(Tie(tuple(found)) for found in places.values() if len(found) > 1)
+    return tuple(Tie(tuple(each)) for each in places.values() if len(each) > 1)
 
 
-def share(tied: Sequence[Tie], stages: Mapping[int, nn.Module]) -> dict[Tie, nn.Parameter]:
-    """Make the places of each tie among these stages one parameter, the first one's. Those without one are left out."""
+class TiedWeights:
+    """The tied weights of this process's stages, each made one parameter when this is made.
+
+    `connect` joins the copies on other ranks. Without it, the process holds all copies.
+    """
+
+    def __init__(
+        self, manifest: Manifest, stages: Mapping[int, nn.Module], placement: Sequence[int], ranks: Collection[int]
+    ) -> None:
+        self._placement = placement
+        self._parameters = _share(find_ties(manifest), stages)
+        self._owned_elsewhere = {
+            id(parameter) for tie, parameter in self._parameters.items() if tie.owner(placement) not in ranks
+        }
+        self._copies: list[tuple[nn.Parameter, Group]] = []
+
+    def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters without those that another rank counts, so that all ranks count each weight once."""
+        return [parameter for parameter in parameters if id(parameter) not in self._owned_elsewhere]
+
+    def connect(self, world: World) -> None:
+        """Make equal the copies on several ranks. Collective: every rank of the pipeline must call it."""
+        groups: dict[tuple[int, ...], Group] = {}
+        for tie, parameter in self._parameters.items():
+            ranks = tie.ranks(self._placement)
+            if len(ranks) == 1:
+                continue
+            if ranks not in groups:
+                groups[ranks] = world.connect(f"tie-{'-'.join(map(str, ranks))}", ranks)
+            if not groups[ranks].agrees(layout_text(parameter), world.device):
+                raise PipegraphError(
+                    f"parallelize_fn has sharded {tie.places[0][1]} differently on the ranks that share it; here it is "
+                    f"{layout_text(parameter)}. Give its copies the same placements on every stage: "
+                    f"{', '.join(f'{name} of stage {stage}' for stage, name in tie.places)}."
+                )
+            groups[ranks].broadcast(local(parameter.data), tie.owner(self._placement))
+            self._copies.append((parameter, groups[ranks]))
+
+    @contextmanager
+    def summed_gradients(self) -> Iterator[None]:
+        """A context around a step: sums what the step adds to the gradients of copies on several ranks."""
+        before = [parameter.grad for parameter, _ in self._copies]
+        for parameter, _ in self._copies:
+            parameter.grad = None
+        try:
+            yield
+            for parameter, group in self._copies:
+                # A frozen copy takes part with zeros, because other ranks may not have frozen theirs.
+                total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+                group.all_reduce(local(total.detach()))
+                parameter.grad = total.detach() if parameter.requires_grad else None
+        finally:
+            for (parameter, _), old in zip(self._copies, before, strict=True):
+                if old is not None:
+                    parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+
+
+def _share(ties: Sequence[Tie], stages: Mapping[int, nn.Module]) -> dict[Tie, nn.Parameter]:
+    """Make the places of each tie among these stages one parameter, the first one's. Others are left out."""
     shared: dict[Tie, nn.Parameter] = {}
-    for tie in tied:
+    for tie in ties:
         for stage, name in tie.places:
             if stage in stages:
                 module, _, attribute = name.rpartition(".")
@@ -66,43 +123,3 @@ def share(tied: Sequence[Tie], stages: Mapping[int, nn.Module]) -> dict[Tie, nn.
                     )
                 setattr(owner, attribute, parameter)
     return shared
-
-
-class RemoteTies:
-    """Those ties whose copies are on several ranks, this one among them. Made by all ranks together."""
-
-    def __init__(self, shared: Mapping[Tie, nn.Parameter], placement: Sequence[int], world: World) -> None:
-        groups: dict[tuple[int, ...], Group] = {}
-        self._copies: list[tuple[nn.Parameter, Group]] = []
-        for tie, parameter in shared.items():
-            ranks = tie.ranks(placement)
-            if len(ranks) == 1:
-                continue
-            if ranks not in groups:
-                groups[ranks] = world.connect(f"tie-{'-'.join(map(str, ranks))}", ranks)
-            if not groups[ranks].agrees(layout_text(parameter), world.device):
-                raise PipegraphError(
-                    f"parallelize_fn has sharded {tie.places[0][1]} differently on the ranks that share it; here it is "
-                    f"{layout_text(parameter)}. Give its copies the same placements on every stage: "
-                    f"{', '.join(f'{name} of stage {stage}' for stage, name in tie.places)}."
-                )
-            groups[ranks].broadcast(local(parameter.data), tie.owner(placement))
-            self._copies.append((parameter, groups[ranks]))
-
-    @contextmanager
-    def summed(self) -> Iterator[None]:
-        """Around a step: what the step adds to a copy's gradient is summed over the copies, and nothing else is."""
-        before = [parameter.grad for parameter, _ in self._copies]
-        for parameter, _ in self._copies:
-            parameter.grad = None
-        try:
-            yield
-            for parameter, group in self._copies:
-                # Frozen copies take part with zeros, as other ranks may not have frozen theirs.
-                total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-                group.all_reduce(local(total.detach()))
-                parameter.grad = total.detach() if parameter.requires_grad else None
-        finally:
-            for (parameter, _), old in zip(self._copies, before, strict=True):
-                if old is not None:
-                    parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)

@@ -1,4 +1,4 @@
-"""Where a stage's inputs come from and its outputs go: the manifest's values, laid out for the executor."""
+"""Where a stage's inputs come from and where its outputs go: the manifest's values, laid out for the executor."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ class Edge:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message: all values of one edge, for one microbatch, in one direction."""
+    """One message: all values of one edge, for one microbatch, in one direction.
+
+    Attributes:
+        ranks: of the sender and of the receiver.
+    """
 
     sender: int
     receiver: int
     backward: bool
     microbatch: int
     ranks: tuple[int, int]
-    """of the sender and of the receiver"""
     values: tuple[Value, ...]
 
     @cached_property
@@ -54,7 +57,7 @@ class Transfer:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Equal at both ends, and for no other message of a step: sender < receiver tells the direction."""
+        """Equal at both ends, and unique within a step: the direction is known from which stage comes first."""
         return self.sender, self.receiver, self.microbatch
 
 
@@ -69,16 +72,16 @@ class StageWiring:
 
     @property
     def input_gradients(self) -> tuple[bool, ...]:
-        """Of each input, whether its gradient is wanted. The caller's are not: `step` gives gradients of parameters."""
+        """Whether the gradient of each input is wanted. Those of the caller's inputs never are."""
         return tuple(value.requires_grad and value.producer != CALLER for value in self.inputs)
 
     @property
     def output_gradients(self) -> tuple[bool, ...]:
-        """Of each output, whether a gradient comes back, or the loss may ask for one."""
+        """Whether a gradient of each output comes back, or the loss may ask for one."""
         return tuple(value.requires_grad or not value.consumers for value in self.outputs)
 
 
-def wire(manifest: Manifest) -> tuple[StageWiring, ...]:
+def stage_wirings(manifest: Manifest) -> tuple[StageWiring, ...]:
     """The wiring of every stage."""
     edges = [
         Edge(producer, consumer, tuple(manifest.values[name] for name in manifest.edge_values(producer, consumer)))
@@ -95,8 +98,8 @@ def wire(manifest: Manifest) -> tuple[StageWiring, ...]:
     )
 
 
-def transfer(action: Action, wiring: Sequence[StageWiring], placement: Sequence[int]) -> Transfer:
-    """What a SEND or RECV action moves."""
+def transfer_of(action: Action, wiring: Sequence[StageWiring], placement: Sequence[int]) -> Transfer:
+    """The message that a SEND or RECV action moves."""
     peer = action.partner.stage
     backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
     sender, receiver = (action.stage, peer) if action.sends else (peer, action.stage)
@@ -114,19 +117,19 @@ def rank_pairs(schedule: Schedule) -> set[tuple[int, int]]:
 
 
 def named_outputs(wiring: StageWiring, outputs: Sequence[Any]) -> dict[str, Tensor]:
-    """A stage's outputs by name, as its consumers take them. RuntimeFault where the manifest promises them others.
+    """A stage's outputs by name, as its consumers take them: contiguous, because a consumer compiles for one layout.
 
-    They are contiguous, on this rank as on another one: a consumer compiles for one layout. What a region of autocast
-    around the step has made of a float is cast to what was promised.
+    If a region of autocast around the step has given a float another dtype, it is cast to the manifest's. Raises
+    RuntimeFault if the outputs are not those that the manifest promises.
     """
     if len(outputs) != len(wiring.outputs):
         names = ", ".join(value.name for value in wiring.outputs)
         raise RuntimeFault(
             f"the stage returned {len(outputs)} values; pipeline.json lists {len(wiring.outputs)}: {names}."
         )
-    found = {}
+    by_name = {}
     for value, output in zip(wiring.outputs, outputs, strict=True):
-        found[value.name] = output
+        by_name[value.name] = output
         if not value.consumers:
             continue
         promised = torch_dtype(value)
@@ -135,11 +138,11 @@ def named_outputs(wiring: StageWiring, outputs: Sequence[Any]) -> dict[str, Tens
         if not (output.shape == value.shape and output.dtype == promised):
             raise RuntimeFault(
                 f"the stage returned {value.name} as {dtype_name(output)}{list(output.shape)}; pipeline.json promises "
-                f"{value} to stage {value.consumers[0]}. Correct the stage's source, or `values` in pipeline.json; "
-                "parallelize_fn is where all stages are given another dtype."
+                f"{value} to stage {value.consumers[0]}. Correct the stage's source, or `values` in pipeline.json. To "
+                "give all stages another dtype, use parallelize_fn."
             )
-        found[value.name] = output.contiguous()
-    return found
+        by_name[value.name] = output.contiguous()
+    return by_name
 
 
 def _is_autocast(output: Tensor, promised: torch.dtype) -> bool:
@@ -153,6 +156,7 @@ def zeros(value: Value, device: torch.device) -> Tensor:
 
 
 def torch_dtype(value: Value) -> torch.dtype:
+    """The dtype of a value. Raises PackageError if torch has none of that name."""
     dtype = getattr(torch, value.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise PackageError(f'pipeline.json gives {value.name} the dtype "{value.dtype}", which torch does not have.')

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Package
 from pipegraph.planner.package_prediction import PlannedStep
-from pipegraph.runtime.schedule_choice import choose
+from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, check, read_csv, search
 from pipegraph.schedule.recipes import find_recipe
 
@@ -30,7 +30,7 @@ def choose_schedule(
             microbatches = planned.microbatches if planned else stages
         if ranks is None and planned and planned.schedule == find_recipe(schedule).name:
             ranks = planned.ranks
-    chosen = choose(schedule, microbatches, stages, processes=None, ranks=ranks)
+    chosen = resolve_schedule(schedule, microbatches, stages, processes=None, ranks=ranks)
     check(chosen)
     return chosen
 

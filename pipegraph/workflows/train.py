@@ -81,7 +81,7 @@ class Training:
         modules = self._pipeline.stages.values()
         state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         batch = output_tensors([self._batch.args, self._batch.kwargs, self._batch.target]).values()
-        self._weights = SavedBytes([*state, *batch])
+        self._saved = SavedBytes([*state, *batch])
         self._times = ActionTimes(self._device)
         self._kernels = kernels
         self._seconds: list[float] = []
@@ -109,16 +109,18 @@ class Training:
         In the first step of all, which compiles, what is saved is weighed; in the others every action is timed.
         """
         for index in track("training steps", range(len(self._seconds), len(self._seconds) + count)):
-            self._pipeline.observe(self._times if index else self._weights)
             self._optimizer.zero_grad()
+            self._times.begin_step()
             start = time.perf_counter()
-            with of_the_same_model(self._pipeline.package.manifest, self._source):
+            observed = self._pipeline.observe(self._times if index else self._saved)
+            with observed, of_the_same_model(self._pipeline.package.manifest, self._source):
                 result = self._pipeline.step(*self._batch.args, target=self._batch.target, **self._batch.kwargs)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             seconds = time.perf_counter() - start
             self._optimizer.step()
-            busiest = max(self._times.end_step().values(), default=0.0)
+            times = self._times.end_step()
+            busiest = max(map(times.busy, self._pipeline.ranks))
             # Behind this the ranks are level: the next step begins for all of them at one time.
             seconds, busiest = map(max, zip(*self._pipeline.gather([seconds, busiest]), strict=True))
             self._seconds.append(seconds)
@@ -137,7 +139,7 @@ class Training:
         keys = [(stage, kind) for stage in range(schedule.stages) for kind in COMPUTING]
         ranks = range(schedule.ranks)
         medians = self._times.medians()
-        saved = [self._weights.most(rank) if self._holds(rank) else None for rank in ranks]
+        saved = [self._saved.peak(rank) if self._holds(rank) else None for rank in ranks]
         row = [medians.get(key, _NONE) for key in keys]
         row += [self._state(rank) if self._holds(rank) else _NONE for rank in ranks]
         row += [_NONE if each is None else each for each in saved]

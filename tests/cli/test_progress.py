@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from rich.live import Live
 from pipegraph.cli import progress
 from pipegraph.kernels import internals
 from pipegraph.progress import listen, report_progress, track
-from pipegraph.runtime.processes import progress_relay
+from pipegraph.runtime.processes.progress_relay import ProgressRelay, relay_progress
 from tests.cli.command import ROOT, Command
 
 AT_ONCE = """
@@ -167,33 +168,40 @@ def test_who_listens_is_told() -> None:
     assert told == [("items", 0, 2), ("items", 1, 2), ("items", 2, 2), ("something", 0, 0)]
 
 
-def test_what_a_child_says_arrives_in_order() -> None:
+def relay_of(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> ProgressRelay | None:
+    """What a child with this environment has."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return ProgressRelay.to_parent()
+
+
+def test_what_a_child_says_arrives_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it, also what was said right before the end."""
     heard: list[object] = []
-    with listen(lambda *each: heard.append(each)), progress_relay.relayed(heard.append):
-        child = progress_relay.Relay.to_parent()
+    with listen(lambda *each: heard.append(each)), relay_progress(heard.append) as environment:
+        child = relay_of(environment, monkeypatch)
         assert child is not None
-        assert progress_relay.Relay.to_parent() is None  # nor do children of the child have it
+        assert ProgressRelay.to_parent() is None  # children of the child do not have it
         for index in range(1000):
-            child.tell("steps", index, 1000)
-            child.say(f"line {index}\nand more")
+            child.report("steps", index, 1000)
+            child.print(f"line {index}\nand more")
         child.close()
     said = ((("steps", index, 1000), f"line {index}\nand more") for index in range(1000))
     assert heard == [each for pair in said for each in pair]
-    with progress_relay.relayed(heard.append):
-        assert progress_relay.Relay.to_parent() is None  # where nobody listens
+    with relay_progress(heard.append) as environment:
+        assert relay_of(environment, monkeypatch) is None  # nobody listens
 
 
-def test_who_reads_no_more_ends_the_run() -> None:
+def test_who_reads_no_more_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def say(line: str) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     def run() -> None:
-        with listen(lambda *each: None), progress_relay.relayed(say):
-            child = progress_relay.Relay.to_parent()
+        with listen(lambda *each: None), relay_progress(say) as environment:
+            child = relay_of(environment, monkeypatch)
             assert child is not None
             with closing(child):
-                child.say("a line")
+                child.print("a line")
                 time.sleep(40)
 
     began = time.monotonic()

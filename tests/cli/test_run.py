@@ -305,7 +305,7 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
 def test_a_rank_that_hangs_is_named_and_ended(
     pipegraph: Command, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipegraph.runtime.processes.launch._PATIENCE", 1.0)
+    monkeypatch.setattr("pipegraph.runtime.processes.launch._STOP_SECONDS", 1.0)
     broken = Path(shutil.copytree(chain, tmp_path / "broken"))
     stage = broken / "stage_1.py"
     line = "import os; os.kill(os.getpid(), 19)  # SIGSTOP"

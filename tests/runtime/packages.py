@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipegraph.package import CALLER, MANIFEST, WEIGHTS_INDEX, Buffer, Manifest, ModelEntry, Package, StageEntry, Value
-from pipegraph.runtime.microbatch import pack
+from pipegraph.runtime.model_arguments import fill_structure
 
 INIT = """
 import json
@@ -153,7 +153,7 @@ class Reference:
         for entry, module in zip(self.manifest.stages, self.stages, strict=True):
             returned = module(*(values[name] for name in entry.inputs))
             values.update(zip(entry.outputs, returned if isinstance(returned, tuple) else (returned,), strict=True))
-        return pack(self.manifest.outputs, values)
+        return fill_structure(self.manifest.outputs, values)
 
 
 def batch(manifest: Manifest, microbatches: int, seed: int = 0) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ def assert_parity(
     microbatches: int = 4,
     steps: int = 2,
     accumulate: int = 1,
-    kernels: str = "autograd",
+    kernels: Any = "autograd",
 ) -> None:
     """Loss, outputs, gradients and trained parameters equal the unsplit model's over several optimizer steps."""
     package = Package.open(folder)

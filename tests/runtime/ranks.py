@@ -67,6 +67,7 @@ def run(
 
 def _main(function: Callable[..., Any], rank: int, ranks: int, folder: str, store: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    os.environ["PIPEGRAPH_VERIFY"] = "1"  # a buffer that is released too early shows
     if store == "tcp":
         meeting: Any = _tcp_store(rank, ranks, Path(folder, "port"))
     else:
@@ -264,7 +265,7 @@ def receives(rank: int, folder: str, schedules: list[str], microbatches: int) ->
     package = Package.open(folder)
     found = []
     for schedule in schedules:
-        pipe = pipeline(package, schedule=schedule, microbatches=microbatches, loss_fn=loss)
+        pipe = pipeline(package, schedule, "eager", microbatches=microbatches, loss_fn=loss)
         inputs, _ = arguments(package, batch(package.manifest, microbatches))
         transport = pipe._transport
         used: dict[tuple[int, int], set[int]] = {}

@@ -8,26 +8,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipegraph.runtime.processes.clock import Clock, measure
+from pipegraph.runtime.processes.clock import ClockOffset, measure_offset
 from pipegraph.runtime.processes.group import Group
 from tests.runtime import ranks
 
 AHEAD = (0, 3_600_000_000_000, -5_000_000_000)  # nanoseconds that the clock of each rank is ahead of this machine's
 
 
-def shifted(rank: int, folder: str) -> Clock:
+def shifted(rank: int, folder: str) -> ClockOffset:
     group = Group(dist.FileStore(f"{folder}/clock", 3), rank, range(3), torch.device("cpu"), 30.0)
-    found = measure(group, rank, 3, lambda: time.time_ns() + AHEAD[rank])
+    found = measure_offset(group, rank, 3, lambda: time.time_ns() + AHEAD[rank])
     dist.barrier()
     return found
 
 
 def test_the_offset_is_found_within_the_error_that_is_told(tmp_path: Path) -> None:
     found = ranks.run(shifted, 3, str(tmp_path))
-    assert found[0] == Clock(0, 0)
+    assert found[0] == ClockOffset(0, 0)
     for rank in (1, 2):
         assert abs(found[rank].offset_ns + AHEAD[rank]) <= found[rank].error_ns < 50_000_000
 
 
 def test_drift_adds_to_the_error() -> None:
-    assert Clock(100, 10).until(Clock(140, 30)) == Clock(120, 70)
+    assert ClockOffset(100, 10).until(ClockOffset(140, 30)) == ClockOffset(120, 70)

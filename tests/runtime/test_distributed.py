@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipegraph.package import Package
-from pipegraph.runtime.receive_lookahead import receives_ahead
-from pipegraph.schedule import build, lower, receive_buffers
+from pipegraph.runtime.receive_lookahead import receives_due
+from pipegraph.schedule import Schedule, build, lower, receive_buffers
 from tests.runtime import ranks
 from tests.runtime.packages import PARITY, Reference, batch, chain, skips, tied, write
 
@@ -71,6 +72,15 @@ def test_receives_use_no_more_buffers_than_the_schedule_holds(tmp_path: Path) ->
         assert all(count <= most[stages] for stages, count in used.items()), (name, used, most)
         if name != "gpipe":  # which holds all inputs until their backward
             assert max(used.values()) <= 6
+
+
+def receives_ahead(schedule: Schedule) -> int:
+    """How many receives of a rank are posted before the schedule reaches them, at most."""
+    ahead = [0]
+    for actions in schedule.actions:
+        reached = accumulate(action.kind.is_transfer and not action.sends for action in actions)
+        ahead += [due - at for due, at in zip(receives_due(actions), reached, strict=True)]
+    return max(ahead)
 
 
 def test_torchrun_makes_the_process_group(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pipegraph.runtime.executor import Executor
-from pipegraph.runtime.step_state import Step
-from pipegraph.runtime.transport.sends import LARGE, AwaitedSends, PolledSends, Sending
+from pipegraph.runtime.step_state import StepState
+from pipegraph.runtime.transport.sends import LARGE, GlooSends, NcclSends, PendingSend
 from pipegraph.schedule import Kind, What, lifetimes, lower
 from tests.runtime.packages import batch, chain, loss, write
 from tests.runtime.pipelines import pipeline
@@ -55,7 +55,7 @@ def test_a_step_holds_after_each_action_what_the_schedule_still_needs(schedule: 
     def watch(executor: Executor, kind: Kind) -> None:
         do = executor._do[kind]
 
-        def watched(step: Step, *rest: Any) -> None:
+        def watched(step: StepState, *rest: Any) -> None:
             do(step, *rest)
             found[executor.rank, executor.position] = {
                 *((What.SAVED, stage, stage, microbatch) for stage, microbatch in step.saved),
@@ -102,12 +102,12 @@ class SlowWork:
 @pytest.mark.parametrize("size", [3, LARGE])
 def test_a_send_holds_nobody_up_and_its_tensor_goes_when_it_is_done(size: int) -> None:
     """torch.distributed.pipelining holds sends to the end of the step, and computation waits for them (#172668)."""
-    sends, works = AwaitedSends(), [SlowWork(), SlowWork()]
+    sends, works = GlooSends(), [SlowWork(), SlowWork()]
     tensors = []
     for work in works:
         tensor = torch.zeros(size)
         tensors.append(weakref.ref(tensor))
-        sends.add(Sending(work, 1, [tensor]))
+        sends.add(PendingSend(work, 1, [tensor]))
         del tensor
     assert [tensor() is None for tensor in tensors] == [False, False]
     works[0].done.set()
@@ -142,16 +142,16 @@ class PolledWork:
 
 
 def test_a_send_that_outlives_its_step_is_kept_until_it_is_done() -> None:
-    sends, works = PolledSends(), [PolledWork(), PolledWork()]
+    sends, works = NcclSends(), [PolledWork(), PolledWork()]
     tensors = []
     for work in works:
         tensor = torch.zeros(3)
         tensors.append(weakref.ref(tensor))
-        sends.add(Sending(work, 1, [tensor]))
+        sends.add(PendingSend(work, 1, [tensor]))
         del tensor
     works[0].done = True
     sends.finish()
     assert [tensor() is None for tensor in tensors] == [True, False]
     works[1].done = True
-    sends.add(Sending(PolledWork(), 1, []))  # of the next step
+    sends.add(PendingSend(PolledWork(), 1, []))  # of the next step
     assert tensors[1]() is None

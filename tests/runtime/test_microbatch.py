@@ -13,7 +13,7 @@ from msgspec import structs
 from torch import Tensor
 
 from pipegraph.errors import BatchError
-from pipegraph.runtime.microbatch import cut_target, join
+from pipegraph.runtime.microbatch import cut_target, join_outputs
 from pipegraph.runtime.pipeline import Pipeline
 from tests.runtime.packages import Sketch, Stage, loss, write
 from tests.runtime.pipelines import pipeline
@@ -106,9 +106,9 @@ def test_nested_arguments(tmp_path: Path) -> None:
 
 
 def test_outputs_join_along_the_batch() -> None:
-    assert join([torch.zeros(2, 3), torch.ones(2, 3)]).shape == (4, 3)
-    assert join([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
-    assert join([torch.tensor(1.0)]).dim() == 0
+    assert join_outputs([torch.zeros(2, 3), torch.ones(2, 3)]).shape == (4, 3)
+    assert join_outputs([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
+    assert join_outputs([torch.tensor(1.0)]).dim() == 0
 
 
 class Pair(NamedTuple):

@@ -1,4 +1,4 @@
-"""Who observes a pipeline is told of every action, and what times and memory are made of that."""
+"""Observers see every action; times and memory are made of that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from pipegraph import Pipeline
 from pipegraph.package import Package
-from pipegraph.runtime.measurements import ActionTimes, SavedBytes
+from pipegraph.runtime.measurements import KEPT, ActionTimes, SavedBytes
+from pipegraph.runtime.observer import NestedObservers
 from pipegraph.schedule import Action, Kind, lower
 from tests.runtime import ranks
 from tests.runtime.packages import batch, chain, loss, write
@@ -21,20 +22,20 @@ STAGES, MICROBATCHES = 2, 4
 
 
 class Record:
-    """What was told, in order: (begins, rank, action, whether something is saved)."""
+    """What was seen, in order: (begins, rank, action, whether something is saved)."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[bool, int, Action, bool]] = []
+        self.seen: list[tuple[bool, int, Action, bool]] = []
 
     def begin(self, rank: int, action: Action) -> None:
-        self.told.append((True, rank, action, False))
+        self.seen.append((True, rank, action, False))
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
-        self.told.append((False, rank, action, saved is not None))
+        self.seen.append((False, rank, action, saved is not None))
 
     def of(self, rank: int) -> list[tuple[Action, bool]]:
         """The actions of a rank, each with whether something was saved when it ended; they do not overlap."""
-        mine = [(begins, action, saved) for begins, of, action, saved in self.told if of == rank]
+        mine = [(begins, action, saved) for begins, of, action, saved in self.seen if of == rank]
         assert [begins for begins, _, _ in mine] == [True, False] * (len(mine) // 2)
         assert [action for begins, action, _ in mine if begins] == [action for begins, action, _ in mine if not begins]
         return [(action, saved) for begins, action, saved in mine if not begins]
@@ -51,33 +52,63 @@ def step(pipe: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_every_action_is_told_of(package: Package, schedule: str) -> None:
+def test_every_action_is_seen(package: Package, schedule: str) -> None:
     pipe, record = pipeline(package, schedule, "eager", microbatches=MICROBATCHES, loss_fn=loss), Record()
     pipe.observe(record)
     step(pipe)
     manifest = package.manifest
     lowered = lower(pipe.schedule, manifest.edges(), manifest.gradient_edges())
     for rank, actions in enumerate(lowered.actions):
-        told = record.of(rank)
-        assert sorted(map(str, actions)) == sorted(str(action) for action, _ in told)
-        computed = [(action, saved) for action, saved in told if not action.kind.is_transfer]
+        seen = record.of(rank)
+        assert sorted(map(str, actions)) == sorted(str(action) for action, _ in seen)
+        computed = [(action, saved) for action, saved in seen if not action.kind.is_transfer]
         assert [action for action, _ in computed] == [action for action in actions if not action.kind.is_transfer]
         assert all(saved == (action.kind in (Kind.F, Kind.I)) for action, saved in computed)
-        for before, (action, _) in zip([None, *told], told, strict=False):
+        for before, (action, _) in zip([None, *seen], seen, strict=False):
             if action.kind in (Kind.B, Kind.I) and rank < STAGES - 1:  # its gradient was waited for right before
                 assert before is not None and str(before[0]) == f"{action.stage}RECV_B{action.microbatch}"
 
 
-def test_nothing_is_told_when_it_is_over(package: Package) -> None:
-    pipe, record = pipeline(package, "1f1b", microbatches=MICROBATCHES, loss_fn=loss), Record()
-    pipe.observe(record)
+def test_observers_come_and_go(package: Package) -> None:
+    pipe = pipeline(package, "1f1b", microbatches=MICROBATCHES, loss_fn=loss)
+    always, steps_alone = Record(), Record()
+    handle = pipe.observe(always)
     (x,) = batch(package.manifest, MICROBATCHES).values()
-    pipe.eval(x)
-    assert {action.kind for action, _ in record.of(0)} == {Kind.F, Kind.SEND_F}
-    pipe.observe(None)
-    record.told.clear()
+    with pipe.observe(steps_alone, evals=False):
+        pipe.eval(x)
+        assert steps_alone.seen == []
+        assert {action.kind for action, _ in always.of(0)} == {Kind.F, Kind.SEND_F}
+        always.seen.clear()
+        step(pipe)
+        assert always.seen == steps_alone.seen != []
+    always.seen.clear()
+    steps_alone.seen.clear()
     step(pipe)
-    assert record.told == []
+    assert always.seen
+    assert steps_alone.seen == []
+    handle.remove()
+    always.seen.clear()
+    step(pipe)
+    assert always.seen == []
+
+
+def test_the_first_observer_begins_first_and_ends_last() -> None:
+    calls: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def begin(self, rank: int, action: Action) -> None:
+            calls.append(f"{self.name} begins")
+
+        def end(self, rank: int, action: Action, saved: Any) -> None:
+            calls.append(f"{self.name} ends")
+
+    both = NestedObservers([Named("outer"), Named("inner")])
+    both.begin(0, Action(0, Kind.F, 0))
+    both.end(0, Action(0, Kind.F, 0), None)
+    assert calls == ["outer begins", "inner begins", "inner ends", "outer ends"]
 
 
 def test_times_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,18 +124,35 @@ def test_times_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.medians() == {(0, Kind.F): 2.0, (1, Kind.W): 7.0}
 
 
-def test_a_step_tells_how_long_each_rank_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 1.0, 9.0, 9.0, 12.0, 20.0, 27.0, 30.0, 32.0])
+def test_times_of_a_long_run_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = ActionTimes(torch.device("cpu"))
+    for microbatch in range(2 * KEPT):
+        times.begin(0, Action(0, Kind.F, microbatch))
+        times.end(0, Action(0, Kind.F, microbatch), None)
+    assert len(times.seconds()[0, Kind.F]) == KEPT
+    assert times.end_step().spans == {}
+
+
+def test_a_step_says_how_long_each_rank_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 100.0, 101.0, 101.0, 109.0, 109.0, 112.0, 120.0, 127.0, 129.0, 130.0, 132.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     times = ActionTimes(torch.device("cpu"))
+    times.begin_step()
     for rank, action in ((0, "0F0"), (0, "0RECV_B0"), (0, "0B0"), (1, "1F0")):
         times.begin(rank, Action.parse(action))
         times.end(rank, Action.parse(action), None)
-    assert times.end_step() == {0: 4.0, 1: 7.0}
+    found = times.end_step()
+    assert [(str(span.action), span.begin, span.end) for span in found.spans[0]] == [
+        ("0F0", 0.0, 1.0),
+        ("0RECV_B0", 1.0, 9.0),
+        ("0B0", 9.0, 12.0),
+    ]
+    assert (found.busy(0), found.busy(1), found.busy(2)) == (4.0, 7.0, 0)
+    times.begin_step()
     times.begin(0, Action(0, Kind.F, 0))
     times.end(0, Action(0, Kind.F, 0), None)
-    assert times.end_step() == {0: 2.0}
-    assert times.end_step() == {}
+    assert times.end_step().busy(0) == 2.0
+    assert times.end_step().spans == {}
     assert times.medians()[0, Kind.F] == 1.5
 
 
@@ -144,12 +192,13 @@ class Gpu:
 
 def test_events_are_dropped_once_the_gpu_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, times = Gpu(monkeypatch), ActionTimes(torch.device("cuda"))
+    times.begin_step()
     for microbatch in range(100):
         times.begin(0, Action(0, Kind.F, microbatch))
         times.end(0, Action(0, Kind.F, microbatch), None)
         gpu.passed = max(0, gpu.recorded - 6)
-    assert gpu.alive <= 8
-    assert times.end_step() == {0: pytest.approx(0.5)}
+    assert gpu.alive <= 9
+    assert times.end_step().busy(0) == pytest.approx(0.5)
     assert gpu.alive == 0
     assert times.seconds() == {(0, Kind.F): [0.005] * 100}
 
@@ -170,7 +219,7 @@ def saved_bytes(package: Package, schedule: str, microbatches: int, kernels: str
     saved = SavedBytes([*state, x, target])
     pipe.observe(saved)
     pipe.step(x, target=target)
-    return [saved.most(rank) for rank in range(pipe.schedule.ranks)]
+    return [saved.peak(rank) for rank in range(pipe.schedule.ranks)]
 
 
 def test_saved_bytes_are_those_of_the_microbatches_in_flight(package: Package) -> None:

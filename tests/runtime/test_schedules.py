@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipegraph.errors import ScheduleError
-from pipegraph.runtime.schedule_choice import choose
+from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.schedule import build, check, lower, names, to_csv
 from pipegraph.schedule.recipes import trains
 from tests.runtime import ranks
@@ -65,16 +65,16 @@ def test_torch_runs_what_we_write(lowered: bool, tmp_path: Path) -> None:
 def test_stages_are_shared_out(
     name: str, stages: int, processes: int | None, ranks_and_chunks: tuple[int, int]
 ) -> None:
-    schedule = choose(name, 8, stages, processes)
+    schedule = resolve_schedule(name, 8, stages, processes)
     check(lower(schedule))
     assert (schedule.ranks, schedule.stages // schedule.ranks) == ranks_and_chunks
     assert schedule.stages == stages
 
 
 def test_a_process_for_all_ranks_does_not_choose_their_number() -> None:
-    assert choose("looped-bfs", 4, 8, processes=None, ranks=None).ranks == 4
-    assert choose("looped-bfs", 4, 8, processes=None, ranks=2).ranks == 2
-    assert choose("looped-bfs", 4, 8, processes=None, ranks=3).ranks == 4
+    assert resolve_schedule("looped-bfs", 4, 8, processes=None, ranks=None).ranks == 4
+    assert resolve_schedule("looped-bfs", 4, 8, processes=None, ranks=2).ranks == 2
+    assert resolve_schedule("looped-bfs", 4, 8, processes=None, ranks=3).ranks == 4
 
 
 @pytest.mark.parametrize(
@@ -99,5 +99,5 @@ def test_what_does_not_fit_is_refused_with_what_would(
     name: str, stages: int, processes: int | None, message: str
 ) -> None:
     with pytest.raises(ScheduleError) as caught:
-        choose(name, None if "microbatch" in message else 12, stages, processes)
+        resolve_schedule(name, None if "microbatch" in message else 12, stages, processes)
     assert message in str(caught.value)

@@ -116,4 +116,4 @@ def names(folder: Path) -> list[str]:
 
 
 def observed(pipe: Pipeline) -> bool:
-    return any(isinstance(observer, ActionSpans) for observer in pipe._added)
+    return any(isinstance(observer, ActionSpans) for observer, _ in pipe._observers._observers.values())

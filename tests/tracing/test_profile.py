@@ -182,13 +182,13 @@ def test_who_observes_the_pipeline_goes_on(loop: Loop, tmp_path: Path) -> None:
             pass
 
     count = Count()
-    loop.pipe.observe(count)
+    counting = loop.pipe.observe(count)
     loop.step()
     of_a_step = count.begun
     with pipegraph.profile(loop.pipe, tmp_path, warmup=0, active=1) as profiler:
         loop.step()
         profiler.step()
-        loop.pipe.observe(None)
+        counting.remove()
         loop.step()
     assert count.begun == 2 * of_a_step > 0
     assert len(actions(traces(profiler.folder, 0)[0])) == 16

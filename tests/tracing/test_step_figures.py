@@ -32,7 +32,7 @@ def recorded(
 def test_a_step_and_its_parts(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path)
     recorder = StepRecorder(pipe)
-    pipe.add_observer(recorder)
+    pipe.observe(recorder.times, evals=False)
     pipe.stages[0].register_forward_pre_hook(lambda *_: time.sleep(NAP))
     found = []
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_parts_tell_who_was_slow(tmp_path: Path) -> None:
     own = kernels.weight_backward
     kernels.weight_backward = lambda saved: (time.sleep(NAP), own(saved))[1]  # type: ignore[method-assign]
     recorder = StepRecorder(pipe)
-    pipe.add_observer(recorder)
+    pipe.observe(recorder.times, evals=False)
     pipe.step(batch)
     recorder.end_step(None)
     recorder.begin_step()
@@ -66,25 +66,31 @@ def test_parts_tell_who_was_slow(tmp_path: Path) -> None:
     assert figures.ranks[1]["weight_gradient"] >= 2 * NAP > 5 * figures.ranks[0]["weight_gradient"]
 
 
+def kinds_of(recorder: StepRecorder) -> dict[int, list[str]]:
+    """The kinds of each rank's actions in the last step."""
+    return {rank: [span.action.kind.value for span in spans] for rank, spans in recorder._last.spans.items()}
+
+
 def test_an_eval_between_steps_counts_for_nothing(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path)
     recorder = StepRecorder(pipe)
-    pipe.add_observer(recorder)
+    pipe.observe(recorder.times, evals=False)
     pipe.step(batch)
     pipe.eval(batch)
-    alone = {rank: [kind for kind, *_ in spans] for rank, spans in recorder._spans.items()}
     recorder.end_step(None)
+    alone = kinds_of(recorder)
     recorder.begin_step()
     pipe.eval(batch)
     pipe.step(batch)
-    assert {rank: [kind for kind, *_ in spans] for rank, spans in recorder._spans.items()} == alone
-    assert [kind.value for kind in alone[0]] == ["F", "SEND_F", "F", "SEND_F", "RECV_B", "B", "RECV_B", "B"]
+    recorder.end_step(None)
+    assert kinds_of(recorder) == alone
+    assert alone[0] == ["F", "SEND_F", "F", "SEND_F", "RECV_B", "B", "RECV_B", "B"]
 
 
 def test_the_timeline_of_the_last_step(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path, "zb-v", microbatches=4)
     recorder = StepRecorder(pipe)
-    pipe.add_observer(recorder)
+    pipe.observe(recorder.times, evals=False)
     assert recorder.timeline() is None
     pipe.step(batch)
     figures = recorder.end_step(None)

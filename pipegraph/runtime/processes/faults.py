@@ -1,15 +1,16 @@
 """How a rank that fails is named, by itself and by every other rank.
 
-A rank that fails writes its fault to the store, where the first writer wins, and then closes its connections. Whoever
-waits for it is woken by that, finds the origin in the store, and closes its own connections in turn; so all of them
-stop, and name the same rank. A rank that was killed writes nothing: the one whose connection to it broke names it.
+A rank that fails writes its fault to the store, where the first writer wins, and then closes its connections. That
+wakes every rank that waits for it. Each of them finds the first fault in the store and closes its own connections in
+turn, so that all ranks stop and name the same one. A rank that was killed writes nothing: the rank whose connection to
+it broke names it.
 
-A rank that hangs breaks no connection. The first to wait for longer than the timeout writes that, and all stop as
-before; but whom it waited for may have waited in turn. So every rank that stops signs for it, and the one that hangs is
-the one that does not.
+A rank that hangs breaks no connection. The first rank that waits longer than the timeout writes that, and all stop as
+before. But the rank it waited for may itself have waited for another. So every rank that stops leaves a signature, and
+the rank that hangs is the one without.
 
-With NCCL nobody is woken: what waits is the GPU, and a peer that closes its side does not end that. There a thread of
-each rank looks for a fault in the store, and aborts the connections itself.
+With NCCL a closed connection wakes nobody, because the GPU waits and not the host. There a thread of each rank looks
+for a fault in the store and aborts the connections.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from torch.distributed import Store
 
 from pipegraph.errors import RuntimeFault, user_line
 from pipegraph.runtime.processes.group import ConnectionLost
-from pipegraph.runtime.processes.timeouts import within
+from pipegraph.runtime.processes.timeouts import call_within
 from pipegraph.schedule import Action
 
-_KEY: Final = "fault"
+_FAULT: Final = "fault"
 _SILENCE: Final = "silence"
 _STORE_SECONDS: Final = 3.0
-_SIGNING_SECONDS: Final = 2.0
-_WATCHING_SECONDS: Final = 0.5
+_SIGNATURE_SECONDS: Final = 2.0
+_WATCH_SECONDS: Final = 0.5
 _STORE_GONE: Final = (
     "The process group's store does not answer either: the rank that hosts it (rank 0, unless torchrun does) is gone."
 )
 
 
 class ActionFailed(Exception):
-    """An action failed, for the reason that this was raised from."""
+    """An action failed. The cause is the exception that this one was raised from."""
 
     def __init__(self, rank: int, actions: Sequence[Action], position: int) -> None:
         action, first = actions[position], max(0, position - 5)
@@ -48,92 +49,95 @@ class ActionFailed(Exception):
         super().__init__(f"stage {action.stage}, action {action}, microbatch {action.microbatch}")
 
 
-class Guard:
-    """Around all that a rank does together with others: what fails inside is told to all, and ends this rank's part.
+class FaultGuard:
+    """A context around everything that a rank does together with others.
 
-    ActionFailed and ConnectionLost leave it as RuntimeFault, anything else as it is. After a failure nothing can be
-    done inside any more. Without a store the process is alone, and can go on.
+    A failure inside is reported to all ranks and ends this rank's part: the connections are closed, and entering again
+    raises RuntimeFault. ActionFailed and ConnectionLost leave the context as RuntimeFault, anything else as it is.
+    Without a store the process is alone, and can go on after a failure.
     """
 
     def __init__(self, rank: int, ranks: int, store: Store | None) -> None:
         self.closing = ExitStack()
-        """What is to be closed when this rank fails, or is done."""
+        """What is closed when this rank fails, or is done."""
         self.has_failed = False
-        """Whether what is closed need not wait for anything, as this rank or another one has failed."""
+        """Whether this rank or another one has failed, so that closing need not wait for anything."""
         self._rank = rank
         self._ranks = ranks
         self._store = store
         self._store_answers = True
-        self._stopped: str | None = None
-        self._lost: ConnectionLost | None = None  # where another rank's failure was found by the watching thread
+        self._fault: str | None = None
+        self._lost: ConnectionLost | None = None  # set if the watching thread found another rank's failure
         self._over = threading.Event()
 
     def __enter__(self) -> None:
-        if self._stopped is not None:
-            said = f"this pipeline stopped at an earlier failure; make a new one. {self._stopped}"
-            raise RuntimeFault(said) from self._lost
+        if self._fault is not None:
+            message = f"this pipeline stopped at an earlier failure; make a new one. {self._fault}"
+            raise RuntimeFault(message) from self._lost
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
-            if self._stopped is not None:  # meanwhile: what was computed is worth nothing
-                raise RuntimeFault(self._stopped) from self._lost
+            if self._fault is not None:  # another rank failed meanwhile, and what was computed is worth nothing
+                raise RuntimeFault(self._fault) from self._lost
             return
-        self._over.set()  # the failure is told here, not by the watching thread as well
-        said = self._explain(error)
+        self._over.set()  # the failure is reported here, not by the watching thread as well
+        message = self._explain(error)
         if self._store is not None:
             self.has_failed = True
             self.closing.close()
-            said = self._stopped = f"{said}{self._hung()}"
-        if isinstance(error, ConnectionLost):  # which the launcher looks for, to blame another rank
-            raise RuntimeFault(said) from error
+            message = self._fault = f"{message}{self._hanging_ranks()}"
+        if isinstance(error, ConnectionLost):  # the launcher looks for this cause, to blame another rank
+            raise RuntimeFault(message) from error
         if isinstance(error, ActionFailed):
-            raise RuntimeFault(said) from (error.__cause__ or error)
+            raise RuntimeFault(message) from (error.__cause__ or error)
 
     def watch(self, abort: Callable[[], None]) -> None:
-        """Look for another rank's failure, in a thread that lives until this rank fails or is done. `abort` ends what
-        this rank waits for; the rest is closed by whoever uses it."""
+        """Look for another rank's failure in a thread, until this rank fails or is done.
+
+        `abort` ends what this rank waits for. Everything else is closed by whoever uses it.
+        """
         threading.Thread(target=self._watch, args=(abort,), name="pipegraph-faults", daemon=True).start()
 
     def close(self) -> None:
-        """Let go of all connections, as the process is done."""
+        """Close all connections, because the process is done."""
         self._over.set()
         self.closing.close()
 
     def _watch(self, abort: Callable[[], None]) -> None:
         assert self._store is not None
-        while not self._over.wait(_WATCHING_SECONDS):
+        while not self._over.wait(_WATCH_SECONDS):
             try:
-                if not self._store.check([_KEY]):
+                if not self._store.check([_FAULT]):
                     continue
-                fault = _text(self._store.get(_KEY))
-                self._store.set(f"stopped/{self._rank}", "")
+                fault = _text(self._store.get(_FAULT))
+                self._sign(self._store)
             except Exception:  # the store's host may be done with its work before this rank is
                 return
             if not self._over.is_set():
                 self.has_failed = True
                 self._lost = ConnectionLost(None, fault)
-                self._stopped = f"rank {self._rank} stopped: {fault}"
-                # The host may be waiting for the GPU outside of any call, and come to none any more.
-                logging.getLogger(__name__).error(self._stopped)
+                self._fault = f"rank {self._rank} stopped: {fault}"
+                # The host may wait for the GPU outside of any call of the pipeline, and never make another one.
+                logging.getLogger(__name__).error(self._fault)
                 abort()
                 return
 
     def _explain(self, error: BaseException) -> str:
-        """Report a failure, and say it in full: who failed first, and where this rank stopped for it."""
+        """Report a failure to all ranks. Return the message: which rank failed first, and where this one stopped."""
         rank, where, row, cause = self._rank, "", "", error
         if isinstance(error, ActionFailed):
             rank, where, row = error.rank, f" in {error}", f"\n  {error.row}  <-- ERROR HERE"
             cause = error.__cause__ or error
         if isinstance(cause, ConnectionLost):
-            who = "another rank" if cause.peer is None else f"rank {cause.peer}"
+            peer = "another rank" if cause.peer is None else f"rank {cause.peer}"
             where = where or (f" in {cause.where}" if cause.where else "")
             if cause.silent:
                 fault = (
-                    f"rank {rank} waited for {who}{where}: {cause}. Give Pipeline a longer timeout if it is not hung."
+                    f"rank {rank} waited for {peer}{where}: {cause}. Give Pipeline a longer timeout if it is not hung."
                 )
             else:
-                fault = f"{who} is gone ({cause}) while rank {rank} waited for it{where}. Was it killed?"
-            awaited = "" if cause.peer is None else f", waiting for {who}"
+                fault = f"{peer} is gone ({cause}) while rank {rank} waited for it{where}. Was it killed?"
+            awaited = "" if cause.peer is None else f", waiting for {peer}"
             return f"rank {rank} stopped{where}{awaited}: {self._report(fault, cause.silent)}{row}"
         line = user_line(cause)
         own = f"rank {rank} failed{where}: {type(cause).__name__}: {cause}{f' (at {line})' if line else ''}"
@@ -141,39 +145,42 @@ class Guard:
         return f"{own}{row}" if first.startswith(own) else f"{own}{row}\n  Before that, {first}"
 
     def _report(self, fault: str, silent: bool = False) -> str:
-        """Write `fault` where all ranks find it, unless another was there first; the first one is returned."""
+        """Write `fault` to the store, unless another rank's is there. Return the one that was there first."""
         store = self._store
         if store is None:
             return fault
 
         def write() -> str:
-            first = _text(store.compare_set(_KEY, "", fault))
+            first = _text(store.compare_set(_FAULT, "", fault))
             if silent and first == fault:
                 store.set(_SILENCE, "")
-            store.set(f"stopped/{self._rank}", "")
+            self._sign(store)
             return first
 
-        try:  # in a thread, because a store whose host is stopped answers neither yes nor no
-            return within(_STORE_SECONDS, write)
+        try:  # a store whose host is stopped answers nothing at all
+            return call_within(_STORE_SECONDS, write)
         except Exception:
             self._store_answers = False
             return f"{fault} {_STORE_GONE}"
 
-    def _hung(self) -> str:
-        """A sentence that names the ranks that do not stop, where that is for one that hangs."""
+    def _sign(self, store: Store) -> None:
+        store.set(f"stopped/{self._rank}", "")
+
+    def _hanging_ranks(self) -> str:
+        """A sentence that names the ranks that do not stop, if the fault is that one hangs; else nothing."""
         store = self._store
         if store is None or not self._store_answers:
             return ""
         missing = set(range(self._ranks))
 
-        def look() -> None:
-            end = time.monotonic() + _SIGNING_SECONDS
+        def wait_for_signatures() -> None:
+            end = time.monotonic() + _SIGNATURE_SECONDS
             while store.check([_SILENCE]) and missing and time.monotonic() < end:
                 missing.difference_update([rank for rank in missing if store.check([f"stopped/{rank}"])])
                 time.sleep(0.05)
 
         try:
-            within(_SIGNING_SECONDS + _STORE_SECONDS, look)
+            call_within(_SIGNATURE_SECONDS + _STORE_SECONDS, wait_for_signatures)
         except Exception:
             return ""
         if not 0 < len(missing) < self._ranks:

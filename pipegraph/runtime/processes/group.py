@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import cache
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from pipegraph.runtime import internals
 
 TIMEOUT: Final = 30 * 60.0
 """Seconds: torch's own default for gloo."""
@@ -22,9 +21,12 @@ _SILENT: Final = re.compile(r"timed out waiting (\d+)\s*ms|timeout after (\d+)\s
 
 
 class ConnectionLost(Exception):
-    """A connection to the rank `peer` is closed, or `silent`; None where it cannot be told to which of several.
+    """A connection is closed, or silent for too long.
 
-    `where` is what was being sent, where the action that is named beside it is another one.
+    Attributes:
+        peer: the rank at the other end; None if it cannot be said which of several it is.
+        silent: whether the connection is open, but nothing came within the timeout.
+        where: what was being sent, if that is not what the current action does.
     """
 
     def __init__(self, peer: int | None, why: str, silent: bool = False, where: str = "") -> None:
@@ -35,9 +37,9 @@ class ConnectionLost(Exception):
 
 
 class Group:
-    """Connections between `ranks`, which count within the pipeline; rank `rank` is here.
+    """Connections between `ranks`, numbered within the pipeline. `rank` is this process's.
 
-    Everything raises ConnectionLost where a connection is broken, was closed here, or is silent for `timeout` seconds
+    Every method raises ConnectionLost if a connection is broken, was closed here, or is silent for `timeout` seconds
     while it is waited for.
     """
 
@@ -46,10 +48,11 @@ class Group:
     ) -> None:
         self._ranks = tuple(ranks)
         with lost_connections(None):
-            self._backend: Any = _backend(store, self._ranks.index(rank), len(self._ranks), device, timeout)
+            own = self._ranks.index(rank)
+            self._backend: Any = internals.make_backend(store, own, len(self._ranks), device, timeout)
 
     def send(self, tensor: Tensor, receiver: int) -> dist.Work:
-        """Start sending to a rank. The tensor stays as it is until the work is waited for."""
+        """Start sending to a rank. The tensor must not change until the work is waited for."""
         with lost_connections(receiver):
             work: dist.Work = self._open().send([tensor], self._ranks.index(receiver), 0)
             return work
@@ -74,25 +77,25 @@ class Group:
         with lost_connections(None):
             self._open().broadcast([tensor], options).wait()
 
-    def agrees(self, what: str, device: torch.device) -> bool:
-        """Whether all ranks of the group bring the same `what`. They call this together."""
-        number = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
-        least, most = torch.tensor(number, device=device), torch.tensor(number, device=device)
-        self.all_reduce(least, dist.ReduceOp.MIN)
-        self.all_reduce(most, dist.ReduceOp.MAX)
-        return bool(least == most)
+    def agrees(self, text: str, device: torch.device) -> bool:
+        """Return whether all ranks of the group pass the same `text`. Collective: every rank must call it."""
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        smallest, largest = torch.tensor(number, device=device), torch.tensor(number, device=device)
+        self.all_reduce(smallest, dist.ReduceOp.MIN)
+        self.all_reduce(largest, dist.ReduceOp.MAX)
+        return bool(smallest == largest)
 
     def close(self, abort: bool = True) -> None:
-        """Let the connections go: gloo closes them when no unfinished transfer holds them.
+        """Close the connections. Gloo closes each when its last unfinished transfer is dropped.
 
-        NCCL closes them at once with `abort`, and what is on its way is lost; else when that has arrived.
+        NCCL closes them at once with `abort`, and loses what is on its way; without it, when that has arrived.
         """
         backend, self._backend = self._backend, None
         if backend is not None and backend.name() == "nccl":
             (backend.abort if abort else backend.shutdown)()
 
     def _open(self) -> Any:
-        backend = self._backend  # read once, as another thread may close
+        backend = self._backend  # read once, because another thread may close
         if backend is None:
             raise RuntimeError("closed here")
         return backend
@@ -112,33 +115,3 @@ def lost_connections(peer: int | None, where: str = "") -> Iterator[None]:
             gone = any(part in text.lower() for part in ("closed by peer", "reset by peer", "broken pipe"))
             why = "its connection closed" if gone else text.splitlines()[0]
         raise ConnectionLost(peer, why, silent=silent is not None, where=where) from error
-
-
-def _backend(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
-    """A gloo or NCCL backend over `store`, by the classes ProcessGroupGloo and ProcessGroupNCCL.
-
-    They are exported and not documented, and gloo's options are private. `new_group` does not serve: every process of
-    the world has to call it, also those of other pipelines, and what it made stands in torch's global tables until all
-    of them destroy it.
-    """
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout)
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout)
-    options._devices = _gloo_devices()
-    return gloo(store, rank, size, options)
-
-
-@cache
-def _gloo_devices() -> list[Any]:
-    """The process's gloo devices. Each has a thread that wakes a hundred times a second, so that all groups share them.
-
-    They are chosen as torch does where none are given.
-    """
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interfaces:
-        return [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
-    return [dist.ProcessGroupGloo.create_default_device()]

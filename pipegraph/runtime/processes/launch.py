@@ -1,38 +1,41 @@
-"""Starting one process per rank with torch's launcher, and what those processes do when they fail.
+"""Starting one process per rank, and what those processes do when they fail.
 
 Parent                                   one child per rank
-launch ── elastic_launch ──────────────▶ exit_with_parent
+launch ────────────────────────────────▶ exit_with_parent
   │                                        … the run …
   └─ one PipegraphError ◀── error.json ── record_failure
+
+torch is imported only where it is needed, so that a child that fails early does so at once.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from pipegraph import errors
 from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
-from pipegraph.kernels.threads import threads_per_rank
-from pipegraph.runtime.processes.group import ConnectionLost
 from pipegraph.runtime.schedule_choice import other_names
 from pipegraph.schedule import Schedule
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's launcher, for torchrun too: where a child says why it failed
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun too: where a child says why it failed
 _PARENT = "PIPEGRAPH_LAUNCHER"  # the process that started this one through `launch`
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_PATIENCE = 5.0  # seconds that a child has to end when another one has failed
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_POLL_SECONDS = 0.05
+_REPORT_SECONDS = 0.5  # for children to end by themselves when another one has failed
+_STOP_SECONDS = 5.0  # for children to end when they were told to
 
 
 def is_launched() -> bool:
@@ -40,27 +43,51 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(arguments: Sequence[str], processes: int, debug: bool = False) -> None:
+def launch(
+    arguments: Sequence[str], processes: int, debug: bool = False, environment: Mapping[str, str] | None = None
+) -> None:
     """Run ``python *arguments`` once per rank on this machine and wait for all of them.
 
-    Standard output is shared. Standard error is held back per rank: when every rank succeeds it is passed on, and when
-    one fails the others are stopped and the failure that came first is raised, as the class the child raised it with
-    (`RuntimeFault` where a child just died); with ``debug`` it is passed on then too. No process outlives the call.
+    Standard output is shared. Standard error is held back per rank, and passed on when every rank has succeeded, or
+    with ``debug``. When a rank fails, the others are stopped. No process outlives the call. A signal that ends this
+    process stops the children first; its handlers are as before afterwards.
+
+    Args:
+        environment: added to the environment of each child.
+
+    Raises:
+        PipegraphError: the failure that came first, of the class that the child raised; RuntimeFault if the child died.
     """
+    import torch.distributed as dist
+
+    from pipegraph.kernels.threads import threads_per_rank
+    from pipegraph.runtime.internals import launcher_environment
+
+    common = {**(environment or {}), _PARENT: str(os.getpid()), "OMP_NUM_THREADS": str(threads_per_rank(processes))}
     with tempfile.TemporaryDirectory(prefix="pipegraph-run-") as folder:
-        exit_codes = _elastic_launch(arguments, processes, folder)
-        logs = {int(path.parent.name): path for path in Path(folder).glob("*/attempt_0/*/stderr.log")}
-        if debug or not exit_codes:
-            for _, log in sorted(logs.items()):
-                sys.stderr.write(log.read_text(encoding="utf-8", errors="replace"))
-        if exit_codes:
-            raise _first_failure(exit_codes, logs)
+        children: list[_Child] = []
+        with _signals_raised():
+            try:
+                # The ranks meet at a store of this process, at a port that the system chooses.
+                store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+                for rank in range(processes):
+                    own = launcher_environment(rank, processes, store.port)
+                    children.append(_start(arguments, Path(folder, str(rank)), rank, {**common, **own}))
+                _wait(children)
+            finally:
+                _stop(children)
+        failed = [child for child in children if child.process.returncode]
+        if debug or not failed:
+            for child in children:
+                sys.stderr.write(child.log.read_text(encoding="utf-8", errors="replace"))
+        if failed:
+            raise _first_failure(failed)
 
 
 def check_processes(schedule: Schedule, processes: int, launched: bool = False) -> None:
     """Raise `ScheduleError` unless so many processes can run the schedule: one per rank, or one for all ranks.
 
-    One for all is a plain process, not one that a launcher started.
+    One for all must be a plain process, not one that a launcher started.
     """
     if processes == schedule.ranks or (processes == 1 and not launched):
         return
@@ -74,29 +101,27 @@ def check_processes(schedule: Schedule, processes: int, launched: bool = False) 
 
 
 def record_failure(error: BaseException) -> None:
-    """Tell the launcher, if there is one, why this rank fails."""
+    """Write for the launcher, if there is one, why this rank fails."""
     path = os.environ.get(_ERROR_FILE)
     if path is None:
         return
     public = next((base.__name__ for base in type(error).__mro__ if base in vars(errors).values()), "RuntimeFault")
     now = time.time_ns()
-    said = {
+    failure = {
         "message": str(error) if isinstance(error, PipegraphError) else f"{type(error).__name__}: {error}",
-        "timestamp": now // 10**9,  # torchrun prints these two; within a second, others have failed for this failure
+        "timestamp": now // 10**9,  # torchrun prints these two; within a second other ranks fail because of this one
         "nanoseconds": now,
         "class": public,
-        "victim": isinstance(error.__cause__, ConnectionLost),
+        "victim": _is_connection_lost(error.__cause__),
     }
-    Path(path).write_text(json.dumps(said), encoding="utf-8")
+    Path(path).write_text(json.dumps(failure), encoding="utf-8")
 
 
 def exit_with_parent() -> None:
-    """End this process when the one that called `launch` is gone, which a killed parent cannot see to itself."""
-    parent = int(os.environ.pop(_PARENT, 0))  # not for this process's own children
+    """End this process when the one that called `launch` is gone. A parent that was killed cannot see to that."""
+    parent = int(os.environ.pop(_PARENT, 0))  # this process's own children do not inherit it
     if not parent:
         return
-    if error_file := os.environ.get(_ERROR_FILE):
-        Path(error_file).with_name("pid").write_text(str(os.getpid()))
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -106,128 +131,121 @@ def exit_with_parent() -> None:
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
 
 
-def _elastic_launch(arguments: Sequence[str], processes: int, folder: str) -> dict[int, int]:
-    """Exit codes by rank of the children that failed; an empty dict when none did.
-
-    The one place that uses torch's elastic launcher, `torch.distributed.launcher.api`: it is what torchrun runs, and
-    unlike torchrun's own `run` it neither prints nor parses, but its module is documented only by its docstrings.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    environment = {_PARENT: str(os.getpid()), "OMP_NUM_THREADS": str(threads_per_rank(processes))}
-    before = dict(os.environ)
-    disabled = logging.root.manager.disable
-    os.environ.update(environment)
-    logging.disable(logging.CRITICAL)  # the launcher's log repeats what is raised here
-    try:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # the system chooses the port
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ERR),
-        )
-        with _signals_restored(), _hung_ones_ended(Path(folder)):
-            elastic_launch(config, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
-    except SignalException as stopped:  # the children are stopped by now
-        raise SystemExit(128 + stopped.sigval) from None
-    finally:
-        logging.disable(disabled)
-        os.environ.clear()
-        os.environ.update(before)
-    return {}
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    """The launcher takes the signals that end a process for itself, and does not give them back."""
-    before = {number: signal.getsignal(number) for number in _ENDING}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                if handler is not None:  # as for one that was not set in Python
-                    signal.signal(number, handler)
-
-
-@contextmanager
-def _hung_ones_ended(folder: Path) -> Iterator[None]:
-    """Kill children that do not end when another one has failed: torch's launcher gives them 30 seconds for it."""
-    over = threading.Event()
-
-    def watch() -> None:
-        failed_at = None
-        while not over.wait(0.2):
-            if failed_at is None and any(folder.glob("*/attempt_0/*/error.json")):
-                failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > _PATIENCE:
-                for file in folder.glob("*/attempt_0/*/pid"):
-                    if not file.with_name("error.json").exists() and _is_child(pid := int(file.read_text())):
-                        file.with_name("hung").touch()
-                        os.kill(pid, signal.SIGKILL)
-                return
-
-    watcher = threading.Thread(target=watch, name="hung-children", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
-
-
-def _is_child(pid: int) -> bool:
-    """Whether this is a living child of this process, and not another process that got its number."""
-    try:
-        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended, or the system has no /proc
+def _is_connection_lost(error: BaseException | None) -> bool:
+    if error is None:
         return False
-    return state != "Z" and int(parent) == os.getpid()
+    from pipegraph.runtime.processes.group import ConnectionLost
+
+    return isinstance(error, ConnectionLost)
+
+
+@dataclass
+class _Child:
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    """what it writes to standard error"""
+    error_file: Path
+    """what `record_failure` writes"""
+    was_stopped: bool = False
+
+
+def _start(arguments: Sequence[str], folder: Path, rank: int, environment: Mapping[str, str]) -> _Child:
+    folder.mkdir()
+    log, error_file = folder / "stderr.log", folder / "error.json"
+    with log.open("wb") as stderr:
+        # A session of its own: Ctrl-C on the terminal reaches the parent alone, which then stops all children alike.
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stderr=stderr,
+            env={**os.environ, **environment, _ERROR_FILE: str(error_file)},
+            start_new_session=True,
+        )
+    return _Child(rank, process, log, error_file)
+
+
+def _wait(children: Sequence[_Child]) -> None:
+    """Wait until all children have ended, or one has failed and the others had a moment to report the same failure."""
+    deadline = math.inf
+    while None in (codes := [child.process.poll() for child in children]) and time.monotonic() < deadline:
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + _REPORT_SECONDS)
+        time.sleep(_POLL_SECONDS)
+
+
+def _stop(children: Sequence[_Child]) -> None:
+    """Stop the children that still run; kill those that do not end in time."""
+    for child in children:
+        if child.process.poll() is None:
+            child.was_stopped = True
+            child.process.terminate()
+    deadline = time.monotonic() + _STOP_SECONDS
+    for child in children:
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Raise SystemExit for a signal that ends the process, so that what must be done first is done.
+
+    Handlers belong to the main thread. Elsewhere nothing is changed, and children end through `exit_with_parent`.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in _ENDING_SIGNALS:
+                handler = signal.getsignal(number)
+                if handler not in (signal.SIG_IGN, None):  # None: it was not set in Python, and cannot be given back
+                    before[number] = handler
+                    signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, order=True)
 class _Failure:
-    """How a rank failed. The least one is the cause of the others."""
+    """How a rank failed. The smallest one is the cause of the others."""
 
-    stopped: bool  # by the launcher, for another rank's failure
-    victim: bool  # its connection to another rank broke
-    nanoseconds: int  # 0 for a rank that died without a word: nothing else can have killed it
+    was_stopped: bool
+    """because another rank failed"""
+    is_victim: bool
+    """its connection to another rank broke"""
+    nanoseconds: int
+    """0 for a rank that died without a word: no other rank can have caused that"""
     rank: int
     message: str
     kind: str = "RuntimeFault"
 
 
-def _first_failure(exit_codes: dict[int, int], logs: dict[int, Path]) -> PipegraphError:
+def _first_failure(failed: Sequence[_Child]) -> PipegraphError:
     """The failure that came first, of the ranks that ended by themselves and of those stopped after them."""
-    failures = []
-    for rank, log in logs.items():
-        recorded = log.with_name("error.json")
-        if recorded.exists():
-            said = json.loads(recorded.read_text(encoding="utf-8"))
-            when = said.get("nanoseconds", 0)
-            kind = said.get("class", "RuntimeFault")
-            failures.append(_Failure(False, said.get("victim", False), when, rank, str(said["message"]), kind))
-        elif rank in exit_codes:
-            code = exit_codes[rank]
-            stopped = code == -signal.SIGTERM or log.with_name("hung").exists()
-            failures.append(_Failure(stopped, False, 0, rank, _last_words(code, log)))
-    first = min(failures)
+    first = min(map(_failure, failed))
     error: type[PipegraphError] = getattr(errors, first.kind)
     return error(first.message if first.message.startswith("rank ") else f"rank {first.rank}: {first.message}")
 
 
-def _last_words(exit_code: int, log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-    ended = f"exited with code {exit_code}" if exit_code >= 0 else f"was killed by {signal.Signals(-exit_code).name}"
-    advice = "\nTry: look for a lack of memory in the system's log (dmesg)." if exit_code == -signal.SIGKILL else ""
-    return f"the process {ended}; its last words: {said}{advice}"
+def _failure(child: _Child) -> _Failure:
+    if not child.error_file.exists():
+        return _Failure(child.was_stopped, False, 0, child.rank, _last_words(child))
+    record = json.loads(child.error_file.read_text(encoding="utf-8"))
+    when, kind = record.get("nanoseconds", 0), record.get("class", "RuntimeFault")
+    return _Failure(False, record.get("victim", False), when, child.rank, str(record["message"]), kind)
+
+
+def _last_words(child: _Child) -> str:
+    lines = child.log.read_text(encoding="utf-8", errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    code = child.process.returncode
+    ended = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    advice = "\nTry: look for a lack of memory in the system's log (dmesg)." if code == -signal.SIGKILL else ""
+    return f"the process {ended}; its last words: {last}{advice}"

@@ -1,7 +1,7 @@
-"""What a child of `launch` tells and prints, handed to its parent, which has the terminal.
+"""Progress and output of the children of `launch`, passed to their parent, which has the terminal.
 
-The child appends a line of JSON for each to a file whose name it has from the parent; the parent reads it as it grows.
-What is printed goes the same way, so that lines and a bar do not get into each other.
+The child appends lines of JSON to a file whose name is in its environment. The parent reads the file as it grows.
+Printed lines go the same way, so that they and a progress bar do not get into each other.
 """
 
 from __future__ import annotations
@@ -11,88 +11,89 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from pipegraph.progress import Listener, current_listener
 
-_FILE = "PIPEGRAPH_PROGRESS"
-_OFTEN = 0.05  # seconds between two looks
+_VARIABLE = "PIPEGRAPH_PROGRESS"
+_POLL_SECONDS = 0.05
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 """Prints lines on stdout."""
 
 
-class Relay:
+class ProgressRelay:
     """The child's end."""
 
     def __init__(self, file: str) -> None:
         self._file = open(file, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - until `close`
 
     @staticmethod
-    def to_parent(quiet: bool = False) -> Relay | None:
-        """Where the parent wants to hear from this process, unless that is ``quiet``; not from children of its own."""
-        file = os.environ.pop(_FILE, None)
-        return None if file is None or quiet else Relay(file)
+    def to_parent(quiet: bool = False) -> ProgressRelay | None:
+        """The relay to the parent; None if no parent listens, or this process is ``quiet``.
 
-    def tell(self, what: str, done: int, total: int) -> None:
-        """As `pipegraph.progress.report_progress`."""
+        The process's own children do not inherit the relay.
+        """
+        file = os.environ.pop(_VARIABLE, None)
+        return None if file is None or quiet else ProgressRelay(file)
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """Pass on what `pipegraph.progress.report_progress` was told."""
         self._write([what, done, total])
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """Print on the parent's stdout."""
         self._write(line)
 
     def close(self) -> None:
-        """There is nothing more to say."""
         self._file.close()
 
-    def _write(self, told: object) -> None:
-        self._file.write(json.dumps(told) + "\n")
+    def _write(self, message: object) -> None:
+        self._file.write(json.dumps(message) + "\n")
 
 
 @contextmanager
-def relayed(say: Say) -> Iterator[None]:
-    """Pass on what the children tell and print while the body runs, if somebody listens here.
+def relay_progress(print_line: PrintLine) -> Iterator[Mapping[str, str]]:
+    """Pass on what children report and print while the body runs. Gives what to add to their environment.
 
-    Where nobody reads what is printed any more, the body is interrupted as by Ctrl-C, and the OSError raised.
+    Does nothing if nobody listens to this process's own progress. If a line cannot be printed, because stdout is
+    closed, the body is interrupted as by Ctrl-C and the OSError is raised.
     """
     listener = current_listener()
     if listener is None:
-        yield
+        yield {}
         return
     with tempfile.TemporaryDirectory(prefix="pipegraph-progress-") as folder:
-        file, over, failed = Path(folder, "told"), threading.Event(), list[OSError]()
+        file, over, failed = Path(folder, "messages"), threading.Event(), list[OSError]()
         file.touch()
         main = threading.main_thread().ident or 0
 
-        def pass_on() -> None:
+        def read() -> None:
             try:
-                _pass_on(file, over, listener, say)
+                _read(file, over, listener, print_line)
             except OSError as error:
                 failed.append(error)
                 if not over.is_set():
                     signal.pthread_kill(main, signal.SIGINT)
 
-        reader = threading.Thread(target=pass_on, name="progress", daemon=True)
-        os.environ[_FILE] = str(file)
+        reader = threading.Thread(target=read, name="progress", daemon=True)
         reader.start()
         try:
-            yield
+            yield {_VARIABLE: str(file)}
         finally:
-            os.environ.pop(_FILE, None)
             over.set()
             reader.join()
             if failed:
                 raise failed[0]
 
 
-def _pass_on(file: Path, over: threading.Event, listener: Listener, say: Say) -> None:
-    with file.open(encoding="utf-8") as told:
-        rest, last = "", False
-        while not last:
-            last = over.wait(_OFTEN)  # then there is nothing more to come
-            *lines, rest = (rest + told.read()).split("\n")
-            for line in map(json.loads, lines):
-                say(line) if isinstance(line, str) else listener(*line)
+def _read(file: Path, over: threading.Event, listener: Listener, print_line: PrintLine) -> None:
+    with file.open(encoding="utf-8") as messages:
+        rest, is_last = "", False
+        while not is_last:
+            is_last = over.wait(_POLL_SECONDS)  # then one more reading finds everything
+            *lines, rest = (rest + messages.read()).split("\n")
+            for message in map(json.loads, lines):
+                print_line(message) if isinstance(message, str) else listener(*message)

@@ -1,4 +1,4 @@
-"""Asking for what may never answer."""
+"""Calls that may never return."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-def within(seconds: float, ask: Callable[[], _T]) -> _T:
-    """What `ask` returns, or raises. TimeoutError when that takes longer; `ask` is then left to itself."""
-    answer: list[_T] = []
+def call_within(seconds: float, function: Callable[[], _T]) -> _T:
+    """Return what `function` returns, or raise what it raises.
+
+    Raises TimeoutError after `seconds`; the call then goes on in its thread, which does not keep the process alive.
+    """
+    result: list[_T] = []
     failure: list[BaseException] = []
 
     def run() -> None:
         try:
-            answer.append(ask())
+            result.append(function())
         except BaseException as error:
             failure.append(error)
 
-    thread = threading.Thread(target=run, name="pipegraph-patience", daemon=True)
+    thread = threading.Thread(target=run, name="pipegraph-timeout", daemon=True)
     thread.start()
     thread.join(seconds)
     if failure:
         raise failure[0]
-    if not answer:
+    if not result:
         raise TimeoutError(f"no answer within {seconds} s")
-    return answer[0]
+    return result[0]

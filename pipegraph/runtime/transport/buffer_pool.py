@@ -1,8 +1,14 @@
-"""What messages are received into."""
+"""The memory that messages are received into.
+
+take ─▶ a message is written ─▶ actions read it ─▶ release ─▶ taken again
+                                              └──▶ or never released, if something that left the executor shares it
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,39 +17,56 @@ from pipegraph.package import Value
 from pipegraph.runtime.wiring import torch_dtype
 
 
-class Buffers:
-    """The buffers of one value on one edge, in one direction. They are used in turns, each when nothing else holds it.
+class BufferPool:
+    """Buffers for the messages of one direction of one edge, each with room for all `values` of a message.
 
-    No more than `most` are kept, as many as the schedule holds at one time. What is held longer than the schedule asks,
-    such as an input that the stage returns or a gradient that became `.grad`, is left to whoever holds it.
+    A buffer belongs to whoever took it until it is released, so that there are as many as the schedule holds messages
+    at one time. One that is not released is never used again, and its memory lives as long as its tensors.
 
-    On a GPU a buffer may still be read by work that is enqueued. A receive into it comes behind that, as NCCL begins
-    one when all that the current stream holds by then is done.
+    On a GPU a released buffer may still be read by kernels that are enqueued. That is safe: a receive into it begins
+    when everything is done that the current stream holds at that moment.
     """
 
-    def __init__(self, value: Value, device: torch.device, most: int) -> None:
-        self._shape, self._dtype, self._device, self._most = value.shape_at(), torch_dtype(value), device, most
-        self._buffers: deque[tuple[Tensor, torch.UntypedStorage]] = deque()
+    def __init__(self, values: Sequence[Value], device: torch.device) -> None:
+        self._layouts = [(value.shape_at(), torch_dtype(value)) for value in values]
+        self._device = device
+        self._free: list[tuple[Tensor, ...]] = []
+        self._verifies = verifies_releases()
 
-    def take(self) -> Tensor:
-        """A tensor of undefined content. Its memory comes back when neither it nor a view of it is left."""
-        for _ in range(len(self._buffers)):
-            self._buffers.rotate(-1)
-            tensor, storage = self._buffers[-1]
-            if _holders(storage) == 2:  # the tensor and the storage that are kept here
-                return tensor.detach()
-        with torch.inference_mode(False):  # which `eval` may be called in, and a later step needs a gradient of it
-            tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        self._buffers.append((tensor, tensor.untyped_storage()))
-        if len(self._buffers) > self._most:
-            self._buffers.popleft()
-        return tensor.detach()
+    def take(self) -> tuple[Tensor, ...]:
+        """A tensor for each value, with undefined content."""
+        if self._free:
+            return self._free.pop()
+        with torch.inference_mode(False):  # `eval` may be called in it, and a later step needs gradients
+            return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._layouts)
+
+    def release(self, tensors: tuple[Tensor, ...]) -> None:
+        """Take back what `take` gave. Nothing may read it any more."""
+        if self._verifies:
+            overwrite(tensors)
+        self._free.append(tensors)
 
 
-def _holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors and storages hold this memory, by `torch._C._storage_Use_Count`.
+def verifies_releases() -> bool:
+    """Whether `PIPEGRAPH_VERIFY=1` asks to overwrite released memory at once, so that a wrong release shows."""
+    return os.environ.get("PIPEGRAPH_VERIFY", "0") not in ("", "0")
 
-    Private: a weak reference tells when one tensor is gone, and not the views of it or what autograd keeps.
-    """
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
+
+def overwrite(tensors: Iterable[Tensor]) -> None:
+    """Fill tensors with values that no later result can hide: NaN, or the largest integer."""
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(torch.nan)
+        else:
+            tensor.fill_(True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins: equal for two tensors that share memory. A sparse tensor shares none."""
+    return id(tensor) if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
+
+
+def share_memory(tensors: Iterable[Any], others: Iterable[Tensor]) -> bool:
+    """Whether one of `tensors` uses the storage of one of the others. Items that are no tensors are skipped."""
+    addresses = set(map(storage_address, others))
+    return any(isinstance(each, Tensor) and storage_address(each) in addresses for each in tensors)

@@ -1,74 +1,75 @@
 """The transport between processes: gloo for tensors on the CPU, NCCL for those on a GPU.
 
-Every direction of every pair of ranks that talk has a group of its own. So NCCL, which works off the transfers of a
-group one after the other, has no order in which two ranks could wait for each other; and a rank that closes its side is
-noticed by all that wait for it, whatever else is still on its way to others.
+Every direction of every pair of ranks that talk has a group of its own. NCCL works off the transfers of a group one
+after the other: with a group per direction there is no order in which two ranks could wait for each other. And when a
+rank closes its side, every rank that waits for it notices, whatever else is on its way to others.
 
 With NCCL each group has a CUDA stream of its own, so that transfers run beside computation. A send or receive begins
-when what the current stream holds at that moment is done: behind the kernel that made the tensor, and behind the last
-one that read the buffer. Waiting for it makes the current stream wait, never the host.
-
-The first message of a step in each direction is headed by the step that it belongs to.
+when everything is done that the current stream holds at that moment: after the kernel that made the tensor, and after
+the last one that read the buffer. Waiting for it makes the current stream wait, never the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from pipegraph.runtime.processes.group import Group, lost_connections
 from pipegraph.runtime.processes.world import World
-from pipegraph.runtime.transport.buffer_pool import Buffers
-from pipegraph.runtime.transport.call_agreement import Call, LateChecks
-from pipegraph.runtime.transport.sends import AwaitedSends, PolledSends, Sending, Sends
+from pipegraph.runtime.transport.buffer_pool import BufferPool
+from pipegraph.runtime.transport.call_agreement import DeferredHeaders, PipelineCall
+from pipegraph.runtime.transport.sends import GlooSends, NcclSends, PendingSend, SendQueue
 from pipegraph.runtime.wiring import Transfer
 
 
-@dataclass(frozen=True)
-class Head:
-    """What heads a message that is to come, and the call that it should name. On a GPU that is looked at `late`."""
+class ReceivedHeader:
+    """The header that is expected before a message, and the call that it must name. On a GPU it is checked later."""
 
-    tensor: Tensor
-    call: Call
-    late: LateChecks | None
+    def __init__(self, group: Group, peer: int, call: PipelineCall, device: torch.device) -> None:
+        self._peer, self._call = peer, call
+        self._tensor = call.header(device)
+        self._work = group.receive(self._tensor, peer)
 
-    def check(self, peer: int) -> None:
-        if self.late is None:
-            self.call.check(self.tensor, peer)
+    def check(self, deferred: DeferredHeaders | None) -> None:
+        with lost_connections(self._peer):
+            self._work.wait()
+        if deferred is None:
+            self._call.check(self._tensor, self._peer)
         else:
-            self.late.add(self.tensor, self.call, peer)
+            deferred.add(self._tensor, self._call, self._peer)
 
 
 class DistributedReceive:
-    """Buffers that are being filled. It stands among `unfinished` until it has been waited for."""
+    """A message that is being received into a buffer of its pool. It is `unfinished` until it has been waited for."""
+
+    is_pooled = True
 
     def __init__(
         self,
         group: Group,
         peer: int,
-        tensors: Sequence[Tensor],
-        head: Head | None,
+        pool: BufferPool,
+        header: ReceivedHeader | None,
+        deferred: DeferredHeaders | None,
         unfinished: set[DistributedReceive],
     ) -> None:
         self._peer = peer
-        self._tensors = tensors
-        self._head = head
-        self._head_work = None if head is None else group.receive(head.tensor, peer)
-        self._works = [group.receive(tensor, peer) for tensor in tensors if tensor.numel()]
+        self._pool = pool
+        self._header = header
+        self._deferred = deferred
+        self._tensors = pool.take()
+        self._works = [group.receive(tensor, peer) for tensor in self._tensors if tensor.numel()]
         self._unfinished = unfinished
         unfinished.add(self)
 
     def ready(self) -> bool:
-        return True  # nothing else in this process could make it so
+        return True  # no other executor of this process can make a difference
 
     def wait(self) -> Sequence[Tensor]:
-        if self._head is not None and self._head_work is not None:
-            with lost_connections(self._peer):
-                self._head_work.wait()
-            self._head.check(self._peer)  # before the rest, which might never come
+        if self._header is not None:
+            self._header.check(self._deferred)  # before the rest, which might never come
         with lost_connections(self._peer):
             for work in self._works:
                 work.wait()
@@ -76,27 +77,27 @@ class DistributedReceive:
         return self._tensors
 
     def drop(self) -> None:
-        self._head_work = None
+        """Let go of the connection."""
+        self._header = None
         self._works.clear()
         self._unfinished.discard(self)
 
+    def release(self) -> None:
+        self._pool.release(self._tensors)
+
 
 class DistributedTransport:
-    """This rank's connections.
+    """This rank's connections. `pairs` are the (sender, receiver) ranks between which anything is sent at all."""
 
-    `pairs` are the (sender, receiver) ranks between which anything is sent at all; `buffers` how many messages are
-    held at one time, at most, of what a stage receives from another: by (from stage, to stage).
-    """
-
-    def __init__(self, world: World, pairs: Iterable[tuple[int, int]], buffers: Mapping[tuple[int, int], int]) -> None:
+    def __init__(self, world: World, pairs: Iterable[tuple[int, int]]) -> None:
         self._device = world.device
-        self._most = buffers
-        self._buffers: dict[tuple[int, int], list[Buffers]] = {}
+        self._pools: dict[tuple[int, int], BufferPool] = {}
         self._unfinished: set[DistributedReceive] = set()
-        self._call = Call()
+        self._call = PipelineCall()
         self._headed: set[tuple[int, int]] = set()
-        self._late = LateChecks() if world.device.type == "cuda" else None
-        self._sends: Sends = PolledSends() if world.device.type == "cuda" else AwaitedSends()
+        is_gpu = world.device.type == "cuda"
+        self._deferred = DeferredHeaders() if is_gpu else None
+        self._sends: SendQueue = NcclSends() if is_gpu else GlooSends()
         self._groups = {
             pair: world.connect(f"{pair[0]}-{pair[1]}", pair) for pair in sorted(pairs) if world.rank in pair
         }
@@ -110,35 +111,34 @@ class DistributedTransport:
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         sent = [tensor.contiguous() for tensor in tensors if tensor.numel()]
         if self._is_first(transfer):
-            sent.insert(0, self._call.head(self._device))
-        self._sends.add(Sending(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
+            sent.insert(0, self._call.header(self._device))
+        self._sends.add(PendingSend(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
 
     def receive(self, transfer: Transfer) -> DistributedReceive:
         stages = transfer.sender, transfer.receiver
-        if stages not in self._buffers:
-            most = self._most.get(stages, 1)
-            self._buffers[stages] = [Buffers(value, self._device, most) for value in transfer.values]
-        tensors = [buffers.take() for buffers in self._buffers[stages]]
-        head = Head(self._call.head(self._device), self._call, self._late) if self._is_first(transfer) else None
-        return DistributedReceive(self._groups[transfer.ranks], transfer.ranks[0], tensors, head, self._unfinished)
+        if stages not in self._pools:
+            self._pools[stages] = BufferPool(transfer.values, self._device)
+        group, peer = self._groups[transfer.ranks], transfer.ranks[0]
+        header = ReceivedHeader(group, peer, self._call, self._device) if self._is_first(transfer) else None
+        return DistributedReceive(group, peer, self._pools[stages], header, self._deferred, self._unfinished)
 
     def start(self, kind: str) -> None:
-        if self._late is not None:
-            self._late.check()
+        if self._deferred is not None:
+            self._deferred.check()
         self._call = self._call.next(kind)
         self._headed.clear()
 
     def finish(self) -> None:
         self._sends.finish()
 
+    def close(self) -> None:
+        """Drop every transfer that is not done, because each keeps its connection open. The world closes the groups."""
+        self._sends.drop()
+        for receive in tuple(self._unfinished):
+            receive.drop()
+
     def _is_first(self, transfer: Transfer) -> bool:
         """Whether this is the first message of the call from its sender to its receiver."""
         first = transfer.ranks not in self._headed
         self._headed.add(transfer.ranks)
         return first
-
-    def close(self) -> None:
-        """Let go of every transfer that is not done, as each keeps its connection open. The groups are the world's."""
-        self._sends.drop()
-        for receive in tuple(self._unfinished):
-            receive.drop()

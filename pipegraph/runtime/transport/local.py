@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from pipegraph.runtime.transport.buffer_pool import overwrite, verifies_releases
 from pipegraph.runtime.wiring import Transfer
 
 _Arrived = dict[tuple[int, int, int], Sequence[Tensor]]
 
 
-@dataclass(frozen=True)
 class LocalReceive:
-    transfer: Transfer
-    arrived: _Arrived
+    """A message that another executor of this process sends."""
+
+    is_pooled = False
+
+    def __init__(self, transfer: Transfer, arrived: _Arrived) -> None:
+        self._transfer = transfer
+        self._arrived = arrived
 
     def ready(self) -> bool:
-        return self.transfer.key in self.arrived
+        return self._transfer.key in self._arrived
 
     def wait(self) -> Sequence[Tensor]:
-        return self.arrived.pop(self.transfer.key)
+        return self._arrived.pop(self._transfer.key)
+
+    def release(self) -> None:
+        pass
+
+
+class CopiedReceive(LocalReceive):
+    """For `PIPEGRAPH_VERIFY`: a copy, which is overwritten when it is released, as a message of another process is."""
+
+    is_pooled = True
+
+    def wait(self) -> Sequence[Tensor]:
+        self._copies = [tensor.clone() for tensor in super().wait()]
+        return self._copies
+
+    def release(self) -> None:
+        overwrite(self._copies)
 
 
 class LocalTransport:
@@ -29,12 +49,13 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self._arrived: _Arrived = {}
+        self._receive = CopiedReceive if verifies_releases() else LocalReceive
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         self._arrived[transfer.key] = tensors
 
     def receive(self, transfer: Transfer) -> LocalReceive:
-        return LocalReceive(transfer, self._arrived)
+        return self._receive(transfer, self._arrived)
 
     def start(self, kind: str) -> None:
         self._arrived.clear()  # what a step that failed has left

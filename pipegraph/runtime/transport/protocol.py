@@ -11,14 +11,24 @@ from pipegraph.runtime.wiring import Transfer
 
 
 class Receive(Protocol):
-    """A message on its way."""
+    """A message that is expected."""
+
+    is_pooled: bool
+    """Whether `release` gives the memory of the tensors to a later message."""
 
     def ready(self) -> bool:
-        """False while another executor of this process has to run first; waiting is for `wait`."""
+        """False while another executor of this process has to run first. If True, `wait` is to be called."""
         ...
 
     def wait(self) -> Sequence[Tensor]:
-        """The tensors, in the order of the transfer's values. Raises ConnectionLost where they cannot come."""
+        """The tensors, in the order of the transfer's values. Raises ConnectionLost if they cannot come."""
+        ...
+
+    def release(self) -> None:
+        """Give the tensors' memory back after the last read. A later message overwrites it.
+
+        If that memory lives on elsewhere, it is never released: it then belongs to whoever holds it.
+        """
         ...
 
 
@@ -26,7 +36,7 @@ class Transport(Protocol):
     """Carries messages. Between two ranks, each direction keeps its order."""
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
-        """Start sending and return at once; the tensors are kept until they are sent, and no longer."""
+        """Start sending and return at once. The tensors are kept until they are sent, and no longer."""
         ...
 
     def receive(self, transfer: Transfer) -> Receive:
@@ -34,11 +44,11 @@ class Transport(Protocol):
         ...
 
     def start(self, kind: str) -> None:
-        """Be ready for a call, a "step" or an "eval", whatever the one before has left."""
+        """Begin a call, a "step" or an "eval". What a call before it has left is forgotten."""
         ...
 
     def finish(self) -> None:
-        """End a call: what is sent has arrived, or is kept until it has. Raises ConnectionLost."""
+        """End a call: everything sent has arrived, or is kept until it has. Raises ConnectionLost."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Sends on their way: their tensors are kept until they are sent and then let go, and no computation waits for them."""
+"""Sends on their way. Their tensors are kept until they are sent, no longer, and no computation waits for them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch import Tensor
 from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
 from pipegraph.runtime.wiring import Transfer
 
-_PATIENCE = 5.0
-"""Seconds to wait for messages on their way when everything ends."""
+_CLOSING_SECONDS: Final = 5.0
+"""How long messages on their way are waited for when everything ends."""
 
 LARGE: Final = 256 * 1024
 """Bytes of a message from which on gloo's own `send` takes longer than handing it to a thread (0.4 ms per MiB)."""
 
 
 @dataclass(slots=True)
-class Sending:
-    """One message, to the rank `peer`."""
+class PendingSend:
+    """One message to the rank `peer`."""
 
     group: Group
     peer: int
@@ -37,7 +37,7 @@ class Sending:
         self.works.extend([self.group.send(tensor, self.peer) for tensor in self.tensors])
 
     def is_sent(self) -> bool:
-        """With NCCL; a work of gloo does not say so."""
+        """Whether the message is sent. Only NCCL's works can say so."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
@@ -46,11 +46,11 @@ class Sending:
                 work.wait()
 
 
-class Sends(Protocol):
-    """What keeps messages until they are sent."""
+class SendQueue(Protocol):
+    """Keeps messages until they are sent."""
 
-    def add(self, sending: Sending) -> None:
-        """Send a message, behind those before. Raises ConnectionLost if an earlier one could not be sent."""
+    def add(self, send: PendingSend) -> None:
+        """Send a message after those before. Raises ConnectionLost if an earlier one could not be sent."""
         ...
 
     def finish(self) -> None:
@@ -58,42 +58,42 @@ class Sends(Protocol):
         ...
 
     def drop(self) -> None:
-        """Let go of all that can be let go."""
+        """Drop every message that can be dropped."""
         ...
 
 
-class PolledSends:
+class NcclSends:
     """For NCCL, whose works say when they are done.
 
-    At the end of a step some may still be on their way. They are kept into the next one, as waiting would make the
-    computation that follows wait for the slowest receiver.
+    At the end of a step some messages may still be on their way. They are kept into the next step: to wait for them
+    would make the computation that follows wait for the slowest receiver.
     """
 
     def __init__(self) -> None:
-        self._sending: deque[Sending] = deque()
+        self._pending: deque[PendingSend] = deque()
 
-    def add(self, sending: Sending) -> None:
-        while self._sending and self._sending[0].is_sent():
-            self._sending.popleft()
-        sending.start()
-        self._sending.append(sending)
+    def add(self, send: PendingSend) -> None:
+        while self._pending and self._pending[0].is_sent():
+            self._pending.popleft()
+        send.start()
+        self._pending.append(send)
 
     def finish(self) -> None:
-        self._sending = deque(sending for sending in self._sending if not sending.is_sent())
+        self._pending = deque(send for send in self._pending if not send.is_sent())
 
     def drop(self) -> None:
-        self._sending.clear()
+        self._pending.clear()
 
 
-_Queue = SimpleQueue[Sending | threading.Event | None]
+_Queue = SimpleQueue[PendingSend | threading.Event | None]
 
 
-class AwaitedSends:
+class GlooSends:
     """For gloo, in two threads.
 
-    One starts what is large: where the receive is posted already, gloo's `send` returns when most of the message is
-    with the receiver. The other waits for each, as a work learns that it is done only when it is waited for. They are
-    two, because a message whose receiver is not ready must not hold up one to another rank.
+    One thread starts large messages: if the receive is posted already, gloo's `send` returns only when most of the
+    message is with the receiver. The other thread waits for each message, because a work learns that it is done only
+    when it is waited for. One thread for both would let a message whose receiver is not ready hold up all others.
     """
 
     def __init__(self) -> None:
@@ -110,15 +110,15 @@ class AwaitedSends:
             thread.start()
         weakref.finalize(self, _end, threads, self._to_start)
 
-    def add(self, sending: Sending) -> None:
+    def add(self, send: PendingSend) -> None:
         self._raise_lost()
-        way = sending.group, sending.peer
-        if way in self._large or sum(tensor.nbytes for tensor in sending.tensors) >= LARGE:
-            self._large.add(way)  # and so are all that follow on this way, which keeps their order
-            self._to_start.put(sending)
+        receiver = send.group, send.peer
+        if receiver in self._large or sum(tensor.nbytes for tensor in send.tensors) >= LARGE:
+            self._large.add(receiver)  # and all that follow to this receiver, which keeps their order
+            self._to_start.put(send)
         else:
-            sending.start()
-            self._started.put(sending)
+            send.start()
+            self._started.put(send)
 
     def finish(self) -> None:
         reached = threading.Event()
@@ -141,21 +141,21 @@ class AwaitedSends:
 
 
 def _end(threads: Sequence[threading.Thread], queue: _Queue) -> None:
-    """End the threads before the process takes torch's own threads down, which they must not outlive."""
+    """End the threads before the process ends torch's own threads, which they must not outlive."""
     queue.put(None)
     for thread in threads:
-        thread.join(_PATIENCE / len(threads))
+        thread.join(_CLOSING_SECONDS / len(threads))
 
 
 def _start_sends(queue: _Queue, started: _Queue, lost: list[ConnectionLost]) -> None:
     while (item := queue.get()) is not None:
         try:
-            if isinstance(item, Sending):
+            if isinstance(item, PendingSend):
                 item.start()
         except ConnectionLost as error:
             lost.append(error)
         started.put(item)
-        del item  # not to be kept until the next one comes
+        del item  # or it would be kept until the next one comes
     started.put(None)
 
 
@@ -168,4 +168,4 @@ def _await_sends(queue: _Queue, lost: list[ConnectionLost]) -> None:
             item.wait()
         except ConnectionLost as error:
             lost.append(error)
-        del item  # not to be kept until the next one comes
+        del item  # or it would be kept until the next one comes

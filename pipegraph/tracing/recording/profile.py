@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, record_function
+from torch.utils.hooks import RemovableHandle
 
 from pipegraph.errors import PipegraphError
 from pipegraph.runtime.pipeline import Pipeline, StepResult
-from pipegraph.runtime.processes.clock import Clock
-from pipegraph.runtime.wiring import torch_dtype, transfer, wire
+from pipegraph.runtime.processes.clock import ClockOffset
+from pipegraph.runtime.wiring import stage_wirings, torch_dtype, transfer_of
 from pipegraph.schedule import Action
 from pipegraph.tracing.action_names import action_name
 from pipegraph.tracing.recording.run_folder import make_run_folder, together, trace_file
@@ -82,10 +83,10 @@ class Profile:
         self._schedule = schedule
         self._feed = None if sink is None else SinkFeed(pipe, sink)
         self._spans = ActionSpans()
-        self._observes = False
+        self._observed: RemovableHandle | None = None
         self._step = 0  # the one that is under way
         self._losses: dict[int, float | None] = {}  # of the steps that are recorded and not yet written
-        self._began = Clock()
+        self._began = ClockOffset()
         self._gives_up = False
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if pipe.device.type == "cuda" else [])]
         self._torch = torch.profiler.profile(
@@ -99,7 +100,7 @@ class Profile:
             stack.callback(self._run.leave)
             self.folder = self._run.path
             if self._is_recorded(0) or self._feed is not None:
-                self._began = self._pipe.clock()
+                self._began = self._pipe.clock_offset()
             if self._feed is not None:
                 self._feed.open(self._run, self._began)
                 stack.callback(self._feed.close)
@@ -122,7 +123,7 @@ class Profile:
             if self._feed is not None:
                 self._shared_loss(result)
             if self._is_recorded(self._step + 1):
-                self._set_clock(self._pipe.clock())
+                self._set_clock(self._pipe.clock_offset())
         self._torch.step()  # which calls `_write` behind the last step of a window
         self._step += 1
         self._observe(self._is_looked_at(self._step))
@@ -157,11 +158,11 @@ class Profile:
         return self._schedule(step) is not ProfilerAction.NONE
 
     def _observe(self, wanted: bool) -> None:
-        if wanted and not self._observes:
-            self._pipe.add_observer(self._spans)
-        elif self._observes and not wanted:
-            self._pipe.remove_observer(self._spans)
-        self._observes = wanted
+        if wanted and self._observed is None:
+            self._observed = self._pipe.observe(self._spans, evals=False)
+        elif self._observed is not None and not wanted:
+            self._observed.remove()
+            self._observed = None
 
     def _shared_loss(self, result: StepResult | None) -> float | None:
         own = math.nan if result is None or result.loss is None else float(result.loss)
@@ -175,8 +176,8 @@ class Profile:
         """Write what torch has recorded: a file for every rank of this process."""
         if self._gives_up or not self._losses:
             return
-        clock = self._began.until(ended := self._pipe.clock())
-        digits = self._pipe.told(str(time.time_ns()))
+        clock = self._began.until(ended := self._pipe.clock_offset())
+        digits = self._pipe.broadcast_text(str(time.time_ns()))
         first, last = min(self._losses), max(self._losses)
         trace: dict[str, Any] = {}
         together(self._pipe, Path(tempfile.gettempdir()), lambda: trace.update(exported(self._torch)))
@@ -195,7 +196,7 @@ class Profile:
         self._set_clock(ended)
         self._torch.profiler = None  # which holds what is written now; torch makes another one for the next window
 
-    def _set_clock(self, clock: Clock) -> None:
+    def _set_clock(self, clock: ClockOffset) -> None:
         self._began = clock
         if self._feed is not None:
             self._feed.set_clock(clock)
@@ -235,7 +236,7 @@ def exported(profiler: torch.profiler.profile) -> dict[str, Any]:
 def arguments(pipe: Pipeline) -> Callable[[Action], dict[str, Any]]:
     """What is said of an action in a trace: `stage`, `kind`, `microbatch`, `rank`; of a transfer also `peer` (the
     stage at its other end), `peer_rank` and `bytes`."""
-    wiring, placement = wire(pipe.package.manifest), pipe.schedule.placement
+    wiring, placement = stage_wirings(pipe.package.manifest), pipe.schedule.placement
 
     @cache
     def of(action: Action) -> dict[str, Any]:
@@ -243,7 +244,7 @@ def arguments(pipe: Pipeline) -> Callable[[Action], dict[str, Any]]:
         said: dict[str, Any] = {"stage": stage, "kind": action.kind.value, "microbatch": action.microbatch}
         said["rank"] = placement[stage]
         if action.peer is not None:
-            values = transfer(action, wiring, placement).values
+            values = transfer_of(action, wiring, placement).values
             size = sum(math.prod(value.shape_at()) * torch_dtype(value).itemsize for value in values)
             said |= {"peer": action.peer, "peer_rank": placement[action.peer], "bytes": size}
         return said

@@ -121,7 +121,7 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
     schedule, manifest = pipe.schedule, pipe.package.manifest
     words = (manifest.model.class_name or "model").lower(), schedule.name, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     name = "_".join(re.sub(r"[^\w.-]+", "-", word) for word in words)
-    run = pipe.told(uuid.uuid4().hex)
+    run = pipe.broadcast_text(uuid.uuid4().hex)
     about = {
         "schema_version": SCHEMA_VERSION,
         "generator": f"pipegraph {__version__}",
@@ -144,7 +144,7 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
             folder.path = _made(parent, name)
 
     together(pipe, parent, make)
-    folder.path = parent / pipe.told(folder.path.name)
+    folder.path = parent / pipe.broadcast_text(folder.path.name)
 
     def fill() -> None:
         folder.path.mkdir(exist_ok=True)  # on another machine

@@ -6,17 +6,15 @@ import math
 import resource
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from pipegraph.package import CALLER, Manifest, leaves
-from pipegraph.runtime.measurements import moment
+from pipegraph.runtime.measurements import ActionTimes, StepTimes
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.schedule import Action, Event, Kind, Schedule, Timeline
+from pipegraph.schedule import Event, Kind, Schedule, Timeline
 from pipegraph.schedule.lifetimes import peak_activations
 
 PARTS = {
@@ -58,7 +56,7 @@ class StepFigures:
 
 
 class StepRecorder:
-    """An added observer of a pipeline, which times every action: by the host's clock on a CPU, by events on a GPU.
+    """Takes the figures of each step from `times`, which observe the pipeline.
 
     All processes make one, and call `end_step` and `timeline` together; `begin_step` where a step begins. ``offset`` is
     what rank 0's clock (`time.time`) is ahead of this process's, in seconds.
@@ -66,41 +64,30 @@ class StepRecorder:
 
     def __init__(self, pipe: Pipeline) -> None:
         self.offset = 0.0
+        self.times = ActionTimes(pipe.device)
         self._pipe, self._device = pipe, pipe.device
         self._parts = parts_of(pipe.schedule)
-        self._begun: dict[int, Any] = {}
-        self._spans: dict[int, list[tuple[Kind, Any, Any]]] = defaultdict(list)
-        # Of the step before: seconds from its begin.
-        self._last: dict[int, list[tuple[Kind, float, float]]] = {rank: [] for rank in pipe.ranks}
+        self._last = StepTimes({})  # of the step before
         self._last_start = 0.0  # of that step, on rank 0's clock
         self._index = 0
         self.begin_step()
 
-    def begin(self, rank: int, action: Action) -> None:
-        """As an Observer."""
-        self._begun[rank] = moment(self._device)
-
-    def end(self, rank: int, action: Action, saved: Any) -> None:
-        """As an Observer."""
-        self._spans[rank].append((action.kind, self._begun.pop(rank), moment(self._device)))
-
     def begin_step(self) -> None:
         """What comes now is of the next step."""
-        self._spans.clear()
         self._start, self._watch = time.time(), time.perf_counter()
-        self._zero = moment(self._device)
+        self.times.begin_step()
 
     def end_step(self, loss: float | torch.Tensor | None) -> StepFigures:
         """The figures of the step that ends here, of all ranks; they call this together."""
-        self._last, self._last_start = self._read(), self._start + self.offset
+        self._last, self._last_start = self.times.end_step(), self._start + self.offset
         stop = self._last_start + time.perf_counter() - self._watch
         row = [math.nan if loss is None else float(loss), float(self._peak_bytes()), self._last_start, stop]
-        for spans in self._last.values():
-            row.append(self._last_start + min((begin for _, begin, _ in spans), default=math.inf))
-            row.append(self._last_start + max((end for *_, end in spans), default=-math.inf))
+        for spans in (self._last.spans.get(rank, ()) for rank in self._pipe.ranks):
+            row.append(self._last_start + min((span.begin for span in spans), default=math.inf))
+            row.append(self._last_start + max((span.end for span in spans), default=-math.inf))
             sums = dict.fromkeys(self._parts, 0.0)
-            for kind, begin, end in spans:
-                sums[PARTS[kind]] += end - begin
+            for span in spans:
+                sums[PARTS[span.action.kind]] += span.end - span.begin
             row += sums.values()
         figures = self._figures(self._pipe.gather(row))
         self._index += 1
@@ -112,8 +99,9 @@ class StepRecorder:
         actions = [[action for action in row if not action.kind.is_transfer] for row in schedule.actions]
         longest = 2 * max(map(len, actions))
         row: list[float] = []
-        for rank, spans in self._last.items():
-            times = [self._last_start + each for kind, *span in spans if not kind.is_transfer for each in span]
+        for rank in self._pipe.ranks:
+            spans = [span for span in self._last.spans.get(rank, ()) if not span.action.kind.is_transfer]
+            times = [self._last_start + each for span in spans for each in (span.begin, span.end)]
             times = times[-2 * len(actions[rank]) :] if len(times) >= 2 * len(actions[rank]) else []
             row += [*times, *[math.nan] * (longest - len(times))]
         rows = self._pipe.gather(row)
@@ -149,25 +137,6 @@ class StepRecorder:
             ranks=tuple(parts),
             peak_bytes=tuple(int(row[1]) for row in rows),
         )
-
-    def _read(self) -> dict[int, list[tuple[Kind, float, float]]]:
-        """Spans of each rank that is here, in seconds from the step's begin."""
-        zero = self._zero
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-            def seconds(event: Any) -> float:
-                return float(zero.elapsed_time(event)) / 1000
-
-        else:
-
-            def seconds(event: Any) -> float:
-                return float(event - zero)
-
-        return {
-            rank: [(kind, seconds(begin), seconds(end)) for kind, begin, end in self._spans[rank]]
-            for rank in self._pipe.ranks
-        }
 
     def _peak_bytes(self) -> int:
         if self._device.type == "cuda":

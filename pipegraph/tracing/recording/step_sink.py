@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.processes.clock import Clock
+from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.schedule import Timeline
 from pipegraph.tracing.recording.run_folder import RunFolder, together, unwritable
 from pipegraph.tracing.recording.step_figures import StepFigures, StepRecorder
@@ -44,7 +44,7 @@ class SinkFeed:
         self._sink: StepSink | None = None
         self._recorder = StepRecorder(pipe)
 
-    def open(self, run: RunFolder, clock: Clock) -> None:
+    def open(self, run: RunFolder, clock: ClockOffset) -> None:
         """Begin. Raises PipegraphError in all processes where the first one cannot write."""
 
         def make() -> None:
@@ -54,10 +54,10 @@ class SinkFeed:
         self._folder = run.path
         together(self._pipe, run.path, make)
         self.set_clock(clock)
-        self._pipe.add_observer(self._recorder)
+        self._observed = self._pipe.observe(self._recorder.times, evals=False)
         self._recorder.begin_step()
 
-    def set_clock(self, clock: Clock) -> None:
+    def set_clock(self, clock: ClockOffset) -> None:
         """From here on this is how far the clocks are apart."""
         self._recorder.offset = clock.offset_ns / 1e9
 
@@ -82,7 +82,7 @@ class SinkFeed:
 
     def close(self) -> None:
         """No more steps. The only call that processes need not make together."""
-        self._pipe.remove_observer(self._recorder)
+        self._observed.remove()
         if self._sink is not None:
             with self._written():
                 self._sink.close()

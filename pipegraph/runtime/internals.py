@@ -1,0 +1,77 @@
+"""Every private or undocumented interface of torch that the runtime uses: one function each, with the reason.
+
+Checked with torch 2.11, 2.13 and 2.15. What a new torch breaks here raises an AttributeError or a TypeError.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group.
+
+    Public torch has no way to it. A store of the runtime's own would need an address that every rank knows.
+    """
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def make_backend(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
+    """A gloo or NCCL backend over `store`, whose operations fail after `timeout` seconds.
+
+    The classes ProcessGroupGloo and ProcessGroupNCCL are exported but not documented, and their timeout is private.
+    `new_group` does not serve: every process of the world has to call it, also those of other pipelines, and the group
+    stays in torch's global tables until all of them destroy it.
+    """
+    if device.type == "cuda":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timedelta(seconds=timeout)
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    options._devices = _gloo_devices()
+    return gloo(store, rank, size, options)
+
+
+@cache
+def _gloo_devices() -> list[Any]:
+    """The process's gloo devices, chosen as torch chooses them.
+
+    All groups share them, because each device has a thread that wakes a hundred times a second.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interfaces:
+        return [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+    return [dist.ProcessGroupGloo.create_default_device()]
+
+
+def launcher_environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """The environment by which a process of this machine finds the others, as torchrun sets it.
+
+    All but `TORCHELASTIC_USE_AGENT_STORE` is documented. That one says that the launcher holds the store at `port`
+    and no rank does, so that the system can choose the port and the store outlives every rank.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+pytree = _pytree
+"""Torch's nested containers. It has no public module for them, and other libraries do not know the classes that a model
+registered with torch."""
