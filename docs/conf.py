@@ -15,7 +15,7 @@ author = "The pipegraph authors"
 project_copyright = "the pipegraph authors, BSD-3-Clause"
 release = version = pipegraph.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "command_line", "offline"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "command_line", "offline"]
 exclude_patterns = ["extensions"]
 needs_sphinx = "8.0"
 

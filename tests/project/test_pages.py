@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import pipegraph
 from pipegraph.schedule import Times, build, names, simulate
 from tests.project.pages import LANGUAGES, PAGES, ROOT, Page, Runner, agree, read_pages
 
@@ -131,3 +132,12 @@ def test_the_table_of_schedules_says_what_the_simulator_says() -> None:
             shown,
         ]
         assert f"\n## `{name}`\n" in text
+
+
+def test_every_public_name_is_on_the_page_of_the_python_api() -> None:
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    shown = set(re.findall(r"^\.\. auto\w+:: (?:\w+\.)*(\w+)$", page, re.MULTILINE))
+    assert {*pipegraph.__all__, *pipegraph.schedule.__all__, "SegmentCost", "solve"} - shown == {
+        "schedule",
+        "__version__",
+    }
