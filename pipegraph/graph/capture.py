@@ -36,9 +36,10 @@ from pipegraph.graph.passes.relax_attention_views import relax_attention_views
 from pipegraph.graph.passes.restore_repeat_interleave import restore_repeat_interleave
 from pipegraph.graph.passes.simplify_masks import simplify_masks
 from pipegraph.graph.passes.tie_casts_to_buffers import tie_casts_to_buffers
-from pipegraph.graph.verifier import GraphVerifier, InvalidGraphError, Pass, verifying
+from pipegraph.graph.verifier import GraphVerifier, Pass
 from pipegraph.progress import track
 from pipegraph.units import format_seconds
+from pipegraph.verification import InvalidGraphError, verifying
 
 PASSES: tuple[Pass, ...] = (
     tie_casts_to_buffers,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -19,6 +18,7 @@ from pipegraph.graph.nodes import source_line
 from pipegraph.graph.passes.drop_dead_code import drop_dead_code
 from pipegraph.graph.passes.functionalize_writes import functionalize_writes
 from pipegraph.graph.passes.mark_gradients import mark_gradients
+from pipegraph.verification import InvalidGraphError
 
 Pass = Callable[[fx.Graph], None]
 
@@ -28,15 +28,6 @@ _METADATA: dict[str, tuple[str, ...]] = {
     "call_function": ("val", "path", "regions", "in_every_mode", "stack_trace"),
     "output": (),
 }
-
-
-class InvalidGraphError(AssertionError):
-    """A pass left a graph that breaks a rule: a bug in pipegraph, never in the model."""
-
-
-def verifying() -> bool:
-    """Return whether ``PIPEGRAPH_VERIFY`` asks for checks."""
-    return os.environ.get("PIPEGRAPH_VERIFY", "0") not in ("", "0")
 
 
 class GraphVerifier:

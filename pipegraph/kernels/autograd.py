@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipegraph.kernels.interface import Forward, Loss
+from pipegraph.kernels.interface import Forward, Loss, StageKernels
 from pipegraph.kernels.loss import check_gradients, requires_grad, scalar_loss
 from pipegraph.kernels.sharded import check_outputs, waited
 
@@ -23,7 +23,7 @@ class _GraphEnds:
     edges: tuple[GradientEdge | None, ...]
 
 
-class AutogradKernels:
+class AutogradKernels(StageKernels):
     """F calls the stage with a graph, B is its backward.
 
     Autograd cannot divide a backward without walking the shared part twice, so I does all of B, and W nothing: a
@@ -41,15 +41,6 @@ class AutogradKernels:
         self._input_gradients = tuple(input_gradients)
         self._output_gradients = tuple(output_gradients)
         self._loss = loss
-
-    def begin(self) -> None:
-        pass
-
-    def retrace(self) -> None:
-        pass
-
-    def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
-        pass
 
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True

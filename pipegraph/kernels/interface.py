@@ -42,11 +42,11 @@ class StageKernels(Protocol):
 
     def begin(self) -> None:
         """Compare stage and loss with the last step. Called before each step."""
-        ...
+        return
 
     def retrace(self) -> None:
         """Forget what was traced: the next call traces the stage and its loss again. Not called within a step."""
-        ...
+        return
 
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
         """Compile what a step needs, ahead of its first action.
@@ -58,7 +58,7 @@ class StageKernels(Protocol):
             inputs, target, with_loss, differentiable: arguments like those of `forward` in the step.
             kinds: some of F, I, W and B.
         """
-        ...
+        return
 
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import pipegraph
 from pipegraph.graph import capture as module_of_capture
-from pipegraph.graph.verifier import InvalidGraphError
+from pipegraph.verification import InvalidGraphError
 
 aten = torch.ops.aten
 Plant = Callable[[fx.Graph], object]

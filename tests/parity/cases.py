@@ -12,8 +12,9 @@ from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
 
-STAGES = (2, 3, 4)
-MODES = ("one process", "processes")
+IN_ONE_PROCESS = (3,)
+IN_PROCESSES = (2, 4)
+STAGES = (*IN_ONE_PROCESS, *IN_PROCESSES)
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 
 
@@ -120,9 +121,6 @@ CASES: dict[str, Case] = {
 }
 
 
-def schedule_of(mode: str, case: str, stages: int) -> str:
-    """A Latin square: in each mode every case runs under every schedule, and every schedule with all numbers of stages.
-
-    The modes differ, so that every cut of a case is trained under two schedules.
-    """
-    return SCHEDULES[(MODES.index(mode) + list(CASES).index(case) + stages) % len(SCHEDULES)]
+def schedule_of(case: str, stages: int) -> str:
+    """A Latin square: every case runs under every schedule, and every schedule with all numbers of stages."""
+    return SCHEDULES[(list(CASES).index(case) + stages) % len(SCHEDULES)]

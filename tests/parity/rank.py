@@ -17,7 +17,7 @@ def train_all(rank: int, folder: Path, stages: int, out: Path) -> str:
     for name, case in CASES.items():
         reference = torch.load(folder / case.model / f"{name}.pt", mmap=True)
         try:
-            schedule = schedule_of("processes", name, stages)
+            schedule = schedule_of(name, stages)
             found: Found = train(folder / case.model / str(stages), name, schedule, reference)
         except Exception:
             found = {"error": traceback.format_exc()}

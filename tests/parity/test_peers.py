@@ -227,7 +227,7 @@ def test_item_11_gradients_accumulate_over_steps(tmp_path: Path) -> None:
         assert_close(gradients(pipe), gradients(model))
 
 
-@pytest.mark.parametrize("layers", [5, 6, 7])
+@pytest.mark.parametrize("layers", [5, 7])
 def test_item_13_no_layer_is_dropped_where_they_do_not_divide_evenly(layers: int, tmp_path: Path) -> None:
     """Elsewhere what is left over goes missing."""
     model = rotary.RotaryTransformer(layers=layers)

@@ -77,7 +77,7 @@ def differentiate(
         joint = joint_graph.trace(function, state, leaves, tangents, options.decompositions())
     called = [record.block for record in blocks.records.values() if record.block is not None]
     is_input = [index >= len(state) for index in range(len(primals))]
-    return DividedFunction(joint, is_input, options.recompute, called)
+    return DividedFunction(type(root).__name__, joint, is_input, options.recompute, called)
 
 
 def block_of(record: RecordedCall, options: TraceOptions) -> DividedFunction:

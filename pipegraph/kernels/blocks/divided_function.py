@@ -7,19 +7,23 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from pipegraph.dump import dump
 from pipegraph.kernels.gradients import with_strides
 from pipegraph.kernels.graphs import block_operation
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph
 from pipegraph.kernels.graphs.division import BackwardGraphs, backward_graphs, forward_graph, saved_values
+from pipegraph.kernels.graphs.division_check import check_division
 from pipegraph.kernels.graphs.joint_graph import JointGraph
+from pipegraph.verification import verifying
 
 
 class DividedFunction:
     """The joint graph of a stage or of a block, divided. All calls of equal blocks share one.
 
     Args:
+        name: in dumps.
         joint: the joint graph.
         is_input: of each primal, whether its gradient belongs to I.
         recompute: what the backward computes again, one of `registry.RECOMPUTE`.
@@ -27,15 +31,17 @@ class DividedFunction:
     """
 
     def __init__(
-        self, joint: JointGraph, is_input: Sequence[bool], recompute: str, blocks: Sequence[DividedFunction]
+        self, name: str, joint: JointGraph, is_input: Sequence[bool], recompute: str, blocks: Sequence[DividedFunction]
     ) -> None:
         self.joint = joint
         self.number = block_operation.register(self)
+        self._name = f"{name}_{self.number}"  # by this number other graphs call it
         self.programs: dict[Any, Any] = {}  # what compilers have made of the graphs
         self.blocks = tuple(blocks)
         self._is_input = tuple(is_input)
         self._saved = saved_values(joint, recompute)
         self._backward: dict[GradientMask, BackwardGraphs] = {}
+        self._dump("joint", joint.module)
 
     @cached_property
     def full_mask(self) -> GradientMask:
@@ -50,12 +56,22 @@ class DividedFunction:
     @cached_property
     def forward(self) -> KernelGraph:
         """F."""
-        return forward_graph(self.joint, self._saved, self.backward(self.full_mask).graphs)
+        backward = self.backward(self.full_mask)
+        forward = forward_graph(self.joint, self._saved, backward.graphs)
+        self._dump("F", forward.module)
+        if verifying():
+            check_division(self.joint, forward, backward, self._is_input, self.full_mask)
+        return forward
 
     def backward(self, mask: GradientMask) -> BackwardGraphs:
         """I, W and B for the outputs in `mask`."""
         if mask not in self._backward:
-            self._backward[mask] = backward_graphs(self.joint, self._saved, self._is_input, mask)
+            backward = self._backward[mask] = backward_graphs(self.joint, self._saved, self._is_input, mask)
+            for kind, graph in (("I", backward.input), ("W", backward.weight), ("B", backward.whole)):
+                if graph is not None:
+                    self._dump(kind, graph.module)
+            if verifying() and mask != self.full_mask:
+                check_division(self.joint, self.forward, backward, self._is_input, mask)
         return self._backward[mask]
 
     def graph(self, kind: str, mask: GradientMask) -> KernelGraph:
@@ -85,6 +101,9 @@ class DividedFunction:
         """
         results: tuple[Tensor, ...] = _BlockFunction.apply(self, number, *tensors)
         return results
+
+    def _dump(self, kind: str, module: fx.GraphModule) -> None:
+        dump(f"{self._name}_{kind}", lambda: module.print_readable(print_output=False))
 
 
 class _BlockFunction(torch.autograd.Function):

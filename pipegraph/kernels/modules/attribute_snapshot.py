@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from pipegraph.kernels.loss import CONTAINERS
 from pipegraph.kernels.modules.signature import ATOMS
-
-_MISSING = object()
 
 
 @contextmanager
@@ -22,82 +19,52 @@ def unchanged(objects: Iterable[Any]) -> Iterator[None]:
     A traced graph would not make the change again, and a tensor that tracing leaves there has no memory. Containers in
     attributes of modules and in containers count too.
     """
-    before = AttributeSnapshot(objects)
+    contents: dict[int, tuple[str, Any, Any]] = {}  # by identity: name, container, copy
+    for each in objects:
+        if type(each) in CONTAINERS:
+            _keep(contents, f"a {type(each).__name__}", each)
+        elif isinstance(getattr(each, "__dict__", None), dict):
+            # Another object may hold anything, a data set for example: its own attributes are enough.
+            _keep(contents, type(each).__name__, vars(each), nested=isinstance(each, nn.Module))
     try:
         yield
-        changed = before.changed()
+        changed = next((name for content in contents.values() if (name := _changed(*content)) is not None), None)
     finally:
-        before.restore()
+        for name, container, copy in contents.values():
+            if _changed(name, container, copy) is not None:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(copy)
     if changed is not None:
         raise RuntimeError(f"its forward sets {changed}")
 
 
-class AttributeSnapshot:
-    """What objects and containers held when this was made."""
-
-    def __init__(self, objects: Iterable[Any]) -> None:
-        self._contents: dict[int, _ContainerContent] = {}
-        for each in objects:
-            if type(each) in CONTAINERS:
-                self._keep(f"a {type(each).__name__}", each)
-            elif isinstance(getattr(each, "__dict__", None), dict):
-                # Another object may hold anything, a data set for example: its own attributes are enough.
-                self._keep(type(each).__name__, vars(each), nested=isinstance(each, nn.Module))
-
-    def changed(self) -> str | None:
-        """Return the name of an attribute or container that changed, or None."""
-        return next((name for content in self._contents.values() if (name := content.changed()) is not None), None)
-
-    def restore(self) -> None:
-        """Put back what changed."""
-        for content in self._contents.values():
-            content.restore()
-
-    def _keep(self, name: str, value: Any, nested: bool = True) -> None:
-        if type(value) is tuple:
-            for item in value:
-                self._keep(name, item)
-        if type(value) not in CONTAINERS or id(value) in self._contents:
-            return
-        copy = dict(value) if isinstance(value, dict) else type(value)(value)
-        self._contents[id(value)] = _ContainerContent(name, value, copy, _identities(value))
+def _keep(contents: dict[int, tuple[str, Any, Any]], name: str, value: Any, nested: bool = True) -> None:
+    if type(value) is tuple:
+        for item in value:
+            _keep(contents, name, item)
+    if type(value) in CONTAINERS and id(value) not in contents:
+        contents[id(value)] = name, value, value.copy()
         for key, item in _items(value).items() if nested else ():
-            self._keep(f"{name}.{key}" if isinstance(key, str) else name, item)
+            _keep(contents, _named(name, key), item)
 
 
-@dataclass(frozen=True, slots=True)
-class _ContainerContent:
-    """A container and a copy of its content, which keeps the objects alive that `identities` are of."""
-
-    name: str
-    container: Any
-    copy: Any
-    identities: tuple[Any, ...]
-
-    def changed(self) -> str | None:
-        """Return the name of an item that is another object now, or None. An equal number is no change."""
-        if _identities(self.container) == self.identities:
-            return None
-        now, before = _items(self.container), _items(self.copy)
-        keys = (key for key in (*now, *before) if not _same(now.get(key, _MISSING), before.get(key, _MISSING)))
-        return next((f"{self.name}.{key}" if isinstance(key, str) else self.name for key in keys), None)
-
-    def restore(self) -> None:
-        if _identities(self.container) != self.identities:
-            self.container.clear()
-            (self.container.extend if isinstance(self.container, list) else self.container.update)(self.copy)
-
-
-def _identities(container: Any) -> tuple[Any, ...]:
-    if isinstance(container, dict):
-        return (*container, *map(id, container.values()))
-    return tuple(map(id, container))
+def _changed(name: str, container: Any, copy: Any) -> str | None:
+    """The name of an item that is another object than in the copy, or None. An equal number is no change."""
+    now, before = _items(container), _items(copy)
+    for key in (*now, *before):
+        if key not in now or key not in before or not _same(now[key], before[key]):
+            return _named(name, key)
+    return None
 
 
 def _items(container: Any) -> dict[Any, Any]:
     if isinstance(container, dict):
         return container
     return dict(enumerate(container)) if isinstance(container, list) else {id(item): item for item in container}
+
+
+def _named(name: str, key: Any) -> str:
+    return f"{name}.{key}" if isinstance(key, str) else name
 
 
 def _same(item: Any, other: Any) -> bool:
