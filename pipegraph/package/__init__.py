@@ -8,18 +8,16 @@ Package                    the folder: open, edited, missing, load_stage
 """
 
 from pipegraph.package.folder import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder, file_digest
-from pipegraph.package.manifest import (
+from pipegraph.package.manifest import SCHEMA_VERSION, Manifest, leaves
+from pipegraph.package.manifest_entries import (
     CALLER,
-    SCHEMA_VERSION,
     Buffer,
     CheckpointNames,
-    Manifest,
     ModelEntry,
     PlanEntry,
     StageCost,
     StageEntry,
     Value,
-    leaves,
 )
 
 __all__ = [

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, structs
 
-from pipegraph.package.json_file import Count, Entry, FieldError, Figure, Name, Text, one_of
+from pipegraph.package.json_errors import FieldError
+from pipegraph.package.json_file import Count, Entry, Figure, Name, Text, one_of
 from pipegraph.units import format_bytes, format_count, format_percent, format_seconds
 
 SMALLEST, LARGEST = 0.01, 100.0

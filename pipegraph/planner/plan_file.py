@@ -11,7 +11,8 @@ import msgspec
 from pipegraph.cost.price import UNITS
 from pipegraph.errors import PipegraphError, PlanError, SourceError
 from pipegraph.graph.captured import Captured
-from pipegraph.package.json_file import Count, Entry, FieldError, FileKind, Name, Text, json_text
+from pipegraph.package.json_errors import FieldError
+from pipegraph.package.json_file import Count, Entry, FileKind, Name, Text, json_text
 from pipegraph.package.prediction import Prediction
 from pipegraph.planner.arguments import UNIFORM, check_balance
 from pipegraph.planner.plan import Plan, plan

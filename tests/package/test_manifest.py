@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from pipegraph.errors import PackageError
-from pipegraph.package import Buffer, Manifest, ModelEntry, StageEntry, Value, leaves
+from pipegraph.package import Buffer, Manifest, ModelEntry, PlanEntry, StageEntry, Value, leaves
+from pipegraph.package.sizes import Size
+from tests.package.predictions import prediction
 
 MANIFEST = Manifest(
     generator="pipegraph 0.1.0",
@@ -156,3 +159,50 @@ def test_the_models_own_dicts_keep_their_order() -> None:
     )
     outputs = Manifest.from_json(manifest.to_json(), "here").outputs
     assert (list(outputs), list(outputs["inner"])) == (["z", "inner"], ["m", "a"])
+
+
+def test_version_1_is_read() -> None:
+    """Its plan was flat, its shards had no digests, and tensors were cut along dimension 0."""
+    planned = replace(MANIFEST, plan=PlanEntry(("layers.1", "layers.2"), ("a", "b", "c"), prediction(3)))
+    entry = json.loads(planned.to_json()) | {"schema_version": 1}
+    for key in ("sizes", "shards", "tp_plan"):
+        del entry[key]
+    for value in entry["values"].values():
+        del value["batch_dim"]
+    entry["plan"] |= entry["plan"].pop("prediction")
+    cut = {name: replace(value, batch_dim=None if value.is_constant else 0) for name, value in planned.values.items()}
+    assert Manifest.from_json(json.dumps(entry), "pipeline.json") == replace(planned, values=cut)
+    del entry["plan"]["value"]
+    with pytest.raises(PackageError, match=r"pipeline\.json: plan\.prediction: it lacks value"):
+        Manifest.from_json(json.dumps(entry), "pipeline.json")
+
+
+def test_shapes_are_expressions_of_sizes() -> None:
+    sizes = {"batch": Size(captured=8, min=1), "seq": Size(captured=128)}
+    value = replace(MANIFEST.values["h"], shape=("batch", "seq // 4 + 1", 16))
+    manifest = replace(MANIFEST, sizes=sizes, values=MANIFEST.values | {"h": value})
+    assert Manifest.from_json(manifest.to_json(), "pipeline.json") == manifest
+    assert value.shape_at({"batch": 2, "seq": 10}) == (2, 3, 16)
+    for dimension, said in (
+        ("bach", 'values.h.shape: there is no size "bach". Did you mean "batch"'),
+        ("batch ** 9", "no expression of sizes"),
+        ("batch // 0", "no expression of sizes"),
+        ("batch - 9", '"batch - 9" is -1'),
+        ("(" * 150, "no expression of sizes"),
+    ):
+        with pytest.raises(PackageError, match=re.escape(said)):
+            replace(manifest, values=manifest.values | {"h": replace(value, shape=(dimension,))})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("values", "h", "batch_dim", to=3), "values.h.batch_dim: it is 3, and the value has 3 dimensions"),
+        (_set("values", "h", "name", to="h"), '"name" is not a key here'),
+        (_set("shards", to={"../x": f"sha256 {64 * '0'}"}), "shards: the path '../x' leaves"),
+        (_set("shards", to={"x": "sha256 00"}), 'shards.x: "sha256 00" does not fit'),
+        (_set("args", to=[{"a": [1]}]), "args: its leaf 1 must be the name of a value, or null"),
+    ],
+)
+def test_version_2(change: Callable[[Any], None], message: str) -> None:
+    test_a_manifest_that_could_not_run_is_refused(change, re.escape(message))

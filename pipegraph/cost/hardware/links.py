@@ -6,7 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from pipegraph.package.json_file import Entry, FieldError, Text
+from pipegraph.package.json_errors import FieldError
+from pipegraph.package.json_file import Entry, Text
 
 Rate = Annotated[float, Meta(ge=1e6, le=1e21)]
 """Bytes, elements or floating-point operations per second."""

@@ -15,7 +15,8 @@ from msgspec import Meta, structs
 from pipegraph.cost.hardware.links import Link, Links, Rate, Seconds
 from pipegraph.cost.hardware.size_table import SizeTable
 from pipegraph.errors import PipegraphError, nearest
-from pipegraph.package.json_file import Entry, FieldError, FileKind, Name, Text, json_text, one_of
+from pipegraph.package.json_errors import FieldError
+from pipegraph.package.json_file import Entry, FileKind, Name, Text, json_text, one_of
 from pipegraph.package.prediction import UNCORRECTED, MeasuredRatio
 
 SCHEMA_VERSION: Final = 1

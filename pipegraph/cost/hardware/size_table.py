@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, structs
 
-from pipegraph.package.json_file import Entry, FieldError
+from pipegraph.package.json_errors import FieldError
+from pipegraph.package.json_file import Entry
 
 Values = float | tuple["Values", ...]
 """A figure, or one for each size along the first axis."""

@@ -1,0 +1,176 @@
+"""What is wrong with a JSON file that does not fit its structure, in words and with the place in the file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from msgspec import inspect
+
+from pipegraph.errors import PipegraphError, nearest, one_line
+
+HIDDEN_KEY: Final = "(key)"
+"""A field that no file has: messages do not list it."""
+
+Place = list[str | int]
+"""The way from the whole of a file to a part of it: keys of objects, and positions in lists."""
+
+_CLIP: Final = 60
+_TYPES: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "object": "an object",
+    "array": "a list",
+    "null": "null",
+}
+_LIMITS: Final = {">=": "{} or more", "<=": "{} or less", ">": "more than {}", "<": "less than {}"}
+
+
+class FieldError(PipegraphError, ValueError):
+    """What a structure raises for a field that cannot be.
+
+    Attributes:
+        place: the field, below the structure, as `place_text` gives it.
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, place: str, problem: str) -> None:
+        super().__init__(f"{place}: {problem}" if place else problem)
+        self.place, self.problem = place, problem
+
+
+def place_text(place: Sequence[str | int]) -> str:
+    """Return a place in a file as text.
+
+    >>> place_text(["values", "h", "shape", 0])
+    'values.h.shape[0]'
+    """
+    parts = (f"[{part}]" if isinstance(part, int) else f".{clipped(one_line(part))}" for part in place)
+    return "".join(parts).removeprefix(".")
+
+
+def shown(value: Any) -> str:
+    """Return a value as JSON, on one line and not long.
+
+    >>> shown("a"), shown([1]), shown(None)
+    ('"a"', 'a list', 'null')
+    """
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
+        return "a number with more than 30 digits"
+    return clipped(one_line(json.dumps(value, ensure_ascii=False)))
+
+
+def clipped(text: str) -> str:
+    """Return at most 60 characters of a text."""
+    return text if len(text) <= _CLIP else f"{text[: _CLIP - 1]}…"
+
+
+def explain(error: msgspec.ValidationError, content: Any, structure: type) -> str:
+    """Say what msgspec found wrong: the place, what stands there and what must stand there.
+
+    Args:
+        error: what `msgspec.convert` raised for the content and the structure.
+        content: the content of the file, of which entries are removed here.
+        structure: what the content does not fit.
+    """
+    said, _, path = str(error).partition(" - at ")
+    is_key = path.startswith("`key` in ")
+    parts = re.findall(r"\w+|\.\.\.", path.partition("$")[2]) + ["..."] * is_key
+    place, spec = _locate(parts, content, structure, str(error))
+    key = place.pop() if is_key else None
+    there, value = (f"{place_text(place)}: " if place else ""), _at(content, place)
+    if isinstance(error.__cause__, FieldError):
+        below = error.__cause__.place
+        dot = "." if place and below and not below.startswith("[") else ""
+        return f"{place_text(place)}{dot}{below}: {error.__cause__.problem}".removeprefix(": ")
+    if is_key:
+        return f"{there}the key {shown(key)} {_must(said, key)}"
+    if found := re.fullmatch(r"Object missing required field `(.*)`", said):
+        return f"{there}it lacks {found[1]}"
+    if said.startswith("Object contains unknown field"):
+        fields = spec.fields if isinstance(spec, inspect.StructType) else ()
+        known = [field.encode_name for field in fields if field.encode_name != HIDDEN_KEY]
+        unknown = next(name for name in value if name not in known and name != HIDDEN_KEY)
+        return f"{there}{shown(unknown)} is not a key here.{nearest(unknown, known)} There are: {', '.join(known)}"
+    return f"{there}{shown(value)} {_must(said, value)}"
+
+
+def _must(said: str, value: Any) -> str:
+    """What msgspec expected of a value, in words."""
+    if found := re.match(r"Expected `([^`]*)`(?:, got|$)", said):
+        return f"must be {' or '.join(_TYPES.get(each, each) for each in found[1].split(' | '))}"
+    if found := re.match(r"Expected `\w+` (<=?|>=?) (\S+)", said):
+        limit = f"{float(found[2]):g}" if "." in found[2] or "e" in found[2] else found[2]
+        return f"must be {_LIMITS[found[1]].format(limit)}"
+    if found := re.match(r"Expected `(\w+)` of length (>=|<=) (\d+)", said):
+        what = "characters" if found[1] == "str" else "entries"
+        return f"must have {found[3]} or {'more' if found[2] == '>=' else 'fewer'} {what}"
+    if found := re.fullmatch(r"Expected `str` matching regex '\^\((.*)\)\$'", said):
+        choices = found[1].split("|")
+        return f"must be one of {', '.join(choices)}.{nearest(str(value), choices)}"
+    return f"does not fit: {said}"
+
+
+def _locate(parts: Sequence[str], content: Any, structure: type, said: str) -> tuple[Place, inspect.Type | None]:
+    """Follow a path of msgspec, and find the keys of objects that it leaves out (``...``).
+
+    A key is found by halving: of an object, the half of the entries with which the same error comes stays.
+
+    Returns:
+        the place, and the type that msgspec expects there.
+    """
+    place: Place = []
+    spec: inspect.Type | None = inspect.type_info(structure)
+    for part in parts:
+        held = _at(content, place)
+        spec = _member(spec, held)
+        while part == "..." and len(held) > 1:
+            entries = list(held.items())
+            half = dict(entries[: len(entries) // 2])
+            held.clear()
+            held.update(half)
+            if not _fails(content, structure, said):
+                held.clear()
+                held.update(entries[len(half) :])
+        place.append(int(part) if part.isdigit() else next(iter(held)) if part == "..." else part)
+        spec = _below(spec, place[-1])
+    return place, _member(spec, _at(content, place))
+
+
+def _fails(content: Any, structure: type, said: str) -> bool:
+    try:
+        msgspec.convert(content, structure)
+    except (msgspec.ValidationError, PipegraphError) as error:
+        return str(error) == said
+    return False
+
+
+def _at(content: Any, place: Place) -> Any:
+    for part in place:
+        content = content[part]
+    return content
+
+
+def _below(spec: inspect.Type | None, part: str | int) -> inspect.Type | None:
+    """The type of a field, an entry or an item."""
+    match spec:
+        case inspect.StructType(fields=fields):
+            return next((field.type for field in fields if field.encode_name == part), None)
+        case inspect.DictType(value_type=below) | inspect.VarTupleType(item_type=below):
+            return below
+    return None
+
+
+def _member(spec: inspect.Type | None, value: Any) -> inspect.Type | None:
+    """The member of a union that takes such a value."""
+    if not isinstance(spec, inspect.UnionType):
+        return spec
+    wanted: Any = (inspect.StructType, inspect.DictType) if isinstance(value, dict) else inspect.VarTupleType
+    return next((each for each in spec.types if isinstance(each, wanted)), None)

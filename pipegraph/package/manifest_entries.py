@@ -1,0 +1,145 @@
+"""The parts of a manifest: values, stages, the model, the plan, names in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from pipegraph.package.json_file import KEY, Count, Entry, Figure, Name, Text
+from pipegraph.package.prediction import Prediction
+from pipegraph.package.sizes import Dimension, evaluate
+
+CALLER: Final = -1
+"""The producer of a value that the caller passes in."""
+
+Constant = bool | int | float | str | None
+
+
+class Value(Entry, frozen=True, rename={"name": KEY}):
+    """One value that crosses a boundary, for one microbatch: a tensor, or a constant fixed at capture.
+
+    Attributes:
+        name: its key among the values.
+        dtype: torch's name without the prefix (``"float32"``); ``""`` for a constant.
+        shape: numbers, and expressions of the manifest's sizes.
+        producer: a stage, or `CALLER`.
+        consumers: the stages that take it, ascending.
+        requires_grad: whether a gradient comes back for it.
+        bound: an exclusive upper bound for integers.
+        batch_dim: the dimension along which it is cut into microbatches; None if each takes the whole.
+        constant: the constant; UNSET for a tensor.
+    """
+
+    name: Name
+    dtype: Text
+    shape: tuple[Dimension, ...]
+    producer: Annotated[int, Meta(ge=CALLER, le=10**6)]
+    consumers: tuple[Count, ...]
+    requires_grad: bool = False
+    bound: Count | None = None
+    batch_dim: Count | None = None
+    constant: Constant | UnsetType = UNSET
+
+    @property
+    def is_constant(self) -> bool:
+        return self.constant is not UNSET
+
+    def shape_at(self, sizes: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """The shape in numbers. Raises PackageError for a size that is not among ``sizes``."""
+        return tuple(evaluate(dimension, sizes or {}) for dimension in self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.constant!r}" if self.is_constant else f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+class Buffer(Entry, frozen=True):
+    """A buffer's FQN, and whether it stands in the model's `state_dict()`."""
+
+    name: Name
+    persistent: bool = True
+
+
+class StageCost(Entry, frozen=True):
+    """What one microbatch on one stage needs; None if that is not known.
+
+    Attributes:
+        flops: floating-point operations of the forward; the backward takes about twice as many.
+        parameters: elements of the stage's parameters, a tied weight counted once.
+        parameter_bytes: their size.
+        trained_bytes: of them, those of parameters that have a gradient.
+        buffer_bytes: buffers and constants.
+        input_bytes, output_bytes: what the stage receives from other stages and sends to them.
+        saved_bytes: activations that F keeps for the backward.
+        weight_saved_bytes: what is kept from the end of I to that of W.
+        forward, input_grad, weight_grad: predicted seconds of F, I and W.
+    """
+
+    flops: Count | None = None
+    parameters: Count | None = None
+    parameter_bytes: Count | None = None
+    trained_bytes: Count | None = None
+    buffer_bytes: Count | None = None
+    input_bytes: Count | None = None
+    output_bytes: Count | None = None
+    saved_bytes: Count | None = None
+    weight_saved_bytes: Count | None = None
+    forward: Figure | None = None
+    input_grad: Figure | None = None
+    weight_grad: Figure | None = None
+
+    @property
+    def times(self) -> tuple[float, float, float] | None:
+        """Seconds of F, I and W; None if they were not predicted."""
+        if self.forward is None or self.input_grad is None or self.weight_grad is None:
+            return None
+        return self.forward, self.input_grad, self.weight_grad
+
+    def to_dict(self) -> dict[str, float]:
+        """The fields by name, without those that are not known."""
+        return {name: figure for name, figure in msgspec.to_builtins(self).items() if figure is not None}
+
+
+class StageEntry(Entry, frozen=True, rename={"class_name": "class"}):
+    """One stage: `module` is its file without `.py`; `inputs` and `outputs` name values in the order of its forward."""
+
+    index: Count
+    module: Name
+    class_name: Name
+    inputs: tuple[Name, ...]
+    outputs: tuple[Name, ...]
+    parameters: tuple[Name, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    weights: Name | None = None
+    cost: StageCost = StageCost()
+
+
+class ModelEntry(Entry, frozen=True, rename={"class_name": "class"}):
+    """The model that was split: where it came from, its class, and the sha256 of its source."""
+
+    source: Text = ""
+    class_name: Text = ""
+    sha256: Text = ""
+
+
+class PlanEntry(Entry, frozen=True):
+    """Where the model was cut: the split points, the modules of each stage in words and, if it was priced, why."""
+
+    points: tuple[Name, ...] = ()
+    stages: tuple[str, ...] = ()
+    prediction: Prediction | None = None
+
+
+class CheckpointNames(Entry, frozen=True):
+    """What a Hugging Face checkpoint calls the tensors that it does not call as the model does.
+
+    Attributes:
+        base_model_prefix: what a checkpoint of the base model alone leaves out.
+        stored: name of ``state_dict()`` → the names of its parts in the order in which they are joined; a ``*`` counts
+            the first dimension. No parts: only transformers can read it.
+    """
+
+    base_model_prefix: Text = ""
+    stored: dict[Name, tuple[Name, ...]] = msgspec.field(default_factory=dict)
