@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from pipegraph.kernels import internals
 from pipegraph.kernels.sharded import is_sharded, layout, local, rebuilt
 
 
@@ -45,7 +46,7 @@ def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor |
         else:  # the user put a gradient there, in another layout
             parameter.grad = parameter.grad + rebuilt(gradient, parameter)
     if sums:
-        torch._foreach_add_(sums, addends)
+        internals.add_all(sums, addends)
 
 
 def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:

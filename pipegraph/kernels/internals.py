@@ -65,6 +65,11 @@ def storage_identity(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def add_all(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Add tensors in place, as one operation on a GPU. Optimizers of torch do so too, by the same private function."""
+    torch._foreach_add_(tensors, others)
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether autograd calls a hook of a parameter. There is no public way to ask."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
@@ -112,6 +117,18 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     """Return what a module holds that is no tensor, child or hook. The places of those have private names."""
     places = {"_parameters", "_buffers", "_modules", *_HOOKS}
     return {name: item for name, item in vars(module).items() if name not in places}
+
+
+def rnn_weight_lists(module: nn.Module) -> dict[str, Any]:
+    """Return the copies of its weights that an RNN keeps, by attribute. They have private names."""
+    names = ("_flat_weights", "_flat_weight_refs")
+    return {name: item for name, item in vars(module).items() if name in names}
+
+
+def renew_rnn_weights(module: nn.Module) -> None:
+    """Let an RNN compute with the weights that it holds now, which it would notice only at some calls."""
+    names: list[str] = module._flat_weights_names  # type: ignore[assignment]
+    module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]
 
 
 # Tracing

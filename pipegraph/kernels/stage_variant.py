@@ -53,6 +53,13 @@ class StageCall:
     with_loss: bool
     differentiable: bool
 
+    @classmethod
+    def of(cls, inputs: Sequence[Any], target: Any, with_loss: bool, differentiable: bool) -> StageCall:
+        """Return the call with these inputs; the target counts only with the loss."""
+        target = target if with_loss else None
+        leaves, spec = ([target], None) if isinstance(target, Tensor) else internals.tree_flatten(target)
+        return cls(len(inputs), [*inputs, *leaves], spec, with_loss, differentiable)
+
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the leaves."""
@@ -66,12 +73,6 @@ class StageCall:
             for leaf in self.leaves
         )
         return (self.inputs, leaves, self.target_spec, self.with_loss, self.differentiable)
-
-
-def leaves_of(inputs: Sequence[Any], target: Any) -> tuple[list[Any], Any]:
-    """Return the inputs with the leaves of the target, and the target's structure."""
-    leaves, spec = ([target], None) if isinstance(target, Tensor) else internals.tree_flatten(target)
-    return [*inputs, *leaves], spec
 
 
 class StageVariant:

@@ -18,7 +18,7 @@ from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import Forward, Loss
 from pipegraph.kernels.modules.trace_guard import TraceGuard
 from pipegraph.kernels.sharded import local
-from pipegraph.kernels.stage_variant import StageCall, StageSpec, StageVariant, leaves_of, trace
+from pipegraph.kernels.stage_variant import StageCall, StageSpec, StageVariant, trace
 
 
 class SavedValues:
@@ -87,7 +87,7 @@ class TracedKernels:
         self._warned.clear()
 
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
-        call = StageCall(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, differentiable)
+        call = StageCall.of(inputs, target, with_loss, differentiable)
         try:
             variant = self._variant(call)
         except PipegraphError:  # which `forward` raises again
@@ -98,7 +98,7 @@ class TracedKernels:
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
     ) -> Forward:
-        call = StageCall(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, differentiable)
+        call = StageCall.of(inputs, target, with_loss, differentiable)
         variant = self._variant(call)
         if variant is None:
             result = self._autograd.forward(inputs, target=target, with_loss=with_loss, differentiable=differentiable)

@@ -30,7 +30,7 @@ from pipegraph.kernels.compiled.compilers import compiler, options
 from pipegraph.kernels.graphs.division import is_view
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.modules.module_state import ModuleState
-from pipegraph.kernels.stage_variant import StageCall, StageSpec, leaves_of, trace
+from pipegraph.kernels.stage_variant import StageCall, StageSpec, trace
 from pipegraph.progress import report_progress
 
 LossOf = Callable[[Any, Any], Tensor]
@@ -213,8 +213,7 @@ def _traced(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: TraceOp
         module = SubgraphModule(subgraph, state, instead=instead)
         inputs = [empty_like_value(node.meta["val"]) for node in subgraph.inputs]
         target = pytree.tree_map_only(Tensor, empty_like_value, target)
-    with_loss = loss is not None
-    call = StageCall(len(inputs), *leaves_of(inputs, target if with_loss else None), with_loss, True)
+    call = StageCall.of(inputs, target, loss is not None, True)
     stage = StageSpec(module, subgraph.input_gradients, subgraph.output_gradients, loss)
     held = list(module.modules())
     made = trace(stage, held, ModuleState(held), call, compiler("eager"), options("inductor", tracing.recompute))

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from pipegraph.kernels import internals
 from pipegraph.kernels.sharded import rebuilt
 
-_RECURRENT_LISTS = ("_flat_weights", "_flat_weight_refs")
-"""Copies of its weights that an RNN keeps, and makes again when the weights are other tensors."""
-
 
 @dataclass(frozen=True)
 class _Place:
@@ -36,7 +33,7 @@ class ModuleState:
                     if tensor is not None:
                         places.setdefault(id(tensor), []).append(_Place(module, held, name))
         self._places = list(places.values())
-        self._recurrent = [module for module in modules if hasattr(module, "_flat_weights_names")]
+        self._recurrent = [module for module in modules if internals.rnn_weight_lists(module)]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -54,10 +51,7 @@ class ModuleState:
         """
         before = self.tensors()
         replacements = [rebuilt(tensor, like) for tensor, like in zip(tensors, before, strict=True)]
-        lists = [
-            (vars(module), name) for module in self._recurrent for name in _RECURRENT_LISTS if hasattr(module, name)
-        ]
-        lists_before = [attributes[name] for attributes, name in lists]
+        weight_lists = [(module, internals.rnn_weight_lists(module)) for module in self._recurrent]
         self._put(replacements)
         try:
             yield
@@ -67,13 +61,12 @@ class ModuleState:
                         raise RuntimeError(f"its forward sets {type(place.module).__name__}.{place.name}")
         finally:
             self._put(before)
-            for (attributes, name), value in zip(lists, lists_before, strict=True):
-                attributes[name] = value
+            for module, lists in weight_lists:
+                vars(module).update(lists)
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
         for places, tensor in zip(self._places, tensors, strict=True):
             for place in places:
                 place.held[place.name] = tensor
         for module in self._recurrent:
-            names: list[str] = module._flat_weights_names  # type: ignore[assignment]
-            module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]
+            internals.renew_rnn_weights(module)
