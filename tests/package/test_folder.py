@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from pipegraph.errors import PackageError
 from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package
-from tests.runtime.packages import chain, tied, write
+from tests.runtime.packages import write
+from tests.runtime.sketches import chain, tied
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from pipegraph.report import tensorboard
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import build
 from tests.runtime import ranks
-from tests.runtime.packages import chain, write
+from tests.runtime.packages import write
+from tests.runtime.sketches import chain
 
 STEPS = 3
 

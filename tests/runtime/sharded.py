@@ -59,11 +59,11 @@ def _layers(stage: nn.Module) -> list[str]:
     return [name for name, module in stage.named_modules() if isinstance(module, nn.Sequential)]
 
 
-def tensor_parallel(stage: nn.Module, mesh: DeviceMesh) -> None:
+def tensor_parallel(stage: nn.Module, mesh: DeviceMesh, use_local_output: bool = True) -> None:
     """Every weight but those of the norms, with styles of its own for each layer."""
     plan: dict[str, Any] = {}
     for name in _layers(stage):
-        plan |= {f"{name}.0": ColwiseParallel(), f"{name}.2": RowwiseParallel()}
+        plan |= {f"{name}.0": ColwiseParallel(use_local_output=use_local_output), f"{name}.2": RowwiseParallel()}
     if hasattr(stage, "embed"):
         plan["embed"] = RowwiseParallel(input_layouts=Replicate())
     if hasattr(stage, "head"):
@@ -72,10 +72,8 @@ def tensor_parallel(stage: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def uneven(stage: nn.Module, mesh: DeviceMesh) -> None:
-    """Shards of different sizes, which stay DTensors between the layers."""
-    for name in _layers(stage):
-        plan = {f"{name}.0": ColwiseParallel(use_local_output=False), f"{name}.2": RowwiseParallel()}
-        parallelize_module(stage, mesh, plan)
+    """The same, with shards of different sizes, which stay DTensors between the layers."""
+    tensor_parallel(stage, mesh, use_local_output=False)
 
 
 def sequence_parallel(stage: nn.Module, mesh: DeviceMesh) -> None:

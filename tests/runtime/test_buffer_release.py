@@ -23,12 +23,14 @@ from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.step_state import ReceivedMessages
 from pipegraph.runtime.transport.buffer_pool import BufferPool, share_memory
 from pipegraph.schedule import What, lifetimes, lower, names
-from tests.runtime import ranks
-from tests.runtime.packages import PARITY, Reference, Sketch, Stage, aliases, batch, chain, loss, write
+from pipegraph.schedule.recipes import trains
+from tests.runtime import rank_functions, ranks
+from tests.runtime.packages import Reference, Sketch, Stage, batch, loss, write
 from tests.runtime.parity import arguments, assert_parity
 from tests.runtime.pipelines import pipeline
+from tests.runtime.sketches import PARITY, aliases, chain, skips
 
-TRAINING = [name for name in names() if name != "forward"]
+TRAINING = [name for name in names() if trains(name)]
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +57,12 @@ def passing() -> Sketch:
     )
 
 
-ALIASING = {"passing": passing, "aliases": aliases, "skips": PARITY["skips"]}
+ALIASING = {"passing": passing, "aliases": aliases, "skips": skips}
 
 
-@pytest.mark.parametrize("kernels", ["eager", "autograd"])
-@pytest.mark.parametrize("name", PARITY | ALIASING)
+@pytest.mark.parametrize(
+    ("name", "kernels"), [*((name, "eager") for name in PARITY | ALIASING), *((name, "autograd") for name in ALIASING)]
+)
 def test_parity_with_the_unsplit_model(name: str, kernels: str, tmp_path: Path) -> None:
     folder = write((PARITY | ALIASING)[name](), tmp_path / name)
     assert_parity(folder, "1f1b", microbatches=5, accumulate=2, kernels=kernels)
@@ -95,7 +98,7 @@ def test_two_stages_do_not_add_to_one_gradient(monkeypatch: pytest.MonkeyPatch, 
 def test_parity_between_processes(tmp_path: Path) -> None:
     folder = str(write(passing(), tmp_path / "passing"))
     cases = [(folder, name) for name in ("gpipe", "1f1b", "zb-h1")]
-    assert ranks.run(ranks.parity, 3, cases, "eager") == ["equal"] * 3
+    assert ranks.run(rank_functions.parity, 3, cases, "eager") == ["equal"] * 3
 
 
 @pytest.mark.parametrize("schedule", [*TRAINING, "forward"])

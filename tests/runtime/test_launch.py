@@ -70,18 +70,24 @@ def test_failure_is_raised_as_the_child_raised_it(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_children_end_with_their_parent(child: Path, tmp_path: Path, stop: signal.Signals) -> None:
+def test_children_end_with_their_parent(child: Path, tmp_path: Path) -> None:
     start = f"import pipegraph.runtime.processes.launch as here; here.launch([{str(child)!r}, 'time.sleep(60)'], 2)"
     environment = os.environ | {"TMPDIR": str(tmp_path)}  # a killed parent leaves its log files
-    parent = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL, env=environment)
+    stops = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+    parents = [
+        subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL, env=environment) for _ in stops
+    ]
     try:
-        _wait_until(lambda: _running(child) == 2)
-        parent.send_signal(stop)
-        parent.wait(20)
-        _wait_until(lambda: _running(child) == 0)
+        _wait_until(lambda: _running(child) == 2 * len(stops))
+        for parent, stop in zip(parents, stops, strict=True):
+            parent.send_signal(stop)
+            code = parent.wait(20)
+            assert code == (-stop if stop is signal.SIGKILL else 128 + stop)
+            alive = sum(parent.poll() is None for parent in parents)
+            _wait_until(lambda: _running(child) == 2 * alive)  # noqa: B023 - it is called at once
     finally:
-        parent.kill()
+        for parent in parents:
+            parent.kill()
 
 
 def test_processes_that_can_run_a_schedule() -> None:

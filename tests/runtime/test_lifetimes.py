@@ -17,8 +17,9 @@ from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.step_state import StepState
 from pipegraph.runtime.transport.sends import LARGE, GlooSends, NcclSends, PendingSend
 from pipegraph.schedule import Kind, What, lifetimes, lower
-from tests.runtime.packages import batch, chain, loss, write
+from tests.runtime.packages import batch, loss, write
 from tests.runtime.pipelines import pipeline
+from tests.runtime.sketches import chain
 
 
 class Token:

@@ -16,7 +16,8 @@ from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Kind, Schedule, Times, What, lifetimes, names, simulate
 from pipegraph.schedule.recipes import trains
-from tests.runtime.packages import batch, chain, loss, write
+from tests.runtime.packages import batch, loss, write
+from tests.runtime.sketches import chain
 
 MICROBATCHES, STAGES = 8, 4
 TRAINING = [name for name in names() if trains(name)]

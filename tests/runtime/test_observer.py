@@ -15,8 +15,9 @@ from pipegraph.runtime.measurements import KEPT, ActionTimes, SavedBytes
 from pipegraph.runtime.observer import NestedObservers
 from pipegraph.schedule import Action, Kind, lower
 from tests.runtime import ranks
-from tests.runtime.packages import batch, chain, loss, write
+from tests.runtime.packages import batch, loss, write
 from tests.runtime.pipelines import pipeline
+from tests.runtime.sketches import chain
 
 STAGES, MICROBATCHES = 2, 4
 

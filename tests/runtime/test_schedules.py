@@ -10,9 +10,10 @@ from pipegraph.errors import ScheduleError
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.schedule import build, check, lower, names, to_csv
 from pipegraph.schedule.recipes import trains
-from tests.runtime import ranks
-from tests.runtime.packages import chain, skips, tied, write
+from tests.runtime import rank_functions, ranks
+from tests.runtime.packages import write
 from tests.runtime.parity import assert_parity
+from tests.runtime.sketches import chain, skips, tied
 
 TRAINING = [name for name in names() if trains(name)]
 
@@ -31,12 +32,12 @@ def test_parity_with_three_stages_on_a_rank(name: str, tmp_path: Path) -> None:
 def test_parity_over_real_processes(tmp_path: Path) -> None:
     folder = str(write(skips(), tmp_path / "skips"))
     cases = [(folder, name) for name in ("interleaved-1f1b", "zb-v", "dualpipe-v")]
-    assert ranks.run(ranks.parity, 2, cases) == ["equal"] * 2
+    assert ranks.run(rank_functions.parity, 2, cases) == ["equal"] * 2
 
 
 def test_parity_with_i_and_w_apart_over_real_processes(tmp_path: Path) -> None:
     cases = [(str(write(tied(), tmp_path / "tied")), "zb-h1")]
-    assert ranks.run(ranks.parity, 3, cases, "eager") == ["equal"] * 3
+    assert ranks.run(rank_functions.parity, 3, cases, "eager") == ["equal"] * 3
 
 
 @pytest.mark.parametrize("lowered", [False, True])
@@ -46,7 +47,7 @@ def test_torch_runs_what_we_write(lowered: bool, tmp_path: Path) -> None:
         schedule = build(name, 2, 4)
         files.append(str(tmp_path / f"{name}.csv"))
         Path(files[-1]).write_text(to_csv(lower(schedule) if lowered else schedule))
-    assert ranks.run(ranks.run_by_torch, 2, str(write(chain(4), tmp_path / "chain")), files) == ["equal"] * 2
+    assert ranks.run(rank_functions.run_by_torch, 2, str(write(chain(4), tmp_path / "chain")), files) == ["equal"] * 2
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from pipegraph import Pipeline
 from pipegraph.errors import PipegraphError
 from tests.runtime import ranks, sharded
-from tests.runtime.packages import chain, loss, tied, write
+from tests.runtime.packages import loss, write
 from tests.runtime.pipelines import pipeline
+from tests.runtime.sketches import chain, tied
 
 # Four processes that trace, and compile, on a machine that may be busy with others.
 SECONDS = 280.0
@@ -31,7 +32,6 @@ def folder_for(plan: str, path: Path) -> str:
     ("plan", "schedule", "kernels", "recompute"),
     [
         ("tensor parallel", "zb-h1", "eager", "min-cut"),
-        ("tensor parallel", "zb-h1", "inductor", "min-cut"),
         ("tensor parallel", "1f1b", "autograd", "min-cut"),
         ("uneven", "zb-h1", "eager", "block"),
         ("uneven", "zb-h1", "inductor", "min-cut"),

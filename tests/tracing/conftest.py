@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.packages import chain, write
+from tests.runtime.packages import write
+from tests.runtime.sketches import chain
 from tests.tracing.loops import WIDTH, Loop, made
 
 

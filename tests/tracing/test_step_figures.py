@@ -14,7 +14,8 @@ from pipegraph.package import Manifest, Package, Value
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import build
 from pipegraph.tracing.recording.step_figures import StepRecorder, batch_sizes, parts_of
-from tests.runtime.packages import chain, write
+from tests.runtime.packages import write
+from tests.runtime.sketches import chain
 
 NAP = 0.05
 

@@ -20,7 +20,8 @@ from urllib.request import urlopen
 import pytest
 
 from tests.runtime import ranks
-from tests.runtime.packages import chain, write
+from tests.runtime.packages import write
+from tests.runtime.sketches import chain
 from tests.tracing.loops import record
 
 pytest.importorskip("tensorboard", reason="pip install pipegraph[tensorboard]")

@@ -10,7 +10,8 @@ import pytest
 from pipegraph.package import Package
 from pipegraph.schedule import build
 from pipegraph.workflows.train import Training
-from tests.runtime.packages import chain, write
+from tests.runtime.packages import write
+from tests.runtime.sketches import chain
 
 NAP = 0.1
 

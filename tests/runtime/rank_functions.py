@@ -1,0 +1,262 @@
+"""What ranks run, as processes of their own: functions for `ranks.run`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from pipegraph.errors import PipegraphError, RuntimeFault
+from pipegraph.package import Package
+from pipegraph.schedule import read_csv
+from tests.runtime.packages import Reference, batch, loss
+from tests.runtime.parity import arguments, assert_parity
+from tests.runtime.pipelines import pipeline
+
+
+def parity(rank: int, cases: list[tuple[str, str]], kernels: str = "autograd") -> str:
+    """Every (package, schedule) of `cases`, over two optimizer steps of two accumulated batches each."""
+    for folder, schedule in cases:
+        assert_parity(Path(folder), schedule, accumulate=2, kernels=kernels)
+    return "equal"
+
+
+def fail(rank: int, folder: str, how: str, failing: int, in_forward: bool, keep: bool) -> tuple[str, float, str]:
+    """After a good step stage `failing` fails at microbatch 2. What this rank says, after how long, and what then.
+
+    With `keep`, a process stays alive until all have noticed, so that nobody notices another's end instead.
+    """
+    package = Package.open(folder)
+    pipe = pipeline(package, schedule="1f1b", microbatches=4, loss_fn=loss)
+    inputs, _ = arguments(package, batch(package.manifest, 4))
+    target = torch.zeros(len(inputs[0]))
+    pipe.step(*inputs, target=target)
+    calls = 0
+
+    def break_down(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("broken on purpose")
+
+    if rank == failing:
+        stage = pipe.stages[rank]
+        if in_forward:
+            stage.register_forward_pre_hook(break_down)
+        else:
+            next(stage.parameters()).register_hook(break_down)
+    started = time.monotonic()
+    try:
+        for _ in range(2):  # a rank that was done with the step already learns of it in the next one
+            pipe.step(*inputs, target=target)
+    except RuntimeFault as error:
+        seconds, said = time.monotonic() - started, str(error)
+    try:
+        pipe.step(*inputs, target=target)
+    except RuntimeFault as error:
+        again = str(error)
+    Path(folder, f"noticed-{rank}").touch()
+    others = pipe.schedule.ranks - (how == "kill")
+    deadline = time.monotonic() + 10
+    while keep and len(list(Path(folder).glob("noticed-*"))) < others and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return said, seconds, again
+
+
+def break_at(
+    rank: int, folder: str, schedule: str, how: str, failing: int, position: int, timeout: float
+) -> tuple[str, float, str]:
+    """After a good step rank `failing` raises, is killed or stopped before the lowered action at `position`.
+
+    What this rank says, after how many seconds, and at which action of its own it was.
+    """
+    package = Package.open(folder)
+    pipe = pipeline(package, schedule=schedule, microbatches=4, loss_fn=loss, timeout=timeout)
+    inputs, _ = arguments(package, batch(package.manifest, 4))
+    target = torch.zeros(len(inputs[0]))
+    pipe.step(*inputs, target=target)
+    (executor,) = pipe._training
+
+    def breaking(do: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*given: Any) -> None:
+            if executor.position == position:
+                if how == "raise":
+                    raise ValueError("broken on purpose")
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            do(*given)
+
+        return watched
+
+    if rank == failing:
+        executor._do = {kind: breaking(do) for kind, do in executor._do.items()}
+    started = time.monotonic()
+    try:
+        while True:  # a rank that is done with the step already learns of it in the next one
+            pipe.step(*inputs, target=target)
+    except RuntimeFault as error:
+        return str(error), time.monotonic() - started, str(executor.actions[executor.position])
+
+
+def evaluate(rank: int, folder: str) -> Any:
+    """Training and evaluation in turns, as each rank sees it, then a batch of a wrong size."""
+    package = Package.open(folder)
+    pipe = pipeline(package, schedule="1f1b", microbatches=2, loss_fn=loss)
+    reference = Reference(package)
+    for seed in range(3):
+        inputs = batch(package.manifest, 2, seed)
+        args, kwargs = arguments(package, inputs)
+        for inference in (True, False):  # what is received into must serve a later step too
+            with torch.inference_mode(inference):
+                output = pipe.eval(*args, **kwargs)
+            if len(reference.stages) - 1 in pipe.stages:
+                assert_close(output, reference(inputs))
+            else:
+                assert output is None
+        pipe.step(*args, target=torch.zeros(4), **kwargs)
+    pipe.eval(*(tensor[:2] for tensor in args), **kwargs)
+
+
+def clip(rank: int, folder: str, norm_types: list[float]) -> str:
+    """Clipping over all ranks equals clipping of the unsplit model, where a tied weight is one parameter."""
+    for norm_type in norm_types:
+        _clip(folder, norm_type)
+    return "equal"
+
+
+def _clip(folder: str, norm_type: float) -> None:
+    package = Package.open(folder)
+    pipe = pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss)
+    reference = Reference(package)
+    inputs = batch(package.manifest, 2)
+    args, kwargs = arguments(package, inputs)
+    target = torch.linspace(0, 1, 4)
+    pipe.step(*args, target=target, **kwargs)
+    loss(reference(inputs), target).backward()
+    whole = {id(parameter): parameter for parameter in reference.parameters.values()}.values()
+    for _ in range(2):
+        expected = torch.nn.utils.clip_grad_norm_(whole, 0.1, norm_type)
+        assert_close(pipe.clip_grad_norm_(0.1, norm_type), expected)
+    for name, parameter in pipe.named_parameters():
+        assert_close(parameter.grad, reference.parameters[name].grad)
+
+
+def own_inputs(rank: int, folder: str) -> str:
+    """A rank that passes only what its stages take, and the target only where the last stage is."""
+    package = Package.open(folder)
+    pipe = pipeline(package, schedule="gpipe", microbatches=2, loss_fn=loss)
+    inputs = batch(package.manifest, 2)
+    if rank == 0:
+        result = pipe.step(inputs["tokens"])
+    elif rank == 3:
+        result = pipe.step(weights=inputs["weights"], target=torch.zeros(4))
+        assert result.loss is not None
+    else:
+        result = pipe.step()
+    return "done"
+
+
+def halved(rank: int, folder: str, converting: list[int]) -> str:
+    """Some ranks give their stages bfloat16, as all of them have to; then what crosses is bfloat16."""
+    half = (lambda stage: stage.to(torch.bfloat16)) if rank in converting else None
+    pipe = pipeline(folder, schedule="1f1b", microbatches=2, loss_fn=loss, parallelize_fn=half)
+    (inputs,) = (each.bfloat16() for each in batch(pipe.package.manifest, 2).values())
+    result = pipe.step(inputs, target=torch.zeros(len(inputs), dtype=torch.bfloat16))
+    assert all(parameter.grad is not None and parameter.grad.dtype == torch.bfloat16 for parameter in pipe.parameters())
+    return "" if result.loss is None else f"{result.loss.item():.4f}"
+
+
+def build(rank: int, folder: str, schedules: list[str], missing_on: int | None = None) -> None:
+    """Make a pipeline, with a schedule of its own on each rank, or without a rank's weights."""
+    if rank == missing_on:
+        folder = f"{folder}-elsewhere"
+    pipeline(folder, schedule=schedules[rank], microbatches=2, loss_fn=loss)
+
+
+def groups(rank: int, folder: str) -> str:
+    """Two pipelines of two ranks side by side, each over a group of its own; the user's groups stay usable."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    package = Package.open(folder)
+    pipe = pipeline(package, microbatches=2, loss_fn=loss, group=pairs[rank // 2])
+    inputs, _ = arguments(package, batch(package.manifest, 2))
+    result = pipe.step(*inputs, target=torch.zeros(4))
+    assert (result.loss is not None) == (rank % 2 == 1)
+    dist.barrier()
+    return "done"
+
+
+def receives(rank: int, folder: str, schedules: list[str], microbatches: int) -> list[dict[tuple[int, int], set[int]]]:
+    """Under each schedule the memory, by edge and direction, that messages were received into over three steps."""
+    package = Package.open(folder)
+    found = []
+    for schedule in schedules:
+        pipe = pipeline(package, schedule, "eager", microbatches=microbatches, loss_fn=loss)
+        inputs, _ = arguments(package, batch(package.manifest, microbatches))
+        transport = pipe._transport
+        used: dict[tuple[int, int], set[int]] = {}
+
+        def watched(transfer: Any, post: Any = transport.receive, used: Any = used) -> Any:
+            receive = post(transfer)
+            used.setdefault((transfer.sender, transfer.receiver), set()).add(receive._tensors[0].data_ptr())
+            return receive
+
+        transport.receive = watched
+        for _ in range(3):
+            pipe.step(*inputs, target=torch.zeros(len(inputs[0])))
+            pipe.eval(*inputs)
+        assert not transport._unfinished
+        found.append(used)
+    return found
+
+
+def run_by_torch(rank: int, folder: str, files: list[str]) -> str:
+    """torch's runtime takes a step under every schedule of `files`, and gives the gradients of plain autograd."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    package = Package.open(folder)
+    for file in files:
+        schedule = read_csv(file)
+        modules = {stage: package.load_stage(stage) for stage, place in enumerate(schedule.placement) if place == rank}
+        stages = [PipelineStage(modules[index], index, schedule.stages, torch.device("cpu")) for index in modules]
+        runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn=loss)
+        runtime._load_csv(file, format="compute_comms" if schedule.lowered else "compute_only")
+        inputs, _ = arguments(package, batch(package.manifest, schedule.microbatches))
+        target = torch.zeros(len(inputs[0]))
+        last = {"target": target} if schedule.stages - 1 in modules else {}
+        runtime.step(*(inputs if 0 in modules else ()), **last)
+        reference = Reference(package)
+        loss(reference({package.manifest.args[0]: inputs[0]}), target).backward()
+        for module in modules.values():
+            for name, parameter in module.named_parameters():
+                expected = reference.parameters[name].grad
+                # What has transfers lacks the action at which torch would divide by the number of microbatches.
+                assert_close(parameter.grad, expected * schedule.microbatches if schedule.lowered else expected)
+    return "equal"
+
+
+def other_calls(rank: int, folder: str) -> list[str]:
+    """What a rank says where the other makes another call, and where only the last one lacks a loss."""
+    package = Package.open(folder)
+    inputs, _ = arguments(package, batch(package.manifest, 2))
+    said = []
+    for case in ("eval and step", "no loss"):
+        loss_fn = None if case == "no loss" and rank == 1 else loss
+        pipe = pipeline(package, microbatches=2, loss_fn=loss_fn, timeout=20)
+        try:
+            if case == "eval and step":
+                pipe.step(*inputs, target=torch.zeros(4))
+                if rank == 0:
+                    pipe.eval(*inputs)
+            pipe.step(*inputs, target=torch.zeros(4))
+        except PipegraphError as error:
+            said.append(str(error))
+    return said

@@ -1,0 +1,116 @@
+"""The parameters of a pipeline: names, ties, state dicts, initial values, clipping."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from pipegraph.errors import PackageError, RuntimeFault
+from pipegraph.package import MANIFEST, Package
+from pipegraph.runtime.gradient_clipping import clip_grad_norm
+from pipegraph.runtime.pipeline import Pipeline
+from tests.runtime.packages import Reference, batch, loss, write
+from tests.runtime.pipelines import pipeline
+from tests.runtime.sketches import chain, frozen, skips, tied
+
+
+def test_a_tied_weight_is_one_parameter_with_every_name(tmp_path: Path) -> None:
+    pipe = pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
+    assert [name for name, _ in pipe.named_parameters()] == ["embed.weight", "shared.weight"]
+    assert sorted(pipe.state_dict()) == ["embed.weight", "output.weight", "shared.weight"]
+    assert pipe.stages[0].embed.weight is pipe.stages[2].output.weight
+
+
+def test_a_frozen_parameter_stays_frozen(tmp_path: Path) -> None:
+    pipe = pipeline(write(frozen(), tmp_path / "frozen"), loss_fn=loss)
+    pipe.step(torch.ones(2, 8), target=torch.zeros(2))
+    with_gradient = [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
+    assert with_gradient == ["two.weight", "three.weight", "three.bias"]
+
+
+def test_thawing_what_the_package_has_frozen_is_refused(tmp_path: Path) -> None:
+    pipe = pipeline(write(frozen(), tmp_path / "frozen"), loss_fn=loss)
+    pipe.stages[0].requires_grad_(True)
+    with pytest.raises(RuntimeFault, match=r"needs a gradient, and pipeline.json says that none comes back"):
+        pipe.step(torch.ones(2, 8), target=torch.zeros(2))
+
+
+def test_the_state_dict_is_the_models(tmp_path: Path) -> None:
+    pipe = pipeline(write(skips(), tmp_path / "skips"), loss_fn=loss)
+    assert "table" not in pipe.state_dict()  # it is not persistent
+    assert "table" in dict(pipe.stages[0].named_buffers())
+    doubled = {name: tensor * 2 for name, tensor in pipe.state_dict().items()}
+    pipe.load_state_dict(doubled)
+    assert_close(pipe.state_dict(), doubled)
+
+
+def test_a_state_dict_may_hold_a_tied_weight_once(tmp_path: Path) -> None:
+    pipe = pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
+    pipe.load_state_dict({"output.weight": torch.ones(6, 8), "shared.weight": torch.zeros(8, 8)})
+    assert (pipe.stages[0].embed.weight == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer3.weight": torch.zeros(8, 8)}, r'holds layer3.weight, .* Did you mean "layer[01].weight"\?'),
+        ({"layer1.weight": None}, "lacks layer1.weight, of stage 1"),
+        ({"layer1.weight": torch.zeros(3, 8)}, r"does not fit stage 1: [\s\S]*layer1.weight"),
+    ],
+    ids=["unknown", "missing", "shape"],
+)
+def test_a_state_dict_that_does_not_fit_is_refused(change: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
+    state = {name: tensor for name, tensor in (pipe.state_dict() | change).items() if tensor is not None}
+    with pytest.raises(PackageError, match=message):
+        pipe.load_state_dict(state)
+
+
+def test_clipping_equals_that_of_the_unsplit_model(tmp_path: Path) -> None:
+    pipe = pipeline(write(tied(), tmp_path / "tied"), loss_fn=loss)
+    reference = Reference(pipe.package)
+    inputs, target = batch(pipe.package.manifest, 1), torch.zeros(2)
+    pipe.step(*inputs.values(), target=target)
+    loss(reference(inputs), target).backward()
+    whole = {id(parameter): parameter for parameter in reference.parameters.values()}.values()
+    assert_close(pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(whole, 0.1))
+    for name, parameter in pipe.named_parameters():
+        assert_close(parameter.grad, reference.parameters[name].grad)
+
+
+def test_a_package_without_weights_is_initialised_alike_every_time(tmp_path: Path) -> None:
+    folder = write(skips(), tmp_path / "skips", weights=False)
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match="holds no weights"):
+        first = pipeline(folder, loss_fn=loss)
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    assert_close(torch.rand(1), drawn)  # the caller's random numbers were not touched
+    with pytest.warns(UserWarning, match="holds no weights"):
+        second = pipeline(folder, loss_fn=loss)
+    assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
+    assert_close(first.stages[0].table, torch.arange(40.0).reshape(5, 8))
+    assert all(parameter.any() for name, parameter in first.named_parameters() if name != "norm.bias")
+
+
+def test_a_stage_whose_parameters_are_not_the_manifests_is_refused(tmp_path: Path) -> None:
+    folder = write(chain(2), tmp_path / "chain")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["stages"][1]["parameters"].remove("layer1.bias")
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(PackageError, match=r"stage 1 .* added \['layer1.bias'\]"):
+        Pipeline(Package.open(folder))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_has_the_dtype_of_the_gradients(dtype: torch.dtype) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    parameter.grad = torch.full((3,), 1 / 3, dtype=dtype)
+    expected = torch.nn.utils.get_total_norm([parameter.grad])
+    norm = clip_grad_norm([parameter], [parameter], 0.1, 2.0, None, torch.device("cpu"))
+    assert_close(norm, expected, rtol=0, atol=0)
