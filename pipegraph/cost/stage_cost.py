@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from pipegraph.cost.roofline.flops import flops_of, value_bytes
+from pipegraph.cost.roofline.flops import count_flops, value_bytes
 from pipegraph.cost.state_bytes import buffer_bytes, parameter_bytes
 from pipegraph.graph.captured import StateEntry
 from pipegraph.package import StageCost
@@ -18,7 +18,7 @@ def stage_cost(
     """Add up a stage. Operations are counted by torch's own registry (``torch.utils.flop_counter``)."""
     held = {entry.canonical: entry for entry in state}.values()
     return StageCost(
-        flops=sum(flops_of(nodes)),
+        flops=sum(count_flops(nodes)),
         parameters=sum(entry.numel for entry in held if entry.kind == "parameter"),
         parameter_bytes=parameter_bytes(held),
         trained_bytes=parameter_bytes(held, trained=True),

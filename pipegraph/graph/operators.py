@@ -2,8 +2,8 @@
 
 To add an operator, add its name to a row with the same columns, or add a row. The functions behind the column
 ``spelling`` are in ``codegen/expressions/operator_spellings.py``; ``cost/roofline/operator_roles.py`` reads ``loop``
-and ``rate``, and ``cost/roofline/flops.py`` ``flops_like``. An operator without a row is understood from its schema:
-which arguments it writes into or shares memory with, and which function or method of torch does the same.
+and ``rate``, and ``cost/roofline/kernel_work.py`` ``flops_like``. An operator without a row is understood from its
+schema: which arguments it writes into or shares memory with, and which function or method of torch does the same.
 """
 
 from __future__ import annotations

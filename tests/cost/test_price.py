@@ -99,6 +99,7 @@ def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path, after: s
             distinct_blocks.mean_square if last else None,
             compiler=compiler("eager"),
             options=options("inductor", recompute),
+            max_variants=1,
         )
         forward = kernels.forward([values[name] for name in stage.inputs], target=None, with_loss=last)
         values.update(zip(stage.outputs, forward.outputs, strict=True))

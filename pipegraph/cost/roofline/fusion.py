@@ -1,4 +1,4 @@
-"""The kernels that Inductor makes of a graph of ATen operations.
+"""The kernels that Inductor makes of a graph of ATen operators.
 
 Neighbours that loop over the same elements share a kernel, which reads each of its inputs once and writes each of its
 results once. Views are free, and constants are computed where they are read.
@@ -14,12 +14,12 @@ from torch import Tensor, fx
 
 from pipegraph.cost.roofline.operator_roles import (
     FusionRole,
-    given_to,
+    first_argument,
     reduces_last,
+    result_tensors,
     role_of,
-    source_of,
-    target_of,
-    tensors,
+    scatter_source,
+    scatter_target,
 )
 from pipegraph.graph.operators import Loop, operator_of
 
@@ -29,16 +29,16 @@ Reduction = tuple[int, bool]
 
 @dataclass(eq=False)
 class FusedKernel:
-    """Operations that run as one kernel.
+    """Operators that run as one kernel.
 
     Attributes:
         role: of all of them; loops that reduce and loops that do not are both ELEMENTWISE.
         nodes: in the graph's order.
         elements: how many its loops pass over.
-        reduced: where they reduce.
-        reads: each tensor that it reads → the views of it → bytes.
+        reduced: what its reductions leave; None without any.
+        reads: tensor that it reads → the views of it → bytes.
         writes: bytes of each result that another kernel reads, or that the graph returns.
-        kept: those that the graph returns.
+        kept: the results that the graph returns.
     """
 
     role: FusionRole
@@ -51,13 +51,19 @@ class FusedKernel:
 
     @property
     def bytes(self) -> int:
-        """What it reads and writes."""
-        read = sum(min(sum(views.values()), size_of(base)) for base, views in self.reads.items())
+        """Bytes that it reads and writes."""
+        read = sum(min(sum(views.values()), value_size(base)) for base, views in self.reads.items())
         return read + sum(self.writes.values())
+
+    def fits(self, elements: int, reduced: Reduction | None) -> bool:
+        """Return whether it can run loops over so many elements, which reduce them to so many."""
+        if reduced is None:
+            return elements == self.elements or (self.reduced is not None and elements == self.reduced[0])
+        return elements == self.elements and self.reduced in (None, reduced)
 
 
 def fused_kernels(graph: fx.Graph) -> list[FusedKernel]:
-    """The kernels of a graph whose nodes have their values, without memory, in ``meta["val"]``."""
+    """Return the kernels of a graph whose nodes have their values, without memory, in ``meta["val"]``."""
     fusion = _Fusion()
     for node in graph.nodes:
         if node.op == "call_function":
@@ -67,12 +73,12 @@ def fused_kernels(graph: fx.Graph) -> list[FusedKernel]:
     return fusion.kernels
 
 
-def size_of(node: fx.Node) -> int:
-    """Bytes of its value, elements that a view repeats counted once."""
-    return sum(_distinct(value) * value.element_size() for value in tensors(node))
+def value_size(node: fx.Node) -> int:
+    """Return the bytes of a node's value. Elements that a view repeats count once."""
+    return sum(_distinct_elements(value) * value.element_size() for value in result_tensors(node))
 
 
-def _distinct(tensor: Tensor) -> int:
+def _distinct_elements(tensor: Tensor) -> int:
     count = 1
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= length if stride else 1
@@ -91,68 +97,68 @@ class _Fusion:
         self._constants: set[fx.Node] = set()
 
     def add(self, node: fx.Node) -> None:
-        """The next node of the graph."""
+        """Add the next node of the graph."""
         match role_of(node):
             case FusionRole.VIEW:
-                self._alias(node)
+                self._add_view(node)
             case FusionRole.CONSTANT:
                 self._constants.add(node)
             case FusionRole.SCATTER:
-                self._scatter(node)
+                self._add_scatter(node)
             case FusionRole.KERNEL:
                 self._materialise(node.all_input_nodes)
                 self._join(node, self._new(FusionRole.KERNEL))
             case role:
-                self._loop(node, role)
+                self._add_loop(node, role)
 
     def finish(self, returned: Iterable[fx.Node]) -> None:
         """Find out which results are written to memory."""
         self._materialise(returned)
         read = [base for kernel in self.kernels for base in kernel.reads]
-        kept = [base for base in map(self._of, returned) if base in self._maker]
+        kept = [base for base in map(self._base_of, returned) if base in self._maker]
         for base in [*read, *kept]:
             if base in self._maker:
-                self._maker[base].writes.setdefault(base, size_of(base))
+                self._maker[base].writes.setdefault(base, value_size(base))
         for base in kept:
             self._maker[base].kept.add(base)
 
-    def _of(self, node: fx.Node) -> fx.Node:
+    def _base_of(self, node: fx.Node) -> fx.Node:
         return self._base.get(node, node)
 
-    def _alias(self, node: fx.Node) -> None:
+    def _add_view(self, node: fx.Node) -> None:
         if not node.all_input_nodes:
             return
-        base = self._of(node.all_input_nodes[0])
+        base = self._base_of(node.all_input_nodes[0])
         if node.target is operator.getitem and base in self._maker:
             self._maker[node] = self._maker[base]  # one of several results, each with memory of its own
         else:
             self._base[node] = base
 
-    def _loop(self, node: fx.Node, role: FusionRole) -> None:
-        elements, reduced = max(value.numel() for value in tensors(node)), None
+    def _add_loop(self, node: fx.Node, role: FusionRole) -> None:
+        elements, reduced = max(value.numel() for value in result_tensors(node)), None
         if role is FusionRole.REDUCTION:
-            elements, reduced = given_to(node).numel(), (tensors(node)[0].numel(), reduces_last(node))
-        fitting = [kernel for kernel in self._near(node) if _fits(kernel, elements, reduced)]
-        kernel = max(fitting, key=lambda kernel: self._shared(node, kernel), default=None)
+            elements, reduced = first_argument(node).numel(), (result_tensors(node)[0].numel(), reduces_last(node))
+        fitting = [kernel for kernel in self._candidates(node) if kernel.fits(elements, reduced)]
+        kernel = max(fitting, key=lambda kernel: self._shared_bytes(node, kernel), default=None)
         if kernel is None:
             kernel = self._new(FusionRole.ELEMENTWISE, elements)
         kernel.reduced = kernel.reduced or reduced
         self._join(node, kernel)
 
-    def _scatter(self, node: fx.Node) -> None:
-        """Make what is written into, a copy or zeros, and write into it: of each element the old and the new value."""
-        target = target_of(node)
-        made = self._new(FusionRole.ELEMENTWISE, tensors(node)[0].numel())
-        made.writes[node] = size_of(node)
-        if target is not None and self._of(target) not in self._constants:
-            self._read(made, target, size_of(target))
+    def _add_scatter(self, node: fx.Node) -> None:
+        """Make what is written into, a copy or zeros; then read the old value of each written element and write it."""
+        target = scatter_target(node)
+        made = self._new(FusionRole.ELEMENTWISE, result_tensors(node)[0].numel())
+        made.writes[node] = value_size(node)
+        if target is not None and self._base_of(target) not in self._constants:
+            self._read(made, target, value_size(target))
         kernel = self._new(FusionRole.SCATTER)
         self._join(node, kernel, without=target)
-        kernel.writes[node] = min(2 * size_of(source_of(node)), size_of(node))
+        kernel.writes[node] = min(2 * value_size(scatter_source(node)), value_size(node))
 
-    def _near(self, node: fx.Node) -> list[FusedKernel]:
-        """Loops that make what it reads, or read that too, and that may still run when all it reads has been made."""
-        bases = [self._of(each) for each in node.all_input_nodes]
+    def _candidates(self, node: fx.Node) -> list[FusedKernel]:
+        """Loops that make what the node reads, or read it too, and that run when all that it reads has been made."""
+        bases = [self._base_of(each) for each in node.all_input_nodes]
         makers = [self._maker[base] for base in bases if base in self._maker]
         found = [*makers, *(kernel for base in bases for kernel in self._readers.get(base, ()))]
         last = max(map(self._number.__getitem__, makers), default=0)
@@ -162,10 +168,10 @@ class _Fusion:
             if kernel.role is FusionRole.ELEMENTWISE and self._number[kernel] >= last
         ]
 
-    def _shared(self, node: fx.Node, kernel: FusedKernel) -> int:
+    def _shared_bytes(self, node: fx.Node, kernel: FusedKernel) -> int:
         """Bytes that need not be read again."""
-        bases = {self._of(each) for each in node.all_input_nodes}
-        return sum(size_of(base) for base in bases if self._maker.get(base) is kernel or base in kernel.reads)
+        bases = {self._base_of(each) for each in node.all_input_nodes}
+        return sum(value_size(base) for base in bases if self._maker.get(base) is kernel or base in kernel.reads)
 
     def _new(self, role: FusionRole, elements: int = 0) -> FusedKernel:
         kernel = FusedKernel(role, elements=elements)
@@ -180,11 +186,12 @@ class _Fusion:
         gathers = operator_of(node).loop is Loop.GATHER
         for each in node.all_input_nodes:
             if each is not without:
-                size = size_of(each)
-                self._read(kernel, each, min(size, size_of(node)) if gathers and each is node.args[0] else size)
+                # A gather reads no more of its first argument than it returns.
+                size = value_size(each)
+                self._read(kernel, each, min(size, value_size(node)) if gathers and each is node.args[0] else size)
 
     def _read(self, kernel: FusedKernel, node: fx.Node, size: int) -> None:
-        base = self._of(node)
+        base = self._base_of(node)
         if base in self._constants or self._maker.get(base) is kernel:
             return
         views = kernel.reads.setdefault(base, {})
@@ -193,14 +200,7 @@ class _Fusion:
 
     def _materialise(self, read: Iterable[fx.Node]) -> None:
         """Write constants to memory that something other than a loop reads."""
-        for base in map(self._of, read):
+        for base in map(self._base_of, read):
             if base in self._constants:
                 self._constants.remove(base)
-                self._join(base, self._new(FusionRole.ELEMENTWISE, tensors(base)[0].numel()))
-
-
-def _fits(kernel: FusedKernel, elements: int, reduced: Reduction | None) -> bool:
-    """Whether loops over so many elements, which leave so many, can be the kernel's."""
-    if reduced is None:
-        return elements == kernel.elements or (kernel.reduced is not None and elements == kernel.reduced[0])
-    return elements == kernel.elements and kernel.reduced in (None, reduced)
+                self._join(base, self._new(FusionRole.ELEMENTWISE, result_tensors(base)[0].numel()))

@@ -1,4 +1,4 @@
-"""How long a graph of ATen operations takes: kernel by kernel, by floating-point operations and by bytes."""
+"""The seconds of a graph of ATen operations: a roofline of floating-point operations and bytes, kernel by kernel."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from pipegraph.cost.hardware.profile import OTHER, Hardware
-from pipegraph.cost.roofline.flops import is_uncounted, work_of
 from pipegraph.cost.roofline.fusion import FusedKernel, fused_kernels
-from pipegraph.cost.roofline.operator_roles import FusionRole, elements_of, function_of, name_of, tensors
+from pipegraph.cost.roofline.kernel_work import is_uncounted, kernel_work
+from pipegraph.cost.roofline.operator_roles import FusionRole, loop_elements, name_of, rate_name, result_tensors
 from pipegraph.kernels.graphs.block_operation import OPERATION, called_graph
 
 
@@ -25,7 +25,7 @@ class GraphPrice:
         seconds: on the hardware.
         flops: floating-point operations, by torch's formulas: elementwise work counts as zero.
         bytes: read and written by its kernels.
-        uncounted: operations that may compute a lot, and have no formula: their bytes alone are in ``seconds``.
+        uncounted: operators that may compute a lot and have no formula: only their bytes are in ``seconds``.
     """
 
     seconds: float = 0.0
@@ -46,46 +46,44 @@ def price_graph(module: fx.GraphModule, hardware: Hardware, footprint: int | Non
     """Price a graph as Inductor runs it, one kernel after the other.
 
     Args:
-        module: its nodes have their values, without memory, in ``meta["val"]``, as those of a `KernelGraph`.
-            The call of a block costs what the block's part does.
+        module: its nodes have their values, without memory, in ``meta["val"]``, as those of a `KernelGraph`. The call
+            of a block costs what the block's graph does.
         hardware: what it runs on.
-        footprint: bytes that go through the caches until the graph runs again, which decide what it finds there: those
-            of all that the rank runs for one microbatch, a sum of `GraphPrice.bytes`. By default the graph's own.
+        footprint: bytes that go through the caches until the graph runs again: the sum of `GraphPrice.bytes` of all
+            that the rank runs for one microbatch. They decide what it finds there. By default the graph's own.
     """
-    pricing = _Pricing(hardware, 1)
-    if footprint is None:
-        footprint = pricing.bytes(module.graph)
-    pricing.footprint = max(footprint, 1)
+    pricing = _Pricing(hardware)
+    pricing.footprint = max(pricing.bytes(module.graph) if footprint is None else footprint, 1)
     return pricing.graph(module.graph)
 
 
 class _Pricing:
-    """The price of a graph, and of the blocks in it, each once."""
+    """The price of a graph, and of the blocks that it calls, each once."""
 
-    def __init__(self, hardware: Hardware, footprint: int) -> None:
-        self.footprint = footprint
+    def __init__(self, hardware: Hardware) -> None:
+        self.footprint = 1
         self._hardware = hardware
         self._kernels: dict[fx.Graph, list[FusedKernel]] = {}
-        self._blocks: dict[Any, GraphPrice] = {}
+        self._blocks: dict[fx.Graph, GraphPrice] = {}
 
     def bytes(self, graph: fx.Graph) -> int:
-        """What all kernels read and write, those of blocks included."""
-        own = sum(kernel.bytes for kernel in self._of(graph) if not _is_call(kernel))
-        return own + sum(self.bytes(_called(node, kind)) for node, kind in _calls(graph).items())
+        """Bytes that all kernels read and write, those of blocks included."""
+        own = sum(kernel.bytes for kernel in self._kernels_of(graph) if not _is_call(kernel))
+        return own + sum(self.bytes(_block_graph(node, kind)) for node, kind in _block_calls(graph).items())
 
     def graph(self, graph: fx.Graph) -> GraphPrice:
         total = GraphPrice()
-        calls = _calls(graph)
-        touched: dict[fx.Node, int] = {}  # what was read or written → the bytes that had gone through the caches then
-        for kernel in self._of(graph):
+        calls = _block_calls(graph)
+        touched: dict[fx.Node, int] = {}  # read or written → the bytes that had gone through the caches by then
+        for kernel in self._kernels_of(graph):
             if not _is_call(kernel):
-                total += self._kernel(kernel, self._distance(kernel, touched, total.bytes))
+                total += self._kernel(kernel, self._reuse_distance(kernel, touched, total.bytes))
             elif kernel.nodes[0] in calls:
-                total += self._block(_called(kernel.nodes[0], calls[kernel.nodes[0]]))
+                total += self._block(_block_graph(kernel.nodes[0], calls[kernel.nodes[0]]))
             touched |= dict.fromkeys((*kernel.reads, *kernel.writes), total.bytes)
         return total
 
-    def _of(self, graph: fx.Graph) -> list[FusedKernel]:
+    def _kernels_of(self, graph: fx.Graph) -> list[FusedKernel]:
         if graph not in self._kernels:
             self._kernels[graph] = fused_kernels(graph)
         return self._kernels[graph]
@@ -95,11 +93,11 @@ class _Pricing:
             self._blocks[graph] = self.graph(graph)
         return self._blocks[graph]
 
-    def _distance(self, kernel: FusedKernel, touched: Mapping[fx.Node, int], now: int) -> float:
-        """How many bytes went through the caches since the kernel's memory did: a mean in logarithms over bytes.
+    def _reuse_distance(self, kernel: FusedKernel, touched: Mapping[fx.Node, int], now: int) -> float:
+        """Bytes that went through the caches since the kernel's memory did: a mean of logarithms, weighted by bytes.
 
-        What the graph returns is held, so that its memory was last used by what was let go since; that of other results
-        has just been let go.
+        The graph's results are kept, so their memory is that of results of the last run, which were let go since then.
+        The memory of other results has just been let go.
         """
         since = {base: now - touched[base] if base in touched else self.footprint for base in kernel.reads}
         sizes = {base: sum(views.values()) for base, views in kernel.reads.items()}
@@ -110,12 +108,12 @@ class _Pricing:
 
     def _kernel(self, kernel: FusedKernel, distance: float) -> GraphPrice:
         hardware, size = self._hardware, kernel.bytes
-        work = work_of(kernel.nodes[0]) if kernel.role is FusionRole.KERNEL else None
+        work = kernel_work(kernel.nodes[0]) if kernel.role is FusionRole.KERNEL else None
         seconds = size / hardware.bytes_per_second(size, distance)
         if work is not None:
             rate = hardware.flops_per_second(work.kind, work.dtype, distance, **work.sizes)
-            seconds = max(seconds, work.flops * work.done / rate)
-        seconds += sum(elements / hardware.element_rates[name] for name, elements in self._elements(kernel))
+            seconds = max(seconds, work.flops * work.computed / rate)
+        seconds += sum(elements / hardware.element_rates[name] for name, elements in self._rated_elements(kernel))
         if kernel.role is not FusionRole.SCATTER:
             seconds += sum(map(hardware.new_memory_seconds, kernel.writes.values()))
         return GraphPrice(
@@ -125,39 +123,39 @@ class _Pricing:
             tuple(name_of(node) for node in kernel.nodes if is_uncounted(node)),
         )
 
-    def _elements(self, kernel: FusedKernel) -> Iterator[tuple[str, int]]:
-        """Rates of the profile that the kernel's loops are bound by, and for how many elements."""
+    def _rated_elements(self, kernel: FusedKernel) -> Iterator[tuple[str, int]]:
+        """The rates of the profile that bound the kernel's loops, and for how many elements."""
         rates = self._hardware.element_rates
         for node in kernel.nodes:
-            name = function_of(node)
+            name = rate_name(node)
             if name not in rates and kernel.role is FusionRole.ELEMENTWISE:
                 name = OTHER
             if name in rates:
-                yield name, elements_of(node)
+                yield name, loop_elements(node)
         for name, nodes in (("read bool", kernel.reads), ("write bool", kernel.writes)):
             if name in rates:
-                yield name, sum(map(_booleans, nodes))
+                yield name, sum(map(_boolean_elements, nodes))
 
 
 def _is_call(kernel: FusedKernel) -> bool:
     return any(node.target is OPERATION for node in kernel.nodes)
 
 
-def _calls(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Calls of blocks → which part runs: I and W of the same call, both in one graph, run as its B where I stands."""
+def _block_calls(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Map each call of a block to the kind that runs. I and W of one call here run as its B, in the place of I."""
     found: dict[Any, dict[Any, fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPERATION):
         found.setdefault((node.args[1], node.args[4]), {})[node.args[2]] = node
     calls: dict[fx.Node, str] = {}
-    for parts in found.values():
-        whole = "I" in parts and "W" in parts
-        calls |= {node: "B" if whole else kind for kind, node in parts.items() if not (whole and kind == "W")}
+    for kinds in found.values():
+        whole = "I" in kinds and "W" in kinds
+        calls |= {node: "B" if whole else kind for kind, node in kinds.items() if not (whole and kind == "W")}
     return calls
 
 
-def _called(node: fx.Node, kind: str) -> fx.Graph:
+def _block_graph(node: fx.Node, kind: str) -> fx.Graph:
     return called_graph(node, kind).module.graph
 
 
-def _booleans(node: fx.Node) -> int:
-    return sum(value.numel() for value in tensors(node) if value.dtype is torch.bool)
+def _boolean_elements(node: fx.Node) -> int:
+    return sum(value.numel() for value in result_tensors(node) if value.dtype is torch.bool)

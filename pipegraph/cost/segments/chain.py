@@ -17,7 +17,7 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import fx
 
-from pipegraph.cost.roofline.flops import flops_of, value_bytes
+from pipegraph.cost.roofline.flops import count_flops, value_bytes
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.replicated_values import parameter_free, replication_of
@@ -219,7 +219,7 @@ def _heavy(captured: Captured) -> list[int]:
     """Positions of the operations that are work of their own: those that torch counts as floating-point operations,
     and those that read a matrix of parameters, which counts in memory. Without any: those that read a parameter."""
     weights = [_weight_dimensions(captured, node) for node in captured.nodes]
-    counted = flops_of(captured.nodes)
+    counted = count_flops(captured.nodes)
     found = [index for index in range(len(counted)) if weights[index] > 1 or counted[index]]
     return found or [index for index, dimensions in enumerate(weights) if dimensions >= 0]
 
