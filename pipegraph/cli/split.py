@@ -83,8 +83,7 @@ def split(
     check_device(device)
     folder = None if dry_run else out or Path("build", _stem(model))
     with progress(f"loading {model}"):
-        from pipegraph.codegen.package_check import check_there
-        from pipegraph.codegen.package_writer import check_folder
+        from pipegraph.codegen.package_writer import require_package, require_writable
         from pipegraph.graph.sources.load import load
         from pipegraph.package import checkpoint_folder
         from pipegraph.planner.plan_file import PlanFile
@@ -92,7 +91,7 @@ def split(
         settings = _settings(given)
         file = None if plan_file is None else PlanFile.read(plan_file)
         if folder is not None:
-            check_there(folder) if check else check_folder(folder, overwrite)
+            require_package(folder) if check else require_writable(folder, overwrite)
         weights = not no_weights if checkpoint is None else checkpoint_folder(checkpoint)
         source = load(model, weights=weights is True and not (dry_run or check), batch=batch, seq=seq)
     planned = _planned(source, points, stages, file, memory, settings, debug)
@@ -173,10 +172,10 @@ def _planned(
 
 def _check(planned: Plan, folder: Path, weights: bool, source: ModelSource, json: bool) -> int:
     """Print what would change in a package; 1 if anything does."""
-    from pipegraph.codegen.package_check import check_package
     from pipegraph.codegen.package_files import generate
+    from pipegraph.codegen.package_writer import compare_package
 
-    changes = check_package(folder, *generate(planned, weights, source))
+    changes = compare_package(folder, *generate(planned, weights, source))
     if json:
         print_json({"out": str(folder), "changes": changes})
     elif changes:

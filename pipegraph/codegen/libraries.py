@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-import torch
-
+from pipegraph.codegen.internals import defining_module
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.internals import OpOverload
 
 _BUILT_IN = frozenset({"aten", "prim", "prims"})
 
@@ -21,9 +21,9 @@ def libraries(captured: Captured) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in captured.nodes:
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace in (_BUILT_IN | found.keys()):
+        if not isinstance(target, OpOverload) or target.namespace in (_BUILT_IN | found.keys()):
             continue
-        module = _defining_module(target) or target.namespace
+        module = defining_module(target) or target.namespace
         try:
             importable = find_spec(module) is not None
         except (ImportError, ValueError):
@@ -35,14 +35,3 @@ def libraries(captured: Captured) -> dict[str, str]:
             )
         found[target.namespace] = module
     return dict(sorted(found.items()))
-
-
-def _defining_module(target: torch._ops.OpOverload) -> str | None:
-    """The module in which ``torch.library.custom_op`` made the operation.
-
-    Private interface: ``torch._library.custom_ops.OPDEFS``; the public API finds no definition by its name.
-    """
-    from torch._library.custom_ops import OPDEFS
-
-    definition = OPDEFS.get(target._schema.name)
-    return definition._init_fn.__module__ if definition is not None else None

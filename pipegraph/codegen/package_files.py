@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from pipegraph.codegen.classes.block_classes import BlockClasses
 from pipegraph.codegen.classes.merge_classes import merge_classes
 from pipegraph.codegen.classes.stage_class import stage_class
 from pipegraph.codegen.libraries import libraries
-from pipegraph.codegen.names.docstrings import dtype_name, prose
 from pipegraph.codegen.names.identifiers import unused, variable
+from pipegraph.codegen.names.model_names import dtype_name, prose
 from pipegraph.codegen.render import render_blocks, render_init, render_stage, render_weights
 from pipegraph.codegen.shards import shard_name, shard_plan
 from pipegraph.graph.index_bounds import index_bound
+from pipegraph.graph.internals import pytree
 from pipegraph.graph.nodes import label_of
 from pipegraph.graph.partition.stages import Boundary, tensor_of
 from pipegraph.graph.sources.checkpoint_names import checkpoint_names
@@ -44,7 +45,7 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
         "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {__version__}."),
         "blocks.py": render_blocks(shared, f"The blocks that the stages of {about} share.", requires),
         "weights.py": render_weights(
-            "How a stage gets its tensors: from this folder, or from a Hugging Face checkpoint."
+            "Reads the tensors of a stage from this folder or from a Hugging Face checkpoint."
         ),
     }
     for index, stage in enumerate(stages):
@@ -63,6 +64,10 @@ def _manifest(
 ) -> Manifest:
     captured = plan.captured
     by_label = {label_of(node): names[node] for node in (*captured.inputs, *captured.returned)}
+
+    def unique_name(label: Any) -> Any:
+        return by_label.get(label, label)
+
     shards = shard_plan(captured, plan.stages, weights)
     values = {names[boundary.node]: _value(names[boundary.node], boundary) for boundary in plan.boundaries}
     for name, constant in captured.constants.items():
@@ -74,9 +79,9 @@ def _manifest(
             class_name=captured.model_name,
             sha256=source.sha256 if source is not None else "",
         ),
-        args=_relabel(list(captured.args), by_label),
-        kwargs=_relabel(captured.kwargs, by_label),
-        outputs=_relabel(captured.outputs, by_label),
+        args=pytree.tree_map(unique_name, list(captured.args)),
+        kwargs=pytree.tree_map(unique_name, captured.kwargs),
+        outputs=pytree.tree_map(unique_name, captured.outputs),
         values=values,
         stages=tuple(
             StageEntry(
@@ -132,7 +137,11 @@ def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:
     """What everything that crosses is called: the model's own name for its arguments, the key for what it returns in a
     dict, and else what its source calls the value. Several may have one name."""
     captured = plan.captured
-    keys = {label: key for key, label in _labelled(captured.outputs)}
+    keys: dict[str, str] = {}
+    for path, label in pytree.tree_flatten_with_path(captured.outputs)[0]:
+        for entry in path:
+            if isinstance(entry, pytree.MappingKey):
+                keys[label] = str(entry.key)
     names: dict[fx.Node, str] = {}
     for boundary in plan.boundaries:
         node = boundary.node
@@ -152,23 +161,3 @@ def _unique(wanted: Mapping[fx.Node, str], taken: set[str]) -> dict[fx.Node, str
     for node, name in wanted.items():
         names[node] = unused(name, taken | set(names.values()))
     return names
-
-
-def _labelled(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, label) of each leaf that stands under a key."""
-    if isinstance(tree, dict):
-        for name, inner in tree.items():
-            yield from _labelled(inner, name)
-    elif isinstance(tree, list):
-        for inner in tree:
-            yield from _labelled(inner, key)
-    elif tree is not None and key:
-        yield key, tree
-
-
-def _relabel(tree: Any, names: Mapping[str, str]) -> Any:
-    if isinstance(tree, dict):
-        return {key: _relabel(inner, names) for key, inner in tree.items()}
-    if isinstance(tree, list):
-        return [_relabel(inner, names) for inner in tree]
-    return names.get(tree, tree)

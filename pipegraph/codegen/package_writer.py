@@ -1,11 +1,12 @@
-"""``write_package``: a plan becomes a folder of source, weights and a manifest."""
+"""A plan becomes a folder of source, weights and a manifest, or is compared with one."""
 
 from __future__ import annotations
 
+import difflib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -16,7 +17,7 @@ from pipegraph.codegen.package_files import generate
 from pipegraph.codegen.shards import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder, file_digest
+from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Manifest, Package, checkpoint_folder, file_digest
 from pipegraph.planner.plan import Plan
 
 _OF_A_PACKAGE = re.compile(
@@ -51,7 +52,7 @@ def write_package(
         CaptureError: an operation comes from a library that a package could not import.
     """
     folder = Path(out)
-    check_folder(folder, overwrite)
+    require_writable(folder, overwrite)
     checkpoint = None if isinstance(weights, bool) else checkpoint_folder(weights)
     files, manifest = generate(plan, bool(weights), source)
     shards = shard_plan(plan.captured, plan.stages, bool(weights))
@@ -69,7 +70,7 @@ def write_package(
     return Package.open(folder)
 
 
-def check_folder(folder: Path, overwrite: bool) -> None:
+def require_writable(folder: Path, overwrite: bool) -> None:
     """Refuse, before any work, a folder that could not be written or must not be replaced. Raises PackageError."""
     if folder.is_file():
         raise PackageError(f"{folder} is a file.\nTry: -o with another folder.")
@@ -138,3 +139,40 @@ def _beside(folder: Path) -> Iterator[Path]:
             staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def compare_package(out: str | PathLike[str], files: Mapping[str, str], manifest: Manifest) -> dict[str, str]:
+    """Compare the folder ``out`` with what :func:`~pipegraph.codegen.package_files.generate` gave; nothing is written.
+
+    Weights are not compared: `pipegraph verify` does that.
+
+    Returns:
+        file → unified diff from what stands there to what would be written, for each file that would change.
+
+    Raises:
+        PackageError: there is no package.
+    """
+    folder = Path(out)
+    require_package(folder)
+    try:
+        shards = Manifest.read(folder / MANIFEST).shards
+    except PackageError:
+        shards = {}
+    wanted = {**files, MANIFEST: structs.replace(manifest, shards=shards).to_json()}
+    there = {path.name for path in folder.glob("*.py")} | {MANIFEST}
+    found: dict[str, str] = {}
+    for name in sorted({*wanted, *there}):
+        before, after = _lines(folder / name), wanted.get(name, "").splitlines(keepends=True)
+        if before != after:
+            found[name] = "".join(difflib.unified_diff(before, after, f"{folder / name}", f"{name}, as it would be"))
+    return found
+
+
+def require_package(folder: Path) -> None:
+    """Refuse, before any work, a folder without a package. Raises PackageError."""
+    if not (folder / MANIFEST).is_file():
+        raise PackageError(f"{folder} holds no package to check.\nTry: the same command without --check writes it.")
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []

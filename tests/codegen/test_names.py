@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipegraph.codegen.names.docstrings import prose
 from pipegraph.codegen.names.identifiers import class_name, variable
+from pipegraph.codegen.names.model_names import prose
 from tests.codegen.layers import Block, batch
 from tests.codegen.parity import differences, source, split
 

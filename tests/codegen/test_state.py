@@ -191,7 +191,7 @@ def test_of_many_ties_a_stage_names_the_first(tmp_path: Path) -> None:
     text = (package.path / "stage_1.py").read_text(encoding="utf-8")
     assert "2.layers.0.linear.weight is tied to 0.layers.0.linear.weight of stage 0.\n" in text
     assert text.count("is tied to") == 4
-    assert "So are 2 more, with their names in pipeline.json.\n" in text
+    assert "2 more are tied; pipeline.json lists their names.\n" in text
 
 
 def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:

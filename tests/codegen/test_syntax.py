@@ -11,9 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegraph.codegen.names.identifiers import is_plain
-from pipegraph.codegen.syntax.expressions import SELF, Binary, Expression, Name, Unary, attribute, call, string
+from pipegraph.codegen.syntax.expressions import (
+    SELF,
+    Binary,
+    Expression,
+    Name,
+    Template,
+    attribute,
+    call,
+    literal,
+    string,
+    unary,
+)
 from pipegraph.codegen.syntax.line_breaks import reads_well, wrap
-from pipegraph.codegen.syntax.literals import literal
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, For, If, lines, nested
 
 X, Y = Name("x"), Name("y")
@@ -23,7 +33,7 @@ SYMBOLS = ("+", "-", "*", "/", "@", "%", "**", "&", "|", "^", "==", "<")
 @given(
     st.recursive(
         st.sampled_from([X, Y, literal(2), literal(-3), literal(0.5)]),
-        lambda inner: st.builds(Binary, st.sampled_from(SYMBOLS), inner, inner) | st.builds(Unary, st.just("-"), inner),
+        lambda inner: st.builds(Binary, st.sampled_from(SYMBOLS), inner, inner) | st.builds(unary, st.just("-"), inner),
         max_leaves=6,
     )
 )
@@ -33,7 +43,7 @@ def test_brackets_keep_the_structure(expression: Expression) -> None:
     def bracketed(node: Expression) -> str:
         if isinstance(node, Binary):
             return f"({bracketed(node.left)} {node.symbol} {bracketed(node.right)})"
-        return f"(-{bracketed(node.operand)})" if isinstance(node, Unary) else f"({node.text})"
+        return f"(-{bracketed(node.operands[0])})" if isinstance(node, Template) else f"({node.text})"
 
     assert ast.dump(ast.parse(expression.text)) == ast.dump(ast.parse(bracketed(expression)))
 

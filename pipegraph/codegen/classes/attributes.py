@@ -14,18 +14,16 @@ from pipegraph.codegen.syntax.expressions import (
     SELF,
     Attribute,
     Collection,
-    Comprehension,
-    Conditional,
     Expression,
     FunctionCall,
-    KeyValue,
     Name,
-    Unpacked,
+    Template,
     call,
+    conditional,
+    literal,
     method,
     string,
 )
-from pipegraph.codegen.syntax.literals import literal
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
 from pipegraph.graph.captured import StateEntry
 
@@ -73,24 +71,21 @@ def _container(tree: ModuleTree) -> FunctionCall:
         name: _container(child) if isinstance(child, ModuleTree) else child for name, child in tree.children.items()
     }
     element = _element([int(name) for name in items if is_number(name)], list(items.values()))
-    children: Expression
+    kind = f"nn.{tree.container.__name__}"
     if tree.is_indexed:
-        variable = "_" if len(set(items.values())) == 1 else _INDEX.name
         if element is None and tree.container is nn.Sequential:
-            return call("nn.Sequential", *items.values())
-        children = Collection(tuple(items.values()), "[]")
+            return call(kind, *items.values())
+        variable = "_" if len(set(items.values())) == 1 else _INDEX.name
+        children: Expression = Collection(tuple(items.values()), "[]")
         if element is not None:
-            children = Comprehension(element, variable, call("range", literal(len(items))), "[]")
-        return call(
-            f"nn.{tree.container.__name__}", children if tree.container is nn.ModuleList else Unpacked(children)
-        )
-    if element is not None:
-        first, *_, last = map(int, items)
-        counted = call("range", *([literal(first)] if first else []), literal(last + 1))
-        children = Comprehension(KeyValue(call("str", _INDEX), element), _INDEX.name, counted, "{}")
-    else:
-        children = Collection(tuple(KeyValue(string(name), item) for name, item in items.items()), "{}")
-    return call(f"nn.{tree.container.__name__}", children)
+            children = Template(f"[{{}} for {variable} in {{}}]", (element, call("range", literal(len(items)))))
+        return call(kind, children if tree.container is nn.ModuleList else Template("*{}", (children,)))
+    if element is None:
+        pairs = (Template("{}: {}", (string(name), item)) for name, item in items.items())
+        return call(kind, Collection(tuple(pairs), "{}"))
+    first, *_, last = map(int, items)
+    counted = call("range", *([literal(first)] if first else []), literal(last + 1))
+    return call(kind, Template("{{str(i): {} for i in {}}}", (element, counted)))
 
 
 def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Expression | None:
@@ -107,4 +102,4 @@ def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Ex
         return None
     test, chosen = found
     other = next(each for each in constructors if each != chosen)
-    return Conditional(chosen, test.of(_INDEX), other)
+    return conditional(chosen, test.of(_INDEX), other)

@@ -21,8 +21,7 @@ from pipegraph.codegen.forward.roll_loops import roll_loops
 from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, call
-from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, call, literal
 from pipegraph.graph.call_arguments import argument_place, result_place, sorted_by_place
 from pipegraph.graph.call_tree import CallTree, call_tree
 from pipegraph.graph.captured import Captured, StateEntry
@@ -191,7 +190,7 @@ class BlockClasses:
             return nothing
         if len(called.reads) != 1 or len(called.makes) != 1:
             return nothing
-        if [*module._modules] != [str(index) for index in range(len(module))]:
+        if [name for name, _ in module.named_children()] != [str(index) for index in range(len(module))]:
             return nothing
         items = self._items(members, fqn, called.tree.items, frozenset())
         calls = {item.fqn: item for item in items if isinstance(item, ModuleCall)}

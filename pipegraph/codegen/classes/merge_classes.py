@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
-
-import torch
-from torch import nn
 
 from pipegraph.codegen.classes.class_source import ClassSource
 from pipegraph.codegen.names.identifiers import class_name, unused, unused_class, variable
-from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, FunctionCall, Literal, Name, Node
-from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.syntax.expressions import (
+    SELF,
+    Argument,
+    Attribute,
+    Expression,
+    FunctionCall,
+    Literal,
+    Name,
+    Node,
+    Passing,
+)
 from pipegraph.codegen.syntax.statements import Assign
 
 # A class with more arguments than this says less than two copies of it do. Each further copy is worth two more.
 _MAX_ARGUMENTS, _PER_COPY = 6, 2
-_NUMBER = Name("…")
+# Stands for any number in what classes have in common.
+_ANY_NUMBER = Name("…")
 
 # Takes a number and the name of the parameter that it is for; gives what stands in its place.
 _Change = Callable[[Literal, str], Expression]
@@ -38,103 +43,82 @@ def merge_classes(
     """
     classes, users = list(blocks), list(stages)
     while groups := _mergeable(classes):
-        calls: dict[str, FunctionCall] = {}
-        for group in groups:
-            calls |= {member.name: group.call(position) for position, member in enumerate(group.members)}
+        calls = {member.name: group.call(index) for group in groups for index, member in enumerate(group.members)}
         merged = {group.members[0].name: group.merged() for group in groups}
         gone = {member.name for group in groups for member in group.members[1:]}
         kept = [merged.get(each.name, each) for each in classes if each.name not in gone]
-        classes, users = ([_with_calls(each, calls) for each in sources] for sources in (kept, users))
+
+        def with_arguments(made: FunctionCall, calls: Mapping[str, FunctionCall] = calls) -> FunctionCall:
+            return made if made.arguments else calls.get(made.function.text, made)
+
+        classes, users = ([_with_calls(each, with_arguments) for each in sources] for sources in (kept, users))
     names: dict[str, str] = {}
     for each in classes:
         names[each.name] = unused_class(class_name(each.model_class), set(names.values()))
-    classes = [replace(_with_names(each, names), name=names[each.name]) for each in classes]
-    return classes, [_with_names(each, names) for each in users]
+
+    def renamed(made: FunctionCall) -> FunctionCall:
+        name = names.get(made.function.text)
+        return made if name is None else replace(made, function=Name(name))
+
+    classes = [replace(_with_calls(each, renamed), name=names[each.name]) for each in classes]
+    return classes, [_with_calls(each, renamed) for each in users]
 
 
-def _with_calls(source: ClassSource, calls: Mapping[str, FunctionCall]) -> ClassSource:
-    """A class that makes modules with other arguments; only calls without arguments are replaced."""
+def _with_calls(source: ClassSource, change: Callable[[FunctionCall], FunctionCall]) -> ClassSource:
+    """A class with the calls in its ``__init__`` changed."""
 
-    def change(node: Node) -> Node:
-        node = node.rebuilt(change)
-        if isinstance(node, FunctionCall) and not node.positional and not node.named:
-            return calls.get(node.function.text, node)
-        return node
+    def walk(node: Node) -> Any:
+        node = node.rebuilt(walk)
+        return change(node) if isinstance(node, FunctionCall) else node
 
-    return _changed_init(source, change)
-
-
-def _with_names(source: ClassSource, names: Mapping[str, str]) -> ClassSource:
-    """A class that makes modules of classes with other names."""
-
-    def change(node: Node) -> Node:
-        node = node.rebuilt(change)
-        if isinstance(node, FunctionCall) and node.function.text in names:
-            return replace(node, function=Name(names[node.function.text]))
-        return node
-
-    return _changed_init(source, change)
-
-
-def _changed_init(source: ClassSource, change: Callable[[Any], Any]) -> ClassSource:
-    return replace(source, children=tuple(map(change, source.children)), init=tuple(map(change, source.init)))
-
-
-# ---- what classes have in common -------------------------------------------------------------------------------------
+    return replace(source, children=tuple(map(walk, source.children)), init=tuple(map(walk, source.init)))
 
 
 def _mergeable(classes: Sequence[ClassSource]) -> list[_Group]:
-    parameters = {each.name: each.init_parameters for each in classes}
     groups: dict[object, list[ClassSource]] = {}
     for each in classes:
         if not each.init_parameters:
-            made = _map_numbers(each, lambda number, name: _NUMBER, parameters)
-            template = (each.model_class, each.base, each.parameters, made.children, made.init, made.forward)
-            groups.setdefault(template, []).append(each)
-    found = [_Group.of(members, parameters) for members in groups.values() if len(members) > 1]
+            made = _with_numbers(each, lambda number, name: _ANY_NUMBER)
+            common = (each.model_class, each.base, each.parameters, made.children, made.init, made.forward)
+            groups.setdefault(common, []).append(each)
+    found = [_Group(tuple(members), _varying(members)) for members in groups.values() if len(members) > 1]
     return [group for group in found if len(group.varying) <= _MAX_ARGUMENTS + _PER_COPY * (len(group.members) - 2)]
+
+
+def _varying(members: Sequence[ClassSource]) -> dict[tuple[Literal, ...], str]:
+    """Numbers that differ, one of each member → the argument that they become."""
+    first = members[0]
+    attributes = {target.text for each in first.init if isinstance(each, Assign) for target in each.targets}
+    taken = {*first.parameters, *(attribute.removeprefix("self.") for attribute in attributes)}
+    found: dict[tuple[Literal, ...], str] = {}
+    for row in zip(*map(_numbers, members), strict=True):
+        values = tuple(value for value, _ in row)
+        if len(set(values)) > 1 and values not in found:
+            numbers = [member.numbers for member in members]
+            own = [name for name in first.numbers if tuple(each.get(name) for each in numbers) == values]
+            name = row[0][1] if row[0][1] in own or not own else own[0]
+            found[values] = unused(variable(name, "size"), {*taken, *found.values()})
+    return found
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Classes that are equal except for numbers.
-
-    Attributes:
-        members: the classes.
-        varying: numbers that differ, one of each member → the argument that they become.
-        parameters: those of the constructor of each class.
-    """
+    """Classes that are equal except for the numbers in ``varying``."""
 
     members: tuple[ClassSource, ...]
     varying: Mapping[tuple[Literal, ...], str]
-    parameters: Mapping[str, tuple[str, ...]]
 
-    @classmethod
-    def of(cls, members: Sequence[ClassSource], parameters: Mapping[str, tuple[str, ...]]) -> _Group:
-        """Find where the members differ."""
-        first = members[0]
-        attributes = {target.text for each in first.init if isinstance(each, Assign) for target in each.targets}
-        taken = {*first.parameters, *(attribute.removeprefix("self.") for attribute in attributes)}
-        varying: dict[tuple[Literal, ...], str] = {}
-        for row in zip(*(list(_numbers(member, parameters)) for member in members), strict=True):
-            values = tuple(value for value, _ in row)
-            if len(set(values)) > 1 and values not in varying:
-                own = [name for name in first.numbers if _holds(members, name, values)]
-                name = row[0][1] if row[0][1] in own or not own else own[0]
-                varying[values] = unused(variable(name, "size"), {*taken, *varying.values()})
-        return cls(tuple(members), varying, parameters)
-
-    def call(self, position: int) -> FunctionCall:
+    def call(self, index: int) -> FunctionCall:
         """The call of the constructor for one member."""
-        named = tuple((name, values[position]) for values, name in self.varying.items())
-        function = Name(self.members[0].name)
-        if len(named) <= 2 and all(value.text.isdigit() for _, value in named):
-            return FunctionCall(function, tuple(value for _, value in named))
-        return FunctionCall(function, (), named)
+        values = {name: numbers[index] for numbers, name in self.varying.items()}
+        short = len(values) <= 2 and all(value.text.isdigit() for value in values.values())
+        passing = Passing.POSITIONAL if short else Passing.KEYWORD
+        arguments = (Argument(value, name, passing) for name, value in values.items())
+        return FunctionCall(Name(self.members[0].name), tuple(arguments))
 
     def merged(self) -> ClassSource:
         """The class of the first member, with arguments for numbers; ``forward`` reads them as attributes."""
-        columns = [[value for value, _ in _numbers(member, self.parameters)] for member in self.members]
+        columns = [[value for value, _ in _numbers(member)] for member in self.members]
         rows = iter(list(zip(*columns, strict=True)))
         stored: dict[str, None] = {}
 
@@ -143,26 +127,18 @@ class _Group:
             return number if argument is None else Name(argument)
 
         def in_forward(number: Literal, name: str) -> Expression:
-            found = in_init(number, name)
-            if isinstance(found, Name):
-                stored[found.name] = None
-                return Attribute(SELF, found.name)
-            return found
+            argument = in_init(number, name)
+            if not isinstance(argument, Name):
+                return number
+            stored[argument.name] = None
+            return Attribute(SELF, argument.name)
 
-        made = _map_numbers(self.members[0], in_init, self.parameters, in_forward)
+        made = _with_numbers(self.members[0], in_init, in_forward)
         own = (Assign((Attribute(SELF, name),), Name(name)) for name in stored)
-        arguments = tuple(self.varying.values())
-        return _without_defaults(replace(made, init_parameters=arguments, init=(*own, *made.init)))
+        return replace(made, init_parameters=tuple(self.varying.values()), init=(*own, *made.init))
 
 
-def _holds(members: Sequence[ClassSource], name: str, values: Sequence[Literal]) -> bool:
-    return all(member.numbers.get(name) == value for member, value in zip(members, values, strict=True))
-
-
-# ---- numbers in expressions ------------------------------------------------------------------------------------------
-
-
-def _numbers(source: ClassSource, parameters: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[Literal, str]]:
+def _numbers(source: ClassSource) -> Iterator[tuple[Literal, str]]:
     """Every number with the name of the parameter that it is for, in an order that equal classes share."""
     found: list[tuple[Literal, str]] = []
 
@@ -170,78 +146,22 @@ def _numbers(source: ClassSource, parameters: Mapping[str, tuple[str, ...]]) -> 
         found.append((number, name))
         return number
 
-    _map_numbers(source, collect, parameters)
+    _with_numbers(source, collect)
     return iter(found)
 
 
-def _map_numbers(
-    source: ClassSource,
-    change: _Change,
-    parameters: Mapping[str, tuple[str, ...]],
-    change_in_forward: _Change | None = None,
-) -> ClassSource:
-    """A class with every number changed, also those that a constructor of torch takes by default."""
+def _with_numbers(source: ClassSource, change: _Change, change_in_forward: _Change | None = None) -> ClassSource:
+    """A class with its numbers changed, those included that are left to a default."""
 
     def walk(node: Any, change: _Change, name: str = "size") -> Any:
         if isinstance(node, Literal):
             return change(node, name) if node.is_number else node
-        if not isinstance(node, FunctionCall):
-            return node.rebuilt(lambda part: walk(part, change))
-        node = _with_defaults(node)
-        known = parameters.get(node.function.text) or _parameters(node.function.text)
-        names = (*known, *["size"] * len(node.positional))
-        return FunctionCall(
-            walk(node.function, change),
-            tuple(walk(value, change, name) for name, value in zip(names, node.positional, strict=False)),
-            tuple((name, walk(value, change, name)) for name, value in node.named),
-        )
+        if isinstance(node, Argument):
+            value = walk(node.value, change, node.name or "size")
+            is_new = node.passing is Passing.DEFAULT and value != node.value
+            return Argument(value, node.name, Passing.KEYWORD if is_new else node.passing)
+        return node.rebuilt(lambda inside: walk(inside, change))
 
-    made = _changed_init(source, lambda node: walk(node, change))
-    return replace(made, forward=tuple(walk(node, change_in_forward or change) for node in source.forward))
-
-
-def _with_defaults(call: FunctionCall) -> FunctionCall:
-    """A call of something of torch with all numbers among its named arguments, in the order of the parameters."""
-    defaults = _defaults(call.function.text)
-    if not defaults:
-        return call
-    given = {name: value for name, value in call.named if isinstance(value, Literal) and value.is_number}
-    others = tuple((name, value) for name, value in call.named if name not in given)
-    left = {name: value for name, value in defaults.items() if name not in dict(others)}
-    return replace(call, named=(*others, *{**left, **given}.items()))
-
-
-def _without_defaults(source: ClassSource) -> ClassSource:
-    def change(node: Any) -> Any:
-        node = node.rebuilt(change)
-        if not isinstance(node, FunctionCall):
-            return node
-        defaults = _defaults(node.function.text)
-        return replace(node, named=tuple(each for each in node.named if defaults.get(each[0]) != each[1]))
-
-    return replace(_changed_init(source, change), forward=tuple(map(change, source.forward)))
-
-
-@cache
-def _parameters(function: str) -> tuple[str, ...]:
-    """The parameters of a class ``nn.…`` or a function ``F.…``; none of anything else."""
-    return tuple(_signature(function))
-
-
-@cache
-def _defaults(function: str) -> dict[str, Expression]:
-    """The parameters whose default is a number → that number."""
-    numbers = {name: value for name, value in _signature(function).items() if isinstance(value, (bool, int, float))}
-    return {name: literal(value) for name, value in numbers.items()}
-
-
-def _signature(function: str) -> dict[str, Any]:
-    """Parameter → default value (None for no default)."""
-    library, _, name = function.rpartition(".")
-    if library == "nn" and isinstance(cls := getattr(nn, name, None), type):
-        return {entry.name: entry.default for entry in inspect.signature(cls).parameters.values()}
-    packet = getattr(torch.ops.aten, name, None) if library == "F" else None
-    # Python knows no signature of such functions; the operator behind it has one.
-    if packet is None or packet.overloads() != ["default"]:
-        return {}
-    return {each.name: each.default_value for each in packet.default._schema.arguments}
+    children, init = (tuple(walk(node, change) for node in nodes) for nodes in (source.children, source.init))
+    forward = tuple(walk(node, change_in_forward or change) for node in source.forward)
+    return replace(source, children=children, init=init, forward=forward)

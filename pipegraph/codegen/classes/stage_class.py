@@ -12,10 +12,9 @@ from pipegraph.codegen.classes.block_classes import BlockClasses, modules_of
 from pipegraph.codegen.classes.class_source import ClassSource
 from pipegraph.codegen.forward.body import write_forward
 from pipegraph.codegen.forward.module_tree import ModuleTree
-from pipegraph.codegen.names.docstrings import prose, signature
 from pipegraph.codegen.names.identifiers import is_plain, outer_names, unused, variable
-from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, call, method, string
-from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.names.model_names import prose, signature
+from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, call, literal, method, string
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import type_text
@@ -88,7 +87,7 @@ def _ties_to_other_stages(plan: Plan, stage: StageGraph) -> list[str]:
     ]
     ties = [f"{prose(name)} is tied to {prose(', '.join(places))}." for name, places in shared]
     left = len(ties) - _TIES_LISTED
-    more = f"So {'are' if left > 1 else 'is'} {left} more, with their names in pipeline.json."
+    more = f"{left} more {'are' if left > 1 else 'is'} tied; pipeline.json lists their names."
     return ties if left <= 0 else [*ties[:_TIES_LISTED], more]
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
-from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Subscript, call
-from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Subscript, call, literal
 from pipegraph.errors import CaptureError
 from pipegraph.graph.call_arguments import argument_place
 from pipegraph.graph.call_tree import CallTree
@@ -48,9 +46,9 @@ class AttentionArguments:
             values: the expressions of ``self.values``.
         """
         given = [(name, value) for (name, _), value in zip(self.values, values, strict=True)]
-        named = [(name, value) for name, value in given if name]
-        flags = [(name, literal(value)) for name, value in self.flags]
-        made = FunctionCall(function, tuple(value for name, value in given if not name), (*named, *flags))
+        named = {name: value for name, value in given if name}
+        flags = {name: literal(value) for name, value in self.flags}
+        made = call(function, *(value for name, value in given if not name), **named, **flags)
         return Subscript(made, (literal(0),)) if self.takes_first else made
 
 
@@ -147,30 +145,21 @@ def _check(
     return replace(arguments, results=tuple(done[1].index(result) for result in results))
 
 
-@dataclass(frozen=True)
-class _Numbered:
-    """Stands for a value in the text of an operation."""
-
-    number: object
-
-
 def _operations(
     captured: Captured, fqn: str, nodes: Sequence[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
 ) -> _Operations:
     """Operations with numbers for values and names relative to ``fqn`` for state: equal for equal code."""
     numbers: dict[fx.Node, object] = {node: ("read", position) for position, node in enumerate(reads)}
 
-    def numbered(leaf: Any) -> Any:
-        if not isinstance(leaf, fx.Node):
-            return leaf
-        if leaf.op != "get_attr":
-            return _Numbered(numbers.get(leaf))
-        names = captured.names_of[str(leaf.target)]
-        return _Numbered(next((name.removeprefix(fqn) for name in names if name.startswith(f"{fqn}.")), None))
+    def numbered(node: fx.Node) -> Any:
+        if node.op != "get_attr":
+            return f"value {numbers.get(node)}"
+        names = captured.names_of[str(node.target)]
+        return next((f"state {name.removeprefix(fqn)}" for name in names if name.startswith(f"{fqn}.")), "state")
 
     operations: list[str] = []
     for node in nodes:
-        arguments = pytree.tree_map(numbered, (node.args, node.kwargs))
+        arguments = fx.map_arg((node.args, node.kwargs), numbered)
         operations.append(f"{node.target} {arguments} {node.meta['regions']} {node.meta['in_every_mode']}")
         numbers[node] = len(operations)
     return tuple(operations), tuple(str(numbers.get(node)) for node in makes)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pipegraph.codegen.syntax.expressions import FunctionCall, call
-from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.internals import has_forward_hooks
+from pipegraph.codegen.syntax.expressions import Argument, FunctionCall, Name, Passing, literal
 from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.captured import Captured
 
@@ -39,21 +39,20 @@ def leaf_constructor(module: nn.Module) -> FunctionCall | None:
         return None
     if any(True for _ in module.children()) or isinstance(module, nn.RNNBase):
         return None
-    arguments = _arguments(cls, module)
-    if arguments is None or not _makes_equal(cls, arguments, module):
+    given = _arguments(cls, module)
+    if given is None or not _makes_equal(cls, given, module):
         return None
-    required = _required(cls)
-    try:
-        values = {name: literal(value) for name, value in arguments.items()}
-    except TypeError:
-        return None
-    named = {name: value for name, value in values.items() if name not in required}
-    return call(f"nn.{cls.__name__}", *(values[name] for name in values if name in required), **named)
-
-
-def _required(cls: type[nn.Module]) -> list[str]:
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    return [entry.name for entry in parameters if entry.default is entry.empty and entry.name != "self"]
+    arguments: list[Argument] = []
+    for name, entry in inspect.signature(cls).parameters.items():
+        try:
+            if name in given:
+                passing = Passing.POSITIONAL if entry.default is entry.empty else Passing.KEYWORD
+                arguments.append(Argument(literal(given[name]), name, passing))
+            elif isinstance(entry.default, (bool, int, float)):
+                arguments.append(Argument(literal(entry.default), name, Passing.DEFAULT))
+        except TypeError:
+            return None
+    return FunctionCall(Name(f"nn.{cls.__name__}"), tuple(arguments))
 
 
 def _arguments(cls: type[nn.Module], module: nn.Module) -> dict[str, Any] | None:
@@ -136,7 +135,7 @@ class LeafModules:
         module = self._captured.modules[called.fqn].module
         if len(reads) != 1 or len(makes) != 1 or reads[0].op == "get_attr" or any(True for _ in called.calls()):
             return None
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        if has_forward_hooks(module) or "forward" in vars(module):
             return None  # the call did more than a new module of that class would do
         constructor = leaf_constructor(module)
         given, expected = reads[0].meta["val"], makes[0].meta["val"]

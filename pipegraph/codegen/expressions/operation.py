@@ -12,9 +12,9 @@ from torch import fx
 
 from pipegraph.codegen.expressions.operator_call import TRAINING, OperatorCall, follows_mode
 from pipegraph.codegen.expressions.operator_spellings import index, spelling_function
-from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Name, Subscript
-from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Subscript, call, literal
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
+from pipegraph.graph.internals import operator_name, schema_arguments
 from pipegraph.graph.nodes import on_meta
 from pipegraph.graph.operators import operator_of
 
@@ -71,7 +71,7 @@ _LIBRARIES: tuple[tuple[Any, str, str], ...] = (
 def _by_name(called: OperatorCall) -> Expression | None:
     """A call of ``F.name``, of the method or of ``torch.name``: the first that exists and, run on meta tensors, gives
     what the operation gives. Arguments with a default go by name."""
-    given, schema = called.arguments, called.target._schema.arguments
+    given, schema = called.arguments, schema_arguments(called.target)
     if TRAINING in given.values() or called.name.startswith("_"):
         return None
     positional = [_single(called, name, given.get(name)) for name in called.required]
@@ -93,7 +93,7 @@ def _by_name(called: OperatorCall) -> Expression | None:
 
 def _single(called: OperatorCall, name: str, value: Any) -> Any:
     """``[-1]`` as ``-1`` if the schema spreads one number (``int[1] dim``)."""
-    argument: Any = next(entry for entry in called.target._schema.arguments if entry.name == name)
+    argument = next(entry for entry in schema_arguments(called.target) if entry.name == name)
     one = isinstance(value, list) and len(value) == 1 and isinstance(value[0], int)
     return value[0] if one and argument.N is not None else value
 
@@ -120,12 +120,11 @@ def _by_overload(called: OperatorCall) -> FunctionCall:
     """``torch.ops.aten.name.overload(…)``, which takes just what the graph holds."""
     node, target = called.node, called.target
     positional: list[Expression] = []
-    named: list[tuple[str, Expression]] = []
-    for position, argument in enumerate(target._schema.arguments):
+    named: dict[str, Expression] = {}
+    for position, argument in enumerate(schema_arguments(target)):
         if position < len(node.args) and not argument.kwarg_only:
             value = node.args[position]
             positional.append(called.expression(TRAINING if follows_mode(node, argument.name, value) else value))
         elif argument.name in node.kwargs and argument.name != "pin_memory":
-            named.append((argument.name, called.expression(node.kwargs[argument.name])))
-    function = Name(f"torch.ops.{target.namespace}.{target._opname}.{target._overloadname}")
-    return FunctionCall(function, tuple(positional), tuple(named))
+            named[argument.name] = called.expression(node.kwargs[argument.name])
+    return call(".".join(("torch.ops", target.namespace, *operator_name(target))), *positional, **named)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from pipegraph.codegen.syntax.expressions import SELF, Attribute, Collection, Expression, FunctionCall, call, method
-from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.syntax.expressions import (
+    SELF,
+    Argument,
+    Attribute,
+    Collection,
+    Expression,
+    FunctionCall,
+    Passing,
+    call,
+    literal,
+    method,
+)
+from pipegraph.graph.internals import OpOverload, operator_name, schema_arguments
 from pipegraph.graph.nodes import on_meta
 
 TRAINING = Attribute(SELF, "training")
@@ -43,20 +54,20 @@ class OperatorCall:
         return cls(node, _bind(node), value, device)
 
     @property
-    def target(self) -> torch._ops.OpOverload:
+    def target(self) -> OpOverload:
         """The operator and its overload."""
-        assert isinstance(self.node.target, torch._ops.OpOverload)
+        assert isinstance(self.node.target, OpOverload)
         return self.node.target
 
     @property
     def name(self) -> str:
         """The operator's name, without its namespace."""
-        return self.target._schema.name.partition("::")[2]
+        return operator_name(self.target)[0]
 
     @property
     def required(self) -> list[str]:
         """The names of the arguments that have no default and may be given by position."""
-        schema = self.target._schema.arguments
+        schema = schema_arguments(self.target)
         return [entry.name for entry in schema if not entry.has_default_value() and not entry.kwarg_only]
 
     @property
@@ -76,8 +87,20 @@ class OperatorCall:
         return literal(argument)
 
     def function(self, name: str, *positional: Any, **named: Any) -> FunctionCall:
-        """``name(positional…, named=…)``."""
-        return call(name, *map(self.expression, positional), **self._expressions(named))
+        """``name(positional…, named=…)``; of a function of ``F``, numbers that are defaults are known as well."""
+        made = call(name, *map(self.expression, positional), **self._expressions(named))
+        return replace(made, arguments=self._with_defaults(made.arguments)) if name.startswith("F.") else made
+
+    def _with_defaults(self, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
+        found = list(arguments)
+        schema = schema_arguments(self.target)
+        order = {entry.name: position for position, entry in enumerate(schema)}
+        for entry in schema:
+            if entry.name not in self.arguments and isinstance(entry.default_value, (bool, int, float)):
+                before = (order.get(each.name, -1) < order[entry.name] for each in found)
+                place = max((position for position, is_before in enumerate(before, 1) if is_before), default=0)
+                found.insert(place, Argument(literal(entry.default_value), entry.name, Passing.DEFAULT))
+        return tuple(found)
 
     def method(self, owner: Any, name: str, *positional: Any, **named: Any) -> FunctionCall:
         """``owner.name(positional…, named=…)``."""
@@ -95,7 +118,8 @@ def follows_mode(node: fx.Node, argument: str, value: Any) -> bool:
 
 def _bind(node: fx.Node) -> dict[str, Any]:
     bound: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    assert isinstance(node.target, OpOverload)
+    for position, argument in enumerate(schema_arguments(node.target)):
         if position < len(node.args):
             value: Any = node.args[position]
         elif argument.name in node.kwargs:

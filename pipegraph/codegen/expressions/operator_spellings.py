@@ -20,14 +20,14 @@ from pipegraph.codegen.syntax.expressions import (
     ATOM,
     Attribute,
     Binary,
-    Conditional,
     Expression,
-    Slice,
     Subscript,
-    Unary,
+    conditional,
+    literal,
     method,
+    part,
+    unary,
 )
-from pipegraph.codegen.syntax.literals import literal
 
 Spelling = Callable[[OperatorCall], Expression | None]
 
@@ -61,8 +61,8 @@ def _binary(operator: OperatorCall, symbol: str, swapped: bool = False) -> Expre
 def _unary(operator: OperatorCall, symbol: str) -> Expression:
     operand = operator.expression(operator.arguments["self"])
     if operand.within(ATOM).startswith(f"({symbol}"):
-        return method(operand, operator.target._opname)
-    return Unary(symbol, operand)
+        return method(operand, operator.name)
+    return unary(symbol, operand)
 
 
 def _attribute(operator: OperatorCall, name: str) -> Expression:
@@ -77,28 +77,28 @@ def _slice(operator: OperatorCall) -> Expression | None:
     if isinstance(start, fx.Node) or isinstance(end, fx.Node):
         return None
     stop = None if end is None or end >= 2**62 else literal(end)
-    part = Slice(literal(start) if start else None, stop, literal(step) if step is not None else None)
-    return _subscript(operator, operator.arguments.get("dim", 0), part)
+    taken = part(literal(start) if start else None, stop, literal(step) if step is not None else None)
+    return _subscript(operator, operator.arguments.get("dim", 0), taken)
 
 
 def _select(operator: OperatorCall) -> Expression:
     return _subscript(operator, operator.arguments["dim"], operator.expression(operator.arguments["index"]))
 
 
-def _subscript(operator: OperatorCall, dim: int, part: Expression) -> Expression:
-    """``x[:, part]``, or ``x[..., part]`` for the last of three or more dimensions."""
+def _subscript(operator: OperatorCall, dim: int, index: Expression) -> Expression:
+    """``x[:, index]``, or ``x[..., index]`` for the last of three or more dimensions."""
     size = len(operator.shapes[0])
     dim %= size
-    before = [literal(...)] if dim == size - 1 and dim >= 2 else [Slice()] * dim
-    return Subscript(operator.expression(operator.node.args[0]), (*before, part))
+    before = [literal(...)] if dim == size - 1 and dim >= 2 else [part()] * dim
+    return Subscript(operator.expression(operator.node.args[0]), (*before, index))
 
 
 def index(operator: OperatorCall) -> Subscript | None:
     """``x[:, positions]``."""
-    parts = [Slice() if part is None else operator.expression(part) for part in operator.arguments["indices"]]
-    while parts and parts[-1] == Slice():
-        parts.pop()
-    return Subscript(operator.expression(operator.arguments["self"]), tuple(parts)) if parts else None
+    indices = [part() if each is None else operator.expression(each) for each in operator.arguments["indices"]]
+    while indices and indices[-1] == part():
+        indices.pop()
+    return Subscript(operator.expression(operator.arguments["self"]), tuple(indices)) if indices else None
 
 
 # ---- functions whose arguments torch.nn.functional orders otherwise --------------------------------------------------
@@ -151,7 +151,7 @@ def _attention(operator: OperatorCall) -> Expression:
         del given["scale"]
     if probability:
         always = operator.node.meta["in_every_mode"]
-        given["dropout_p"] = probability if always else Conditional(literal(probability), TRAINING, literal(0.0))
+        given["dropout_p"] = probability if always else conditional(literal(probability), TRAINING, literal(0.0))
     return operator.function("F.scaled_dot_product_attention", *positional, **given)
 
 

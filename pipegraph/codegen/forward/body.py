@@ -22,12 +22,12 @@ from pipegraph.codegen.forward.items import (
     operands,
 )
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
-from pipegraph.codegen.forward.loop_statements import loop_statement
 from pipegraph.codegen.forward.module_tree import ModuleTree
+from pipegraph.codegen.forward.roll_loops import loop_statement
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import Attribute, Expression, FunctionCall, Name, call
+from pipegraph.codegen.syntax.expressions import Attribute, Expression, Name, call
 from pipegraph.codegen.syntax.line_breaks import reads_well
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
@@ -90,13 +90,12 @@ class _Forward:
     ) -> None:
         self._contents = contents
         self._tree = tree
-        self._folds = source is not None
         names = dict(zip(contents.inputs, parameters, strict=True))
-        self._names = ValueNames(contents, source, wanted, names, clashes)
+        self._names = ValueNames(contents, source, wanted, names, clashes) if source is not None else None
         uses = Counter(node for item in contents.items for node in operands(item))
         uses.update(contents.outputs)
         attributes = {node: tree.access(name.split(".")) for node, name in contents.state_names.items()}
-        self._values = LocalVariables(self._names, uses, attributes, names)
+        self._values = LocalVariables(self._name, uses, attributes, names)
         self._made = {node for item in contents.items for node in item.makes}
         tensor = Name(parameters[0]) if parameters else next(iter(attributes.values()), None)
         self._device = Attribute(tensor, "device") if tensor is not None else call("torch.get_default_device")
@@ -126,11 +125,11 @@ class _Forward:
         names: list[str] = []
         for node, result in zip(outputs, results, strict=True):
             taken = {*names, *(each.text for each in results)}
-            name = unused(variable(self._names.of_result(node), "x"), taken)
+            name = unused(variable(self._names.of_result(node) if self._names else "v", "x"), taken)
             names.append(result.name if isinstance(result, Name) else name)
         around, last = values.statements[-1] if values.statements else ((), None)
         is_name = len(results) == 1 and isinstance(results[0], Name)
-        if self._folds and is_name and not around and isinstance(last, Assign) and last.targets == tuple(results):
+        if self._names and is_name and not around and isinstance(last, Assign) and last.targets == tuple(results):
             values.statements.pop()
             results = [last.value]
         values.statements.append(((), Return(tuple(results))))
@@ -189,7 +188,7 @@ class _Forward:
 
     def _invoke(self, function: Expression, item: ModuleCall) -> Expression:
         values = [self._values.expression(node) for node in item.argument_values]
-        return item.arguments.call(function, values) if item.arguments else FunctionCall(function, tuple(values))
+        return item.arguments.call(function, values) if item.arguments else call(function, *values)
 
     def _loop(self, item: ModuleLoop) -> None:
         """``for layer in self.layers.values(): h = layer(h, cos, sin)``."""
@@ -212,7 +211,7 @@ class _Forward:
                 values.variables[names[made]] = node
                 values.written[node] = Name(names[made])
             else:
-                names[made] = values.bind(node, self._names.of(item, node))
+                names[made] = values.bind(node, self._name(item, node))
         targets = tuple(Name(names[made]) for made in range(len(item.makes)))
         arguments = [
             [Name(names[made]) if made is not None else values.expression(node) for node, made in pattern]
@@ -221,7 +220,7 @@ class _Forward:
         values.consume(node for pattern in item.patterns for node, made in pattern if made is None)
 
         def iteration(called: Expression, given: Sequence[Expression]) -> Statement:
-            return Assign(targets, FunctionCall(called, tuple(given)))
+            return Assign(targets, call(called, *given))
 
         self._emit(item, loop_statement(item, self._tree, container, (module, number), iteration, arguments))
 
@@ -233,7 +232,7 @@ class _Forward:
             others: the variables of other results.
         """
         values = self._values
-        wanted = variable(self._names.of(item, item.makes[made]), "x")
+        wanted = variable(self._name(item, item.makes[made]), "x")
         deferred = values.deferred.pop(begin, None)
         values.left[begin] -= sum(result == made for _, result in item.carried)
         if deferred is not None:
@@ -250,6 +249,9 @@ class _Forward:
         return name
 
     # ---- values ----------------------------------------------------------------------------------------------------
+
+    def _name(self, item: Item, node: fx.Node) -> str:
+        return self._names.of(item, node) if self._names else "v"
 
     def _build(self, item: Item, build: Callable[[], Expression]) -> Expression:
         """Build the expression of an item, with the deferred values that it reads inside.
@@ -268,7 +270,8 @@ class _Forward:
         while True:
             inside = [node for node in inside if node in values.deferred]
             expression = build()
-            if not inside or self._fits(item, [values.deferred[node].item for node in inside], expression):
+            parts = [values.deferred[node].item for node in inside]
+            if self._names is None or not parts or self._fits(item, parts, expression):
                 values.consume(read)
                 return expression
             # What the source names stands better on a line of its own.
@@ -278,8 +281,9 @@ class _Forward:
 
     def _fits(self, item: Item, inside: Sequence[Item], expression: Expression) -> bool:
         """Whether an expression with others inside is short enough; one statement of the source may be longer."""
+        assert self._names is not None
         one = all(self._names.statement(each) == self._names.statement(item) for each in inside)
-        line = f"{self._names.of(item, item.makes[0])} = {expression.text}"
+        line = f"{self._name(item, item.makes[0])} = {expression.text}"
         indent = _INDENT + 4 * len(self._contexts(item))
         return len(expression.text) <= (_LONGEST_STATEMENT if one else _LONGEST) and reads_well(line, indent)
 
@@ -294,13 +298,13 @@ class _Forward:
 
     def _bind(self, item: Item, node: fx.Node, value: Expression) -> Name:
         """A variable for a part of what was just built."""
-        return Name(self._values.bind(node, self._names.of(item, node), value))
+        return Name(self._values.bind(node, self._name(item, node), value))
 
     def _may_fold(self, item: Item, node: fx.Node, expression: Expression) -> bool:
         """A value with one reader stands inside its expression, unless the model's source gives it a name that is
         free: with a number behind it, it says no more than the expression."""
         length = len(expression.text)
-        if not self._folds or self._values.left[node] != 1 or length > _FOLDED_LENGTH:
+        if not self._names or self._values.left[node] != 1 or length > _FOLDED_LENGTH:
             return False
         if is_written(node) and not is_view(node):  # written out again, it would be other memory
             return False
@@ -309,7 +313,7 @@ class _Forward:
         if self._names.is_reshaped(node) and length <= _RESHAPED_LENGTH:
             return True
         returned = len(self._contents.outputs) > 1 and node in self._contents.outputs
-        return not returned and variable(self._names.of(item, node), "x") in self._values.taken()
+        return not returned and variable(self._name(item, node), "x") in self._values.taken()
 
     def _path(self, fqn: str) -> list[str]:
         return relative(fqn, self._contents.prefix).split(".")

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from pipegraph.codegen.syntax.expressions import Attribute, Expression, call
-from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.syntax.expressions import Attribute, Expression, call, literal
 
 
 def common_regions(nodes: Sequence[fx.Node]) -> tuple[tuple[str, tuple[object, ...]], ...]:

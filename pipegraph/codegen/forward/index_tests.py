@@ -6,8 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pipegraph.codegen.syntax.expressions import Binary, Expression
-from pipegraph.codegen.syntax.literals import literal
+from pipegraph.codegen.syntax.expressions import Binary, Expression, literal
 
 # So many indices are named one by one.
 _NAMED = 3

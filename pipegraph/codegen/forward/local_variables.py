@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from pipegraph.codegen.forward.items import Item
-from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.syntax.expressions import Expression, Name
 from pipegraph.codegen.syntax.statements import Assign, Statement
@@ -30,7 +29,7 @@ class LocalVariables:
     """The statements of a ``forward`` so far, and where each value is.
 
     Args:
-        names: what the values are called.
+        name: gives the name of a value that an item makes.
         uses: how often each is mentioned.
         attributes: the expressions of state.
         parameters: the names of arguments.
@@ -46,12 +45,12 @@ class LocalVariables:
 
     def __init__(
         self,
-        names: ValueNames,
+        name: Callable[[Item, fx.Node], str],
         uses: Counter[fx.Node],
         attributes: Mapping[fx.Node, Expression],
         parameters: Mapping[fx.Node, str],
     ) -> None:
-        self._names = names
+        self._name = name
         self.statements: list[tuple[Contexts, Statement]] = []
         self.left = uses
         self.variables = {name: node for node, name in parameters.items()}
@@ -104,7 +103,7 @@ class LocalVariables:
         value = self.deferred.pop(node, None)
         if value is None:
             return
-        name = self.bind(node, self._names.of(value.item, node), value.expression, kept)
+        name = self.bind(node, self._name(value.item, node), value.expression, kept)
         self.statements.append((value.contexts, Assign((Name(name),), value.expression)))
 
     def flush(self, except_for: Iterable[fx.Node]) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import fx
 
-from pipegraph.codegen.names.docstrings import prose, signature
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.graph.call_arguments import argument_place
 from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.graph_text import type_text
+from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.operators import operator_of
 
 
@@ -61,7 +62,7 @@ class ModelNames:
             return chain[-1].targets[0]
         if operator_of(node).cast and isinstance(node.args[0], fx.Node):
             return self.value_name(node.args[0], default)  # a cast keeps the name
-        return default or (node.target._opname.strip("_") if isinstance(node.target, torch._ops.OpOverload) else "x")
+        return default or (operator_name(node.target)[0].strip("_") if isinstance(node.target, OpOverload) else "x")
 
     def is_whole(self, call: CallTree) -> bool:
         """Whether a stage holds all operations of a call."""
@@ -74,3 +75,32 @@ class ModelNames:
         where = "as in" if self.is_whole(call) else "a part of it, as in"
         shapes = signature(self.parameters(call, reads), reads, makes)
         return f"{prose(module.class_name)}{source}, {where} {prose(call.fqn)}.  {shapes}."
+
+
+def prose(text: str) -> str:
+    """Text for a docstring or a comment: ASCII and our own signs as they are, everything else escaped."""
+    return "".join(_prose_character(character) for character in text)
+
+
+def _prose_character(character: str) -> str:
+    if character in '\\"':
+        return "\\\\" if character == "\\" else "'"
+    if character in "…→–" or (character.isascii() and character.isprintable()):
+        return character
+    return character.encode("unicode_escape").decode("ascii").replace("\\", "\\\\")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def signature(parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:
+    """``h f32[8, 128, 512] → logits f32[8, 128, 10000]`` (results of a block have no name)."""
+    taken = ", ".join(f"{name} {_type(node)}" for name, node in zip(parameters, reads, strict=True))
+    return f"{taken or 'nothing'} → {', '.join(_type(node) for node in makes)}"
+
+
+def _type(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return type_text(value) if isinstance(value, torch.Tensor) else "tuple"

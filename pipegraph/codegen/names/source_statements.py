@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -22,13 +23,19 @@ from pipegraph.graph.passes.tie_casts_to_buffers import FOLLOWS_BUFFER
 _TORCH = str(Path(torch.__file__).parent)
 # Layers of torch.nn that become classes of their own are written with the names of torch's source.
 _LAYERS = str(Path(torch.__file__).parent / "nn")
-_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
+_FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 
 
 @dataclass(frozen=True)
 class SourceStatement:
-    """A statement, the names it assigns to (none for a ``return``), the attributes it calls (``norm`` of
-    ``self.norm(x)``), and whether a loop stands around it."""
+    """A statement of the model's source.
+
+    Attributes:
+        file, line, end: where it is.
+        targets: the names that it assigns to; none for a ``return``.
+        calls: the attributes that it calls, such as ``norm`` in ``self.norm(x)``.
+        in_loop: whether a loop stands around it.
+    """
 
     file: str
     line: int
@@ -42,6 +49,12 @@ class SourceStatement:
         """Whether it stands in a layer of ``torch.nn``."""
         return self.file.startswith(_TORCH)
 
+    def target_of(self, node: fx.Node) -> str | None:
+        """The name that it gives to a value that it makes: its only target, or the one for a part of a tuple."""
+        if node.target is operator.getitem and len(self.targets) == len(node.args[0].meta["val"]):  # type: ignore[union-attr]
+            return self.targets[int(node.args[1])]  # type: ignore[arg-type]
+        return self.targets[0] if len(self.targets) == 1 else None
+
 
 class SourceStatements:
     """Looks statements up; nothing is found for a model whose source is not at hand."""
@@ -51,25 +64,24 @@ class SourceStatements:
 
     def of_operation(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of ``forward`` methods that led to an operation, outermost first."""
-        return _known(_frames(node.meta["stack_trace"]))
+        return _known(_forward_frames(node))
 
     def of_helpers(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of functions called by the innermost ``forward`` that led to an operation, outermost first."""
-        return _known(_frames(node.meta["stack_trace"], everything=True)[_innermost(node.meta["stack_trace"]) + 1 :])
+        frames = _frames(node.meta["stack_trace"])
+        behind = max((position + 1 for position, frame in enumerate(frames) if frame.is_forward), default=0)
+        return _known(frames[behind:])
 
     def is_within(self, node: fx.Node, statement: SourceStatement) -> bool:
         """Whether a statement led to an operation, through any functions."""
-        return statement in _known(_frames(node.meta["stack_trace"], everything=True))
+        return statement in _known(_frames(node.meta["stack_trace"]))
 
     def own_name(self, node: fx.Node) -> str | None:
         """What the innermost ``forward`` calls a value."""
         chain = self.of_operation(node)
-        targets = chain[-1].targets if chain else ()
-        if not targets and FOLLOWS_BUFFER in node.meta and isinstance(node.args[0], fx.Node):
+        if not (chain and chain[-1].targets) and FOLLOWS_BUFFER in node.meta and isinstance(node.args[0], fx.Node):
             return self.own_name(node.args[0])  # ``return cos.to(x.dtype)``
-        if node.target is operator.getitem and len(targets) == len(node.args[0].meta["val"]):  # type: ignore[union-attr]
-            return targets[int(node.args[1])]  # type: ignore[arg-type]
-        return targets[0] if len(targets) == 1 else None
+        return chain[-1].target_of(node) if chain else None
 
     def unpacked_name(self, fqn: str, node: fx.Node) -> str | None:
         """What the caller of a module calls one of several values that the module returns:
@@ -93,88 +105,85 @@ class SourceStatements:
 
     def of_call(self, fqn: str, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements that led to the call of the module ``fqn``, in which ``node`` ran."""
-        frames = _frames(node.meta["stack_trace"])
+        frames = _forward_frames(node)
         position = -1
         for _, inner in path_of(node):
-            entered = self._enters(inner, frames, position + 1)
+            module = self._captured.modules.get(inner)
+            entered = None if module is None else _entered(type(module.module).forward, frames, position + 1)
             if inner == fqn:
                 # A forward that was put in the place of the class's own is not found: the caller's is.
                 return _known(frames[: position + 1 if entered is None else entered])
             position = entered if entered is not None else position
         return ()
 
-    def _enters(self, fqn: str, frames: tuple[tuple[str, int], ...], start: int) -> int | None:
-        """The position of the first frame, from ``start`` on, that lies in the ``forward`` of a module."""
-        module = self._captured.modules.get(fqn)
-        if module is None:
-            return None
-        file, first, last = _forward_lines(type(module.module).forward)
-        for position in range(start, len(frames)):
-            if frames[position][0] == file and first <= frames[position][1] <= last:
-                return position
-        return None
+
+# ---- stack traces ----------------------------------------------------------------------------------------------------
+
+
+class _Frame(NamedTuple):
+    file: str
+    line: int
+    is_forward: bool
 
 
 @cache
-def _frames(stack_trace: str, everything: bool = False) -> tuple[tuple[str, int], ...]:
-    """(file, line) of each frame in a ``forward``, or in any function, outermost first."""
-    kept = [match for match in _matches(stack_trace) if everything or match["function"] == "forward"]
-    return tuple((match["file"], int(match["line"])) for match in kept)
+def _frames(stack_trace: str) -> tuple[_Frame, ...]:
+    """The frames of a trace, outermost first."""
+    found = filter(None, map(_FRAME.match, stack_trace.splitlines()))
+    return tuple(_Frame(match["file"], int(match["line"]), match["function"] == "forward") for match in found)
+
+
+def _forward_frames(node: fx.Node) -> list[_Frame]:
+    return [frame for frame in _frames(node.meta["stack_trace"]) if frame.is_forward]
+
+
+def _entered(forward: Callable[..., object], frames: list[_Frame], start: int) -> int | None:
+    """The position of the first frame, from ``start`` on, that lies in a ``forward``."""
+    file, first, last = _lines_of(forward)
+    inside = (at for at in range(start, len(frames)) if frames[at].file == file and first <= frames[at].line <= last)
+    return next(inside, None)
 
 
 @cache
-def _innermost(stack_trace: str) -> int:
-    """The position, among all frames, of the innermost in a ``forward``."""
-    functions = [match["function"] for match in _matches(stack_trace)]
-    return max((position for position, name in enumerate(functions) if name == "forward"), default=-1)
-
-
-def _matches(stack_trace: str) -> list[re.Match[str]]:
-    found = (_FRAME.match(line.strip()) for line in stack_trace.splitlines())
-    return [match for match in found if match]
-
-
-def _known(frames: Iterable[tuple[str, int]]) -> tuple[SourceStatement, ...]:
-    """The statements of frames in the model's source."""
-    own = [(file, line) for file, line in frames if not file.startswith(_TORCH) or file.startswith(_LAYERS)]
-    found = [_statements(file).get(line) for file, line in own]
-    return tuple(statement for statement in found if statement is not None)
-
-
-@cache
-def _forward_lines(forward: Callable[..., object]) -> tuple[str, int, int]:
+def _lines_of(function: Callable[..., object]) -> tuple[str, int, int]:
     try:
-        function = inspect.unwrap(forward)
+        function = inspect.unwrap(function)
         lines, first = inspect.getsourcelines(function)
         return inspect.getsourcefile(function) or "", first, first + len(lines) - 1
     except (OSError, TypeError):
         return "", 0, -1
 
 
-@cache
-def _tree(file: str) -> ast.Module:
-    """The syntax tree of a file; an empty one where it cannot be read."""
-    try:
-        return ast.parse(Path(file).read_text())
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return ast.Module([], [])
+def _known(frames: Iterable[_Frame]) -> tuple[SourceStatement, ...]:
+    """The statements of frames in the model's source."""
+    own = (frame for frame in frames if not frame.file.startswith(_TORCH) or frame.file.startswith(_LAYERS))
+    return tuple(found for frame in own if (found := _statements(frame.file).get(frame.line)) is not None)
+
+
+# ---- source files ----------------------------------------------------------------------------------------------------
 
 
 @cache
 def _statements(file: str) -> dict[int, SourceStatement]:
-    """The simple statement on each line of a file."""
+    """The simple statement, or the header of a ``for``, on each line of a file; nothing if it cannot be read."""
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return {}
     found: dict[int, SourceStatement] = {}
-    waiting: list[tuple[ast.AST, bool]] = [(_tree(file), False)]
+    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
     while waiting:
         node, in_loop = waiting.pop()
+        header: ast.stmt | ast.expr | None = None
+        targets: tuple[str, ...] = ()
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
-            end = node.end_lineno or node.lineno
-            statement = SourceStatement(file, node.lineno, end, _targets(node), _attributes_called(node), in_loop)
-            found |= dict.fromkeys(range(statement.line, statement.end + 1), statement)
+            header, targets = node, _targets(node)
         elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):  # for step in x.unbind(1)
-            end = node.iter.end_lineno or node.lineno
-            header = SourceStatement(file, node.lineno, end, (node.target.id,), _attributes_called(node.iter), in_loop)
-            found |= dict.fromkeys(range(header.line, header.end + 1), header)
+            header, targets = node.iter, (node.target.id,)
+        if header is not None:
+            first, last = node.lineno, header.end_lineno or header.lineno  # type: ignore[attr-defined]
+            statement = SourceStatement(file, first, last, targets, _attributes_called(header), in_loop)
+            found |= dict.fromkeys(range(first, last + 1), statement)
         inside = not isinstance(node, ast.FunctionDef) and (in_loop or isinstance(node, (ast.For, ast.While)))
         waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
     return found
@@ -186,6 +195,7 @@ def _attributes_called(node: ast.AST) -> frozenset[str]:
 
 
 def _targets(node: ast.stmt) -> tuple[str, ...]:
+    """The names that a statement assigns to; nothing if not all targets are names."""
     if isinstance(node, ast.Assign):
         target = node.targets[-1]
     elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
@@ -194,12 +204,6 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
         return ()
     while isinstance(target, ast.Subscript):  # x[0] = … makes x
         target = target.value
-    if isinstance(target, ast.Name):
-        return (target.id,)
-    return _names(target) if isinstance(target, ast.Tuple) else ()
-
-
-def _names(parts: ast.Tuple) -> tuple[str, ...]:
-    """The names in a tuple of names; nothing for any other."""
-    names = tuple(each.id for each in parts.elts if isinstance(each, ast.Name))
-    return names if len(names) == len(parts.elts) else ()
+    parts = target.elts if isinstance(target, ast.Tuple) else [target]
+    names = tuple(part.id for part in parts if isinstance(part, ast.Name))
+    return names if len(names) == len(parts) else ()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, Self
+
+import torch
 
 from pipegraph.codegen.names.identifiers import is_plain
 
 # How strongly Python's operators bind; an operand that binds less strongly is put into brackets.
-ATOM, UNARY, CONDITIONAL = 20, 14, 1
-_POWER, _SUM, _COMPARISON = 15, 12, 7
+ATOM, _POWER, _UNARY, _SUM, _COMPARISON, _CONDITIONAL, _NONE = 20, 15, 14, 12, 7, 1, 0
 _STRENGTHS = {
     **dict.fromkeys(("in", "==", "!=", "<", "<=", ">", ">="), _COMPARISON),
     **{"|": 8, "^": 9, "&": 10},
@@ -27,46 +30,39 @@ _SIMPLE = re.compile(r"-?[\w.]+(\*\*-?[\w.]+)*")
 class Node:
     """A part of a program: a frozen dataclass whose fields hold other nodes, or tuples of them."""
 
-    def parts(self) -> Iterator[Node]:
-        """The nodes directly inside, in the order of the source."""
-        for entry in fields(self):  # type: ignore[arg-type]
-            yield from _nodes(getattr(self, entry.name))
-
     def walk(self) -> Iterator[Node]:
-        """This node and all inside it."""
+        """This node and all inside it, in the order of the source."""
         yield self
-        for part in self.parts():
-            yield from part.walk()
+        for entry in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, entry.name)
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, Node):
+                    yield from part.walk()
 
     def rebuilt(self, change: Callable[[Any], Any]) -> Self:
         """The same node, with ``change`` applied to each node directly inside."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
-        return replace(self, **{name: _changed(value, change) for name, value in values.items()})  # type: ignore[type-var]
-
-
-def _nodes(value: object) -> Iterator[Node]:
-    if isinstance(value, Node):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _nodes(part)
-
-
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Node):
-        return change(value)
-    return tuple(_changed(part, change) for part in value) if isinstance(value, tuple) else value
+        changed: dict[str, Any] = {}
+        for entry in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, entry.name)
+            if isinstance(value, tuple):
+                changed[entry.name] = tuple(change(part) if isinstance(part, Node) else part for part in value)
+            elif isinstance(value, Node):
+                changed[entry.name] = change(value)
+        return replace(self, **changed)  # type: ignore[type-var]
 
 
 class Expression(Node):
-    """An expression. ``strength`` is how strongly its outermost operator binds."""
+    """An expression."""
 
-    strength: ClassVar[int] = ATOM
-
-    @cached_property
+    @property
     def text(self) -> str:
         """Source text on one line."""
         raise NotImplementedError
+
+    @property
+    def strength(self) -> int:
+        """How strongly the outermost operator binds."""
+        return ATOM
 
     def within(self, strength: int) -> str:
         """The text as an operand of an operator of that strength."""
@@ -116,18 +112,36 @@ class Attribute(Expression):
         return f"{self.owner.within(ATOM)}.{self.name}"
 
 
+class Passing(Enum):
+    """How an argument is passed."""
+
+    POSITIONAL = "by its position"
+    KEYWORD = "by its name"
+    DEFAULT = "not at all, because the parameter has this default"
+
+
+@dataclass(frozen=True)
+class Argument(Node):
+    """An argument of a call. ``name`` is that of the parameter, "" if it is not known."""
+
+    value: Expression
+    name: str = ""
+    passing: Passing = Passing.POSITIONAL
+
+
 @dataclass(frozen=True)
 class FunctionCall(Expression):
-    """``function(positional…, name=value…)``."""
+    """``function(value, name=value, …)``; positional arguments come first."""
 
     function: Expression
-    positional: tuple[Expression, ...] = ()
-    named: tuple[tuple[str, Expression], ...] = ()
+    arguments: tuple[Argument, ...] = ()
 
     @cached_property
     def text(self) -> str:
-        arguments = [*(each.text for each in self.positional), *(f"{name}={each.text}" for name, each in self.named)]
-        return f"{self.function.within(ATOM)}({', '.join(arguments)})"
+        shown = [each for each in self.arguments if each.passing is not Passing.DEFAULT]
+        prefixes = ("" if each.passing is Passing.POSITIONAL else f"{each.name}=" for each in shown)
+        inside = ", ".join(f"{prefix}{each.value.text}" for prefix, each in zip(prefixes, shown, strict=True))
+        return f"{self.function.within(ATOM)}({inside})"
 
 
 @dataclass(frozen=True)
@@ -143,22 +157,8 @@ class Subscript(Expression):
 
 
 @dataclass(frozen=True)
-class Slice(Expression):
-    """``start:stop:step`` inside a subscript."""
-
-    start: Expression | None = None
-    stop: Expression | None = None
-    step: Expression | None = None
-
-    @cached_property
-    def text(self) -> str:
-        start, stop = (each.text if each is not None else "" for each in (self.start, self.stop))
-        return f"{start}:{stop}" + (f":{self.step.text}" if self.step is not None else "")
-
-
-@dataclass(frozen=True)
 class Collection(Expression):
-    """``(a, b)``, ``[a, b]`` or, if the items are ``KeyValue``s, ``{a: b}``."""
+    """``(a, b)``, ``[a, b]`` or ``{a: b}``."""
 
     items: tuple[Expression, ...]
     brackets: str
@@ -170,57 +170,6 @@ class Collection(Expression):
 
 
 @dataclass(frozen=True)
-class Comprehension(Expression):
-    """``[element for variable in iterable]``, or ``{key: value for …}`` if the element is a ``KeyValue``."""
-
-    element: Expression
-    variable: str
-    iterable: Expression
-    brackets: str
-
-    @cached_property
-    def text(self) -> str:
-        inside = f"{self.element.text} for {self.variable} in {self.iterable.text}"
-        return f"{self.brackets[0]}{inside}{self.brackets[1]}"
-
-
-@dataclass(frozen=True)
-class KeyValue(Expression):
-    """``key: value`` inside a dict."""
-
-    key: Expression
-    value: Expression
-
-    @cached_property
-    def text(self) -> str:
-        return f"{self.key.text}: {self.value.text}"
-
-
-@dataclass(frozen=True)
-class Unpacked(Expression):
-    """``*value`` inside a call."""
-
-    value: Expression
-
-    @cached_property
-    def text(self) -> str:
-        return f"*{self.value.text}"
-
-
-@dataclass(frozen=True)
-class Unary(Expression):
-    """``-operand`` or ``~operand``."""
-
-    symbol: str
-    operand: Expression
-    strength: ClassVar[int] = UNARY
-
-    @cached_property
-    def text(self) -> str:
-        return f"{self.symbol}{self.operand.within(ATOM)}"
-
-
-@dataclass(frozen=True)
 class Binary(Expression):
     """``left + right``."""
 
@@ -229,7 +178,7 @@ class Binary(Expression):
     right: Expression
 
     @property
-    def strength(self) -> int:  # type: ignore[override]
+    def strength(self) -> int:
         return _STRENGTHS[self.symbol]
 
     @cached_property
@@ -241,17 +190,26 @@ class Binary(Expression):
 
 
 @dataclass(frozen=True)
-class Conditional(Expression):
-    """``value if test else other``."""
+class Template(Expression):
+    """Any other expression: its text with ``{}`` for each operand.
 
-    value: Expression
-    test: Expression
-    other: Expression
-    strength: ClassVar[int] = CONDITIONAL
+    Attributes:
+        outer: the strength of the expression.
+        inner: the strength that its operands need.
+    """
+
+    template: str
+    operands: tuple[Expression, ...]
+    outer: int = ATOM
+    inner: int = _NONE
+
+    @property
+    def strength(self) -> int:
+        return self.outer
 
     @cached_property
     def text(self) -> str:
-        return f"{self.value.text} if {self.test.text} else {self.other.text}"
+        return self.template.format(*(operand.within(self.inner) for operand in self.operands))
 
 
 SELF = Name("self")
@@ -262,14 +220,16 @@ def attribute(owner: Expression, name: str) -> Expression:
     return Attribute(owner, name) if is_plain(name) else call("getattr", owner, string(name))
 
 
-def call(function: str, *positional: Expression, **named: Expression) -> FunctionCall:
-    """``function(positional…, name=value…)``; ``function`` is the name of a variable or of something in a module."""
-    return FunctionCall(Name(function), positional, tuple(named.items()))
+def call(function: str | Expression, *positional: Expression, **named: Expression) -> FunctionCall:
+    """``function(positional…, name=value…)``; a function is also known by its dotted name."""
+    keywords = (Argument(value, name, Passing.KEYWORD) for name, value in named.items())
+    called = Name(function) if isinstance(function, str) else function
+    return FunctionCall(called, (*map(Argument, positional), *keywords))
 
 
 def method(owner: Expression, name: str, *positional: Expression, **named: Expression) -> FunctionCall:
     """``owner.name(positional…, name=value…)``."""
-    return FunctionCall(Attribute(owner, name), positional, tuple(named.items()))
+    return call(Attribute(owner, name), *positional, **named)
 
 
 def string(text: str) -> Literal:
@@ -278,3 +238,49 @@ def string(text: str) -> Literal:
     if '"' in body and "'" not in body:
         return Literal(f"'{body}'")
     return Literal('"' + body.replace('"', '\\"') + '"')
+
+
+def unary(symbol: str, operand: Expression) -> Template:
+    """``-operand``."""
+    return Template(f"{symbol}{{}}", (operand,), outer=_UNARY, inner=ATOM)
+
+
+def conditional(value: Expression, test: Expression, other: Expression) -> Template:
+    """``value if test else other``."""
+    return Template("{} if {} else {}", (value, test, other), outer=_CONDITIONAL)
+
+
+def part(start: Expression | None = None, stop: Expression | None = None, step: Expression | None = None) -> Template:
+    """``start:stop:step`` inside a subscript."""
+    places = [("{}", start), (":{}", stop), (":{}", step)]
+    template = "".join(text if value is not None else text[:-2] for text, value in places[: 3 if step else 2])
+    return Template(template, tuple(value for _, value in places if value is not None))
+
+
+def literal(value: Any) -> Expression:
+    """The expression that evaluates to ``value`` with only ``torch`` imported; an expression is its own.
+
+    Raises:
+        TypeError: the value is of a kind that an ATen argument never has.
+    """
+    if isinstance(value, Expression):
+        return value
+    if value is None or value is ...:
+        return Literal("None" if value is None else "...")
+    if isinstance(value, (bool, int)):
+        return Literal(str(value), is_number=True)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return call("float", string(str(value)))
+        return Literal(repr(value).replace("e+", "e"), is_number=True)
+    if isinstance(value, complex):
+        return call("complex", literal(value.real), literal(value.imag))
+    if isinstance(value, str):
+        return string(value)
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return Name(str(value))
+    if isinstance(value, torch.device):
+        return call("torch.device", string(str(value)))
+    if isinstance(value, (tuple, list)):
+        return Collection(tuple(map(literal, value)), "()" if isinstance(value, tuple) else "[]")
+    raise TypeError(f"no literal for {type(value).__name__}")

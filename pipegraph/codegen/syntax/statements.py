@@ -102,14 +102,15 @@ class If(CompoundStatement):
 
     test: Expression
     body: tuple[Statement, ...]
-    other: tuple[Statement, ...]
+    other: tuple[Statement, ...] = ()
 
     @property
     def text(self) -> str:
         return f"if {self.test.text}:"
 
     def lines(self, indent: int) -> list[str]:
-        return [*super().lines(indent), f"{' ' * indent}else:", *lines(self.other, indent + _STEP)]
+        other = [f"{' ' * indent}else:", *lines(self.other, indent + _STEP)] if self.other else []
+        return [*super().lines(indent), *other]
 
 
 def lines(statements: Iterable[Statement], indent: int) -> list[str]:

@@ -16,10 +16,10 @@ _STAGES = (Stage0, Stage1, Stage2)
 def load_stage(index, device="cpu", weights=True):
     """Build stage `index` on `device`, in the mode (training or evaluation) that the model was in.
 
-    With `weights`, parameters are read from the safetensors files of this folder; with a path, they and the buffers of
-    `state_dict()` are those of the Hugging Face checkpoint in that folder, converted to the stage's dtypes. Without,
-    parameters are as their constructors make them, and a bare `nn.Parameter(torch.empty(…))` holds no values yet.
-    Buffers are read in all cases, unless the device is meta.
+    With `weights`, parameters are read from the safetensors files of this folder. If `weights` is a path, parameters
+    and the buffers of `state_dict()` are read from the Hugging Face checkpoint in that folder and converted to the
+    stage's dtypes. Without `weights`, parameters are as their constructors make them, and a bare
+    `nn.Parameter(torch.empty(…))` holds no values yet. Buffers are read in all cases, unless the device is meta.
     """
     with torch.device("meta" if weights else device):
         stage = _STAGES[index]()

@@ -1,4 +1,4 @@
-"""How a stage gets its tensors: from this folder, or from a Hugging Face checkpoint."""
+"""Reads the tensors of a stage from this folder or from a Hugging Face checkpoint."""
 
 import difflib
 import json
@@ -13,7 +13,8 @@ _FOLDER = Path(__file__).parent
 def read_stage(stage, index, device, weights):
     """Replace a stage's tensors by those of this folder or, if `weights` is a path, of the checkpoint there.
 
-    Without `weights` parameters stay. What is not in `state_dict()`, such as a rotary table, is always read here.
+    Without `weights`, parameters stay as they are. Buffers that are not in `state_dict()`, such as a rotary table, are
+    always read from this folder.
     """
     manifest = json.loads((_FOLDER / "pipeline.json").read_text(encoding="utf-8"))
     entry, tied = manifest["stages"][index], manifest["tied"]
@@ -28,7 +29,7 @@ def read_stage(stage, index, device, weights):
 
 
 def _replace(stage, names, tied, folder, device, checkpoint=None):
-    """Replace tensors by those that a folder has under their names; tied weights stay one parameter."""
+    """Replace the tensors of these names by those in a folder. Tied weights stay one parameter."""
     if not names:
         return
     files = _Files(folder, device, checkpoint or {})
@@ -48,9 +49,9 @@ def _replace(stage, names, tied, folder, device, checkpoint=None):
 
 
 class _Files:
-    """The tensors of a folder with one safetensors file, or with several and an index; a file is opened when needed.
+    """The tensors of a folder with one safetensors file, or with several and an index. Files are opened when needed.
 
-    `checkpoint` tells what Hugging Face transformers stores under another name, or in parts.
+    `checkpoint` lists the tensors that Hugging Face transformers stores under another name, or in parts.
     """
 
     def __init__(self, folder, device, checkpoint):
@@ -78,29 +79,29 @@ class _Files:
         return self.opened[file]
 
     def find(self, names):
-        """What makes up the tensor of these names (several, if it is tied), by the names that it has in the files.
+        """Return the names of the parts that make up a tensor in the files. A tied tensor has several `names`.
 
-        A `*` counts the tensor's first dimension.
+        A `*` in the name of a part stands for each index of the tensor's first dimension.
         """
         stored = self.checkpoint.get("stored", {})
         if [] in [stored.get(name) for name in names]:
             raise ValueError(f"{names[0]} is stored in a form that only transformers can read")
         for parts in (*([name] for name in names), *(stored[name] for name in names if name in stored)):
-            found = [self.spelled(part) for part in parts]
+            found = [self.stored_name(part) for part in parts]
             if None not in found:
                 return found
         nearest = difflib.get_close_matches(names[0], self.files, n=1)
         hint = f"the nearest name there is {nearest[0]}" if nearest else "load_stage(weights=DIR) reads a checkpoint's"
         raise ValueError(f"{self.listing} lacks {names[0]}; {hint}")
 
-    def spelled(self, name):
-        """The name in these files, with or without the prefix of the base model; None if neither is there."""
+    def stored_name(self, name):
+        """Return a name as the files have it, with or without the prefix of the base model; None if there is none."""
         prefix = self.checkpoint.get("base_model_prefix", "")
         names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
         return next((each for each in names if each.replace("*", "0") in self.files), None)
 
     def read(self, parts, shape, dtype):
-        """One tensor: whole, or parts in a row along its first dimension, along the second where a `*` counts that."""
+        """Read a tensor, whole or joined from parts: along its first dimension, or its second if a `*` is in names."""
         if len(parts) == 1 and "*" not in parts[0]:
             return self.tensor(parts[0], shape, dtype)
         whole = torch.empty(shape, dtype=dtype, device=self.device)
@@ -110,7 +111,7 @@ class _Files:
         return whole
 
     def tensor(self, name, shape, dtype):
-        """A tensor of the files, which has to have this shape; it is converted to this dtype unless it is quantized."""
+        """Read one tensor of the files, which must have this shape. Convert it to this dtype unless it is quantized."""
         if name not in self.files:
             raise ValueError(f"{self.listing} lacks {name}")
         tensor, file = self.open(self.files[name]).get_tensor(name), self.folder / self.files[name]
