@@ -44,7 +44,7 @@ def calibrate(
     with progress("measuring this machine"):
         from pipegraph.cost.calibration.calibrate import calibrate as measure
         from pipegraph.cost.hardware import check_new
-        from pipegraph.report.text.hardware_profile import described
+        from pipegraph.report.text.hardware_profile import render_hardware
 
         if out is not None:
             check_new(out)
@@ -52,7 +52,7 @@ def calibrate(
     if json:
         print_json({key: value for key, value in hardware.to_dict().items() if key != "schema_version"})
     else:
-        print(described(hardware), flush=True)
+        print(render_hardware(hardware), flush=True)
     write_target(out, hardware.to_json())  # behind the table, which no full disk may cost
     if out is not None and not json:
         print(f"\nwrote {out}")

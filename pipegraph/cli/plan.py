@@ -72,7 +72,7 @@ def plan(
         from pipegraph.planner.plan import plan_of
         from pipegraph.planner.plan_file import PlanFile, is_plan
         from pipegraph.planner.plan_options import Aim
-        from pipegraph.report.text.plan_tables import compared, comparison_dict, explained
+        from pipegraph.report.text.plan_tables import plan_comparison_dict, render_plan, render_plan_comparison
         from pipegraph.workflows.batch import loss_and_target
 
         check_target(out, overwrite, ours=is_plan)
@@ -93,10 +93,10 @@ def plan(
         comparison = compare_model(captured, aim, ranks, plans)
         best = plan_of(comparison.best)
     if json:
-        print_json(comparison_dict(comparison, best))
+        print_json(plan_comparison_dict(comparison, best))
     else:
-        print(f"{compared(comparison)}\n")
-        print_grid(lambda width, coloured: explained(best, coloured))
+        print(f"{render_plan_comparison(comparison)}\n")
+        print_grid(lambda width, coloured: render_plan(best, coloured))
     write_target(out, PlanFile.of(best).to_json())
     if out is not None and not json:
         print(f"wrote {out}")

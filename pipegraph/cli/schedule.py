@@ -69,22 +69,25 @@ def schedule(
 ) -> None:
     """Draw a schedule over time, and tell its bubble, its memory, and how far it is from the best there can be."""
     from pipegraph.schedule import PLACEMENTS, Times, read_times, to_csv
+    from pipegraph.schedule.simulated_schedule import SimulatedSchedule
 
     if placement is not None and placement not in PLACEMENTS:
         raise typer.BadParameter(f"{placement!r} is neither {' nor '.join(PLACEMENTS)}.", param_hint="--placement")
     with progress("searching" if name.casefold() == "search" else f"making {name}"):
-        from pipegraph.report.pictures.timeline_svg import timeline_svg
-        from pipegraph.report.text.schedule_figures import Simulation, simulation_dict
-        from pipegraph.report.text.timeline_text import described
+        from pipegraph.report.pictures.timeline import schedule_svg
+        from pipegraph.report.text.schedule_figures import simulated_schedule_dict
+        from pipegraph.report.text.schedule_grid import render_schedule
         from pipegraph.workflows.schedules import make_schedule
 
         given = None if times is None else read_times(times)
         made = make_schedule(name, ranks, microbatches, chunks, placement, given, memory_limit, effort)
-        simulation = Simulation(made, given or Times.equal(made.stages), memory_limit, in_seconds=given is not None)
-        files = [] if svg is None else [(svg, timeline_svg(simulation))]
+        simulated = SimulatedSchedule(
+            made, given or Times.equal(made.stages), memory_limit, in_seconds=given is not None
+        )
+        files = [] if svg is None else [(svg, schedule_svg(simulated))]
         files += [] if csv is None else [(csv, to_csv(made))]
         write_whole(files)
     if json:
-        print_json(simulation_dict(simulation))
+        print_json(simulated_schedule_dict(simulated))
         return
-    print_grid(lambda width, coloured: described(simulation, width, coloured))
+    print_grid(lambda width, coloured: render_schedule(simulated, width, coloured))

@@ -24,18 +24,18 @@ def show(
 ) -> None:
     """Show a package: its stages, boundaries and costs, and the schedule's grid."""
     from pipegraph.package import Package
-    from pipegraph.report.text.package_tables import overview, overview_dict
+    from pipegraph.report.text.package_tables import package_dict, render_package
     from pipegraph.workflows.schedules import choose_schedule
 
     package = Package.open(out)
     chosen = choose_schedule(package, schedule, microbatches)
     if html is not None or svg is not None:
         from pipegraph.report.pages.package_page import package_page
-        from pipegraph.report.pictures.package_svg import package_svg
+        from pipegraph.report.pictures.package import package_svg
 
         drawn = ((html, package_page), (svg, package_svg))
         write_whole([(file, draw(package, chosen)) for file, draw in drawn if file is not None])
     if json:
-        print_json(overview_dict(package, chosen))
+        print_json(package_dict(package, chosen))
     else:
-        print_grid(lambda width, coloured: overview(package, chosen, width, coloured))
+        print_grid(lambda width, coloured: render_package(package, chosen, width, coloured))

@@ -199,14 +199,14 @@ def _write(planned: Plan, folder: Path | None, weights: bool | Path, overwrite: 
 def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -> None:
     from pipegraph.errors import one_line
     from pipegraph.report.text.package_tables import manifest_dict
-    from pipegraph.report.text.plan_tables import summary
+    from pipegraph.report.text.plan_tables import render_prediction_summary
 
     if json:
         print_json({"out": None if folder is None else str(folder), **manifest_dict(manifest)})
         return
     print("\n".join(map(one_line, planned.describe())))
     if planned.prediction is not None:
-        print(summary(planned.prediction))
+        print(render_prediction_summary(planned.prediction))
     if folder is not None:
         print(f"wrote {folder}")
 

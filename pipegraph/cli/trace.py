@@ -40,17 +40,17 @@ def merge(
     """
     check_target(out, overwrite)
     with progress(f"reading {folder}"):
-        from pipegraph.report.text.merge_summary import merged_dict, told_merge
-        from pipegraph.tracing.merged_trace import merge as write
+        from pipegraph.report.text.trace_report import merge_dict, render_merge
+        from pipegraph.tracing.merged_trace import merge_traces
         from pipegraph.tracing.reading.read_run import read_run
 
         run = read_run(folder)
         expected = run.prediction.timeline if run.prediction else None
-        written = write(run, out, expected, operations)
+        written = merge_traces(run, out, expected, operations)
     if json:
-        print_json(merged_dict(run, out, written, expected))
+        print_json(merge_dict(run, out, written, expected))
     else:
-        print(told_merge(run, out, written, expected), flush=True)
+        print(render_merge(run, out, written, expected), flush=True)
 
 
 @trace.command()
@@ -70,18 +70,18 @@ def report(
     """
     check_target(html, overwrite)
     with progress(f"reading {folder}"):
-        from pipegraph.report.text.trace_report import run_dict, told_run
-        from pipegraph.tracing.analysis.run_analysis import analyse
+        from pipegraph.report.text.trace_report import render_trace_report, trace_report_dict
+        from pipegraph.tracing.analysis.run_analysis import analyse_run
         from pipegraph.tracing.reading.read_run import read_run
 
-        analysis = analyse(read_run(folder))
+        analysis = analyse_run(read_run(folder))
         if html is not None:
             from pipegraph.report.pages.trace_page import trace_page
 
             write_target(html, trace_page(analysis))
     if json:
-        print_json(run_dict(analysis))
+        print_json(trace_report_dict(analysis))
         return
-    print(told_run(analysis), flush=True)
+    print(render_trace_report(analysis), flush=True)
     if html is not None:
         print(f"\nwrote {html}", flush=True)

@@ -1,22 +1,19 @@
 """The colours of a schedule's actions, the same on a terminal and in a picture.
 
-Where ranks hold several stages, each kind has a dark tone for a rank's first one and a light tone for its last; else it
-has one tone. The tones stay apart for the common kinds of colour blindness: by 19 or more of CIE Lab's units (28 where
+If ranks hold several stages, each kind has a dark tone for a rank's first stage and a light tone for its last; else it
+has one tone. The tones stay apart for the common kinds of colour blindness: by 19 or more of CIE Lab's units (28 if
 there is one each) as simulated by Machado et al. (2009). Text on them is white or black, whichever reads better, on
 light and dark terminals alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from pipegraph.schedule import Kind, Schedule
+from pipegraph.schedule import Action, Kind, Schedule
 
 MEANING = {Kind.F: "forward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.B: "backward (I and W)"}
 """The kinds that compute, in the order of a legend."""
-
-TONES = "dark to light: a rank's first to last stage"
-_MOST_TONES = 4  # of one kind in a legend
 
 MEMORY = {
     "parameters": "#274c77",
@@ -27,6 +24,7 @@ MEMORY = {
 }
 """The colour of each kind of memory."""
 
+_MOST_TONES = 4  # of one kind in a legend
 _ALONE = {Kind.F: "#1b5faa", Kind.I: "#f0b93a", Kind.W: "#8d9b9a", Kind.B: "#9a3324"}
 _TONES = {
     Kind.F: ("#1b5faa", "#9cc4ee"),  # blue
@@ -36,29 +34,43 @@ _TONES = {
 }
 
 
-def kinds_of(schedule: Schedule) -> list[Kind]:
-    """The kinds that compute in this schedule, in the order of a legend."""
-    present = {action.kind for row in schedule.actions for action in row}
-    return [kind for kind in MEANING if kind in present]
+@dataclass(frozen=True)
+class ActionColours:
+    """The colours of one schedule.
+
+    Attributes:
+        kinds: those that compute in it, in the order of a legend.
+        chunks: of each stage, its place among the stages of its rank, from 0.
+        most: stages on the rank that holds the most of them.
+    """
+
+    kinds: tuple[Kind, ...]
+    chunks: tuple[int, ...]
+    most: int
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> ActionColours:
+        present = {action.kind for row in schedule.actions for action in row}
+        chunks = [schedule.placement[:stage].count(rank) for stage, rank in enumerate(schedule.placement)]
+        return cls(tuple(kind for kind in MEANING if kind in present), tuple(chunks), max(chunks) + 1)
+
+    def fill(self, action: Action) -> str:
+        """Return ``#rrggbb`` for an action."""
+        return colour(action.kind, self.chunks[action.stage], self.most)
+
+    def legend(self) -> list[tuple[Kind, list[str]]]:
+        """Return each kind with its tones: all of them, or the first and the last of many."""
+        shown = range(self.most) if self.most <= _MOST_TONES else (0, self.most - 1)
+        return [(kind, [colour(kind, chunk, self.most) for chunk in shown]) for kind in self.kinds]
+
+    @property
+    def tones(self) -> str:
+        """What the tones mean; empty if there is one of each kind."""
+        return "dark to light: a rank's first to last stage" if self.most > 1 else ""
 
 
-def chunks_of(schedule: Schedule) -> tuple[int, list[int]]:
-    """(the most stages that a rank holds, of each stage its place among those of its rank, from 0)"""
-    seen = [0] * schedule.ranks
-    chunks = []
-    for rank in schedule.placement:
-        chunks.append(seen[rank])
-        seen[rank] += 1
-    return max(seen), chunks
-
-
-def tones(chunks: int) -> Sequence[int]:
-    """The stages of a rank whose tones a legend shows: all, or the first and the last of many."""
-    return range(chunks) if chunks <= _MOST_TONES else (0, chunks - 1)
-
-
-def colour(kind: Kind, chunk: int, chunks: int) -> str:
-    """``#rrggbb`` for an action on the rank's stage number ``chunk`` of at most ``chunks``."""
+def colour(kind: Kind, chunk: int = 0, chunks: int = 1) -> str:
+    """Return ``#rrggbb`` for an action on the rank's stage number ``chunk`` of ``chunks``."""
     if chunks == 1:
         return _ALONE[kind]
     dark, light = (_channels(tone) for tone in _TONES[kind])
@@ -68,7 +80,7 @@ def colour(kind: Kind, chunk: int, chunks: int) -> str:
 
 
 def ink(background: str) -> str:
-    """White or black, whichever has the larger contrast (WCAG 2) with ``#rrggbb``."""
+    """Return white or black, whichever has the larger contrast (WCAG 2) with ``#rrggbb``."""
     linear = [
         value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
         for value in (channel / 255 for channel in _channels(background))

@@ -1,6 +1,6 @@
 """What TensorBoard shows of a run: scalars of every step, the plan, timelines, and the run's settings.
 
-All of it stands in one folder and is one run there; one process, that of rank 0, writes it.
+All of it is in one folder and is one run there; the process of rank 0 writes it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
 from pipegraph.planner.package_prediction import predict_step
-from pipegraph.report.pictures.timeline_png import timeline_png
-from pipegraph.report.text.package_tables import boundary_cells, explanation, model_title, stage_cells
-from pipegraph.report.text.schedule_figures import title
+from pipegraph.report.pictures.timeline import timeline_drawing
+from pipegraph.report.text.package_tables import boundary_table, explain_cuts, package_title, stage_table
+from pipegraph.report.text.schedule_figures import schedule_title
 from pipegraph.report.text.tables import markdown, markdown_table
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.schedule import Schedule, Timeline, simulate
+from pipegraph.schedule import Schedule, Timeline
 from pipegraph.tracing.recording.step_figures import StepFigures, batch_sizes
-from pipegraph.units import TimeFormat
 
 _MIB = 2**20
-_FLUSHED = 5  # seconds after which a figure is on disk; waiting for it at every step would take time of the steps
+_FLUSHED = 5  # seconds after which a figure is on disk; to wait for it at every step would take time of the steps
 
 
 def check_tensorboard() -> None:
-    """Raise PipegraphError where tensorboard is not installed; every rank asks, so that none waits for another."""
+    """Raise PipegraphError if tensorboard is not installed. Every rank calls it, so that none waits for another."""
     if importlib.util.find_spec("tensorboard") is None:
         raise PipegraphError(
             "What TensorBoard shows of a run cannot be written: tensorboard is not installed.\n"
@@ -35,11 +34,11 @@ def check_tensorboard() -> None:
         )
 
 
-class StepWriter:
-    """Writes into a run's folder, from `StepFigures` and timelines that all ranks have gathered.
+class TensorBoardWriter:
+    """Writes `StepFigures` and timelines, which all ranks have gathered, into a run's folder.
 
-    Scalars, by step: ``loss``, ``bubble``, ``time/step`` with ``time/step_predicted`` beside it, ``time/iteration``
-    (with the optimizer), ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` of whole iterations,
+    Scalars, by step: ``loss``, ``bubble``, ``time/step`` and ``time/step_predicted``, ``time/iteration`` (with the
+    optimizer), ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` of whole iterations,
     ``rank_00/time/forward`` and so on for each of `PARTS`, ``rank_00/memory/peak_MiB``. With all ranks in one process
     there is one ``memory/peak_MiB``, and no bubble. Text: ``plan``. Images: ``timeline/predicted`` and
     ``timeline/measured``. Hyper-parameters: the schedule, sizes, the model, kernels, recompute and device.
@@ -52,12 +51,13 @@ class StepWriter:
         processes = self._schedule.ranks // len(pipe.ranks)
         in_turn = processes < self._schedule.ranks
         self._samples, self._tokens = batch_sizes(package.manifest, self._schedule.microbatches)
-        self._predicted = predict_step(package.manifest, self._schedule, hardware, in_turn)
+        expected = predict_step(package.manifest, self._schedule, hardware, in_turn)
+        self._expected = expected.step
         self._writer = SummaryWriter(str(folder), flush_secs=_FLUSHED)
         self._writer.add_text("plan", _plan(package, self._schedule), 0)
         self._add_settings(_settings(pipe, processes), ["time/step", *([] if in_turn else ["bubble"])])
-        if self._predicted.times is not None:
-            self._add_timeline("predicted", simulate(self._schedule, self._predicted.times), 0)
+        if expected.timeline is not None:
+            self._add_timeline("predicted", expected.timeline, 0, "predicted")
 
     def step(self, figures: StepFigures) -> None:
         """Write the scalars of a step."""
@@ -65,7 +65,7 @@ class StepWriter:
             "loss": figures.loss,
             "bubble": figures.bubble,
             "time/step": figures.seconds,
-            "time/step_predicted": self._predicted.step,
+            "time/step_predicted": self._expected,
             "time/iteration": figures.iteration,
         }
         for name, count in (("samples", self._samples), ("tokens", self._tokens)):
@@ -82,21 +82,20 @@ class StepWriter:
 
     def timeline(self, timeline: Timeline, step: int) -> None:
         """Write the image of a step as it was measured."""
-        self._add_timeline("measured", timeline, step)
+        self._add_timeline("measured", timeline, step, f"measured, step {step}")
 
     def close(self) -> None:
-        """Write what is left and let the file go."""
+        """Write what is left and close the file."""
         self._writer.close()
 
-    def _add_timeline(self, what: str, timeline: Timeline, step: int) -> None:
+    def _add_timeline(self, what: str, timeline: Timeline, step: int, title: str) -> None:
         import numpy as np
 
-        said = f"measured, step {step}" if what == "measured" else what
-        image = timeline_png(self._schedule, timeline, TimeFormat.of(timeline.makespan), said)
+        image = timeline_drawing(self._schedule, timeline, title).to_image()
         self._writer.add_image(f"timeline/{what}", np.asarray(image), step, dataformats="HWC")
 
     def _add_settings(self, settings: dict[str, str | float], metrics: list[str]) -> None:
-        """Hyper-parameters of this run. `SummaryWriter.add_hparams` would make a run of its own below the folder."""
+        """Write hyper-parameters of this run. `SummaryWriter.add_hparams` would make a run of its own of them."""
         from torch.utils.tensorboard.summary import hparams
 
         file: Any = self._writer.file_writer
@@ -106,9 +105,9 @@ class StepWriter:
 
 def _settings(pipe: Pipeline, processes: int) -> dict[str, str | float]:
     """What a run's figures depend on."""
-    schedule, model = pipe.schedule, pipe.package.manifest.model
+    schedule = pipe.schedule
     return {
-        "model": model.class_name or "model",
+        "model": pipe.package.manifest.model.class_name or "model",
         "package": pipe.package.path.name,
         "schedule": schedule.name,
         "ranks": schedule.ranks,
@@ -124,19 +123,14 @@ def _settings(pipe: Pipeline, processes: int) -> dict[str, str | float]:
 def _plan(package: Package, schedule: Schedule) -> str:
     """The package and its plan as Markdown."""
     manifest = package.manifest
-    headers, rows = stage_cells(package)
+    headers, rows = stage_table(package)
     headers = ["stage", "rank", *headers[1:-1]]  # without the files of the weights
     rows = [[row[0], str(rank), *row[1:-1]] for row, rank in zip(rows, schedule.placement, strict=True)]
-    reasons = "\n".join(f"- {markdown(line)}" for line in explanation(manifest))
-    return "\n\n".join(
-        filter(
-            None,
-            [
-                f"## {markdown(model_title(manifest))}",
-                markdown(title(schedule)),
-                markdown_table(headers, rows),
-                markdown_table(*boundary_cells(manifest)),
-                reasons,
-            ],
-        )
-    )
+    parts = [
+        f"## {markdown(package_title(manifest))}",
+        markdown(schedule_title(schedule)),
+        markdown_table(headers, rows),
+        markdown_table(*boundary_table(manifest)),
+        "\n".join(f"- {markdown(line)}" for line in explain_cuts(manifest)),
+    ]
+    return "\n\n".join(filter(None, parts))

@@ -1,4 +1,4 @@
-"""All ranks of a run in one Chrome trace, for Perfetto: a process per rank, and what was predicted beside it.
+"""All ranks of a run in one Chrome trace, for Perfetto: a process per rank, measured and predicted.
 
 rank 1: stages 1, 2    compute   │ F stage 1 microbatch 0 │ …     with the operations of torch below, if they are wanted
                        sends     │ SEND_F … │                     ┐ a flow arrow from each SEND
@@ -12,8 +12,9 @@ import gzip
 import json
 import os
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,27 @@ from pipegraph.tracing.action_names import action_name
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_steps
 from pipegraph.tracing.analysis.measured_times import messages
 from pipegraph.tracing.reading.recorded_run import RankTrace, RecordedRun, Span
+from pipegraph.units import format_seconds
 
 COMPUTE, SENDS, RECEIVES, HOST = 1, 2, 3, 4
+_THREADS = {COMPUTE: "compute", SENDS: "sends", RECEIVES: "receives"}
 _LATER = 16  # threads of predicted steps that overlap, and then those of the GPU's streams
 _BELOW = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
 _DEVICE = _BELOW[2:]
 
 Event = dict[str, Any]
+_Slice = tuple[int, int, Event]  # (start, end, event) with times in nanoseconds
 
 
 @dataclass(frozen=True)
-class Merged:
-    """What was written: numbers of measured slices and of arrows; of operations that cross others and were left out;
-    and of messages that arrive, by these clocks, before they were sent."""
+class MergedTrace:
+    """What was written.
+
+    Attributes:
+        slices, flows: measured slices, and arrows between them.
+        left_out: operations that begin in one slice and end in another, which no trace can show.
+        early: messages that arrive, by these clocks, before they were sent.
+    """
 
     slices: int
     flows: int
@@ -43,58 +52,177 @@ class Merged:
     early: int
 
 
-def merge(run: RecordedRun, file: Path, expected: Timeline | None = None, operations: bool = False) -> Merged:
-    """Write a run as one Chrome trace, compressed if the name ends in ``.gz``, whole or not at all.
+def merge_traces(
+    run: RecordedRun, file: Path, expected: Timeline | None = None, operations: bool = False
+) -> MergedTrace:
+    """Write a run as one Chrome trace, whole or not at all, compressed if the name ends in ``.gz``.
 
     ``expected`` is the predicted step; ``operations`` keeps what torch recorded besides the actions. Times are
-    microseconds of rank 0's clock from the first event on. Raises PipegraphError where the file cannot be written.
+    microseconds of rank 0's clock from the first event on. Raises PipegraphError if the file cannot be written.
     """
-    steps = measured_steps(run)
-    counts = {"X": 0, "s": 0, "left out": 0, "early": 0}
-    first = _first(run, operations)
+    merge = _Merge(run, measured_steps(run), operations)
 
     def events() -> Iterator[Event]:
-        yield from _names(run, expected)
+        yield from merge.names(expected)
         for trace in run.ranks.values():
-            yield from _rank(trace, first, counts, operations)
-        yield from _flows(run, first, counts)
+            yield from merge.rank(trace)
+        yield from merge.flows()
         if expected is not None:
-            yield from _predicted(expected, steps, run, first)
+            yield from merge.predicted(expected)
 
     _write(file, events(), _metadata(run))
-    return Merged(counts["X"], counts["s"], counts["left out"], counts["early"])
+    return MergedTrace(*(merge.counts[name] for name in ("slices", "flows", "left out", "early")))
 
 
-def stages_of(run: RecordedRun, rank: int) -> str:
-    """``rank 1: stages 1, 2``"""
+def describe_rank(run: RecordedRun, rank: int) -> str:
+    """Return ``rank 1: stages 1, 2``."""
     held = [str(stage) for stage, place in enumerate(run.schedule.placement) if place == rank]
     return f"rank {rank}: stage{'s' if len(held) > 1 else ''} {', '.join(held)}"
 
 
-def _first(run: RecordedRun, operations: bool) -> float:
-    """The time that becomes 0."""
-    firsts = [trace.spans[0].start for trace in run.ranks.values() if trace.spans]
-    firsts += [start for trace in run.ranks.values() for start, _ in trace.steps.values()]
-    if operations:
-        firsts += [start for trace in run.ranks.values() for file in trace.files for start, _, _ in file.events()]
-    return min(firsts, default=0.0)
+@dataclass
+class _Merge:
+    """The events of a merged trace, and how many of them were yielded."""
+
+    run: RecordedRun
+    steps: Sequence[MeasuredStep]
+    operations: bool
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        traces = self.run.ranks.values()
+        firsts = [trace.spans[0].start for trace in traces if trace.spans]
+        firsts += [start for trace in traces for start, _ in trace.steps.values()]
+        if self.operations:
+            firsts += [start for trace in traces for file in trace.files for start, _, _ in file.events()]
+        self.first = min(firsts, default=0.0)  # the time that becomes 0
+
+    def nanoseconds(self, time: float) -> int:
+        return round((time - self.first) * 1e9)
+
+    def slice(self, process: int, thread: int, name: str, category: str, times: Sequence[float], args: Event) -> _Slice:
+        start, end = map(self.nanoseconds, times)
+        event: Event = {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread}
+        return start, end, {**event, "ts": start / 1000, "dur": (end - start) / 1000, "args": args}
+
+    def names(self, expected: Timeline | None) -> Iterator[Event]:
+        ranks = self.run.schedule.ranks
+        for rank in range(ranks):
+            trace, name = self.run.ranks.get(rank), describe_rank(self.run, rank)
+            yield from _process(rank, name, _THREADS)
+            yield _meta(rank, "process_labels", labels=_clock(trace) if trace else "no trace")
+            if expected is not None:
+                yield from _process(ranks + rank, f"predicted {name}", {COMPUTE: "compute"})
+
+    def rank(self, trace: RankTrace) -> Iterator[Event]:
+        """The actions of a rank and, if they are wanted, the operations below them."""
+        slices: dict[int, list[_Slice]] = {thread: [] for thread in _THREADS}
+        for span in trace.spans:
+            args: Event = {"step": span.step, "stage": span.action.stage, "microbatch": span.action.microbatch}
+            if span.action.peer is not None:
+                args |= {"peer": span.action.peer, "bytes": span.bytes}
+            thread, times = _thread(span), (span.start, span.end)
+            slices[thread].append(self.slice(trace.rank, thread, action_name(span.action), "action", times, args))
+        if self.operations:
+            for thread, name, found in self.below(trace):
+                if thread not in slices:
+                    slices[thread] = []
+                    yield from _threads(trace.rank, {thread: name})
+                slices[thread].append(found)
+        for of_thread in slices.values():
+            yield from self.nested(of_thread)
+
+    def below(self, trace: RankTrace) -> Iterator[tuple[int, str, _Slice]]:
+        """(thread, its name, slice) of what torch recorded besides the actions.
+
+        On a GPU the actions are the device's, and the host's operations are on threads of their own.
+        """
+        threads: dict[tuple[bool, Any], tuple[int, str]] = {}
+        for file in trace.files:
+            main = _main_thread(file.events())
+            for start, end, event in file.events():
+                args = event.get("args") or {}
+                if event.get("cat") not in _BELOW or ("kind" in args and "microbatch" in args):
+                    continue
+                device, own = event["cat"] in _DEVICE, event.get("tid")
+                if not device and not trace.on_gpu and (event.get("pid"), own) == main:
+                    place = (COMPUTE, _THREADS[COMPUTE])
+                else:
+                    name = f"stream {own}" if device else f"host thread {own}"
+                    place = threads.setdefault((device, own), (HOST + len(threads), name))
+                kept = {key: args[key] for key in ("Input Dims", "device", "stream") if key in args}
+                name, category = str(event.get("name")), str(event["cat"])
+                yield *place, self.slice(trace.rank, place[0], name, category, (start, end), kept)
+
+    def nested(self, slices: Sequence[_Slice]) -> Iterator[Event]:
+        """The slices of a thread, outer before inner, without operations that begin in one and end after it.
+
+        An action is never left out: if clocks or files give two that overlap, the first ends where the second starts.
+        """
+        actions = sorted((each for each in slices if each[2]["cat"] == "action"), key=lambda each: each[:2])
+        for at, (start, end, event) in enumerate(actions[:-1]):
+            following = actions[at + 1][0]
+            if end > following:
+                actions[at] = (start, following, {**event, "dur": (following - start) / 1000})
+        others = [each for each in slices if each[2]["cat"] != "action"]
+        starts = [start for start, _, _ in actions]
+        open_until: list[int] = []
+        for start, end, event in sorted(
+            [*actions, *others], key=lambda each: (each[0], -each[1], each[2]["cat"] != "action")
+        ):
+            while open_until and open_until[-1] <= start:
+                open_until.pop()
+            if event["cat"] != "action":
+                last = bisect_left(starts, end) - 1  # the last action that begins before it ends
+                cuts = last >= 0 and start < starts[last] and actions[last][1] > end
+                if cuts or (open_until and end > open_until[-1]):
+                    self.counts["left out"] += 1
+                    continue
+            open_until.append(end)
+            self.counts["slices"] += 1
+            yield event
+
+    def flows(self) -> Iterator[Event]:
+        """An arrow from the start of each SEND to the end of its RECV: within both slices, because that ties it."""
+        for step in self.steps:
+            for send, receive in messages(step):
+                start, begin, end = (
+                    self.nanoseconds(step.start + time) for time in (send.start, receive.start, receive.end)
+                )
+                self.counts["flows"] += 1
+                self.counts["early"] += end < start
+                both = {"cat": "message", "name": "message", "id": self.counts["flows"]}
+                yield {"ph": "s", **both, "pid": send.rank, "tid": SENDS, "ts": start / 1000}
+                arrives = max(begin, end - 1) / 1000
+                yield {"ph": "f", "bp": "e", **both, "pid": receive.rank, "tid": RECEIVES, "ts": arrives}
+
+    def predicted(self, expected: Timeline) -> Iterator[Event]:
+        """The predicted step from where each measured one starts; on a thread of its own while another one lasts."""
+        free: list[float] = []
+        for step in self.steps:
+            lane = next((n for n, until in enumerate(free) if until <= step.start), len(free))
+            free[lane : lane + 1] = [step.start + expected.makespan]
+            thread = COMPUTE if lane == 0 else _LATER + lane
+            for rank, row in enumerate(expected.events):
+                process = self.run.schedule.ranks + rank
+                if lane:
+                    yield _meta(process, "thread_name", thread, name=f"compute, overlapping steps {lane}")
+                for event in row:
+                    args = {"step": step.number, "stage": event.action.stage, "microbatch": event.action.microbatch}
+                    times = (step.start + event.start, step.start + event.end)
+                    yield self.slice(process, thread, action_name(event.action), "predicted", times, args)[2]
 
 
-def _names(run: RecordedRun, expected: Timeline | None) -> Iterator[Event]:
-    ranks = run.schedule.ranks
-    for rank in range(ranks):
-        trace = run.ranks.get(rank)
-        yield _meta(rank, "process_name", name=stages_of(run, rank))
-        yield _meta(rank, "process_sort_index", sort_index=rank)
-        yield _meta(rank, "process_labels", labels=_clock(trace) if trace else "no trace")
-        threads = {COMPUTE: "compute", SENDS: "sends", RECEIVES: "receives"}
-        for thread, name in threads.items():
-            yield _meta(rank, "thread_name", thread, name=name)
-            yield _meta(rank, "thread_sort_index", thread, sort_index=thread)
-        if expected is not None:
-            yield _meta(ranks + rank, "process_name", name=f"predicted {stages_of(run, rank)}")
-            yield _meta(ranks + rank, "process_sort_index", sort_index=ranks + rank)
-            yield _meta(ranks + rank, "thread_name", COMPUTE, name="compute")
+def _process(number: int, name: str, threads: Mapping[int, str]) -> Iterator[Event]:
+    yield _meta(number, "process_name", name=name)
+    yield _meta(number, "process_sort_index", sort_index=number)
+    yield from _threads(number, threads)
+
+
+def _threads(process: int, threads: Mapping[int, str]) -> Iterator[Event]:
+    for thread, name in threads.items():
+        yield _meta(process, "thread_name", thread, name=name)
+        yield _meta(process, "thread_sort_index", thread, sort_index=thread)
 
 
 def _meta(process: int, what: str, thread: int = 0, **args: Any) -> Event:
@@ -102,70 +230,17 @@ def _meta(process: int, what: str, thread: int = 0, **args: Any) -> Event:
 
 
 def _clock(trace: RankTrace) -> str:
-    clock = trace.clock
     if trace.rank == 0:
         return "rank 0's clock"
-    if clock.error is None:
+    if trace.clock.error is None:
         return "clock not compared with rank 0's"
-    return f"clock {clock.offset * 1e6:+.1f} µs, ± {clock.error * 1e6:.1f} µs"
-
-
-def _rank(trace: RankTrace, first: float, counts: dict[str, int], operations: bool) -> Iterator[Event]:
-    slices: dict[int, list[tuple[int, int, Event]]] = {COMPUTE: [], SENDS: [], RECEIVES: []}
-    for span in trace.spans:
-        args: Event = {"step": span.step, "stage": span.action.stage, "microbatch": span.action.microbatch}
-        if span.action.peer is not None:
-            args |= {"peer": span.action.peer, "bytes": span.bytes}
-        thread = _thread(span)
-        slices[thread].append(
-            _slice(trace.rank, thread, action_name(span.action), "action", span.start, span.end, first, args)
-        )
-    if operations:
-        for thread, name, found in _operations(trace, first):
-            if thread not in slices:
-                slices[thread] = []
-                yield _meta(trace.rank, "thread_name", thread, name=name)
-                yield _meta(trace.rank, "thread_sort_index", thread, sort_index=thread)
-            slices[thread].append(found)
-    for found_on in slices.values():
-        yield from _nested(found_on, counts)
+    return f"clock {format_seconds(trace.clock.offset)}, ± {format_seconds(trace.clock.error)}"
 
 
 def _thread(span: Span) -> int:
     if not span.action.kind.is_transfer:
         return COMPUTE
     return SENDS if span.action.sends else RECEIVES
-
-
-def _slice(
-    process: int, thread: int, name: str, category: str, start: float, end: float, first: float, args: Event
-) -> tuple[int, int, Event]:
-    """(start, end, event) with times in nanoseconds."""
-    began, ended = round((start - first) * 1e9), round((end - first) * 1e9)
-    event: Event = {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread}
-    return began, ended, {**event, "ts": began / 1000, "dur": (ended - began) / 1000, "args": args}
-
-
-def _operations(trace: RankTrace, first: float) -> Iterator[tuple[int, str, tuple[int, int, Event]]]:
-    """(thread, its name, slice) of what torch recorded besides the actions. On a GPU the actions are the device's, and
-    the host's operations stand on threads of their own."""
-    threads: dict[tuple[bool, Any], tuple[int, str]] = {}
-    for file in trace.files:
-        main = _main_thread(file.events())
-        for start, end, event in file.events():
-            args = event.get("args") or {}
-            if event.get("cat") not in _BELOW or ("kind" in args and "microbatch" in args):
-                continue
-            device, own = event["cat"] in _DEVICE, event.get("tid")
-            if not device and not trace.on_gpu and (event.get("pid"), own) == main:
-                place = (COMPUTE, "compute")
-            else:
-                number = len(threads)
-                what = f"stream {own}" if device else f"host thread {own}"
-                place = threads.setdefault((device, own), (HOST + number, what))
-            kept = {key: args[key] for key in ("Input Dims", "device", "stream") if key in args}
-            made = _slice(trace.rank, place[0], str(event.get("name")), str(event["cat"]), start, end, first, kept)
-            yield *place, made
 
 
 def _main_thread(events: Iterable[tuple[float, float, Event]]) -> tuple[Any, Any] | None:
@@ -176,72 +251,12 @@ def _main_thread(events: Iterable[tuple[float, float, Event]]) -> tuple[Any, Any
     return None
 
 
-def _nested(slices: Sequence[tuple[int, int, Event]], counts: dict[str, int]) -> Iterator[Event]:
-    """The slices of a thread, outer before inner, without operations that begin in one and end behind it.
-
-    An action is never left out: where clocks or files give two that overlap, the first ends where the second starts.
-    """
-    actions = sorted((each for each in slices if each[2]["cat"] == "action"), key=lambda each: each[:2])
-    for at, (start, end, event) in enumerate(actions[:-1]):
-        following = actions[at + 1][0]
-        if end > following:
-            actions[at] = (start, following, {**event, "dur": (following - start) / 1000})
-    others = [each for each in slices if each[2]["cat"] != "action"]
-    starts = [start for start, _, _ in actions]
-    open_until: list[int] = []
-    for start, end, event in sorted(
-        [*actions, *others], key=lambda each: (each[0], -each[1], each[2]["cat"] != "action")
-    ):
-        while open_until and open_until[-1] <= start:
-            open_until.pop()
-        if event["cat"] != "action":
-            last = bisect_left(starts, end) - 1  # the last action that begins before it ends
-            cuts = last >= 0 and start < starts[last] and actions[last][1] > end
-            if cuts or (open_until and end > open_until[-1]):
-                counts["left out"] += 1
-                continue
-        open_until.append(end)
-        counts["X"] += 1
-        yield event
-
-
-def _flows(run: RecordedRun, first: float, counts: dict[str, int]) -> Iterator[Event]:
-    """An arrow from the start of each SEND to the end of its RECV: within both slices, for that is what ties it."""
-    number = 0
-    for step in measured_steps(run):
-        for send, receive in messages(step):
-            number += 1
-            start = round((step.start + send.start - first) * 1e9)
-            begin, end = (round((step.start + time - first) * 1e9) for time in (receive.start, receive.end))
-            arrives = max(begin, end - 1)
-            counts["s"] += 1
-            counts["early"] += end < start
-            both = {"cat": "message", "name": "message", "id": number}
-            yield {"ph": "s", **both, "pid": send.rank, "tid": SENDS, "ts": start / 1000}
-            yield {"ph": "f", "bp": "e", **both, "pid": receive.rank, "tid": RECEIVES, "ts": arrives / 1000}
-
-
-def _predicted(expected: Timeline, steps: Sequence[MeasuredStep], run: RecordedRun, first: float) -> Iterator[Event]:
-    """The predicted step from where each measured one starts. One that begins before the last has ended stands on a
-    thread beside it."""
-    free: list[float] = []
-    for step in steps:
-        lane = next((n for n, until in enumerate(free) if until <= step.start), len(free))
-        free[lane : lane + 1] = [step.start + expected.makespan]
-        thread = COMPUTE if lane == 0 else _LATER + lane
-        for rank, row in enumerate(expected.events):
-            process = run.schedule.ranks + rank
-            if lane:
-                yield _meta(process, "thread_name", thread, name=f"compute, overlapping steps {lane}")
-            for event in row:
-                args = {"step": step.number, "stage": event.action.stage, "microbatch": event.action.microbatch}
-                times = (step.start + event.start, step.start + event.end)
-                yield _slice(process, thread, action_name(event.action), "predicted", *times, first, args)[2]
-
-
 def _metadata(run: RecordedRun) -> Event:
     clocks = {
-        str(rank): {"offset_ns": round(trace.clock.offset * 1e9), "error_ns": _nanoseconds(trace.clock.error)}
+        str(rank): {
+            "offset_ns": round(trace.clock.offset * 1e9),
+            "error_ns": None if trace.clock.error is None else round(trace.clock.error * 1e9),
+        }
         for rank, trace in run.ranks.items()
     }
     return {
@@ -253,24 +268,20 @@ def _metadata(run: RecordedRun) -> Event:
     }
 
 
-def _nanoseconds(seconds: float | None) -> int | None:
-    return None if seconds is None else round(seconds * 1e9)
-
-
 def _write(file: Path, events: Iterable[Event], metadata: Mapping[str, Any]) -> None:
-    """Event by event, beside the file, which is then replaced."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    """Write event by event into a new file, which then replaces the old one."""
+    part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with gzip.open(beside, "wt", encoding="utf-8") if file.suffix == ".gz" else beside.open("w") as out:
+            with gzip.open(part, "wt", encoding="utf-8") if file.suffix == ".gz" else part.open("w") as out:
                 out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
                 for number, event in enumerate(events):
                     out.write(f"{',' if number else ''}{json.dumps(event)}\n")
                 out.write(f'], "pipegraph": {json.dumps(metadata)}}}\n')
-            beside.replace(file)
+            part.replace(file)
         finally:
-            beside.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise PipegraphError(
             f"{file} cannot be written: {error.strerror or error}.\nTry: another name for -o."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 
 from pipegraph.cost.hardware import Hardware
-from pipegraph.report.tensorboard import StepWriter, check_tensorboard
+from pipegraph.report.tensorboard import TensorBoardWriter, check_tensorboard
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.tracing.recording import profile as recording
 
@@ -48,5 +48,5 @@ def profile(
         warmup=warmup,
         active=active,
         repeat=repeat,
-        sink=lambda run: StepWriter(run, pipe, hardware),
+        sink=lambda run: TensorBoardWriter(run, pipe, hardware),
     )

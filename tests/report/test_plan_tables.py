@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from pipegraph.package.prediction import Cut, Prediction, ShiftedCut, StagePrediction
-from pipegraph.report.text.plan_tables import explained_prediction, summary
+from pipegraph.report.text.plan_tables import render_prediction, render_prediction_summary
 
 PREDICTION = Prediction(
     balance="time",
@@ -32,25 +32,32 @@ PREDICTION = Prediction(
 
 
 def test_summary() -> None:
-    assert summary(PREDICTION).splitlines() == [
+    assert render_prediction_summary(PREDICTION).splitlines() == [
         "predicted  250 ms a step of 1f1b with 8 microbatches on h100; other cuts at the 40 places looked at are "
         "better by 0.4 % at most",
         "memory     3.0 GiB on the fullest rank with recompute min-cut",
     ]
     assert (
-        summary(replace(PREDICTION, lower_bound=0.25))
+        render_prediction_summary(replace(PREDICTION, lower_bound=0.25))
         .splitlines()[0]
         .endswith("; no other cuts at the 40 places looked at are better")
     )
-    assert summary(replace(PREDICTION, lower_bound=None)).splitlines()[0].endswith("8 microbatches on h100")
+    assert (
+        render_prediction_summary(replace(PREDICTION, lower_bound=None))
+        .splitlines()[0]
+        .endswith("8 microbatches on h100")
+    )
     weighed = replace(PREDICTION, unit="FLOP", balance="flops", value=2.5e12, lower_bound=2.5e12)
-    assert summary(weighed) == "largest stage  2.5 TFLOP; no other cuts at the 40 places looked at are better"
+    assert (
+        render_prediction_summary(weighed)
+        == "largest stage  2.5 TFLOP; no other cuts at the 40 places looked at are better"
+    )
     counted = replace(PREDICTION, unit="parameters", balance="parameters", value=10_290_000, lower_bound=None)
-    assert summary(counted) == "largest stage  10.3 M parameters"
+    assert render_prediction_summary(counted) == "largest stage  10.3 M parameters"
 
 
 def test_stages_memory_and_cuts() -> None:
-    assert explained_prediction(PREDICTION).plain.splitlines() == [
+    assert render_prediction(PREDICTION).plain.splitlines() == [
         "stage  rank      F      I      W     ms",
         "    0     0   5.00   0.00  15.00  20.00  ██████████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░",
         "    1     1  10.00  10.00   0.00  20.00  ████████████████████▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓",
@@ -69,13 +76,13 @@ def test_stages_memory_and_cuts() -> None:
 
 def test_a_schedule_without_a_backward() -> None:
     forward = replace(PREDICTION, schedule="forward")
-    lines = explained_prediction(forward).plain.splitlines()
+    lines = render_prediction(forward).plain.splitlines()
     assert (lines[0].split(), lines[5].split()) == (["stage", "rank", "F", "ms"], ["rank", "memory", "parameters"])
-    assert summary(forward).endswith("3.0 GiB on the fullest rank")
+    assert render_prediction_summary(forward).endswith("3.0 GiB on the fullest rank")
 
 
 def test_colour_changes_no_text() -> None:
-    plain, coloured = explained_prediction(PREDICTION), explained_prediction(PREDICTION, coloured=True)
+    plain, coloured = render_prediction(PREDICTION), render_prediction(PREDICTION, coloured=True)
     assert coloured.plain == plain.plain.replace("▓", "█").replace("░", "█")
     assert len({str(span.style) for span in coloured.spans}) == 3
 

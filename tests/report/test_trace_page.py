@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import force_setattr
 
-from pipegraph.report.pages.trace_page import script_json, trace_page
+from pipegraph.report.pages.templates import script_json
+from pipegraph.report.pages.trace_page import trace_page
 from pipegraph.report.pages.trace_page_data import page_data
 from pipegraph.schedule import Event, Times, build
-from pipegraph.tracing.analysis.run_analysis import Analysis, analyse
+from pipegraph.tracing.analysis.run_analysis import RunAnalysis, analyse_run
 from pipegraph.tracing.reading.read_run import read_run
 from tests.report.browser import needs_chromium, opened
 from tests.tracing.recordings import DIGITS, manifest, rows_of, write_run
@@ -26,12 +27,12 @@ SCHEDULE = build("1f1b", 2, 3)
 
 def analysed(
     folder: Path, name: str = "1f1b", ranks: int = 2, microbatches: int = 3, layer: str = "layers"
-) -> Analysis:
+) -> RunAnalysis:
     schedule = build(name, ranks, microbatches)
     times = Times.equal(schedule.stages, 0.001, 0.001, 0.001, hop=0.0002)
     rows: Sequence[Sequence[Event]] = rows_of(schedule, times)
     made = manifest(schedule.stages, times, name=layer)
-    return analyse(read_run(write_run(folder / "run", schedule, {4: rows, 5: rows, 6: rows}, made)))
+    return analyse_run(read_run(write_run(folder / "run", schedule, {4: rows, 5: rows, 6: rows}, made)))
 
 
 class Outline(HTMLParser):
@@ -77,7 +78,7 @@ def test_no_name_gets_out_of_its_place(where: str, tmp_path: Path) -> None:
         (folder / f"rank_00.{DIGITS + 1}.pt.trace.json.gz").write_bytes(b"{" + HOSTILE.encode())
     if where == "folder":
         folder = folder.rename(tmp_path / HOSTILE.replace("/", "|"))
-    page = trace_page(analyse(read_run(folder)))
+    page = trace_page(analyse_run(read_run(folder)))
     outline = Outline(page).elements
     assert len([tag for tag, _ in outline if tag == "script"]) == 2
     assert "alert(1)</script>" not in page

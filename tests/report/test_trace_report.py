@@ -1,4 +1,4 @@
-"""What is told of a recorded run."""
+"""What is reported of a recorded run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
-from pipegraph.report.text.trace_report import run_dict, told_run
+from pipegraph.report.text.trace_report import render_trace_report, trace_report_dict
 from pipegraph.schedule import Times
-from pipegraph.tracing.analysis.run_analysis import analyse
+from pipegraph.tracing.analysis.run_analysis import analyse_run
 from pipegraph.tracing.reading.read_run import read_run
 from tests.tracing.recordings import DIGITS, manifest, write_run
 from tests.tracing.test_idle_causes import FAR, SCHEDULE, UNEVEN
@@ -16,9 +16,9 @@ from tests.tracing.test_idle_causes import FAR, SCHEDULE, UNEVEN
 PREDICTED = Times.equal(2, 0.001, 0.0005, 0.001)
 
 
-def test_told(tmp_path: Path) -> None:
+def test_the_whole_report(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", SCHEDULE, {3: FAR, 4: UNEVEN, 5: FAR}, manifest(2, PREDICTED), gap=0.002)
-    assert told_run(analyse(read_run(folder))) == EXPECTED
+    assert render_trace_report(analyse_run(read_run(folder))) == EXPECTED
 
 
 EXPECTED = """\
@@ -44,12 +44,12 @@ advice
   Running zb-h1 instead of 1f1b would save 23.3 % of a step (I and W taken as predicted shares of B).
 
 note: the ranks' clocks agree to ± 2 µs
-note: the links are not known by which the package was priced: predicted messages take no time"""
+note: the links of the profile that priced the package are not known: predicted messages take no time"""
 
 
 def test_data_add_up(tmp_path: Path) -> None:
-    found = run_dict(
-        analyse(read_run(write_run(tmp_path / "run", SCHEDULE, {3: FAR, 4: UNEVEN}, manifest(2, PREDICTED))))
+    found = trace_report_dict(
+        analyse_run(read_run(write_run(tmp_path / "run", SCHEDULE, {3: FAR, 4: UNEVEN}, manifest(2, PREDICTED))))
     )
     assert json.loads(json.dumps(found)) == found
     causes = ("warmup_and_drain", "imbalance", "transfers", "overhead")
@@ -60,16 +60,16 @@ def test_data_add_up(tmp_path: Path) -> None:
 
 
 def test_ranks_in_turn_have_the_bubble_of_the_simulated_step(tmp_path: Path) -> None:
-    analysis = analyse(read_run(write_run(tmp_path / "run", SCHEDULE, {3: FAR}, processes=1)))
-    text = told_run(analysis)
-    assert "the ranks took turns in one process; one step with a process each" in text
+    analysis = analyse_run(read_run(write_run(tmp_path / "run", SCHEDULE, {3: FAR}, processes=1)))
+    text = render_trace_report(analysis)
+    assert "the ranks took turns in one process; a step with a process each" in text
     assert "what each rank does in the simulated step" in text
-    assert run_dict(analysis)["step"]["measured"] is None
+    assert trace_report_dict(analysis)["step"]["measured"] is None
 
 
-def test_problems_are_told_on_a_line_each(tmp_path: Path) -> None:
+def test_each_problem_has_a_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", SCHEDULE, {3: FAR})
     (folder / f"rank_01.{DIGITS}.pt.trace.json.gz").unlink()
-    lines = told_run(analyse(read_run(folder))).splitlines()
+    lines = render_trace_report(analyse_run(read_run(folder))).splitlines()
     assert lines[-1] == "problem: rank 1 of 2 has no trace"
-    assert re.match(r"problem: .*pipeline.json: No such file", lines[-2])
+    assert re.match(r"problem: .*pipeline.json.*No such file", lines[-2])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipegraph.tracing.analysis.run_analysis import analyse
+from pipegraph.tracing.analysis.run_analysis import analyse_run
 from pipegraph.tracing.reading.read_run import read_run
 from tests.tracing.recordings import write_run
 from tests.tracing.test_idle_causes import EVEN, FAR, SCHEDULE, SLOW_HOST, UNEVEN, analysed
@@ -36,6 +36,6 @@ def test_what_lies_between_its_actions_is_told(tmp_path: Path) -> None:
 
 
 def test_ranks_that_take_turns_have_that_of_the_simulated_step(tmp_path: Path) -> None:
-    analysis = analyse(read_run(write_run(tmp_path / "run", SCHEDULE, {3: UNEVEN}, processes=1)))
+    analysis = analyse_run(read_run(write_run(tmp_path / "run", SCHEDULE, {3: UNEVEN}, processes=1)))
     assert analysis.critical is None
     assert analysis.critical_path.endswith("rank 1 80%, rank 0 20%")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegraph.schedule import Event, Times, build
-from pipegraph.tracing.analysis.idle_causes import Worlds, mean_bubbles, step_bubbles
+from pipegraph.tracing.analysis.idle_causes import SimulatedIdleTimes, idle_of_step, mean_idle
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep
 from pipegraph.tracing.analysis.measured_times import measured_times
-from pipegraph.tracing.analysis.run_analysis import Analysis, analyse
+from pipegraph.tracing.analysis.run_analysis import RunAnalysis, analyse_run
 from pipegraph.tracing.reading.read_run import read_run
 from tests.tracing.recordings import event, rows_of, write_run
 
@@ -48,8 +49,8 @@ SLOW_HOST = milliseconds(  # the host of rank 0 turns to its last action 0.25 la
 )
 
 
-def analysed(folder: Path, rows: Sequence[Sequence[Event]]) -> Analysis:
-    return analyse(read_run(write_run(folder / "run", SCHEDULE, {3: rows})))
+def analysed(folder: Path, rows: Sequence[Sequence[Event]]) -> RunAnalysis:
+    return analyse_run(read_run(write_run(folder / "run", SCHEDULE, {3: rows})))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_each_cause(
 ) -> None:
     analysis = analysed(tmp_path, rows)
     assert analysis.makespan == pytest.approx(makespan / 1000)
-    for found, computes, expected in zip(analysis.bubble, busy, causes, strict=True):
+    for found, computes, expected in zip(analysis.idle, busy, causes, strict=True):
         told = (found.causes.warmup_and_drain, found.causes.imbalance, found.causes.transfers, found.causes.overhead)
         assert found.busy == pytest.approx(computes / 1000)
         assert told == pytest.approx([cause / 1000 for cause in expected], abs=1e-9)
@@ -84,8 +85,8 @@ def test_a_hop_is_measured_where_the_message_was_waited_for(tmp_path: Path) -> N
 def test_a_schedule_that_trains_nothing_is_split_as_well(tmp_path: Path) -> None:
     schedule = build("forward", 2, 2)
     rows = milliseconds("0F0 0 1, 0SEND_F0 1 1, 0F1 1 2, 0SEND_F1 2 2", "1RECV_F0 0 1, 1F0 1 2, 1RECV_F1 2 2, 1F1 2 3")
-    analysis = analyse(read_run(write_run(tmp_path / "run", schedule, {0: rows})))
-    assert [bubble.causes.warmup_and_drain for bubble in analysis.bubble] == pytest.approx([0.001, 0.001])
+    analysis = analyse_run(read_run(write_run(tmp_path / "run", schedule, {0: rows})))
+    assert [bubble.causes.warmup_and_drain for bubble in analysis.idle] == pytest.approx([0.001, 0.001])
 
 
 _SECONDS = st.floats(1e-6, 1.0)
@@ -108,9 +109,9 @@ def test_causes_add_up_to_the_idle_time_and_none_is_negative(data: st.DataObject
         computed[-1] = [each._replace(start=each.start + late, end=each.end + late) for each in computed[-1]]
         events = tuple(map(tuple, computed))
         steps.append(MeasuredStep(number, 0.0, events, ((),) * ranks, (True,) * ranks, (None,) * ranks))
-    worlds = Worlds.of(schedule, measured_times(steps, schedule, None))
-    found = [step_bubbles(step, worlds) for step in steps]
-    for bubble in [each for step in found for each in step] + list(mean_bubbles(found)):
+    simulated = SimulatedIdleTimes.of(schedule, measured_times(steps, schedule, None))
+    found = [idle_of_step(step, simulated) for step in steps]
+    for bubble in [each for step in found for each in step] + list(mean_idle(found)):
         causes = bubble.causes
-        assert bubble.busy + causes.idle == pytest.approx(bubble.makespan, rel=1e-12)
+        assert bubble.busy + sum(astuple(causes)) == pytest.approx(bubble.makespan, rel=1e-12)
         assert min(causes.warmup_and_drain, causes.imbalance, causes.transfers, causes.overhead) >= 0

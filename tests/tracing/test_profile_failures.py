@@ -12,7 +12,7 @@ import torch
 
 import pipegraph
 from pipegraph import PipegraphError
-from pipegraph.report.tensorboard import StepWriter
+from pipegraph.report.tensorboard import TensorBoardWriter
 from tests.runtime import ranks
 from tests.tracing.loops import ONE_WINDOW, Loop, enter, fail_in_step, fail_in_writing, made, names, observed
 
@@ -97,7 +97,7 @@ def test_a_disk_that_is_full_for_figures(loop: Loop, tmp_path: Path, monkeypatch
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(StepWriter, "step", full)
+    monkeypatch.setattr(TensorBoardWriter, "step", full)
     with (
         pytest.raises(PipegraphError, match=r"No space left on device\.\nTry: room on that disk"),
         pipegraph.profile(loop.pipe, tmp_path, active=1) as profiler,

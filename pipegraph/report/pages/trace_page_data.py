@@ -2,60 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from pipegraph.report.colours import MEANING, TONES, chunks_of, colour, ink, kinds_of
+from pipegraph.report.colours import MEANING, ActionColours, colour, ink
 from pipegraph.schedule import Event, Timeline
 from pipegraph.tracing.analysis.critical_path import measured_timeline
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep
 from pipegraph.tracing.analysis.measured_times import messages
-from pipegraph.tracing.analysis.run_analysis import Analysis
+from pipegraph.tracing.analysis.run_analysis import RunAnalysis
 from pipegraph.units import TimeFormat
 
 _MOST = 60_000  # actions and messages on a page; more steps than that are left out
 
 
-def page_data(analysis: Analysis) -> dict[str, Any]:
-    """The data of ``pages/trace_view.js``, which says how actions and messages are written."""
-    schedule = analysis.run.schedule
-    most, chunks = chunks_of(schedule)
-    unit = TimeFormat.of(analysis.step.makespan)
-    kept = _kept(analysis)
+def page_data(analysis: RunAnalysis) -> dict[str, Any]:
+    """Return the data of ``trace_view.js``, which says how actions and messages are written."""
+    schedule, colours = analysis.run.schedule, ActionColours.of(analysis.run.schedule)
+    unit, kept = TimeFormat.of(analysis.step.makespan), _kept(analysis)
     timelines = [
         ("predicted", "predicted", analysis.expected),
         ("simulated", "simulated with measured times", analysis.simulated),
     ]
     if analysis.run.takes_turns:
         timelines.reverse()
-    below = [{"short": short, "name": name, **_timeline(each)} for short, name, each in timelines if each is not None]
-    colours = {
-        kind.value: [{"fill": fill, "ink": ink(fill)} for fill in (colour(kind, chunk, most) for chunk in range(most))]
-        for kind in kinds_of(schedule)
-    }
+    tones = {kind: [colour(kind, chunk, colours.most) for chunk in range(colours.most)] for kind in colours.kinds}
     return {
         "unit": {"name": unit.unit, "microseconds": unit.size * 1e6},
         "ranks": [
             {"stages": [n for n, place in enumerate(schedule.placement) if place == rank]}
             for rank in range(schedule.ranks)
         ],
-        "chunks": chunks,
-        "colours": colours,
-        "tones": TONES if most > 1 else "",
-        "meaning": {kind.value: told for kind, told in MEANING.items()},
+        "chunks": colours.chunks,
+        "colours": {kind.value: [{"fill": fill, "ink": ink(fill)} for fill in fills] for kind, fills in tones.items()},
+        "tones": colours.tones,
+        "meaning": {kind.value: meaning for kind, meaning in MEANING.items()},
         "shown": kept.index(analysis.step),
         "steps": [_step(step, analysis) for step in kept],
-        "below": below,
+        "below": [{"short": short, "name": name, **_timeline(each)} for short, name, each in timelines if each],
     }
 
 
-def _kept(analysis: Analysis) -> list[MeasuredStep]:
+def _kept(analysis: RunAnalysis) -> list[MeasuredStep]:
     """The shown step and those after and before it, as many as a page can hold."""
     sizes = [sum(map(len, (*step.events, *step.transfers))) for step in analysis.steps]
-    around = sorted(range(len(sizes)), key=lambda n: (abs(n - analysis.shown), n))
     room = _MOST
     kept: list[int] = []
-    for number in around:
+    for number in sorted(range(len(sizes)), key=lambda n: (abs(n - analysis.shown), n)):
         room -= sizes[number]
         if kept and room < 0:
             break
@@ -63,7 +56,7 @@ def _kept(analysis: Analysis) -> list[MeasuredStep]:
     return [analysis.steps[number] for number in sorted(kept)]
 
 
-def _step(step: MeasuredStep, analysis: Analysis) -> dict[str, Any]:
+def _step(step: MeasuredStep, analysis: RunAnalysis) -> dict[str, Any]:
     critical: list[tuple[int, int]] = []
     if step.complete and not analysis.run.takes_turns:
         places = {event.action: (rank, n) for rank, row in enumerate(step.events) for n, event in enumerate(row)}
@@ -73,7 +66,7 @@ def _step(step: MeasuredStep, analysis: Analysis) -> dict[str, Any]:
         "number": step.number,
         "makespan": _microseconds(step.makespan),
         "complete": step.complete,
-        "rows": _rows(step.events),
+        "rows": [list(map(_event, row)) for row in step.events],
         "messages": [
             [
                 send.rank,
@@ -92,23 +85,14 @@ def _step(step: MeasuredStep, analysis: Analysis) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
-    return {"makespan": _microseconds(timeline.makespan), "rows": _rows(timeline.events)}
+    rows: Sequence[Sequence[Event]] = timeline.events
+    return {"makespan": _microseconds(timeline.makespan), "rows": [list(map(_event, row)) for row in rows]}
 
 
-def _rows(rows: Iterable[Sequence[Event]]) -> list[list[list[Any]]]:
-    return [
-        [
-            [
-                event.action.kind.value,
-                event.action.stage,
-                event.action.microbatch,
-                _microseconds(event.start),
-                _microseconds(event.end),
-            ]
-            for event in row
-        ]
-        for row in rows
-    ]
+def _event(event: Event) -> list[Any]:
+    action = event.action
+    times = map(_microseconds, (event.start, event.end))
+    return [action.kind.value, action.stage, action.microbatch, *times]
 
 
 def _microseconds(seconds: float) -> float:

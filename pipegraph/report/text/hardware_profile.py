@@ -10,8 +10,8 @@ from pipegraph.report.text.tables import table
 from pipegraph.units import format_bytes, format_count, format_seconds
 
 
-def described(hardware: Hardware) -> str:
-    """The device, one line for each kind of figure, and where they are from."""
+def render_hardware(hardware: Hardware) -> str:
+    """Return the device, a line for each kind of figure, and where they are from."""
     links = hardware.links
     rows = [
         *_flops(hardware),

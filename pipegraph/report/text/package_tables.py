@@ -11,32 +11,29 @@ from rich.text import Text
 
 from pipegraph.errors import one_line
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
-from pipegraph.report.text.plan_tables import summary
-from pipegraph.report.text.schedule_figures import title
-from pipegraph.report.text.tables import clip, table
-from pipegraph.report.text.timeline_text import grid, legend
+from pipegraph.report.text.plan_tables import render_prediction_summary
+from pipegraph.report.text.schedule_figures import schedule_title
+from pipegraph.report.text.schedule_grid import render_grid, render_legend
+from pipegraph.report.text.tables import Table, clip, table
 from pipegraph.schedule import Schedule, Times, simulate
-from pipegraph.units import TimeFormat, format_bytes, format_count
+from pipegraph.units import TimeFormat, format_bytes, format_count, format_number_of
 
 
-def overview(package: Package, schedule: Schedule, width: int | None = None, coloured: bool = False) -> Text:
-    """The text of ``pipegraph show``. The schedule is drawn as if F, I and W took the same time on every stage."""
+def render_package(package: Package, schedule: Schedule, width: int | None = None, coloured: bool = False) -> Text:
+    """Return the text of ``pipegraph show``. The grid is drawn as if F, I and W took the same time on every stage."""
     manifest = package.manifest
-    parts = [model_title(manifest), table(*stage_cells(package)), table(*boundary_cells(manifest))]
-    parts += ["\n".join(each) for each in [explanation(manifest)] if each]
-    if manifest.tied:
-        parts.append("\n".join(f"tied: {' = '.join(map(clip, group))}" for group in manifest.tied))
-    if edited := package.edited():
-        parts.append(f"edited since it was written: {', '.join(map(one_line, edited))}")
-    if missing := package.missing():
-        parts.append(f"missing: {', '.join(map(one_line, missing))}")
+    parts = [package_title(manifest), table(*stage_table(package)), table(*boundary_table(manifest))]
+    parts += ["\n".join(explain_cuts(manifest))]
+    parts += ["\n".join(f"tied: {group}" for group in tied_groups(manifest))]
+    parts += [f"{what}: {', '.join(map(one_line, files))}" for what, files in _changes(package).items() if files]
     timeline = simulate(schedule, Times.equal(schedule.stages))
-    text = Text("\n\n".join([*parts, f"{title(schedule)}\n"])).append(grid(schedule, timeline, width, coloured))
-    return text.append("\n\n").append(legend(schedule)) if coloured else text
+    text = Text("\n\n".join([*filter(None, parts), f"{schedule_title(schedule)}\n"]))
+    text.append(render_grid(schedule, timeline, width, coloured))
+    return text.append("\n\n").append(render_legend(schedule)) if coloured else text
 
 
-def overview_dict(package: Package, schedule: Schedule) -> dict[str, Any]:
-    """The same as data, for ``--json``."""
+def package_dict(package: Package, schedule: Schedule) -> dict[str, Any]:
+    """Return the same as data, for ``--json``."""
     return {
         **manifest_dict(package.manifest),
         "edited": list(package.edited()),
@@ -50,7 +47,7 @@ def overview_dict(package: Package, schedule: Schedule) -> dict[str, Any]:
 
 
 def manifest_dict(manifest: Manifest) -> dict[str, Any]:
-    """The stages of a package, written or about to be, and what crosses between them."""
+    """Return the stages of a package, written or about to be, and what crosses between them, as data."""
     return {
         "model": msgspec.to_builtins(manifest.model),
         "points": list(manifest.plan.points),
@@ -58,7 +55,7 @@ def manifest_dict(manifest: Manifest) -> dict[str, Any]:
         "stages": [
             {
                 "index": stage.index,
-                "holds": holds(manifest, stage.index),
+                "holds": held_modules(manifest, stage.index),
                 "inputs": list(stage.inputs),
                 "outputs": list(stage.outputs),
                 "cost": stage.cost.to_dict(),
@@ -81,69 +78,48 @@ def manifest_dict(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def holds(manifest: Manifest, stage: int) -> str:
-    """The modules of a stage: ``tok_embeddings, layers.0 – layers.3``; empty where the plan does not say."""
+def held_modules(manifest: Manifest, stage: int) -> str:
+    """Return the modules of a stage: ``tok_embeddings, layers.0 – layers.3``; empty if the plan does not say."""
     described = manifest.plan.stages
     return described[stage] if stage < len(described) else ""
 
 
 def bytes_of(value: Value) -> int:
-    """The size of a value of one microbatch, in bytes."""
+    """Return the bytes of a value of one microbatch."""
     bits = re.search("[0-9]+", value.dtype)  # the first number: float8_e4m3fn has 8
     return math.prod(value.shape_at()) * (int(bits[0]) if bits else 8) // 8  # a bool has 8, and does not say so
 
 
-def model_title(manifest: Manifest) -> str:
-    """``Transformer of transformer.py in 4 stages``"""
-    model, stages = manifest.model, len(manifest.stages)
-    name, source = one_line(model.class_name or "model"), one_line(model.source or "?")
-    return f"{name} of {source} in {stages} stage{'s' if stages > 1 else ''}"
+def package_title(manifest: Manifest) -> str:
+    """Return ``Transformer of transformer.py in 4 stages``."""
+    name, source = one_line(manifest.model.class_name or "model"), one_line(manifest.model.source or "?")
+    return f"{name} of {source} in {format_number_of('stage', len(manifest.stages))}"
 
 
-def knows_times(manifest: Manifest) -> bool:
-    """Whether F, I and W of every stage were predicted or measured."""
+def has_times(manifest: Manifest) -> bool:
+    """Return whether F, I and W of every stage were predicted or measured."""
     return all(stage.cost.times and stage.cost.saved_bytes is not None for stage in manifest.stages)
 
 
-def stage_cells(package: Package) -> tuple[list[str], list[list[str]]]:
-    """A table's headers and rows: what each stage holds, and what it costs as far as that is known."""
+def stage_table(package: Package) -> Table:
+    """Return headers and rows: what each stage holds, and what it costs as far as that is known."""
     manifest = package.manifest
     rows = [
-        [str(stage.index), clip(holds(manifest, stage.index)), *_costs(package, stage)] for stage in manifest.stages
+        [str(stage.index), clip(held_modules(manifest, stage.index)), *_costs(package, stage)]
+        for stage in manifest.stages
     ]
     headers = ["stage", "holds", "parameters", "forward", "weights"]
-    if knows_times(manifest):
+    if has_times(manifest):
         times = [stage.cost.times or (0.0, 0.0, 0.0) for stage in manifest.stages]
         unit = TimeFormat.of_column(map(sum, times))
         headers[4:4] = ["F", "I", "W", unit.unit, "keeps"]
         for row, stage, figures in zip(rows, manifest.stages, times, strict=True):
-            row[4:4] = [
-                *(unit.number(each) for each in (*figures, sum(figures))),
-                format_bytes(stage.cost.saved_bytes),
-            ]
+            row[4:4] = [*map(unit.number, (*figures, sum(figures))), format_bytes(stage.cost.saved_bytes)]
     return headers, rows
 
 
-def explanation(manifest: Manifest) -> list[str]:
-    """Lines: what a step is expected to take, and why each cut is where it is; none for a plan that was not priced."""
-    prediction = manifest.prediction
-    if prediction is None:
-        return []
-    reasons = [f"stage {number} begins at {cut.point}: {cut.reason}" for number, cut in enumerate(prediction.cuts, 1)]
-    return [*summary(prediction).split("\n"), *map(one_line, reasons)]
-
-
-def _costs(package: Package, stage: StageEntry) -> list[str]:
-    parameters, flops = stage.cost.parameters, stage.cost.flops
-    return [
-        str(len(stage.parameters)) if parameters is None else format_count(parameters),
-        "" if flops is None else format_count(flops, "FLOP"),
-        clip(stage.weights) if stage.weights and package.has_weights else "buffers only" if stage.weights else "none",
-    ]
-
-
-def boundary_cells(manifest: Manifest) -> tuple[list[str], list[list[str]]]:
-    """A table's headers and rows: the tensors that cross between stages, and those that the caller gives."""
+def boundary_table(manifest: Manifest) -> Table:
+    """Return headers and rows: the tensors that cross between stages, and those that the caller gives."""
     rows = [
         [
             clip(value.name),
@@ -156,6 +132,33 @@ def boundary_cells(manifest: Manifest) -> tuple[list[str], list[list[str]]]:
         for value in _crossing(manifest)
     ]
     return ["boundary", "tensor", "from", "to", "microbatch", "gradient"], rows
+
+
+def explain_cuts(manifest: Manifest) -> list[str]:
+    """Return lines: what a step is expected to take, and why each cut is where it is; none if nothing was predicted."""
+    prediction = manifest.prediction
+    if prediction is None:
+        return []
+    reasons = [f"stage {number} begins at {cut.point}: {cut.reason}" for number, cut in enumerate(prediction.cuts, 1)]
+    return [*render_prediction_summary(prediction).split("\n"), *map(one_line, reasons)]
+
+
+def tied_groups(manifest: Manifest) -> list[str]:
+    """Return ``embed.weight = output.weight`` for each group of parameters that are one."""
+    return [" = ".join(map(clip, group)) for group in manifest.tied]
+
+
+def _changes(package: Package) -> dict[str, tuple[str, ...]]:
+    return {"edited since it was written": tuple(package.edited()), "missing": tuple(package.missing())}
+
+
+def _costs(package: Package, stage: StageEntry) -> list[str]:
+    parameters, flops = stage.cost.parameters, stage.cost.flops
+    return [
+        str(len(stage.parameters)) if parameters is None else format_count(parameters),
+        "" if flops is None else format_count(flops, "FLOP"),
+        clip(stage.weights) if stage.weights and package.has_weights else "buffers only" if stage.weights else "none",
+    ]
 
 
 def _crossing(manifest: Manifest) -> list[Value]:

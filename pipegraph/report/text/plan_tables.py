@@ -1,8 +1,7 @@
-"""A plan and its alternatives for people: stages, memory and cuts, each with its reason; and as data."""
+"""A plan and its alternatives: stages, memory and cuts, each with its reason; and as data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from rich.style import Style
@@ -11,80 +10,86 @@ from rich.text import Text
 from pipegraph.errors import one_line
 from pipegraph.package.prediction import Prediction, ShiftedCut
 from pipegraph.planner.comparison import SAME, WORTH, Comparison
-from pipegraph.planner.cut_choice import Choice
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.report.colours import colour
 from pipegraph.report.text.tables import clip, table
 from pipegraph.schedule import Kind
 from pipegraph.schedule.recipes import trains
-from pipegraph.units import TimeFormat, format_bytes, format_percent, format_seconds
+from pipegraph.units import (
+    UNKNOWN,
+    TimeFormat,
+    format_bytes,
+    format_number_of,
+    format_percent,
+    format_seconds,
+)
 
 _BAR = 40  # columns of the longest bar
 _PARTS = ((Kind.F, "forward", "█"), (Kind.I, "input_grad", "▓"), (Kind.W, "weight_grad", "░"))
 _PROVED = 5e-5  # a smaller gap is none
 
 
-def summary(prediction: Prediction) -> str:
-    """What a step takes, and how sure it is that no cuts are better: two lines at most."""
+def render_prediction_summary(prediction: Prediction) -> str:
+    """Return what a step takes, and how sure it is that no cuts are better: two lines at most."""
     sureness = _sureness(prediction)
     if not prediction.in_seconds:
         return f"largest stage  {prediction.amount(prediction.value)}{sureness}"
-    count = prediction.microbatches
+    microbatches = format_number_of("microbatch", prediction.microbatches)
     again = f" with recompute {prediction.recompute}" if trains(prediction.schedule) else ""
     return (
-        f"predicted  {format_seconds(prediction.value)} a step of {one_line(prediction.schedule)} with {count} "
-        f"microbatch{'es' if count > 1 else ''} on {one_line(prediction.hardware)}{sureness}\n"
+        f"predicted  {format_seconds(prediction.value)} a step of {one_line(prediction.schedule)} with {microbatches} "
+        f"on {one_line(prediction.hardware)}{sureness}\n"
         f"memory     {format_bytes(prediction.peak)} on the fullest rank{again}"
     )
 
 
-def explained(plan: Plan, coloured: bool = False) -> Text:
-    """A plan that was priced, with its reasons: what a step takes, what the stages hold, and `explained_prediction`."""
-    prediction = plan.prediction
-    assert prediction is not None
-    opening = "\n".join([summary(prediction), "", *map(one_line, plan.describe()), "", ""])
-    return Text(opening).append(explained_prediction(prediction, coloured))
+def render_plan(plan: Plan, coloured: bool = False) -> Text:
+    """Return a plan that was priced: what a step takes, what the stages hold, and its tables."""
+    assert plan.prediction is not None
+    opening = [render_prediction_summary(plan.prediction), "", *map(one_line, plan.describe()), "", ""]
+    return Text("\n".join(opening)).append(render_prediction(plan.prediction, coloured))
 
 
-def explained_prediction(prediction: Prediction, coloured: bool = False) -> Text:
-    """The stages with a bar each (F, I and W), the memory of each rank, and each cut with what one segment would do."""
+def render_prediction(prediction: Prediction, coloured: bool = False) -> Text:
+    """Return the stages with a bar each, the memory of each rank, and each cut with its next places."""
     parts = [_stages(prediction, coloured), Text(_memory(prediction))]
     if prediction.cuts:
         parts.append(Text(_cuts(prediction)))
     return Text("\n\n").join(parts)
 
 
-def compared(comparison: Comparison) -> str:
-    """The plans worth a choice, fastest first; what each loses and saves beside the first, the best."""
+def render_plan_comparison(comparison: Comparison) -> str:
+    """Return the plans worth a choice, fastest first, with what each loses and saves against the first, the best."""
     best = comparison.best
     unit = TimeFormat.of_column(choice.per_microbatch for choice in comparison.choices)
-    rows = [_alternative(choice, best, unit.text) for choice in comparison.choices]
-    headers = [
-        "",
-        "schedule",
-        "stages",
-        "microbatches",
-        "recompute",
-        "step",
-        "a microbatch",
-        "slower",
-        "memory",
-        "saves",
+    headers = ["", "schedule", "stages", "microbatches", "recompute", "step", "a microbatch", "slower", "memory"]
+    rows = [
+        [
+            "*" if choice is best else "",
+            choice.schedule.name,
+            str(choice.schedule.stages),
+            str(choice.schedule.microbatches),
+            choice.aim.recompute,
+            format_seconds(choice.value),
+            unit.text(choice.per_microbatch),
+            "" if choice is best else format_percent(choice.per_microbatch / best.per_microbatch - 1),
+            format_bytes(choice.peak),
+            "" if choice is best else format_percent(1 - choice.peak / best.peak),
+        ]
+        for choice in comparison.choices
     ]
-    lines = [
-        table(headers, rows),
-        "",
+    return (
+        f"{table([*headers, 'saves'], rows)}\n\n"
         f"* the best of {comparison.considered} plans, by the time of a microbatch. The others here need less memory; "
-        "none found",
+        "none found\n"
         f"that is not here is faster with as little. {format_percent(SAME)} of time and {format_percent(WORTH)} of "
-        "memory count as equal.",
-    ]
-    return "\n".join(lines)
+        "memory count as equal."
+    )
 
 
-def comparison_dict(comparison: Comparison, plan: Plan) -> dict[str, Any]:
-    """The same as data, for ``--json``: the best plan, and the figures of each alternative."""
+def plan_comparison_dict(comparison: Comparison, plan: Plan) -> dict[str, Any]:
+    """Return the best plan, and the figures of each alternative, as data for ``--json``."""
     return {
         "plan": PlanFile.of(plan).to_dict(),
         "stages": [line.partition(": ")[2] for line in plan.describe()],
@@ -110,22 +115,6 @@ def comparison_dict(comparison: Comparison, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _alternative(choice: Choice, best: Choice, text: Any) -> list[str]:
-    saved = 1 - choice.peak / best.peak
-    return [
-        "*" if choice is best else "",
-        choice.schedule.name,
-        str(choice.schedule.stages),
-        str(choice.schedule.microbatches),
-        choice.aim.recompute,
-        format_seconds(choice.value),
-        text(choice.per_microbatch),
-        "" if choice is best else format_percent(choice.per_microbatch / best.per_microbatch - 1),
-        format_bytes(choice.peak),
-        "" if choice is best else format_percent(saved),
-    ]
-
-
 def _sureness(prediction: Prediction) -> str:
     gap = prediction.gap
     if gap is None:
@@ -138,16 +127,14 @@ def _stages(prediction: Prediction, coloured: bool) -> Text:
     """Times or weights of each stage, with a bar."""
     longest = max(stage.total for stage in prediction.stages) or 1.0
     headers, rows = ["stage", "rank"], [[str(n), str(rank)] for n, rank in enumerate(prediction.placement)]
+    unit, trained = TimeFormat.of_column([longest]), trains(prediction.schedule)
     if prediction.in_seconds:
-        unit = TimeFormat.of_column([longest])
-        headers += ["F", "I", "W", unit.unit] if trains(prediction.schedule) else [f"F {unit.unit}"]
-        for row, stage in zip(rows, prediction.stages, strict=True):
-            figures = [stage.forward, stage.input_grad, stage.weight_grad, stage.total]
-            row += [unit.number(figure) for figure in (figures if trains(prediction.schedule) else figures[:1])]
+        headers += ["F", "I", "W", unit.unit] if trained else [f"F {unit.unit}"]
     else:
         headers.append(prediction.unit)
-        for row, stage in zip(rows, prediction.stages, strict=True):
-            row.append(prediction.amount(stage.total))
+    for row, stage in zip(rows, prediction.stages, strict=True):
+        figures = [stage.forward, stage.input_grad, stage.weight_grad, stage.total] if trained else [stage.forward]
+        row += map(unit.number, figures) if prediction.in_seconds else [prediction.amount(stage.total)]
     lines = [Text(line) for line in table(headers, rows).split("\n")]
     width = max(len(line) for line in lines) + 2
     for line, stage in zip(lines[1:], prediction.stages, strict=True):
@@ -156,39 +143,28 @@ def _stages(prediction: Prediction, coloured: bool) -> Text:
         for kind, name, sign in _PARTS:
             done += getattr(stage, name)
             start, end = end, round(_BAR * done / longest)
-            style = Style(color=colour(kind, 0, 1)) if coloured else ""
+            style = Style(color=colour(kind)) if coloured else ""
             line.append(("█" if coloured else sign) * (end - start), style)
     return Text("\n").join(lines)
 
 
 def _memory(prediction: Prediction) -> str:
-    """What each rank holds: equal neighbours in one line."""
-    most = prediction.peak or 1
-    rows = []
+    rows, trained = [], trains(prediction.schedule)
     for rank, needed in enumerate(prediction.memory):
-        held = [n for n, where in enumerate(prediction.placement) if where == rank]
-        saved = sum(prediction.stages[n].saved_bytes for n in held)
-        parameters = sum(prediction.stages[n].parameter_bytes for n in held)
-        kept = [format_bytes(saved)] if trains(prediction.schedule) else []
-        rows.append(
-            [str(rank), format_bytes(needed), format_bytes(parameters), *kept, "█" * round(_BAR / 2 * needed / most)]
-        )
-    keeps = ["a microbatch keeps"] if trains(prediction.schedule) else []
-    return table(["rank", "memory", "parameters", *keeps, ""], rows)
+        held = [prediction.stages[n] for n, where in enumerate(prediction.placement) if where == rank]
+        kept = [format_bytes(sum(stage.saved_bytes for stage in held))] if trained else []
+        parameters = format_bytes(sum(stage.parameter_bytes for stage in held))
+        bar = "█" * round(_BAR / 2 * needed / (prediction.peak or 1))
+        rows.append([str(rank), format_bytes(needed), parameters, *kept, bar])
+    return table(["rank", "memory", "parameters", *(["a microbatch keeps"] if trained else []), ""], rows)
 
 
 def _cuts(prediction: Prediction) -> str:
+    def shifted(cut: ShiftedCut | None) -> str:
+        return UNKNOWN if cut is None else f"{prediction.change(cut)} ({clip(cut.point, 44)})"
+
     rows = [
-        [
-            str(number),
-            clip(cut.point, 44),
-            format_bytes(cut.boundary_bytes),
-            *_moves(prediction, (cut.earlier, cut.later)),
-        ]
+        [str(number), clip(cut.point, 44), format_bytes(cut.boundary_bytes), shifted(cut.earlier), shifted(cut.later)]
         for number, cut in enumerate(prediction.cuts, 1)
     ]
     return table(["stage", "begins at", "crosses", "one segment earlier", "one later"], rows)
-
-
-def _moves(prediction: Prediction, shifted: Sequence[ShiftedCut | None]) -> list[str]:
-    return ["—" if each is None else f"{prediction.change(each)} ({clip(each.point, 44)})" for each in shifted]

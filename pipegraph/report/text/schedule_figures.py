@@ -1,94 +1,51 @@
-"""A schedule and what it costs: the text, the table and the JSON of ``pipegraph schedule``."""
+"""What a schedule costs: its figures as text, and everything as data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 from pipegraph.errors import one_line
-from pipegraph.report.colours import chunks_of
-from pipegraph.schedule import Schedule, SearchedSchedule, Timeline, Times, lower_bound, simulate
-from pipegraph.units import TimeFormat, format_percent
+from pipegraph.schedule import Schedule, SearchedSchedule
+from pipegraph.schedule.simulated_schedule import SimulatedSchedule
+from pipegraph.units import format_number_of, format_percent
 
-_MOST_RANKS = 16  # whose figures are told one by one
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """A schedule, run in simulated time.
-
-    ``in_seconds`` tells whether the times are seconds, or multiples of some action's.
-    """
-
-    schedule: Schedule
-    times: Times
-    memory_limit: int | None = None
-    in_seconds: bool = False
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        return simulate(self.schedule, self.times)
-
-    @cached_property
-    def lower_bound(self) -> float:
-        """What no schedule of these stages can beat; without a backward, no schedule that has none."""
-        schedule, times, limit = self.schedule, self.times, self.memory_limit
-        if not schedule.trains:
-            nothing = (0.0,) * times.stages
-            times, limit = replace(times, input_grad=nothing, weight_grad=nothing), None
-        return lower_bound(times, schedule.placement, schedule.microbatches, limit)
-
-    @property
-    def gap(self) -> float:
-        """The part by which the makespan is above the lower bound."""
-        return self.timeline.makespan / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
-
-    @cached_property
-    def unit(self) -> TimeFormat:
-        return TimeFormat.of(self.timeline.makespan) if self.in_seconds else TimeFormat()
+_MOST_RANKS = 16  # whose figures are listed one by one
 
 
-def title(schedule: Schedule) -> str:
-    """``1f1b: 4 ranks, 4 stages, 8 microbatches``"""
-    sizes = (
-        ("rank", "s", schedule.ranks),
-        ("stage", "s", schedule.stages),
-        ("microbatch", "es", schedule.microbatches),
-    )
-    parts = (f"{size} {name}{plural if size > 1 else ''}" for name, plural, size in sizes)
-    return f"{one_line(schedule.name)}: {', '.join(parts)}"
+def schedule_title(schedule: Schedule) -> str:
+    """Return ``1f1b: 4 ranks, 4 stages, 8 microbatches``."""
+    sizes = {"rank": schedule.ranks, "stage": schedule.stages, "microbatch": schedule.microbatches}
+    return f"{one_line(schedule.name)}: {', '.join(format_number_of(name, size) for name, size in sizes.items())}"
 
 
-def figures(simulation: Simulation) -> str:
-    """What it costs, a line each."""
-    timeline, unit = simulation.timeline, simulation.unit
-    times = [unit.text(time) for time in (timeline.makespan, timeline.span, simulation.lower_bound)]
+def render_figures(simulated: SimulatedSchedule) -> str:
+    """Return a line for each figure."""
+    timeline, unit = simulated.timeline, simulated.time_format
+    times = [unit.text(time) for time in (timeline.makespan, timeline.span, simulated.lower_bound)]
     width = max(map(len, times))
     lines = [
         ("makespan", f"{times[0]:<{width}}   bubble {format_percent(timeline.bubble)}"),
         ("span", f"{times[1]:<{width}}   bubble {format_percent(timeline.span_bubble)}"),
-        ("lower bound", f"{times[2]:<{width}}   {_gap(simulation)}"),
-        ("peak activations", _peaks(timeline.peak_activations, simulation.memory_limit)),
+        ("lower bound", f"{times[2]:<{width}}   {_gap(simulated)}"),
+        ("peak activations", _peaks(timeline.peak_activations, simulated.memory_limit)),
         ("critical path", timeline.describe_critical_path()),
     ]
-    if isinstance(simulation.schedule, SearchedSchedule):
-        lines.append(("found from", simulation.schedule.origin))
+    if isinstance(simulated.schedule, SearchedSchedule):
+        lines.append(("found from", simulated.schedule.origin))
     label = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{label}}  {text}" for name, text in lines)
 
 
-def simulation_dict(simulation: Simulation) -> dict[str, Any]:
-    """The same as data, for ``--json``, with every action. Times are in the unit of the given ones."""
-    schedule, timeline, times = simulation.schedule, simulation.timeline, simulation.times
+def simulated_schedule_dict(simulated: SimulatedSchedule) -> dict[str, Any]:
+    """Return everything as data, for ``--json``, with every action. Times are in the unit of the given ones."""
+    schedule, timeline, times = simulated.schedule, simulated.timeline, simulated.times
     return {
         "name": schedule.name,
         **({"origin": schedule.origin} if isinstance(schedule, SearchedSchedule) else {}),
         "ranks": schedule.ranks,
         "stages": schedule.stages,
-        "chunks": chunks_of(schedule)[0],
+        "chunks": max(schedule.placement.count(rank) for rank in range(schedule.ranks)),
         "microbatches": schedule.microbatches,
         "placement": list(schedule.placement),
         "times": {
@@ -102,9 +59,9 @@ def simulation_dict(simulation: Simulation) -> dict[str, Any]:
         "span": timeline.span,
         "bubble": timeline.bubble,
         "span_bubble": timeline.span_bubble,
-        "lower_bound": simulation.lower_bound,
+        "lower_bound": simulated.lower_bound,
         "peak_activations": list(timeline.peak_activations),
-        "memory_limit": simulation.memory_limit,
+        "memory_limit": simulated.memory_limit,
         "busy": list(timeline.busy),
         "critical_path": [str(event.action) for event in timeline.critical_path],
         "actions": [[str(action) for action in row] for row in schedule.actions],
@@ -115,10 +72,10 @@ def simulation_dict(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _gap(simulation: Simulation) -> str:
-    if simulation.gap < 5e-4:
-        return "reached" if simulation.gap < 1e-9 else "all but reached"
-    return f"makespan {format_percent(simulation.gap)} above it"
+def _gap(simulated: SimulatedSchedule) -> str:
+    if simulated.gap < 5e-4:
+        return "reached" if simulated.gap < 1e-9 else "all but reached"
+    return f"makespan {format_percent(simulated.gap)} above it"
 
 
 def _peaks(peaks: Sequence[int], limit: int | None) -> str:
@@ -128,8 +85,7 @@ def _peaks(peaks: Sequence[int], limit: int | None) -> str:
         return f"{peaks[0]} on every rank{allowed}"
     if len(peaks) <= _MOST_RANKS:
         return f"{', '.join(map(str, peaks))}{allowed}"
-    runs = [(peak, len(list(group))) for peak, group in groupby(sorted(peaks))]
-    return f"{runs[0][0]} to {runs[-1][0]}, the most on rank {peaks.index(max(peaks))}{allowed}"
+    return f"{min(peaks)} to {max(peaks)}, the most on rank {peaks.index(max(peaks))}{allowed}"
 
 
 def _per_boundary(figures: Any) -> Any:

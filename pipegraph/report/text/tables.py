@@ -6,10 +6,14 @@ import re
 from collections.abc import Sequence
 
 from pipegraph.errors import one_line
+from pipegraph.units import UNKNOWN
+
+Table = tuple[list[str], list[list[str]]]
+"""Headers and rows."""
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, two spaces apart; a column of numbers, as far as they are known, is set right.
+    """Return columns of equal width, two spaces apart; a column of numbers is set right.
 
     >>> print(table(["stage", "size"], [["0", "9 B"], ["1", "12 B"]]))
     stage  size
@@ -30,7 +34,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same for what renders Markdown.
+    """Return a table for what renders Markdown.
 
     >>> print(markdown_table(["stage", "holds"], [["0", "a_b | c"]]))
     | stage | holds |
@@ -43,7 +47,7 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def markdown(text: str) -> str:
-    """``text`` on one line, such that Markdown shows it as it stands.
+    """Return ``text`` on one line, escaped so that Markdown shows it as it is.
 
     >>> markdown("layers.*<b>")
     'layers.\\\\*\\\\<b\\\\>'
@@ -52,11 +56,11 @@ def markdown(text: str) -> str:
 
 
 def is_number(cell: str) -> bool:
-    """Whether a cell may stand among numbers: one that is unknown may."""
-    return cell.lstrip("+−")[:1].isdigit() or cell in ("", "—", "inf", "nan")
+    """Return whether a cell belongs in a column of numbers: an empty or unknown one does."""
+    return cell.lstrip("+−")[:1].isdigit() or cell in ("", UNKNOWN, "inf", "nan")
 
 
 def clip(text: str, width: int = 60) -> str:
-    """``text`` on one line of at most ``width`` characters."""
+    """Return ``text`` on one line of at most ``width`` characters."""
     line = one_line(text)
     return line if len(line) <= width else f"{line[: width - 1]}…"

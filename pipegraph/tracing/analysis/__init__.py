@@ -1,6 +1,6 @@
-"""What a recorded run tells: pure functions over its spans.
+"""What a recorded run says: pure functions over its spans.
 
-RecordedRun ─▶ MeasuredStep[] ─▶ MeasuredTimes ─┬▶ bubble by cause, of each rank
-                     │                          ├▶ advice, each with its expected gain
+RecordedRun ─▶ MeasuredStep[] ─▶ MeasuredTimes ─┬▶ idle time by cause, of each rank
+                     │                          ├▶ advice: changes, each with its expected gain
                      └▶ critical path           └▶ measured against predicted
 """

@@ -11,10 +11,10 @@ from pipegraph.tracing.analysis.measured_steps import MeasuredStep
 
 
 def measured_timeline(step: MeasuredStep, schedule: Schedule, hops: Mapping[Edge, float]) -> Timeline:
-    """A complete step as `simulate` would give it.
+    """Return a complete step as `simulate` would return it.
 
-    An action waited for the value that came last, if that came after the rank's action before it had ended. A value
-    comes when the action that makes it ends, and its edge's ``hops`` after that.
+    An action waited for the value that came last, if that came after the end of the rank's previous action. A value
+    comes its edge's ``hops`` after the end of the action that makes it.
     """
     places: dict[tuple[Kind, int, int], Place] = {}
     for rank, row in enumerate(step.events):

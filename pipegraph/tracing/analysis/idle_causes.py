@@ -1,22 +1,23 @@
 """Why a rank computes nothing for part of a step: its idle time, split by cause.
 
-The schedule is simulated in three worlds, each one thing more real than the one before:
+The schedule is simulated three times, each time with one thing more that is real:
 
 1. all stages take equally long and messages no time: what is idle then lies in the schedule, which has to fill and
    drain (``warmup_and_drain``);
-2. every stage takes what it took, by its medians: what comes on top is ``imbalance``;
-3. so do messages: what comes on top is ``transfers``.
+2. every stage takes what it took, by its medians: what is added is ``imbalance``;
+3. so do messages: what is added is ``transfers``.
 
 What is idle in the measured step beyond the third is ``overhead``: the host between two actions, and actions that took
 longer than their medians.
 
-A rank may be idle for less in a more real world: the one with the longest stage waits for nobody. So a cause is charged
-only with what stays idle in every later world as well (the least of these), which leaves no cause below 0, and the
-causes add up to the measured idle time.
+A rank may be idle for less in a later simulation: the one with the longest stage waits for nobody. So a cause is
+charged only with what stays idle in every later simulation as well (the least of these), which leaves no cause below 0,
+and the causes add up to the measured idle time.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -28,7 +29,7 @@ _ROUNDING = 1e-12  # seconds
 
 
 @dataclass(frozen=True)
-class Causes:
+class IdleCauses:
     """Seconds in which a rank is idle."""
 
     warmup_and_drain: float
@@ -36,19 +37,15 @@ class Causes:
     transfers: float
     overhead: float
 
-    @property
-    def idle(self) -> float:
-        return sum(astuple(self))
-
 
 @dataclass(frozen=True)
-class RankBubble:
+class RankIdleTime:
     """One rank in one step, or in the mean of several: ``busy`` and ``causes`` add up to ``makespan``, in seconds."""
 
     rank: int
     makespan: float
     busy: float
-    causes: Causes
+    causes: IdleCauses
 
     @property
     def idle(self) -> float:
@@ -56,78 +53,55 @@ class RankBubble:
 
 
 @dataclass(frozen=True)
-class Worlds:
-    """The idle time of each rank in the three simulated steps."""
+class SimulatedIdleTimes:
+    """The idle seconds of each rank in the three simulated steps."""
 
-    idle: tuple[tuple[float, float, float], ...]
+    idle: tuple[tuple[float, ...], ...]
 
     @classmethod
-    def of(cls, schedule: Schedule, measured: MeasuredTimes) -> Worlds:
-        timelines = [
-            simulate(schedule, _equal(measured.times)),
-            simulate(schedule, measured.without_links),
-            simulate(schedule, measured.times),
-        ]
-        rows = zip(*map(_idle, timelines), strict=True)
-        return cls(tuple((row[0], row[1], row[2]) for row in rows))
+    def of(cls, schedule: Schedule, measured: MeasuredTimes) -> SimulatedIdleTimes:
+        times = measured.times
+        means = (sum(row) / times.stages for row in (times.forward, times.input_grad, times.weight_grad))
+        steps = [Times.equal(times.stages, *means), measured.without_links, times]
+        timelines = [simulate(schedule, each) for each in steps]
+        return cls(tuple(zip(*([line.makespan - busy for busy in line.busy] for line in timelines), strict=True)))
 
-    def split(self, rank: int, idle: float) -> Causes:
-        """The causes of a rank's idle time."""
-        schedule, uneven, linked = self.idle[rank]
-        third = _at_most(linked, idle)
-        second = _at_most(uneven, third)
-        first = _at_most(schedule, second)
-        return Causes(first, second - first, third - second, idle - third)
-
-
-def step_bubbles(step: MeasuredStep, worlds: Worlds) -> tuple[RankBubble, ...]:
-    """The bubble of each rank that was recorded whole."""
-    makespan = step.makespan
-    return tuple(
-        RankBubble(rank, makespan, busy, worlds.split(rank, makespan - busy))
-        for rank, busy in enumerate(step.busy)
-        if step.whole[rank]
-    )
+    def split(self, rank: int, makespan: float, busy: float) -> RankIdleTime:
+        """Return a rank of a step with the causes of its idle time."""
+        found = [idle := makespan - busy]
+        for simulated in reversed(self.idle[rank]):
+            idle = _at_most(simulated, idle)
+            found.insert(0, idle)
+        first, second, third, whole = found
+        return RankIdleTime(rank, makespan, busy, IdleCauses(first, second - first, third - second, whole - third))
 
 
-def simulated_bubbles(timeline: Timeline, worlds: Worlds) -> tuple[RankBubble, ...]:
-    """The bubble of each rank of a simulated step."""
-    return tuple(
-        RankBubble(rank, timeline.makespan, busy, worlds.split(rank, timeline.makespan - busy))
-        for rank, busy in enumerate(timeline.busy)
-    )
+def idle_of_step(step: MeasuredStep, simulated: SimulatedIdleTimes) -> tuple[RankIdleTime, ...]:
+    """Return the idle time of each rank that was recorded whole."""
+    ranks = zip(step.busy, step.whole, strict=True)
+    return tuple(simulated.split(rank, step.makespan, busy) for rank, (busy, whole) in enumerate(ranks) if whole)
 
 
-def mean_bubbles(steps: Sequence[Sequence[RankBubble]]) -> tuple[RankBubble, ...]:
-    """Of each rank, the mean over the steps that have it."""
-    by_rank: dict[int, list[RankBubble]] = {}
+def idle_of_timeline(timeline: Timeline, simulated: SimulatedIdleTimes) -> tuple[RankIdleTime, ...]:
+    """Return the idle time of each rank of a simulated step."""
+    return tuple(simulated.split(rank, timeline.makespan, busy) for rank, busy in enumerate(timeline.busy))
+
+
+def mean_idle(steps: Sequence[Sequence[RankIdleTime]]) -> tuple[RankIdleTime, ...]:
+    """Return, for each rank, the mean over the steps that have it."""
+    by_rank: dict[int, list[RankIdleTime]] = defaultdict(list)
     for step in steps:
-        for bubble in step:
-            by_rank.setdefault(bubble.rank, []).append(bubble)
+        for each in step:
+            by_rank[each.rank].append(each)
     return tuple(_mean(by_rank[rank]) for rank in sorted(by_rank))
 
 
-def _mean(found: Sequence[RankBubble]) -> RankBubble:
-    count = len(found)
-    causes = zip(*(astuple(bubble.causes) for bubble in found), strict=True)
-    return RankBubble(
-        found[0].rank,
-        sum(bubble.makespan for bubble in found) / count,
-        sum(bubble.busy for bubble in found) / count,
-        Causes(*(sum(cause) / count for cause in causes)),
-    )
+def _mean(found: Sequence[RankIdleTime]) -> RankIdleTime:
+    rows = [(each.makespan, each.busy, *astuple(each.causes)) for each in found]
+    makespan, busy, *causes = (sum(column) / len(found) for column in zip(*rows, strict=True))
+    return RankIdleTime(found[0].rank, makespan, busy, IdleCauses(*causes))
 
 
 def _at_most(time: float, limit: float) -> float:
-    """The lesser of two times; the limit where they differ by no more than additions round."""
+    """The lesser of two times; the limit if they differ by no more than additions round."""
     return limit if time > limit - _ROUNDING else time
-
-
-def _equal(times: Times) -> Times:
-    """All stages as long as their mean, and no links."""
-    rows = (times.forward, times.input_grad, times.weight_grad)
-    return Times.equal(times.stages, *(sum(row) / times.stages for row in rows))
-
-
-def _idle(timeline: Timeline) -> list[float]:
-    return [timeline.makespan - busy for busy in timeline.busy]

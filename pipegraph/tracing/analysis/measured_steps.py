@@ -1,4 +1,4 @@
-"""The steps of a recorded run, each with the actions of every rank in one time."""
+"""The steps of a recorded run, each with the actions of every rank on one axis of time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipegraph.schedule import Event, Schedule
+from pipegraph.schedule import Event
 from pipegraph.tracing.reading.recorded_run import RecordedRun, Span
 
 
@@ -19,7 +19,7 @@ class MeasuredStep:
         events: of each rank, the actions that compute, in seconds from ``start``.
         transfers: of each rank, its SENDs and RECVs, likewise.
         whole: of each rank, whether it did just the schedule's actions, in their order.
-        took: of each rank that says so, seconds of the step with everything around the actions: data and optimizer.
+        iterations: of each rank, seconds of the step with data and optimizer; None if no trace has them.
     """
 
     number: int
@@ -27,7 +27,7 @@ class MeasuredStep:
     events: tuple[tuple[Event, ...], ...]
     transfers: tuple[tuple[Span, ...], ...]
     whole: tuple[bool, ...]
-    took: tuple[float | None, ...]
+    iterations: tuple[float | None, ...]
 
     @property
     def makespan(self) -> float:
@@ -40,12 +40,12 @@ class MeasuredStep:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Of each rank, the seconds that it computed."""
+        """The seconds that each rank computed."""
         return tuple(sum(event.end - event.start for event in row) for row in self.events)
 
 
 def measured_steps(run: RecordedRun) -> tuple[MeasuredStep, ...]:
-    """The steps in which some rank computed, by their numbers."""
+    """Return the steps in which some rank computed, by their numbers."""
     by_step: dict[int, list[Span]] = defaultdict(list)
     for trace in run.ranks.values():
         for span in trace.spans:
@@ -59,30 +59,20 @@ def measured_steps(run: RecordedRun) -> tuple[MeasuredStep, ...]:
 
 def _step(number: int, spans: Sequence[Span], run: RecordedRun) -> MeasuredStep:
     start = min(span.start for span in spans if not span.action.kind.is_transfer)
-    events: list[list[Event]] = [[] for _ in range(run.schedule.ranks)]
-    transfers: list[list[Span]] = [[] for _ in range(run.schedule.ranks)]
+    ranks = range(run.schedule.ranks)
+    events: list[list[Event]] = [[] for _ in ranks]
+    transfers: list[list[Span]] = [[] for _ in ranks]
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         if span.action.kind.is_transfer:
             transfers[span.rank].append(span._replace(start=span.start - start, end=span.end - start))
         else:
             events[span.rank].append(Event(span.action, span.start - start, span.end - start))
+    iterations = [run.ranks[rank].steps.get(number) if rank in run.ranks else None for rank in ranks]
     return MeasuredStep(
         number,
         start,
         tuple(map(tuple, events)),
         tuple(map(tuple, transfers)),
-        tuple(_is_whole(row, rank, run.schedule) for rank, row in enumerate(events)),
-        tuple(_took(run, rank, number) for rank in range(run.schedule.ranks)),
+        tuple(tuple(event.action for event in events[rank]) == run.schedule.actions[rank] for rank in ranks),
+        tuple(None if each is None else each[1] - each[0] for each in iterations),
     )
-
-
-def _is_whole(row: Sequence[Event], rank: int, schedule: Schedule) -> bool:
-    return tuple(event.action for event in row) == schedule.actions[rank]
-
-
-def _took(run: RecordedRun, rank: int, number: int) -> float | None:
-    trace = run.ranks.get(rank)
-    if trace is None or number not in trace.steps:
-        return None
-    start, end = trace.steps[number]
-    return end - start

@@ -1,9 +1,9 @@
-"""All that a recorded run tells, together."""
+"""Everything that a recorded run says, together."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,15 +11,21 @@ from pipegraph.errors import PipegraphError
 from pipegraph.schedule import Kind, Timeline, Times, simulate
 from pipegraph.tracing.analysis.advice import Advice, advise
 from pipegraph.tracing.analysis.critical_path import measured_timeline
-from pipegraph.tracing.analysis.idle_causes import RankBubble, Worlds, mean_bubbles, simulated_bubbles, step_bubbles
+from pipegraph.tracing.analysis.idle_causes import (
+    RankIdleTime,
+    SimulatedIdleTimes,
+    idle_of_step,
+    idle_of_timeline,
+    mean_idle,
+)
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_steps
 from pipegraph.tracing.analysis.measured_times import MeasuredTimes, measured_times
 from pipegraph.tracing.reading.recorded_run import RecordedRun
 
 
 @dataclass(frozen=True)
-class StageKind:
-    """Seconds of one kind of action on one stage, predicted and measured (the median); None where not known."""
+class StageActionTimes:
+    """Seconds of one kind of action on one stage, predicted and measured (the median); None if not known."""
 
     stage: int
     rank: int
@@ -29,27 +35,27 @@ class StageKind:
 
 
 @dataclass(frozen=True)
-class Analysis:
-    """What a run tells.
+class RunAnalysis:
+    """What a run says.
 
     Attributes:
         steps: all that were recorded.
         shown: the index of the complete step with the median makespan, or else of the first.
-        bubbles: of each step and each of its whole ranks; empty where ranks took turns, and none was idle for a cause.
-        bubble: the mean over steps; where ranks took turns, that of the ``simulated`` step.
+        idle_by_step: of each step, the idle time of each whole rank; empty if ranks took turns, because a rank that
+            waits for its turn is not idle for a cause.
+        idle: the mean over steps; if ranks took turns, that of the ``simulated`` step.
         simulated: the schedule with the measured times, hops included.
-        expected: the same with the predicted times; None where nothing was predicted.
-        critical: the shown step, with what waited for what; where that is not complete, or ranks took turns, None.
+        expected: the same with the predicted times; None if nothing was predicted.
+        critical: the shown step, with what waited for what; None if that is not complete, or ranks took turns.
     """
 
     run: RecordedRun
     steps: tuple[MeasuredStep, ...]
     shown: int
-    stages: tuple[StageKind, ...]
+    stages: tuple[StageActionTimes, ...]
     times: MeasuredTimes
-    predicted: Times | None
-    bubbles: tuple[tuple[RankBubble, ...], ...]
-    bubble: tuple[RankBubble, ...]
+    idle_by_step: tuple[tuple[RankIdleTime, ...], ...]
+    idle: tuple[RankIdleTime, ...]
     simulated: Timeline
     expected: Timeline | None
     critical: Timeline | None
@@ -57,7 +63,7 @@ class Analysis:
 
     @property
     def step(self) -> MeasuredStep:
-        """The shown one."""
+        """The shown step."""
         return self.steps[self.shown]
 
     @cached_property
@@ -66,60 +72,60 @@ class Analysis:
         return _median(self.steps)
 
     @cached_property
-    def took(self) -> float | None:
-        """The median of a whole step of the slowest rank, with data and optimizer; None where no trace says so."""
-        found = [max(took for took in step.took if took is not None) for step in self.steps if any(step.took)]
+    def iteration(self) -> float | None:
+        """The median time of a step of the slowest rank, with data and optimizer; None if no trace has it."""
+        known = [[seconds for seconds in step.iterations if seconds is not None] for step in self.steps]
+        found = [max(each) for each in known if any(each)]
         return statistics.median(found) if found else None
 
     @property
     def critical_path(self) -> str:
-        """In words: of the measured step or, where that has none, of the simulated one."""
+        """The critical path in words: of the measured step or, if that has none, of the simulated one."""
         if self.critical is not None:
             return self.critical.describe_critical_path("transfers and overhead")
         return self.simulated.describe_critical_path()
 
 
-def analyse(run: RecordedRun) -> Analysis:
-    """Look at everything. Raises PipegraphError where no action that computes was recorded."""
-    steps, schedule = measured_steps(run), run.schedule
+def analyse_run(run: RecordedRun) -> RunAnalysis:
+    """Analyse a run. Raises PipegraphError if no action that computes was recorded."""
+    steps, schedule, in_turn = measured_steps(run), run.schedule, run.takes_turns
     if not steps:
         raise PipegraphError(f"{run.folder} holds no action that computes.\nTry: a longer run, with more active steps.")
     predicted = run.prediction.times if run.prediction else None
-    in_turn = run.takes_turns
     times = measured_times(steps, schedule, predicted, in_turn)
     simulated = simulate(schedule, times.times)
-    worlds = Worlds.of(schedule, times)
-    bubbles = tuple(() if in_turn else step_bubbles(step, worlds) for step in steps)
-    shown = _shown(steps)
-    tells = steps[shown].complete and not in_turn
-    return Analysis(
+    simulated_idle = SimulatedIdleTimes.of(schedule, times)
+    idle_by_step = tuple(() if in_turn else idle_of_step(step, simulated_idle) for step in steps)
+    complete = sorted((step.makespan, index) for index, step in enumerate(steps) if step.complete)
+    shown = complete[(len(complete) - 1) // 2][1] if complete else 0
+    has_critical_path = steps[shown].complete and not in_turn
+    return RunAnalysis(
         run=run,
         steps=steps,
         shown=shown,
         stages=_stages(run, times, predicted),
         times=times,
-        predicted=predicted,
-        bubbles=bubbles,
-        bubble=simulated_bubbles(simulated, worlds) if in_turn else mean_bubbles(bubbles),
+        idle_by_step=idle_by_step,
+        idle=idle_of_timeline(simulated, simulated_idle) if in_turn else mean_idle(idle_by_step),
         simulated=simulated,
         expected=run.prediction.timeline if run.prediction else None,
-        critical=measured_timeline(steps[shown], schedule, times.hops) if tells else None,
+        critical=measured_timeline(steps[shown], schedule, times.hops) if has_critical_path else None,
         advice=_advice(run, times, steps),
     )
 
 
 def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep]) -> Advice:
-    """None that rests on what a stage is only expected to take: how stages compare is what it is about."""
+    """No advice rests on what a stage is only expected to take: advice is about how stages compare."""
     if times.assumed:
         return Advice((), run.takes_turns, "it takes the times of all stages, and not all were recorded")
     step = 0.0 if run.takes_turns else _median(steps)
     return advise(run.schedule, times.times, run.manifest, times.shares, run.takes_turns, step)
 
 
-def _stages(run: RecordedRun, times: MeasuredTimes, predicted: Times | None) -> tuple[StageKind, ...]:
+def _stages(run: RecordedRun, times: MeasuredTimes, predicted: Times | None) -> tuple[StageActionTimes, ...]:
     actions = {(action.stage, action.kind): action for row in run.schedule.actions for action in row}
     return tuple(
-        StageKind(
+        StageActionTimes(
             stage,
             run.schedule.placement[stage],
             kind,
@@ -130,15 +136,6 @@ def _stages(run: RecordedRun, times: MeasuredTimes, predicted: Times | None) -> 
     )
 
 
-def _complete(steps: Sequence[MeasuredStep]) -> Sequence[MeasuredStep]:
-    return [step for step in steps if step.complete] or steps
-
-
 def _median(steps: Sequence[MeasuredStep]) -> float:
-    return statistics.median(step.makespan for step in _complete(steps))
-
-
-def _shown(steps: Sequence[MeasuredStep]) -> int:
-    by_length: Mapping[int, float] = {n: step.makespan for n, step in enumerate(steps) if step.complete}
-    ordered = sorted(by_length, key=lambda n: by_length[n])
-    return ordered[(len(ordered) - 1) // 2] if ordered else 0
+    complete = [step.makespan for step in steps if step.complete]
+    return statistics.median(complete or [step.makespan for step in steps])

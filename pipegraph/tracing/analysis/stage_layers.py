@@ -1,4 +1,4 @@
-"""The repeated layers of a package's stages, told by the names of their parameters."""
+"""The repeated layers of a package's stages, recognised by the names of their parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LAYER = re.compile(r"((?:[^.]+\.)*?[0-9]+)\.(.+)")
 
 @dataclass(frozen=True)
 class Layer:
-    """``layers.5`` of a stage. Layers with the same ``structure`` are equal as far as the names of parameters tell."""
+    """``layers.5`` of a stage. Layers with the same ``structure`` have parameters of the same names."""
 
     name: str
     structure: tuple[str, ...]
@@ -21,10 +21,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of a stage: how many there are, and the structures of those that others equal.
+    """The layers of a stage: how many there are, and the structures that stand more than once in the model.
 
-    ``first`` and ``last`` are such equal ones that the stage begins and ends with, from its border on; empty where that
-    is something else.
+    ``first`` and ``last`` are the equal layers that the stage begins and ends with, from its border on; empty if
+    something else is at the border.
     """
 
     count: int
@@ -34,10 +34,10 @@ class StageLayers:
 
 
 def stage_layers(stages: Sequence[Sequence[str]]) -> list[StageLayers]:
-    """Of each stage, given the FQNs of its parameters in the model's order.
+    """Return the layers of each stage, given the FQNs of its parameters in the model's order.
 
-    A layer is what stands under an FQN's first number, ``layers.5`` of ``layers.5.norm.weight``. A part of one that is
-    cut in two counts, and equals no other: it has fewer names.
+    A layer is what stands under an FQN's first number, ``layers.5`` of ``layers.5.norm.weight``. A part of a layer that
+    is cut in two counts as a layer, and equals no other because it has fewer names.
     """
     rows = [[_layer(name, list(names)) for name, names in groupby(parameters, key=_name)] for parameters in stages]
     known = Counter(layer.structure for row in rows for layer in row if layer is not None)
@@ -51,7 +51,7 @@ def stage_layers(stages: Sequence[Sequence[str]]) -> list[StageLayers]:
 
 
 def _equal(layers: Sequence[Layer | None]) -> tuple[Layer, ...]:
-    """Those at the beginning that equal the first one."""
+    """The layers at the beginning that equal the first one."""
     found: list[Layer] = []
     for layer in layers:
         if layer is None or (found and layer.structure != found[0].structure):

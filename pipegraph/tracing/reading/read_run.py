@@ -1,19 +1,18 @@
-"""A run's folder, read as far as it can be: what is missing or wrong is told, the rest is there."""
+"""A run's folder, read as far as it can be: what is missing or wrong is listed, the rest is there."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from pipegraph.errors import PackageError, PipegraphError, ScheduleError
 from pipegraph.package import MANIFEST, Manifest
-from pipegraph.schedule import Schedule, build, from_csv
-from pipegraph.tracing.reading.rank_file import NAME, RankFile, read_file
+from pipegraph.schedule import Schedule, from_csv
+from pipegraph.tracing.reading.rank_file import NAME, RankFile, read_rank_file
 from pipegraph.tracing.reading.recorded_run import RankTrace, RecordedRun, RunInfo, Span, TraceFile
 
 _TRY = "Try: pipegraph run OUT --profile DIR, which records one."
@@ -22,23 +21,20 @@ _TRY = "Try: pipegraph run OUT --profile DIR, which records one."
 def read_run(path: str | PathLike[str]) -> RecordedRun:
     """Read a run's folder or, of a folder of runs, the newest one.
 
-    Raises PipegraphError where nothing can be shown: no trace is there, or none can be read.
+    Raises PipegraphError if nothing can be shown: no trace is there, or none can be read.
     """
     folder, notes = _choose(Path(path))
     problems: list[str] = []
-    said, info = _info(folder, problems)
-    manifest = _manifest(folder, problems)
-    files = [read_file(file) for file in _traces(folder)]
+    info, manifest = _read_info(folder, problems), _read_manifest(folder, problems)
+    files = [read_rank_file(file) for file in _traces(folder)]
     problems += [file.problem for file in files if file.problem]
     files = [file for file in files if file.host or file.gpu]
     if not files:
         raise PipegraphError(f"{folder} has no trace that can be read: {'; '.join(problems)}.\n{_TRY}")
     files = list(_of_one_run(files, info.run, problems))
-    files = [file if file.base is not None else _laid(file, files, problems) for file in files]
-    origin = min(span.start + file.offset for file in files for span in file.spans())
-    schedule = _schedule(folder, said, files, problems)
+    schedule = _read_schedule(folder, info.schedule or "recorded", files, problems)
     schedule = _with_edges(schedule, manifest, problems)
-    ranks = _ranks(files, schedule, origin, problems)
+    ranks = _ranks(files, schedule, problems)
     problems += _missing(files, ranks, schedule, info)
     return RecordedRun(folder, info, manifest, schedule, ranks, tuple(problems), tuple(notes))
 
@@ -54,8 +50,11 @@ def _choose(path: Path) -> tuple[Path, list[str]]:
         raise PipegraphError(f"{path} {what}, and a run is a folder.\n{_TRY}")
     if _traces(path):
         return path, []
-    runs = [(max(NAME.fullmatch(file.name)[2] for file in files), folder) for folder in sorted(path.iterdir())  # type: ignore[index]
-            if folder.is_dir() and (files := _traces(folder))]  # fmt: skip
+    runs = []
+    for folder in sorted(each for each in path.iterdir() if each.is_dir()):
+        windows = [file.name.split(".")[1] for file in _traces(folder)]
+        if windows:
+            runs.append((max(windows), folder))
     if not runs:
         raise PipegraphError(
             f"{path} has no traces: neither it nor a folder in it holds rank_00.….pt.trace.json.gz.\n{_TRY}"
@@ -64,27 +63,28 @@ def _choose(path: Path) -> tuple[Path, list[str]]:
     return newest, [f"{newest.name} is the newest of the {len(runs)} runs in {path}"] if len(runs) > 1 else []
 
 
-def _info(folder: Path, problems: list[str]) -> tuple[dict[str, Any], RunInfo]:
-    """``run.json``, as it is and as far as it is understood."""
+def _read_info(folder: Path, problems: list[str]) -> RunInfo:
+    """``run.json``, as far as it is understood."""
     try:
         found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         windows = tuple(str(window["digits"]) for window in found.get("windows", []))
-        texts = {
-            name: str(found.get(name, "")) for name in ("run", "package", "schedule", "device", "torch", "kernels")
-        }
-        return found, RunInfo(processes=int(found["processes"]), windows=windows, **texts)
+        names = ("run", "package", "schedule", "device", "torch", "kernels")
+        texts = {name: str(found.get(name, "")) for name in names}
+        return RunInfo(processes=int(found["processes"]), windows=windows, **texts)
     except OSError as error:
         problems.append(f"run.json cannot be read ({error.strerror}): how many processes ran is not known")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problems.append(f"run.json is damaged ({type(error).__name__}: {error})")
-    return {}, RunInfo()
+    return RunInfo()
 
 
-def _manifest(folder: Path, problems: list[str]) -> Manifest | None:
+def _read_manifest(folder: Path, problems: list[str]) -> Manifest | None:
     try:
-        return Manifest.read(folder / MANIFEST)
+        return Manifest.from_json((folder / MANIFEST).read_bytes(), MANIFEST)
+    except OSError as error:
+        problems.append(f"{MANIFEST} cannot be read ({error.strerror}): nothing is known of what was predicted")
     except PackageError as error:
-        problems.append(str(error).partition(".\nTry:")[0])
+        problems.append(str(error))
     return None
 
 
@@ -100,31 +100,14 @@ def _of_one_run(files: Sequence[RankFile], run: str, problems: list[str]) -> Ite
             yield file
 
 
-def _laid(file: RankFile, files: Sequence[RankFile], problems: list[str]) -> RankFile:
-    """A file that does not say what its times count from, laid where the others begin their step of the same number."""
-    starts = file.starts()
-    for step, start in starts.items():
-        others = [found[step] for other in files if other.base is not None and step in (found := other.starts())]
-        if others:
-            problems.append(f"{file.path.name} does not say when it was: its step {step} is laid where the others' is")
-            return replace(file, base=min(others) - start)
-    return replace(file, base=0)
-
-
-def _schedule(folder: Path, said: Mapping[str, Any], files: Sequence[RankFile], problems: list[str]) -> Schedule:
-    """The schedule as its file has it; else as its name makes it; else as the first recorded step shows it."""
-    name = str(said.get("schedule") or "recorded")
+def _read_schedule(folder: Path, name: str, files: Sequence[RankFile], problems: list[str]) -> Schedule:
+    """The schedule as its file has it; else as the first recorded step shows it."""
     try:
         return from_csv((folder / "schedule.csv").read_text(encoding="utf-8"), name)
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"schedule.csv cannot be read ({getattr(error, 'strerror', None) or error})")
     except ScheduleError as error:
         problems.append(f"schedule.csv is damaged: {error}")
-    try:
-        chunks = len(said["placement"]) // int(said["ranks"])
-        return build(name, int(said["ranks"]), int(said["microbatches"]), chunks)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, ScheduleError):
-        pass
     rows: dict[int, str] = {}
     for file in files:
         spans = [span for span in file.spans() if not span.action.kind.is_transfer]
@@ -133,12 +116,12 @@ def _schedule(folder: Path, said: Mapping[str, Any], files: Sequence[RankFile], 
         return from_csv("".join(f"{rows.get(rank, '')}\n" for rank in range(max(rows) + 1)), name)
     except ScheduleError as error:
         raise PipegraphError(
-            f"{folder} has no schedule: schedule.csv cannot be used, and the traces do not tell it: {error}\n{_TRY}"
+            f"{folder} has no schedule: schedule.csv cannot be used, and the traces do not show it: {error}\n{_TRY}"
         ) from None
 
 
 def _with_edges(schedule: Schedule, manifest: Manifest | None, problems: list[str]) -> Schedule:
-    """The computing actions alone, with the package's edges: of another package the chain must do."""
+    """The computing actions alone, with the package's edges; with the manifest of another package, those of a chain."""
     rows = [tuple(action for action in row if not action.kind.is_transfer) for row in schedule.actions]
     edges: dict[str, Any] = {}
     if manifest is not None and len(manifest.stages) != schedule.stages:
@@ -150,21 +133,23 @@ def _with_edges(schedule: Schedule, manifest: Manifest | None, problems: list[st
     return schedule.changed(actions=tuple(rows), **edges)
 
 
-def _ranks(files: Sequence[RankFile], schedule: Schedule, origin: int, problems: list[str]) -> dict[int, RankTrace]:
-    """Of each rank the schedule has, what its files hold."""
+def _ranks(files: Sequence[RankFile], schedule: Schedule, problems: list[str]) -> dict[int, RankTrace]:
+    """What the files of each rank hold, with times from the first span of all on."""
     parts: dict[int, list[RankFile]] = {}
     for file in sorted(files, key=lambda file: (file.rank, file.window)):
-        strange = _strange(file, schedule)
-        if strange:
-            problems.append(f"{file.path.name} is of another plan: {strange}; it is left out")
+        if file.base is None:
+            problems.append(f"{file.path.name} does not say when it was, and is left out")
+        elif unfit := _unfit(file, schedule):
+            problems.append(f"{file.path.name} is of another plan: {unfit}; it is left out")
         else:
             parts.setdefault(file.rank, []).append(file)
     if not parts:
         raise PipegraphError(f"No trace fits the schedule of its folder: {'; '.join(problems)}.\n{_TRY}")
+    origin = min(span.start + file.offset for found in parts.values() for file in found for span in file.spans())
     return {rank: _rank(rank, found, origin) for rank, found in parts.items()}
 
 
-def _strange(file: RankFile, schedule: Schedule) -> str:
+def _unfit(file: RankFile, schedule: Schedule) -> str:
     """Why a file cannot be of this schedule; empty if it can."""
     if file.rank >= schedule.ranks or (file.ranks or schedule.ranks) != schedule.ranks:
         return f"it is of rank {file.rank} of {file.ranks or '?'}, and the schedule has {schedule.ranks} ranks"
@@ -185,7 +170,7 @@ def _rank(rank: int, files: Sequence[RankFile], origin: int) -> RankTrace:
         ]
         steps.update({step: ((start + shift) / 1e9, (end + shift) / 1e9) for step, (start, end) in file.steps.items()})
     spans.sort(key=lambda span: (span.start, span.end))
-    kept = tuple(TraceFile(file.path, rank, file.window, file.clock, file.offset - origin) for file in files)
+    kept = tuple(TraceFile(file.path, file.window, file.clock, file.offset - origin) for file in files)
     return RankTrace(rank, tuple(spans), steps, kept, any(file.gpu for file in files))
 
 
@@ -199,9 +184,7 @@ def _missing(
             yield f"rank {rank} of {schedule.ranks} has no trace"
             continue
         there = {file.window for file in ranks[rank].files}
-        for window in windows:
-            if window not in there:
-                yield f"rank {rank} has no trace of window {window}"
+        yield from (f"rank {rank} has no trace of window {window}" for window in windows if window not in there)
     if info.processes != 1:
         for rank, trace in ranks.items():
             if rank and any(file.clock.error is None for file in trace.files):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from pipegraph.package import Manifest
 from pipegraph.planner.package_prediction import StepPrediction, predict_step
 from pipegraph.schedule import Action, Schedule
-from pipegraph.tracing.reading.trace_stream import EVENTS, Broken, entries
+from pipegraph.tracing.reading.chrome_trace import TraceError, read_trace
 
 
 class Span(NamedTuple):
     """An action of a step, from ``start`` to ``end`` in seconds on rank 0's clock, from the run's first span on.
 
-    That of a RECV is the wait for its message, that of a SEND the hand-over; ``bytes`` of what they move.
+    The span of a RECV is the wait for its message, that of a SEND the hand-over; ``bytes`` is the size of the message.
     """
 
     rank: int
@@ -27,14 +27,10 @@ class Span(NamedTuple):
     end: float
     bytes: int = 0
 
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
 
 @dataclass(frozen=True)
-class Clock:
-    """Rank 0's clock is this rank's clock + ``offset``, give or take ``error``, in seconds; None where not measured."""
+class ClockOffset:
+    """Rank 0's clock is this rank's clock + ``offset`` ± ``error``, in seconds; an error of None: not measured."""
 
     offset: float = 0.0
     error: float | None = None
@@ -45,20 +41,19 @@ class TraceFile:
     """One rank's file of one window. Nanosecond ``shift`` + 1000 · an event's ``ts`` is the time on the run's axis."""
 
     path: Path
-    rank: int
     window: str
-    clock: Clock
+    clock: ClockOffset
     shift: int
 
     def events(self) -> Iterator[tuple[float, float, dict[str, Any]]]:
-        """(start, end, event) of every complete event that torch recorded, read from the file as it is asked for."""
+        """Yield (start, end, event) of every complete event that torch recorded; the file is read anew."""
         try:
-            for key, event in entries(self.path):
-                if key == EVENTS and isinstance(event, dict) and event.get("ph") == "X":
+            for event in read_trace(self.path).events():
+                if event.get("ph") == "X":
                     start = round(float(event["ts"]) * 1000) + self.shift
                     yield start / 1e9, (start + round(float(event["dur"]) * 1000)) / 1e9, event
-        except (Broken, KeyError, TypeError, ValueError):
-            return  # said when the run was read
+        except (TraceError, KeyError, TypeError, ValueError):
+            return  # a problem of the run already
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class RankTrace:
 
     Attributes:
         spans: in the order of their starts.
-        steps: step → (start, end), as torch.profiler has them; this includes the optimizer and the data.
+        steps: step → (start, end), as torch.profiler has them: with the optimizer and the data.
         files: one per window.
         on_gpu: whether the spans that compute are the GPU's.
     """
@@ -79,15 +74,15 @@ class RankTrace:
     on_gpu: bool = False
 
     @property
-    def clock(self) -> Clock:
-        """That of the window with the largest error."""
+    def clock(self) -> ClockOffset:
+        """The offset of the window with the largest error."""
         known = [file.clock for file in self.files if file.clock.error is not None]
-        return max(known, key=lambda clock: clock.error or 0.0, default=Clock())
+        return max(known, key=lambda clock: clock.error or 0.0, default=ClockOffset())
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What ``run.json`` says; empty and None where it does not."""
+    """What ``run.json`` says; empty and None if it does not."""
 
     run: str = ""
     package: str = ""
@@ -101,7 +96,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run's folder, read. ``problems`` say what is missing or wrong, and ``notes`` what was chosen."""
+    """A run's folder. ``problems`` say what is missing or wrong, and ``notes`` what was chosen."""
 
     folder: Path
     info: RunInfo
@@ -109,12 +104,7 @@ class RecordedRun:
     schedule: Schedule
     ranks: Mapping[int, RankTrace]
     problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
-
-    @cached_property
-    def steps(self) -> tuple[int, ...]:
-        """The numbers of the steps that any rank recorded."""
-        return tuple(sorted({span.step for trace in self.ranks.values() for span in trace.spans}))
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def prediction(self) -> StepPrediction | None:
@@ -130,7 +120,7 @@ class RecordedRun:
 
     @property
     def clock_error(self) -> float | None:
-        """Seconds by which two ranks' times may differ: the sum of their errors. None where an error is not known."""
+        """Seconds by which two ranks' times may differ: the sum of their errors. None if an error is not known."""
         if self.takes_turns:
             return 0.0
         errors = [trace.clock.error for rank, trace in self.ranks.items() if rank != 0]

@@ -10,32 +10,32 @@ from xml.etree.ElementTree import Element
 import pytest
 
 from pipegraph.report.colours import colour
-from pipegraph.report.pictures.timeline_svg import timeline_svg
-from pipegraph.report.text.schedule_figures import Simulation
+from pipegraph.report.pictures.timeline import schedule_svg, timeline_drawing
 from pipegraph.schedule import Action, Kind, Schedule, Times, build, names
+from pipegraph.schedule.simulated_schedule import SimulatedSchedule
 
 GOLDEN = Path(__file__).parent / "golden" / "1f1b.svg"
 TIMES = Times((0.01, 0.02, 0.015), (0.012, 0.02, 0.01), (0.005, 0.01, 0.008), hop=0.001)
+TIMES_OF_TWO = Times((0.01, 0.02), (0.012, 0.02), (0.005, 0.01))
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def picture(schedule: Schedule, times: Times | None = None) -> tuple[Simulation, Element]:
-    simulation = Simulation(schedule, times or Times.equal(schedule.stages), in_seconds=times is not None)
-    return simulation, ElementTree.fromstring(timeline_svg(simulation))
+def picture(schedule: Schedule, times: Times | None = None) -> tuple[SimulatedSchedule, Element]:
+    simulation = SimulatedSchedule(schedule, times or Times.equal(schedule.stages), in_seconds=times is not None)
+    return simulation, ElementTree.fromstring(schedule_svg(simulation))
 
 
 def boxes(root: Element) -> dict[str, tuple[Element, str]]:
     """action → (its box, its colour)"""
     found = {}
-    for group in root.iter(f"{SVG}g"):
-        for box in group.findall(f"{SVG}rect"):
-            if (title := box.findtext(f"{SVG}title")) is not None:
-                found[title.partition(":")[0]] = box, group.get("fill", "")
+    for box in root.iter(f"{SVG}rect"):
+        if (title := box.findtext(f"{SVG}title")) is not None:
+            found[title.partition(":")[0]] = box, box.get("fill", "")
     return found
 
 
 def test_a_small_schedule_looks_as_it_did(pytestconfig: pytest.Config) -> None:
-    text = timeline_svg(Simulation(build("1f1b", 2, 2), Times.equal(2)))
+    text = schedule_svg(SimulatedSchedule(build("1f1b", 2, 2), Times.equal(2)))
     if pytestconfig.getoption("renew_golden", default=False):
         GOLDEN.write_text(text, encoding="utf-8")
     assert text == GOLDEN.read_text(encoding="utf-8")
@@ -92,10 +92,22 @@ def test_the_head_tells_the_figures() -> None:
 
 
 def test_values_on_their_way_are_drawn_where_they_are_few() -> None:
-    lines = re.compile(r'<path d="(M[^"]*)" fill="none" stroke="#6b7280"')
-    few = lines.search(timeline_svg(Simulation(build("gpipe", 3, 4), Times.equal(3))))
-    assert few is not None and few[1].count("M") == 2 * 2 * 4  # boundaries, directions, microbatches
-    assert lines.search(timeline_svg(Simulation(build("gpipe", 3, 40), Times.equal(3)))) is None
+    lines = re.compile(r'<path d="M[^"]*" fill="none" stroke="#6b7280"')
+    few = lines.findall(schedule_svg(SimulatedSchedule(build("gpipe", 3, 4), Times.equal(3))))
+    assert len(few) == 2 * 2 * 4  # boundaries, directions, microbatches
+    assert not lines.findall(schedule_svg(SimulatedSchedule(build("gpipe", 3, 40), Times.equal(3))))
+
+
+def test_an_image_has_what_the_picture_has() -> None:
+    pytest.importorskip("PIL", reason="Pillow comes with tensorboard")
+    schedule = build("1f1b", 2, 2)
+    timeline = SimulatedSchedule(schedule, TIMES_OF_TWO).timeline
+    drawing = timeline_drawing(schedule, timeline, "measured, step 3")
+    image = drawing.to_image()
+    assert (image.width, image.height) == (2 * drawing.width, 2 * drawing.height)
+    (first,) = (shape for shape in drawing.shapes if getattr(shape, "title", "").startswith("0F0"))
+    inside = image.getpixel((round(2 * first.x + 6), round(2 * first.y + 6)))
+    assert "#{:02x}{:02x}{:02x}".format(*inside) == colour(Kind.F)
 
 
 def test_a_name_cannot_break_the_picture() -> None:
@@ -111,4 +123,4 @@ def test_times_of_nothing() -> None:
 
 
 def _numbers(box: Element) -> dict[str, float]:
-    return {name: float(number) for name, number in box.items()}
+    return {name: float(box.get(name, "")) for name in ("x", "y", "width", "height")}

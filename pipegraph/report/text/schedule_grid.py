@@ -11,15 +11,15 @@ Without colour it shows the whole action, ``0B3──``, as far as it lasts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.style import Style
 from rich.text import Text
 
-from pipegraph.report.colours import MEANING, TONES, chunks_of, colour, ink, kinds_of, tones
-from pipegraph.report.text.schedule_figures import Simulation, figures, title
-from pipegraph.schedule import Event, Schedule, Timeline
+from pipegraph.report.colours import MEANING, ActionColours, ink
+from pipegraph.report.text.schedule_figures import render_figures, schedule_title
+from pipegraph.schedule import Action, Schedule, Timeline
+from pipegraph.schedule.simulated_schedule import SimulatedSchedule
 from pipegraph.units import TimeFormat, tick_marks
 
 _MOST_LINES = 100  # of a folded grid; a longer one is drawn in one block, without the numbers that do not fit
@@ -27,8 +27,8 @@ _WIDEST = 12  # columns of all boxes ÷ columns that their texts need; what is m
 
 
 @dataclass(frozen=True)
-class Box:
-    """An action in columns ``start`` to ``end``, that one excluded. The text stands at its left, if it fits."""
+class _Box:
+    """An action in columns ``start`` to ``end``, that one excluded."""
 
     start: int
     end: int
@@ -36,16 +36,17 @@ class Box:
     style: Style
 
 
-def described(simulation: Simulation, width: int | None = None, coloured: bool = False) -> Text:
-    """The text of ``pipegraph schedule``: title, grid, legend of the colours, figures."""
-    schedule = simulation.schedule
-    text = Text(f"{title(schedule)}\n").append(grid(schedule, simulation.timeline, width, coloured, simulation.unit))
+def render_schedule(simulated: SimulatedSchedule, width: int | None = None, coloured: bool = False) -> Text:
+    """Return title, grid, legend of the colours, and figures."""
+    schedule = simulated.schedule
+    text = Text(f"{schedule_title(schedule)}\n")
+    text.append(render_grid(schedule, simulated.timeline, width, coloured, simulated.time_format))
     if coloured:
-        text.append("\n\n").append(legend(schedule))
-    return text.append(f"\n\n{figures(simulation)}")
+        text.append("\n\n").append(render_legend(schedule))
+    return text.append(f"\n\n{render_figures(simulated)}")
 
 
-def grid(
+def render_grid(
     schedule: Schedule,
     timeline: Timeline,
     width: int | None = None,
@@ -66,7 +67,7 @@ def grid(
         blocks = -(-columns // width)
         if blocks * (schedule.ranks + 2) > _MOST_LINES:
             scale, columns, blocks = min(scale, scale * width / columns), min(columns, width), 1
-        block = -(-columns // max(blocks, 1) // cell) * cell or cell  # all of them alike
+        block = -(-columns // max(blocks, 1) // cell) * cell or cell  # all blocks are equally wide
     rows = _boxes(schedule, timeline, scale, coloured)
     lines: list[Text] = []
     for first in range(0, max(columns, 1), block):
@@ -79,20 +80,20 @@ def grid(
     return Text("\n").join(lines)
 
 
-def legend(schedule: Schedule) -> Text:
-    """What the colours of a coloured grid mean."""
-    most, _ = chunks_of(schedule)
+def render_legend(schedule: Schedule) -> Text:
+    """Return what the colours of a coloured grid mean."""
+    colours = ActionColours.of(schedule)
     line = Text()
-    for kind in kinds_of(schedule):
-        for chunk in tones(most):
-            line.append(f" {kind.value} ", _style(colour(kind, chunk, most)))
+    for kind, fills in colours.legend():
+        for fill in fills:
+            line.append(f" {kind.value} ", _style(fill))
         line.append(f" {MEANING[kind]}   ")
     line.append("0", Style(underline=True)).append(" critical path")
-    return line.append(f"   {TONES}") if most > 1 else line
+    return line.append(f"   {colours.tones}") if colours.tones else line
 
 
 def _scale(schedule: Schedule, timeline: Timeline, coloured: bool) -> tuple[float, int]:
-    """(columns per time, columns of a text and the space beside it): wide enough for the text of the shortest action,
+    """(columns per time, columns of a text and the space behind it): wide enough for the text of the shortest action,
     unless most are far longer."""
     longest = schedule.microbatches - 1 if coloured else f"{schedule.stages - 1}F{schedule.microbatches - 1}"
     cell = 1 + len(str(longest))
@@ -108,31 +109,29 @@ def _columns(time: float, scale: float) -> int:
     return int(time * scale + 0.5)
 
 
-def _boxes(schedule: Schedule, timeline: Timeline, scale: float, coloured: bool) -> list[list[Box]]:
-    most, chunks = chunks_of(schedule)
-    fills = {
-        (kind, chunk): _style(colour(kind, chunk, most)) if coloured else Style()
-        for kind in kinds_of(schedule)
-        for chunk in range(most)
-    }
-    underlined = Style(underline=coloured)
+def _boxes(schedule: Schedule, timeline: Timeline, scale: float, coloured: bool) -> list[list[_Box]]:
+    colours = ActionColours.of(schedule)
     critical = {event.action for event in timeline.critical_path}
+    styles: dict[str, Style] = {}  # to make one takes longer than all else
     rows = []
     for events in timeline.events:
         row = []
         for event in events:
             start, end = _columns(event.start, scale), _columns(event.end, scale)
-            fill = fills[event.action.kind, chunks[event.action.stage]]
-            style = fill + underlined if event.action in critical else fill
+            fill = colours.fill(event.action) if coloured else ""
+            if fill not in styles:
+                styles[fill] = _style(fill) if fill else Style()
+            style = styles[fill]
+            if coloured and event.action in critical:
+                style += Style(underline=True)
             if start < end:
-                row.append(Box(start, end, _text(event, end - start, coloured), style))
+                row.append(_Box(start, end, _text(event.action, end - start, coloured), style))
         rows.append(row)
     return rows
 
 
-def _text(event: Event, width: int, coloured: bool) -> str:
+def _text(action: Action, width: int, coloured: bool) -> str:
     """The text of a box of this width: its action, as much of it as fits."""
-    action = event.action
     if coloured:
         number = str(action.microbatch)
         return f" {number}" if len(number) < width else number if len(number) == width else ""
@@ -145,7 +144,7 @@ def _style(background: str) -> Style:
     return Style(color=ink(background), bgcolor=background)
 
 
-def _line(label: str, row: list[Box], first: int, last: int) -> Text:
+def _line(label: str, row: list[_Box], first: int, last: int) -> Text:
     """The part of a rank's row from one column to another, with nothing after its last box."""
     line = Text(label)
     column = first
@@ -154,30 +153,21 @@ def _line(label: str, row: list[Box], first: int, last: int) -> Text:
             continue
         start, end = max(box.start, first), min(box.end, last)
         line.append(" " * (start - column))
-        for text, style in _pieces(box, start, end):
-            line.append(text, style)
+        text = f"{box.text:<{box.end - box.start}}"[start - box.start : end - box.start]
+        before, number, behind = text.partition(text.strip()) if text.strip() else (text, "", "")
+        plain = box.style + Style(underline=False)  # only the number of a critical action is underlined
+        for part, style in ((before, plain), (number, box.style), (behind, plain)):
+            line.append(part, style)
         column = end
     if not row or not row[0].style.bgcolor:
         line.rstrip()
     return line
 
 
-def _pieces(box: Box, start: int, end: int) -> Iterator[tuple[str, Style]]:
-    """The text of a box between two columns, and the space around its number, which is never underlined."""
-    text = f"{box.text:<{box.end - box.start}}"[start - box.start : end - box.start]
-    plain = box.style + Style(underline=False)
-    number = text.strip()
-    before = len(text) - len(text.lstrip()) if number else len(text)
-    yield text[:before], plain
-    yield number, box.style
-    yield text[before + len(number) :], plain
-
-
 def _axis(timeline: Timeline, scale: float, first: int, last: int, unit: TimeFormat) -> str:
     """Round times, each above the column where it begins."""
-    end = timeline.makespan / unit.size
     line = ""
-    for tick in tick_marks(end, max(2, _columns(timeline.makespan, scale) // 10)):
+    for tick in tick_marks(timeline.makespan / unit.size, max(2, _columns(timeline.makespan, scale) // 10)):
         column = _columns(tick * unit.size, scale)
         if first <= column < last:
             line = f"{line:<{column - first}}{unit.number(tick * unit.size)}"

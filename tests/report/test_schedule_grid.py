@@ -7,14 +7,14 @@ from rich.style import Style
 from rich.text import Text
 
 from pipegraph.report.colours import colour, ink
-from pipegraph.report.text.timeline_text import grid, legend
+from pipegraph.report.text.schedule_grid import render_grid, render_legend
 from pipegraph.schedule import Kind, Schedule, Times, build, simulate
 from pipegraph.units import TimeFormat
 
 
 def drawn(schedule: Schedule, width: int | None = None, coloured: bool = False, times: Times | None = None) -> Text:
     timeline = simulate(schedule, times or Times.equal(schedule.stages))
-    return grid(schedule, timeline, width, coloured, TimeFormat())
+    return render_grid(schedule, timeline, width, coloured, TimeFormat())
 
 
 def backgrounds(text: Text, number: int) -> list[tuple[str, str]]:
@@ -42,7 +42,7 @@ def test_stages_of_a_rank_have_their_tones() -> None:
     text = drawn(build("looped-bfs", 1, 2), coloured=True)
     first, second = colour(Kind.F, 0, 2), colour(Kind.F, 1, 2)
     assert backgrounds(text, 1)[1:3] == [(" 0 1", first), (" 0 1", second)]
-    assert legend(build("looped-bfs", 1, 2)).plain == (
+    assert render_legend(build("looped-bfs", 1, 2)).plain == (
         " F  F  forward    B  B  backward (I and W)   0 critical path   dark to light: a rank's first to last stage"
     )
 

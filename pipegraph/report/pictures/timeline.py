@@ -1,0 +1,224 @@
+"""A timeline, simulated or measured, as a picture with a lane per rank.
+
+title, figures, legend
+rank 0 ┃▇▇▇▇    ▇▇  ▇▇    a box per action, its microbatch in it if it fits
+       ┃▁▃▅▅▅▅▅▅▅▃▁       how many saved activations the rank holds
+rank 1 ┃  ▇▇▇▇▇▇▇▇
+       ┗━━┷━━━┷━━━┷━━     time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from pipegraph.report.colours import MEANING, ActionColours, ink
+from pipegraph.report.pictures.drawing import GREY, LETTER, LIGHT, LINE, Drawing, Label, Line, Rectangle, Shape
+from pipegraph.report.text.schedule_figures import schedule_title
+from pipegraph.report.text.tables import clip
+from pipegraph.schedule import Kind, Schedule, Timeline
+from pipegraph.schedule.simulated_schedule import SimulatedSchedule
+from pipegraph.units import TimeFormat, format_percent, tick_marks
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 64, 92, 40  # around the lanes
+_BOX, _MEMORY, _BETWEEN = 24, 14, 8  # heights of a box and the curve below it, and the gap to the next lane
+_LANE = _BOX + _MEMORY + _BETWEEN
+_NARROWEST, _WIDEST = 780, 3600  # of the lanes
+_WIDEST_MEASURED = 1900
+_DIGIT = 6.2  # width of a digit in a box
+_MOST_ARROWS = 64
+_CRITICAL = "#d6006c"
+_CURVE = "#c3cad3"
+
+
+def schedule_svg(simulated: SimulatedSchedule) -> str:
+    """Return a simulated schedule as the text of an SVG file."""
+    return schedule_drawing(simulated).to_svg(schedule_title(simulated.schedule))
+
+
+def schedule_drawing(simulated: SimulatedSchedule) -> Drawing:
+    """Draw a simulated schedule, with its critical path, the activations that ranks hold, and messages if few."""
+    timeline, unit = simulated.timeline, simulated.time_format
+    figures = [
+        f"makespan {unit.text(timeline.makespan)} (bubble {format_percent(timeline.bubble)})",
+        f"span {unit.text(timeline.span)} (bubble {format_percent(timeline.span_bubble)})",
+        f"lower bound {unit.text(simulated.lower_bound)} (gap {format_percent(simulated.gap)})",
+        f"at most {max(timeline.peak_activations)} saved activations on a rank",
+    ]
+    lanes = _Lanes(simulated.schedule, timeline, unit, _WIDEST)
+    shapes = [*lanes.grounds(), *lanes.memory(), *lanes.boxes(), *lanes.arrows(), *lanes.critical_path()]
+    return lanes.drawing(schedule_title(simulated.schedule), figures, shapes)
+
+
+def timeline_drawing(schedule: Schedule, timeline: Timeline, what: str) -> Drawing:
+    """Draw the actions of a timeline in seconds; ``what`` it is, such as ``predicted``."""
+    unit = TimeFormat.of(timeline.makespan)
+    figures = [f"step {unit.text(timeline.makespan)} (bubble {format_percent(timeline.bubble)})"]
+    lanes = _Lanes(schedule, timeline, unit, _WIDEST_MEASURED)
+    return lanes.drawing(f"{schedule_title(schedule)} · {what}", figures, [*lanes.grounds(), *lanes.boxes()])
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """The places of ranks and times in a picture whose lanes are ``widest`` at most."""
+
+    schedule: Schedule
+    timeline: Timeline
+    unit: TimeFormat
+    widest: float
+
+    @cached_property
+    def colours(self) -> ActionColours:
+        return ActionColours.of(self.schedule)
+
+    @cached_property
+    def scale(self) -> float:
+        """Pixels per time: a microbatch's number fits into the shortest action, if the picture stays narrow enough."""
+        makespan = self.timeline.makespan
+        if makespan <= 0:
+            return 0.0
+        lasting = sorted(event.end - event.start for row in self.timeline.events for event in row)
+        shortest = next((each for each in lasting if each > 0), makespan)  # nothing if only messages take time
+        if self.widest < _WIDEST:  # of a measured one the shortest may be far too short
+            shortest = max(shortest, lasting[len(lasting) // 4])
+        wanted = self.number_width / shortest * makespan
+        return min(max(wanted, self.narrowest), self.widest) / makespan
+
+    @cached_property
+    def narrowest(self) -> float:
+        return max(_NARROWEST, sum(width for _, width in self.legend()) - _RIGHT)
+
+    @property
+    def number_width(self) -> float:
+        return len(str(self.schedule.microbatches - 1)) * _DIGIT + 5
+
+    def x(self, time: float) -> float:
+        return _LEFT + time * self.scale
+
+    def y(self, rank: int) -> float:
+        return _TOP + rank * _LANE
+
+    def drawing(self, title: str, figures: list[str], shapes: list[Shape]) -> Drawing:
+        """The lanes below a title, figures and a legend."""
+        width = _LEFT + max(self.timeline.makespan * self.scale, self.narrowest) + _RIGHT
+        height = _TOP + self.schedule.ranks * _LANE + _BOTTOM
+        head: list[Shape] = [
+            Label(_LEFT, 26, clip(title, 90), 17, bold=True),
+            Label(_LEFT, 45, "  ·  ".join(figures), 12, GREY),
+        ]
+        x: float = _LEFT
+        for entry, wide in self.legend():
+            head += Drawing(0, 0, entry).moved(x, 58)
+            x += wide
+        return Drawing(width, height, [*head, *shapes])
+
+    def legend(self) -> list[tuple[list[Shape], float]]:
+        """(shapes from (0, 0) on, their width) for everything that is to be explained."""
+        parts = []
+        for kind, fills in self.colours.legend():
+            swatches: list[Shape] = []
+            for index, fill in enumerate(fills):
+                swatches.append(Rectangle(index * 19, 0, 18, 16, fill, 2))
+                swatches.append(Label(index * 19 + 9, 12, kind.value, fill=ink(fill), anchor="middle"))
+            parts.append(_explained(swatches, len(fills) * 19, MEANING[kind]))
+        if self.colours.tones:
+            parts.append(_explained([], -6, self.colours.tones))
+        if self.widest == _WIDEST:
+            parts.append(_explained([Rectangle(1, 1, 18, 14, "none", 2, _CRITICAL, 2)], 20, "critical path"))
+        if self.widest == _WIDEST and self.schedule.trains:
+            curve = [(0, 16), (0, 11), (6, 11), (6, 5), (12, 5), (12, 13), (18, 13), (18, 16)]
+            parts.append(_explained([Line(curve, fill=_CURVE)], 18, "held activations, and peak"))
+        return parts
+
+    def grounds(self) -> Iterator[Shape]:
+        """The names and grounds of lanes, and the times below with a line through all lanes for each."""
+        length = self.timeline.makespan * self.scale
+        bottom = self.y(self.schedule.ranks) - _BETWEEN
+        for rank in range(self.schedule.ranks):
+            held = [stage for stage, place in enumerate(self.schedule.placement) if place == rank]
+            y = self.y(rank)
+            yield Label(_LEFT - 10, y + 16, f"rank {rank}", 12, anchor="end", bold=True)
+            if len(held) > 1:
+                stages = f"stages {held[0]}, {held[1]}" if len(held) == 2 else f"{held[0]}, {held[1]} … {held[-1]}"
+                yield Label(_LEFT - 10, y + 30, stages, 9, GREY, "end")
+            yield Rectangle(_LEFT, y, length, _BOX, LIGHT)
+        for tick in tick_marks(self.timeline.makespan / self.unit.size, max(2, int(length / 80))):
+            x = self.x(tick * self.unit.size)
+            yield Line([(x, _TOP - 4), (x, bottom + 6)], LINE, 0.7)
+            yield Label(x, bottom + 19, self.unit.number(tick * self.unit.size), fill=GREY, anchor="middle")
+        name = f"time in {self.unit.unit}" if self.unit.unit else "time"
+        yield Label(_LEFT - 10, bottom + 19, name, fill=GREY, anchor="end")
+
+    def boxes(self) -> Iterator[Shape]:
+        """A box for each event; its title says what it is and when."""
+        for rank, row in enumerate(self.timeline.events):
+            for event in row:
+                fill, width = self.colours.fill(event.action), (event.end - event.start) * self.scale
+                gap = min(0.8, width / 4)
+                title = f"{event.action}: {self.unit.text(event.start)} to {self.unit.text(event.end)}"
+                x, y = self.x(event.start), self.y(rank)
+                yield Rectangle(x, y, width - gap, _BOX, fill, min(2, width / 8), title=title)
+                if width >= self.number_width - 1:
+                    number = str(event.action.microbatch)
+                    yield Label(x + (width - gap) / 2, y + 16, number, 10, ink(fill), "middle")
+
+    def memory(self) -> Iterator[Shape]:
+        """Below each lane, how many activations its rank holds over time, and the most of them at the right."""
+        peaks = self.timeline.peak_activations
+        if max(peaks) == 0:
+            return
+        step = (_MEMORY - 2) / max(peaks)
+        for rank, row in enumerate(self.timeline.events):
+            base = self.y(rank) + _BOX + _MEMORY
+            changes = [(event.start, 1) for event in row if event.action.kind is Kind.F]
+            changes += [(event.end, -1) for event in row if event.action.kind in (Kind.W, Kind.B)]
+            held, curve = 0, [(self.x(0), base)]
+            for time, group in groupby(sorted(changes), key=lambda change: change[0]):
+                held += sum(change for _, change in group)
+                curve += [(self.x(time), curve[-1][1]), (self.x(time), base - held * step)]
+            yield Line(curve, fill=_CURVE)
+            yield Label(self.x(self.timeline.makespan) + 8, base - 2, str(peaks[rank]), fill=GREY)
+
+    def arrows(self) -> Iterator[Shape]:
+        """A line from each action to those on other ranks that use its result, if there are few enough to follow."""
+        dependencies = self.schedule.dependencies
+        ends: dict[tuple[bool, int, int], tuple[int, float]] = {}  # (backward, stage, microbatch) → (rank, time)
+        events = [(rank, event) for rank, row in enumerate(self.timeline.events) for event in row]
+        events = [(rank, event) for rank, event in events if event.action.kind is not Kind.W]
+        for rank, event in events:
+            ends[event.action.kind is not Kind.F, event.action.stage, event.action.microbatch] = rank, event.end
+        lines = []
+        for rank, event in events:
+            backward = event.action.kind is not Kind.F
+            sources = dependencies.gradient_consumers if backward else dependencies.producers
+            for source in sources.get(event.action.stage, ()):
+                other, end = ends[backward, source, event.action.microbatch]
+                if other != rank:
+                    lines.append(self.link(other, end, rank, event.start, GREY, 0.6))
+        if len(lines) <= _MOST_ARROWS:
+            yield from lines
+
+    def critical_path(self) -> Iterator[Shape]:
+        """An outline around each stretch of it on one rank, and a line from each stretch to the next."""
+        before: tuple[int, float] | None = None
+        path = self.timeline.critical_path
+        for rank, group in groupby(path, key=lambda event: self.schedule.placement[event.action.stage]):
+            stretch = list(group)
+            start, end = stretch[0].start, stretch[-1].end
+            if before is not None:
+                yield self.link(*before, rank, start, _CRITICAL, 2)
+            x = self.x(start)
+            yield Rectangle(x, self.y(rank), self.x(end) - x, _BOX, "none", 2, _CRITICAL, 2)
+            before = rank, end
+
+    def link(self, rank: int, end: float, other: int, start: float, stroke: str, width: float) -> Line:
+        """A line from one lane's edge to the facing edge of another."""
+        down = other > rank
+        points = [(self.x(end), self.y(rank) + _BOX * down), (self.x(start), self.y(other) + _BOX * (not down))]
+        return Line(points, stroke, width)
+
+
+def _explained(shapes: list[Shape], width: float, text: str) -> tuple[list[Shape], float]:
+    return [*shapes, Label(width + 6, 12, text)], width + 6 + LETTER * len(text) + 16

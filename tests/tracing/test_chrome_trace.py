@@ -1,0 +1,81 @@
+"""Traces read as far as they go."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipegraph.tracing.reading.chrome_trace import TraceError, read_trace
+
+EVENTS: list[dict[str, Any]] = [{"name": 'a "}],', "ts": 1.25}, {"name": "β\u2028", "args": {"k": [1, {}]}}, {}]
+TRACE = {
+    "schemaVersion": 1,
+    "baseTimeNanoseconds": 12345,
+    "pipegraph": {"run": "a", "clock": {"offset_ns": 1}},
+    "traceEvents": EVENTS,
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_is_read_compressed_or_not(packed: bool, tmp_path: Path) -> None:
+    text = json.dumps(TRACE, indent=1, ensure_ascii=False).encode()
+    file = tmp_path / "trace"
+    file.write_bytes(gzip.compress(text) if packed else text)
+    trace = read_trace(file)
+    assert list(trace.events()) == EVENTS
+    assert (trace.baseTimeNanoseconds, trace.pipegraph, trace.problem) == (12345, TRACE["pipegraph"], "")
+
+
+@given(st.data())
+def test_a_truncated_file_gives_what_it_has(data: st.DataObject) -> None:
+    text = json.dumps(TRACE).encode()
+    packed = data.draw(st.booleans())
+    whole = gzip.compress(text) if packed else text
+    end = data.draw(st.integers(0, len(text) - 1)) if not packed else data.draw(st.integers(2, len(whole) - 9))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace")
+        file.write_bytes(whole[:end])
+        try:
+            trace = read_trace(file)
+        except TraceError:
+            return  # too little of it is there
+        found = list(trace.events())
+        assert found == EVENTS[: len(found)]
+        assert trace.problem == "it is truncated" or packed  # all of it, but for the bytes that only check it
+
+
+def test_a_truncated_file_gives_the_events_before_its_end(tmp_path: Path) -> None:
+    text = json.dumps(TRACE).encode()
+    file = tmp_path / "trace"
+    file.write_bytes(text[: text.index(b"args") + 12])
+    assert list(read_trace(file).events()) == EVENTS[:1]
+
+
+def test_what_is_no_event_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    file.write_bytes(b'{"traceEvents": [1, {"ts": 1}, [], {"name": "\xff"}]}')
+    assert list(read_trace(file).events()) == [{"ts": 1}]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "hello", '{"a" 1}', '{"a": 1', '{"traceEvents": [1 2]}', "[" * 100_000])
+def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    file.write_text(text)
+    with pytest.raises(TraceError):
+        read_trace(file)
+
+
+def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    data = bytearray(gzip.compress(json.dumps(TRACE).encode()))
+    data[12:30] = b"\xff" * 18
+    file.write_bytes(data)
+    with pytest.raises(TraceError):
+        read_trace(file)
