@@ -56,9 +56,9 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
     import pipegraph
     from benchmarks.planner.models import SUBJECTS
     from benchmarks.planner.rank import RANKS
+    from pipegraph.cost.block_times import MeasureOptions
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.cost.measurement.block_times import MeasureOptions
-    from pipegraph.cost.measurement.cache import Cache
+    from pipegraph.cost.measurement_cache import Cache
     from pipegraph.planner.cut_choice import choose, evaluate, settle
     from pipegraph.planner.plan_options import Aim
 

@@ -64,8 +64,8 @@ def plan(
     chunks = None if stages_per_rank is None else parse_numbers(stages_per_rank, "--stages-per-rank")
     check_device(device)
     with progress(f"loading {model}"):
+        from pipegraph.cost.block_times import MeasureOptions
         from pipegraph.cost.hardware import Hardware
-        from pipegraph.cost.measurement.block_times import MeasureOptions
         from pipegraph.graph.capture import capture
         from pipegraph.graph.sources.load import load
         from pipegraph.planner.comparison import candidates, compare_model

@@ -128,8 +128,8 @@ def _check_cuts(points: str | None, stages: int | None, plan_file: Path | None, 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a search as arguments of `plan`, checked before anything is loaded."""
+    from pipegraph.cost.block_times import MeasureOptions
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.cost.measurement.block_times import MeasureOptions
     from pipegraph.planner.arguments import check_balance, check_recompute
     from pipegraph.workflows.schedules import named_schedule
 

@@ -22,7 +22,7 @@ from pipegraph.graph.index_bounds import index_bound
 from pipegraph.graph.internals import pytree
 from pipegraph.graph.nodes import label_of
 from pipegraph.graph.partition.stages import Boundary, tensor_of
-from pipegraph.graph.sources.checkpoint_names import checkpoint_names
+from pipegraph.graph.sources.huggingface import checkpoint_names
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Buffer, CheckpointNames, Manifest, ModelEntry, PlanEntry, StageEntry, Value
 from pipegraph.planner.plan import Plan

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipegraph.cost.aten_graph import trace_aten
+from pipegraph.cost.block_times import MeasureOptions, measure
 from pipegraph.cost.hardware.profile import Hardware
-from pipegraph.cost.measurement.block_times import MeasureOptions, measure
-from pipegraph.cost.measurement.cache import Cache
+from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph
 from pipegraph.cost.segment_cost import SegmentCost
 from pipegraph.cost.segments.attribution import CrossingValue, Times, saved_bytes, segment_times, weight_saved_bytes
@@ -18,7 +18,7 @@ from pipegraph.cost.segments.chain import Chain, find_chain
 from pipegraph.cost.segments.distinct_blocks import Block, LossOf, SegmentGroups, TraceOptions, group_segments
 from pipegraph.cost.segments.layer_types import begins_of_type, first_uses
 from pipegraph.cost.segments.subgraph import fx_graph
-from pipegraph.cost.state_bytes import buffer_bytes, parameter_bytes
+from pipegraph.cost.stage_cost import buffer_bytes, parameter_bytes
 from pipegraph.errors import PlanError, nearest
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of

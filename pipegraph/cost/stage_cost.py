@@ -1,4 +1,4 @@
-"""Floating-point operations and bytes of a stage, for one microbatch."""
+"""Floating-point operations and bytes of a stage for one microbatch, and bytes of its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from torch import fx
 
 from pipegraph.cost.roofline.flops import count_flops, value_bytes
-from pipegraph.cost.state_bytes import buffer_bytes, parameter_bytes
 from pipegraph.graph.captured import StateEntry
 from pipegraph.package import StageCost
 
@@ -26,3 +25,14 @@ def stage_cost(
         input_bytes=sum(value_bytes(node) for node in received),
         output_bytes=sum(value_bytes(node) for node in sent),
     )
+
+
+def parameter_bytes(state: Iterable[StateEntry], trained: bool = False) -> int:
+    """Of parameters; of those that are ``trained``, which have a gradient."""
+    parameters = (entry for entry in state if entry.kind == "parameter" and (entry.requires_grad or not trained))
+    return sum(entry.numel * entry.dtype.itemsize for entry in parameters)
+
+
+def buffer_bytes(state: Iterable[StateEntry]) -> int:
+    """Of buffers and constants."""
+    return sum(entry.numel * entry.dtype.itemsize for entry in state if entry.kind != "parameter")

@@ -1,6 +1,6 @@
 """The places of a value in the calls of modules that took it as an argument or returned it.
 
-``export/call_recorder.py`` records it while a model is exported: ``meta["argument_of"]`` and ``meta["result_of"]`` of a
+``export/torch_export.py`` records it while a model is exported: ``meta["argument_of"]`` and ``meta["result_of"]`` of a
 node hold call → place.
 """
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -18,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
-
-from pipegraph.progress import track
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 """A graph that runs. It takes the tensors out of the list that it is called with, so that it can release them."""
@@ -279,40 +276,12 @@ def boxed(module: fx.GraphModule) -> Run:
     return run
 
 
-def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
-    """Compile functional graphs of ATen operations with Inductor.
-
-    `torch._inductor.compile`, the public way, wraps each call in AOTAutograd's run-time checks, which cost more than
-    some of the kernels, and waits for each graph's C++ compiler before it looks at the next graph. Here all compile at
-    once. Outputs have the strides that the graph says: other graphs are compiled for them.
-    """
-    results: list[Run | Exception] = []
-    ends: list[int] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses deprecated parts of torch
-        with _deferred_waits() as waits:
-            for module in track("writing kernels", modules):
-                try:
-                    results.append(_compile_graph(module))
-                except Exception as error:
-                    results.append(error)
-                ends.append(len(waits))
-        starts = [0, *ends][: len(ends)]
-        for index, (start, end) in enumerate(track("compiling kernels", list(zip(starts, ends, strict=True)))):
-            try:
-                for wait in waits[start:end]:
-                    wait()
-            except Exception as error:
-                results[index] = error
-    return results
-
-
 _patching = threading.RLock()
 
 
 @contextmanager
-def _deferred_waits() -> Iterator[list[Callable[[], None]]]:
-    """Collect this thread's waits for compiler processes instead of waiting.
+def deferred_waits() -> Iterator[list[Callable[[], None]]]:
+    """Collect this thread's waits for compiler processes instead of waiting, so that many graphs compile at once.
 
     The module that Inductor generates waits as it is imported, and only this method of the class is in between. Other
     threads wait as ever, and so does what runs after an inner use.
@@ -339,7 +308,12 @@ def _deferred_waits() -> Iterator[list[Callable[[], None]]]:
             AsyncCompile.wait = before  # type: ignore[method-assign]
 
 
-def _compile_graph(module: fx.GraphModule) -> Run:
+def compile_graph(module: fx.GraphModule) -> Run:
+    """Compile a functional graph of ATen operations with Inductor.
+
+    `torch._inductor.compile`, the public way, wraps each call in AOTAutograd's run-time checks, which cost more than
+    some of the kernels. Outputs have the strides that the graph says: other graphs are compiled for them.
+    """
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
     from torch._inductor.virtualized import V

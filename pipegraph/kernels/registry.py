@@ -24,7 +24,7 @@ def _autograd(recompute: str, max_variants: int) -> Maker:
 
 def _traced(name: str) -> Callable[[str, int], Maker]:
     def maker(recompute: str, max_variants: int) -> Maker:
-        from pipegraph.kernels.compiled.compilers import compiler, options  # which import torch's compiler
+        from pipegraph.kernels.compilers import compiler, options  # which import torch's compiler
         from pipegraph.kernels.traced import TracedKernels
 
         return partial(

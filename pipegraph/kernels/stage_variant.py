@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions, differentiate
 from pipegraph.kernels.blocks.divided_function import DividedFunction
-from pipegraph.kernels.compiled.program import Compiler, Program
 from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import Loss
 from pipegraph.kernels.loss import check_gradients, scalar_loss
-from pipegraph.kernels.modules.attribute_snapshot import unchanged
-from pipegraph.kernels.modules.module_state import ModuleState
-from pipegraph.kernels.modules.signature import value_signature
+from pipegraph.kernels.module_state import ModuleState
+from pipegraph.kernels.program import Compiler, Program
 from pipegraph.kernels.sharded import check_outputs, local
+from pipegraph.kernels.trace_guard import unchanged, value_signature
 
 Results = tuple[int | tuple[Any], ...]
 """Of each output, the position of its tensor among those returned, or the constant that it is."""

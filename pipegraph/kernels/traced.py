@@ -12,13 +12,13 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels.autocast import autocast_state, without_autograd_and_autocast
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.blocks.differentiate import TraceOptions
-from pipegraph.kernels.compiled.program import Compiler
 from pipegraph.kernels.gradients import accumulate, with_strides
 from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import Forward, Loss
-from pipegraph.kernels.modules.trace_guard import TraceGuard
+from pipegraph.kernels.program import Compiler
 from pipegraph.kernels.sharded import local
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, StageVariant, trace
+from pipegraph.kernels.trace_guard import TraceGuard
 
 
 class SavedValues:

@@ -9,9 +9,9 @@ from typing import Any
 
 from msgspec import structs
 
+from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.measurement.block_times import MeasureOptions
-from pipegraph.cost.measurement.cache import Cache
+from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.price import PricedModel
 from pipegraph.cost.segments.distinct_blocks import LossOf
 from pipegraph.cost.stage_cost import stage_cost

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.hardware import Hardware, Link
-from pipegraph.cost.measurement.block_times import MeasureOptions
-from pipegraph.cost.measurement.cache import Cache
+from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.price import price
 from pipegraph.cost.segments.distinct_blocks import LossOf
 from pipegraph.errors import PlanError

@@ -18,8 +18,7 @@ from pipegraph.package import Manifest, Package
 from pipegraph.runtime import parameters
 from pipegraph.runtime.executor import Executor, run_executors
 from pipegraph.runtime.gradient_clipping import clip_grad_norm
-from pipegraph.runtime.microbatch import BatchSplitter
-from pipegraph.runtime.model_arguments import fill_structure
+from pipegraph.runtime.microbatch import BatchSplitter, fill_structure
 from pipegraph.runtime.observer import Observer, ObserverList
 from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.faults import FaultGuard

@@ -21,6 +21,7 @@ from rich.live import Live
 
 from pipegraph.cli import progress
 from pipegraph.kernels import internals
+from pipegraph.kernels.compilers import compile_graphs
 from pipegraph.progress import listen, report_progress, track
 from pipegraph.runtime.processes.progress_relay import ProgressRelay, relay_progress
 from tests.cli.command import ROOT, Command
@@ -151,10 +152,10 @@ def test_nothing_is_shown_without_a_terminal(pipegraph: Command, chain: Path, mo
 
 
 def test_kernels_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(internals, "_compile_graph", lambda module: module)
+    monkeypatch.setattr(internals, "compile_graph", lambda module: module)
     told: list[tuple[str, int, int]] = []
     with listen(lambda *each: told.append(each)):
-        assert internals.compile_graphs(["one", "two"]) == ["one", "two"]  # type: ignore[list-item, comparison-overlap]
+        assert compile_graphs(["one", "two"]) == ["one", "two"]  # type: ignore[list-item, comparison-overlap]
     assert told == [(what, done, 2) for what in ("writing kernels", "compiling kernels") for done in range(3)]
 
 

@@ -278,7 +278,7 @@ class Swapped:
 
 def test_what_only_transformers_can_read_is_told(llama: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where name and shape are the same, so that wrong values would go unnoticed."""
-    monkeypatch.setattr("pipegraph.graph.sources.checkpoint_names._transforms", lambda model: ([], [Swapped()]))
+    monkeypatch.setattr("pipegraph.graph.sources.huggingface._transforms", lambda model: ([], [Swapped()]))
     package = pipegraph.write_package(llama.plan, tmp_path / "out", weights=False)
     with pytest.raises(PackageError, match=r"q_proj.weight is stored in a form that only transformers can read"):
         package.load_stage(0, weights=llama.single)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.cost.measurement.block_times import MeasureOptions
-from pipegraph.cost.measurement.cache import Cache
+from pipegraph.cost.block_times import MeasureOptions
+from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.price import PricedModel, price
 from pipegraph.errors import PlanError
 from tests.cost.models import TOKENS, Block, model

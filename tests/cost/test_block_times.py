@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipegraph.cost.measurement import block_times as measuring
-from pipegraph.cost.measurement.block_times import MeasureOptions, measure
-from pipegraph.cost.measurement.cache import Cache, default_folder
+from pipegraph.cost import block_times as measuring
+from pipegraph.cost.block_times import MeasureOptions, measure
+from pipegraph.cost.measurement_cache import Cache, default_folder
 from pipegraph.cost.price import price
 from pipegraph.cost.segments.chain import find_chain
 from pipegraph.cost.segments.distinct_blocks import Block, TraceOptions, group_segments

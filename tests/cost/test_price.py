@@ -17,7 +17,7 @@ from pipegraph.cost import price as pricing
 from pipegraph.cost.price import PricedModel, price
 from pipegraph.cost.segments import distinct_blocks
 from pipegraph.graph.captured import Captured
-from pipegraph.kernels.compiled.compilers import compiler, options
+from pipegraph.kernels.compilers import compiler, options
 from pipegraph.kernels.traced import TracedKernels
 from pipegraph.package import CALLER
 from pipegraph.workflows.batch import batch_from_manifest

@@ -16,6 +16,7 @@ from pipegraph.cost.calibration.stopwatch import Stopwatch
 from pipegraph.cost.hardware.profile import OTHER
 from pipegraph.cost.hardware.size_table import SizeTable
 from pipegraph.kernels import internals
+from pipegraph.kernels.compilers import compile_graphs
 from pipegraph.kernels.internals import Run
 
 _KIB, _MIB = 2**10, 2**20
@@ -140,7 +141,7 @@ def compiled(functions: Sequence[tuple[Function, Sequence[Tensor]]]) -> list[Cal
     modules = [trace_aten(function, inputs) for function, inputs in distinct]
     made: Sequence[Run | Exception] = []
     if internals.compiler_is_missing() is None:
-        made = internals.compile_graphs(modules)
+        made = compile_graphs(modules)
     runs = {
         each: internals.boxed(module) if run is None or isinstance(run, Exception) else run
         for each, module, run in itertools.zip_longest(distinct, modules, made)

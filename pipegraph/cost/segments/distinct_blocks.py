@@ -26,10 +26,10 @@ from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import label_of
 from pipegraph.kernels import Loss, internals
 from pipegraph.kernels.blocks.divided_function import DividedFunction
-from pipegraph.kernels.compiled.compilers import compiler, options
+from pipegraph.kernels.compilers import compiler, options
 from pipegraph.kernels.graphs.division import is_view
 from pipegraph.kernels.graphs.joint_graph import JointGraph
-from pipegraph.kernels.modules.module_state import ModuleState
+from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, trace
 from pipegraph.progress import report_progress
 

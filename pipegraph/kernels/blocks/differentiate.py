@@ -15,7 +15,7 @@ from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.blocks.repeated_modules import RecordedCall, RepeatedModules
 from pipegraph.kernels.graphs import joint_graph
 from pipegraph.kernels.internals import tree_leaves, tree_unflatten
-from pipegraph.kernels.modules.module_state import ModuleState
+from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.sharded import local
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from pipegraph.kernels.autocast import AutocastState, autocast_state
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.internals import storage_identity, tree_flatten, tree_unflatten, version
-from pipegraph.kernels.modules.module_state import ModuleState
-from pipegraph.kernels.modules.signature import module_signature, tensor_signature, value_signature
+from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.sharded import differentiable_local, is_sharded, local
+from pipegraph.kernels.trace_guard import module_signature, tensor_signature, value_signature
 
 _CONSTANTS = (type(None), bool, int, float, str)
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import is_random
-from pipegraph.kernels.modules.module_state import ModuleState
+from pipegraph.kernels.module_state import ModuleState
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 

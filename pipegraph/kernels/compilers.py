@@ -12,8 +12,9 @@ from torch import Tensor, fx
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions
-from pipegraph.kernels.compiled.program import Compiler
 from pipegraph.kernels.internals import Run
+from pipegraph.kernels.program import Compiler
+from pipegraph.progress import track
 
 convolution_backward: Any = torch.ops.aten.convolution_backward.default
 
@@ -69,7 +70,7 @@ def _eager(modules: Sequence[fx.GraphModule]) -> list[Run]:
 
 
 def _inductor(modules: Sequence[fx.GraphModule]) -> list[Run]:
-    runs = internals.compile_graphs(modules)
+    runs = compile_graphs(modules)
     for index, (module, run) in enumerate(zip(modules, runs, strict=True)):
         if isinstance(run, Exception):
             reason = str(run).strip().partition("\n")[0]
@@ -79,3 +80,26 @@ def _inductor(modules: Sequence[fx.GraphModule]) -> list[Run]:
             )
             runs[index] = internals.boxed(module)
     return runs  # type: ignore[return-value]
+
+
+def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
+    """Compile functional graphs of ATen operations with Inductor, all at once. Return the error of one that fails."""
+    results: list[Run | Exception] = []
+    ends: list[int] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses deprecated parts of torch
+        with internals.deferred_waits() as waits:
+            for module in track("writing kernels", modules):
+                try:
+                    results.append(internals.compile_graph(module))
+                except Exception as error:
+                    results.append(error)
+                ends.append(len(waits))
+        starts = [0, *ends][: len(ends)]
+        for index, (start, end) in enumerate(track("compiling kernels", list(zip(starts, ends, strict=True)))):
+            try:
+                for wait in waits[start:end]:
+                    wait()
+            except Exception as error:
+                results[index] = error
+    return results

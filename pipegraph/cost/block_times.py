@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipegraph.cost.calibration.busy_ranks import busy_ranks
-from pipegraph.cost.measurement.cache import Cache
+from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.segments.distinct_blocks import Block, memory_of
 from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, random_state
 from pipegraph.errors import PlanError

@@ -1,1 +1,0 @@
-"""Time the distinct blocks of a model on this machine."""

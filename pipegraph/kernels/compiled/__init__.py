@@ -1,1 +1,0 @@
-"""Compiled programs: graphs become runs of Inductor's kernels."""

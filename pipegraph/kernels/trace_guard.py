@@ -1,0 +1,257 @@
+"""What a trace depends on: signatures that are compared before each step, and attributes that tracing may change.
+
+Two calls of modules run the same code if their signatures are equal. Signatures are hashable and cautious: an object
+that cannot be compared equals itself alone, so a layer that could differ is compiled on its own: slower to start, never
+wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegraph.kernels import internals
+from pipegraph.kernels.interface import Loss
+from pipegraph.kernels.loss import CONTAINERS, objects_held_by
+from pipegraph.kernels.module_state import ModuleState
+from pipegraph.kernels.sharded import check_traceable, is_layout, is_style, layout, local
+
+ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
+
+
+class _Identity:
+    """Equal to the signature of the same object alone. Holding the object keeps its id from being reused."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.held is self.held
+
+
+@dataclass
+class _Numbers:
+    """The objects and tensors that one signature has met: an object that comes again is the number that it got."""
+
+    objects: dict[int, int] = field(default_factory=dict)
+    tensors: dict[int, int] = field(default_factory=dict)
+
+
+def tensor_signature(tensor: Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor that a graph is made for."""
+    own = local(tensor)
+    return (layout(tensor), tuple(own.shape), own.stride(), own.dtype, own.device, tensor.requires_grad)
+
+
+def module_signature(module: nn.Module) -> tuple[Any, ...]:
+    """Classes, attributes, hooks and modes of a module and its children, and which of its tensors are one."""
+    return _of_module(module, _Numbers())
+
+
+def value_signature(value: Any) -> Any:
+    """The signature of an attribute or an argument that is no tensor."""
+    return _of_value(value, _Numbers())
+
+
+def _of_module(module: nn.Module, numbers: _Numbers) -> tuple[Any, ...]:
+    if id(module) in numbers.objects:
+        return ("again", numbers.objects[id(module)])
+    numbers.objects[id(module)] = len(numbers.objects)
+    attributes = tuple((name, _of_value(item, numbers)) for name, item in internals.attributes(module).items())
+    # Hooks are numbered among the module's own: no two of the process are registered under one number.
+    registered = sorted(internals.hook_numbers(module))
+    hooks = tuple(
+        (name, tuple((registered.index(number), _of_value(hook, numbers)) for number, hook in held.items()))
+        for name, held in internals.hook_dicts(module).items()
+    )
+    tensors = tuple(
+        (name, None if tensor is None else numbers.tensors.setdefault(id(tensor), len(numbers.tensors)))
+        for held in internals.tensor_dicts(module)
+        for name, tensor in held.items()
+    )
+    children = tuple(
+        (name, None if child is None else _of_module(child, numbers))
+        for name, child in internals.children(module).items()
+    )
+    return (type(module), attributes, hooks, tensors, children)
+
+
+def _of_value(value: Any, numbers: _Numbers) -> Any:
+    if isinstance(value, ATOMS) or is_layout(value):
+        return (type(value), value)
+    if is_style(value):
+        return (type(value), *((name, _of_value(item, numbers)) for name, item in vars(value).items()))
+    if id(value) in numbers.objects:
+        return ("again", numbers.objects[id(value)])
+    if type(value) in (tuple, list, set, frozenset) or _is_mapping(value):
+        return _of_container(value, numbers)
+    if isinstance(value, functools.partial):
+        return (functools.partial, *(_of_value(part, numbers) for part in (value.func, value.args, value.keywords)))
+    if isinstance(value, types.MethodType):
+        return (types.MethodType, value.__func__, _of_value(value.__self__, numbers))
+    if isinstance(value, types.FunctionType):
+        numbers.objects[id(value)] = len(numbers.objects)  # for a function that calls itself
+        cells = tuple(_of_cell(cell, numbers) for cell in value.__closure__ or ())
+        return (
+            value.__code__,
+            cells,
+            *(_of_value(each, numbers) for each in (value.__defaults__, value.__kwdefaults__)),
+        )
+    return _Identity(value)
+
+
+def _of_container(value: Any, numbers: _Numbers) -> Any:
+    numbers.objects[id(value)] = len(numbers.objects)  # for a container that holds itself
+    if _is_mapping(value):
+        items: Any = tuple((key, _of_value(item, numbers)) for key, item in value.items())
+    else:
+        items = (_of_value(item, numbers) for item in value)
+        items = tuple(items) if isinstance(value, (tuple, list)) else frozenset(items)
+    del numbers.objects[id(value)]  # the container may be temporary, and its id soon another's
+    return (type(value), items)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections")
+
+
+def _of_cell(cell: types.CellType, numbers: _Numbers) -> Any:
+    try:
+        return _of_value(cell.cell_contents, numbers)
+    except ValueError:  # not filled yet
+        return "empty"
+
+
+@contextmanager
+def unchanged(objects: Iterable[Any]) -> Iterator[None]:
+    """Put the attributes of objects and the items of containers back afterwards, and raise RuntimeError if any changed.
+
+    A traced graph would not make the change again, and a tensor that tracing leaves there has no memory. Containers in
+    attributes of modules and in containers count too.
+    """
+    contents: dict[int, tuple[str, Any, Any]] = {}  # by identity: name, container, copy
+    for each in objects:
+        if type(each) in CONTAINERS:
+            _keep(contents, f"a {type(each).__name__}", each)
+        elif isinstance(getattr(each, "__dict__", None), dict):
+            # Another object may hold anything, a data set for example: its own attributes are enough.
+            _keep(contents, type(each).__name__, vars(each), nested=isinstance(each, nn.Module))
+    try:
+        yield
+        changed = next((name for content in contents.values() if (name := _changed(*content)) is not None), None)
+    finally:
+        for name, container, copy in contents.values():
+            if _changed(name, container, copy) is not None:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(copy)
+    if changed is not None:
+        raise RuntimeError(f"its forward sets {changed}")
+
+
+def _keep(contents: dict[int, tuple[str, Any, Any]], name: str, value: Any, nested: bool = True) -> None:
+    if type(value) is tuple:
+        for item in value:
+            _keep(contents, name, item)
+    if type(value) in CONTAINERS and id(value) not in contents:
+        contents[id(value)] = name, value, value.copy()
+        for key, item in _items(value).items() if nested else ():
+            _keep(contents, _named(name, key), item)
+
+
+def _changed(name: str, container: Any, copy: Any) -> str | None:
+    """The name of an item that is another object than in the copy, or None. An equal number is no change."""
+    now, before = _items(container), _items(copy)
+    for key in (*now, *before):
+        if key not in now or key not in before or not _same(now[key], before[key]):
+            return _named(name, key)
+    return None
+
+
+def _items(container: Any) -> dict[Any, Any]:
+    if isinstance(container, dict):
+        return container
+    return dict(enumerate(container)) if isinstance(container, list) else {id(item): item for item in container}
+
+
+def _named(name: str, key: Any) -> str:
+    return f"{name}.{key}" if isinstance(key, str) else name
+
+
+def _same(item: Any, other: Any) -> bool:
+    return item is other or (type(item) is type(other) and isinstance(item, ATOMS) and item == other)
+
+
+class TraceGuard:
+    """Looks at a stage and its loss once per step.
+
+    Attributes:
+        held: what tracing must leave as it is: all modules, and what else the loss reads.
+        state: the parameters and buffers of all modules.
+        key: what can change and change back: modes, dtypes, shapes, `requires_grad`, and the obstacle.
+        obstacle: why stage and loss cannot be traced, or None.
+    """
+
+    def __init__(self, stage: nn.Module, loss: Loss | None) -> None:
+        self._stage, self._loss = stage, loss
+        self._of_modules: Any = None
+        self._of_tensors: Any = None
+        self.look()
+
+    def look(self) -> str | None:
+        """Compare with the last look.
+
+        Returns:
+            "modules" if a module is another object, or has other hooks; "tensors" if only parameters, buffers or
+            tensors that the loss holds are other objects; else None.
+        """
+        read = objects_held_by(self._loss)
+        loss_modules = (part for each in read if isinstance(each, nn.Module) for part in each.modules())
+        modules = list(dict.fromkeys((*self._stage.modules(), *loss_modules)))
+        tensors = [tensor for module in modules for held in internals.tensor_dicts(module) for tensor in held.values()]
+        tensors += [each for each in read if isinstance(each, Tensor)]
+        of_modules = tuple(map(id, modules)), tuple(map(internals.hook_numbers, modules))
+        of_tensors = tuple(map(id, tensors))
+        changed = None
+        if of_modules != self._of_modules:
+            changed = "modules"
+        elif of_tensors != self._of_tensors:
+            changed = "tensors"
+        if changed is not None:
+            self.state = ModuleState(modules)
+        self._of_modules, self._of_tensors = of_modules, of_tensors
+        self._alive = modules, tensors  # until the next look: no other object gets the identity of one of them
+        self.held = [*modules, *(each for each in read if not isinstance(each, (nn.Module, Tensor)))]
+        state = self.state.tensors()
+        self.obstacle = _obstacle(modules, state)
+        modes = tuple(module.training for module in modules)
+        self.key = modes, tuple(map(tensor_signature, state)), self.obstacle
+        return changed
+
+
+def _obstacle(modules: Sequence[nn.Module], state: Sequence[Tensor]) -> str | None:
+    try:
+        check_traceable(modules, state)
+        for tensor in state:
+            _check_plain(tensor)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _check_plain(tensor: Tensor) -> None:
+    """Raise RuntimeError if a tensor has a class of its own or a hook: graphs hold plain tensors, and only autograd
+    calls hooks of parameters."""
+    if type(local(tensor)) not in (Tensor, nn.Parameter, nn.Buffer):
+        raise RuntimeError(f"a parameter or buffer is a {type(tensor).__name__}")
+    if internals.has_hooks(tensor):
+        raise RuntimeError(f"a parameter of shape {list(tensor.shape)} has a hook")
