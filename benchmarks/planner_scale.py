@@ -134,9 +134,9 @@ def measure(model: str, ranks: int, seq: int, search: bool) -> PlanMeasurement:
         from pipegraph.cost.hardware import Hardware
         from pipegraph.graph.capture import capture
         from pipegraph.graph.sources.load import load
-        from pipegraph.planner.comparison import candidates, compare, price_each
+        from pipegraph.planner.comparison import candidates, compare_plans, price_candidates
         from pipegraph.planner.plan import plan_of
-        from pipegraph.planner.plan_options import Aim
+        from pipegraph.planner.plan_options import PlanOptions
         from pipegraph.workflows.batch import loss_and_target
     with phase("load"), tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.json")
@@ -144,18 +144,18 @@ def measure(model: str, ranks: int, seq: int, search: bool) -> PlanMeasurement:
         source = load(f"hf:{file}", weights=False, batch=1, seq=seq)
     with phase("capture"):
         captured = capture(source.model, source.args, source.kwargs)
-    aim = Aim(ranks=ranks, hardware=Hardware.load("h100"), loss=loss_and_target(source))
+    options = PlanOptions(ranks=ranks, hardware=Hardware.load("h100"), loss=loss_and_target(source))
     plans = candidates(ranks) if search else candidates(ranks, ["1f1b"], [4 * ranks], recompute=["none"])
     with phase("price"):
-        prices = price_each(captured, aim, plans)
+        costs = price_candidates(captured, options, plans)
     with phase("plan"):
-        plan = plan_of(compare(prices, aim, ranks, plans).best)
+        plan = plan_of(compare_plans(costs, options, ranks, plans).best)
     prediction = plan.prediction
     assert prediction is not None and prediction.gap is not None
     return PlanMeasurement(
         model,
         phases,
-        len(next(iter(prices.values())).segments),
+        len(next(iter(costs.values())).segments),
         f"{prediction.schedule}, {prediction.microbatches} microbatches, recompute {prediction.recompute}",
         prediction.value,
         prediction.gap,

@@ -4,6 +4,7 @@
      ├── SourceError      the model's file, or what it defines, cannot be used
      ├── CaptureError     the model cannot be captured as a graph
      ├── PlanError        the captured model cannot be split as asked
+     │    └── ArgumentError    no model could be split as asked
      ├── ScheduleError    a schedule cannot be built, or is wrong
      ├── PackageError     a package on disk is damaged, too new, or not one
      ├── BatchError       the inputs of a step do not fit the package
@@ -44,6 +45,12 @@ class PlanError(PipegraphError):
     """The captured model cannot be split as asked: an unknown or misplaced point, or too many stages."""
 
     exit_code = 3
+
+
+class ArgumentError(PlanError):
+    """An argument has a value that it cannot have for any model."""
+
+    exit_code = 2
 
 
 class ScheduleError(PipegraphError):

@@ -59,8 +59,8 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
     from pipegraph.cost.block_times import MeasureOptions
     from pipegraph.cost.hardware import Hardware
     from pipegraph.cost.measurement_cache import Cache
-    from pipegraph.planner.cut_choice import choose, evaluate, settle
-    from pipegraph.planner.plan_options import Aim
+    from pipegraph.planner.cut_choice import CutChoice, choose_cuts, refine_cuts
+    from pipegraph.planner.plan_options import PlanOptions
 
     torch.set_num_threads(1)
     subject = SUBJECTS[name]()
@@ -69,7 +69,7 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
     stages = pipegraph.schedule.build(schedule, RANKS, microbatches).stages
     if stages != RANKS:
         raise typer.BadParameter("every cut is tried with one stage on a rank only.", param_hint="--schedule")
-    aim = Aim(
+    options = PlanOptions(
         "time",
         schedule,
         microbatches,
@@ -81,9 +81,9 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
     ).on_ranks(RANKS)
     costs, chosen = {}, {}
     for balance in BALANCES:
-        own = replace(aim, balance=balance)
+        own = replace(options, balance=balance)
         costs[balance] = own.price(captured, layers), own
-        best = settle(choose(*costs[balance], stages))
+        best = refine_cuts(choose_cuts(*costs[balance], stages))
         segments = best.costs.priced.chain.segments
         chosen[balance] = tuple(segments[cut].start for cut in best.cuts)
     cuts: list[_PredictedCut] = []
@@ -92,7 +92,7 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
         for balance, (priced, own) in costs.items():
             begins = [segment.start for segment in priced.priced.chain.segments]
             if set(starts) <= set(begins):
-                choice = evaluate(priced, own, tuple(map(begins.index, starts)), own.arrange(stages))
+                choice = CutChoice(priced, own, tuple(map(begins.index, starts)), own.schedule_of(stages))
                 predicted[balance] = choice.predict().to_json()
                 points = choice.points
         plan = pipegraph.plan(captured, points=points)

@@ -71,7 +71,7 @@ def plan(
         from pipegraph.planner.comparison import candidates, compare_model
         from pipegraph.planner.plan import plan_of
         from pipegraph.planner.plan_file import PlanFile, is_plan
-        from pipegraph.planner.plan_options import Aim
+        from pipegraph.planner.plan_options import PlanOptions
         from pipegraph.report.text.plan_tables import plan_comparison_dict, render_plan, render_plan_comparison
         from pipegraph.workflows.batch import loss_and_target
 
@@ -79,7 +79,7 @@ def plan(
         plans = candidates(ranks, names, counts, chunks, parse_names(recompute, "--recompute"))
         profile = Hardware.load(hardware)
         source = load(model, weights=False, batch=batch, seq=seq)
-        aim = Aim(
+        options = PlanOptions(
             balance,
             ranks=ranks,
             memory_bytes=memory,
@@ -90,7 +90,7 @@ def plan(
     with progress(f"capturing {source.name}"), held_back(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)
     with progress("comparing plans"):
-        comparison = compare_model(captured, aim, ranks, plans)
+        comparison = compare_model(captured, options, ranks, plans)
         best = plan_of(comparison.best)
     if json:
         print_json(plan_comparison_dict(comparison, best))

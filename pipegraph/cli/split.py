@@ -128,15 +128,16 @@ def _check_cuts(points: str | None, stages: int | None, plan_file: Path | None, 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a search as arguments of `plan`, checked before anything is loaded."""
+    from pipegraph.cost.balance import parse_balance
     from pipegraph.cost.block_times import MeasureOptions
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.planner.arguments import check_balance, check_recompute
+    from pipegraph.kernels.registry import check_recompute
     from pipegraph.workflows.schedules import named_schedule
 
     settings = dict(given)
     readers = {"schedule": named_schedule, "hardware": Hardware.load}
     settings |= {name: read(settings[name]) for name, read in readers.items() if name in given}
-    check_balance(settings.get("balance", "time"))
+    parse_balance(settings.get("balance", "time"))
     check_recompute(settings.get("recompute", "none"))
     return {**settings, "setting": MeasureOptions(settings.pop("device", "cpu"))}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipegraph.cost.aten_graph import trace_aten
+from pipegraph.cost.balance import BALANCES, PRICED, parse_balance
 from pipegraph.cost.block_times import MeasureOptions, measure
 from pipegraph.cost.hardware.profile import Hardware
 from pipegraph.cost.measurement_cache import Cache
@@ -19,19 +20,8 @@ from pipegraph.cost.segments.distinct_blocks import Block, LossOf, SegmentGroups
 from pipegraph.cost.segments.layer_types import begins_of_type, first_uses
 from pipegraph.cost.segments.subgraph import fx_graph
 from pipegraph.cost.stage_cost import buffer_bytes, parameter_bytes
-from pipegraph.errors import PlanError, nearest
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of
-
-UNITS = {
-    "time": "s",
-    "measured": "s",
-    "flops": "FLOP",
-    "parameters": "parameters",
-    "type": "layers",
-    "memory": "bytes",
-}
-"""The methods, and what F, I and W are counted in. Behind ``type`` comes a colon and a regular expression."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +101,7 @@ def price(
     Raises:
         PlanError: there is no such method; ``type:`` matches nothing; what is to be measured does not fit the device.
     """
-    name, pattern = _method(method)
+    name, pattern = parse_balance(method, PRICED)
     begins = begins_of_type(captured, pattern) if name == "type" else ()
     chain = find_chain(captured, inside_layers=name != "type", kept={*kept, *begins})
     hardware, setting = hardware or Hardware.load("cpu"), setting or MeasureOptions()
@@ -150,18 +140,7 @@ def price(
         )
         for index, (segment, part) in enumerate(zip(chain.segments, parts.segments, strict=True))
     )
-    return PricedModel(chain, costs, method, UNITS[name], tuple(uncounted), crossing, parts)
-
-
-def _method(method: str) -> tuple[str, str]:
-    name, colon, pattern = method.partition(":")
-    if name not in UNITS or bool(colon) != (name == "type") or (name == "type" and not pattern):
-        known = [f"{each}:REGEX" if each == "type" else each for each in UNITS]
-        raise PlanError(
-            f'Stages cannot be balanced by "{method}".{nearest(method, known)}\n'
-            f"Try: --balance with one of {', '.join(known)}."
-        )
-    return name, pattern
+    return PricedModel(chain, costs, method, BALANCES[name], tuple(uncounted), crossing, parts)
 
 
 def _price(block: Block, hardware: Hardware) -> tuple[GraphPrice, GraphPrice, GraphPrice]:

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from pipegraph.errors import PipegraphError, nearest
+from pipegraph.errors import ArgumentError, PipegraphError, nearest
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.interface import Loss, StageKernels
 
@@ -46,6 +46,14 @@ def names() -> tuple[str, ...]:
     return tuple(_MAKERS)
 
 
+def check_recompute(recompute: object) -> None:
+    """Raise ArgumentError unless this is one of `RECOMPUTE`."""
+    if recompute not in RECOMPUTE:
+        raise ArgumentError(
+            f'recompute cannot be "{recompute}".{nearest(str(recompute), RECOMPUTE)} There are: {", ".join(RECOMPUTE)}.'
+        )
+
+
 def maker(name: str, recompute: str = "min-cut", max_variants: int = 8) -> Maker:
     """Return what makes the kernels of one pipeline's stages. The stages share equal blocks.
 
@@ -63,10 +71,7 @@ def maker(name: str, recompute: str = "min-cut", max_variants: int = 8) -> Maker
         raise PipegraphError(
             f'No kernels are called "{name}".{nearest(name, _MAKERS)} There are: {", ".join(_MAKERS)}.'
         )
-    if recompute not in RECOMPUTE:
-        raise PipegraphError(
-            f'recompute cannot be "{recompute}".{nearest(recompute, RECOMPUTE)} There are: {", ".join(RECOMPUTE)}.'
-        )
+    check_recompute(recompute)
     if max_variants < 1:
         raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.")
     return _MAKERS[name](recompute, max_variants)

@@ -1,4 +1,4 @@
-"""The search over schedules, stages on a rank, microbatches and recompute: which of them are worth a choice."""
+"""The comparison of plans over schedules, stages on a rank, microbatches and recompute."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipegraph.cost import SegmentCost
-from pipegraph.errors import PlanError, ScheduleError
+from pipegraph.errors import ArgumentError, PlanError, ScheduleError
 from pipegraph.graph.captured import Captured
-from pipegraph.kernels.registry import RECOMPUTE
-from pipegraph.planner.arguments import ArgumentError, check_recompute
-from pipegraph.planner.cut_choice import Choice, choose, evaluate, settle
-from pipegraph.planner.plan_options import Aim
-from pipegraph.planner.priced_model import Costs
+from pipegraph.kernels.registry import RECOMPUTE, check_recompute
+from pipegraph.planner.chain_costs import ChainCosts
+from pipegraph.planner.cut_choice import CutChoice, choose_cuts, refine_cuts
+from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.solve import solve
-from pipegraph.planner.step_estimate import improve
+from pipegraph.planner.step_estimate import improve_cuts
 from pipegraph.schedule.recipes import RECIPES, find_recipe, names
 from pipegraph.units import bytes_option, format_bytes, format_number_of
 
-WORTH = 0.01
-"""A plan that saves less than this part of another's memory is as lean."""
-SAME = 0.002
-"""A plan that takes longer by less than this part is as fast."""
+SAME_MEMORY = 0.01
+"""Plans whose memory differs by less than this part need as much."""
+SAME_TIME = 0.002
+"""Plans whose times differ by less than this part are as fast."""
 
-# By how much a plan's figures may change from the first look on: by as much as one segment is of a stage, but at least
-# by _LEAST; where that is more than _MOST, by anything. From the second look on: by this part of that, at most.
-_LEAST, _MOST = 0.05, 0.25
-_SECOND = 1 / 6
-_LOW = 0.05  # the effort of a first look
-_MOST_STAGES = 32  # with which schedules for any number of stages on a rank are tried by themselves
-_CLOSEST = 3  # of those that do not fit, so many are looked at for what would do
+# By which part the figures of a plan may change when its cuts are searched for. From the first estimate on: by a
+# segment's part of a stage, and at least _LEAST_CHANGE; by anything if that is more than _LARGEST_CHANGE. From the
+# second estimate on: by a sixth of that.
+_LEAST_CHANGE, _LARGEST_CHANGE, _SECOND_SHARE = 0.05, 0.25, 1 / 6
+_LOW_EFFORT = 0.05
+_MANY_STAGES = 32  # 4 stages on a rank are compared by default if they are no more than so many in all
+_CLOSEST = 3  # plans that are searched for what they need if none fits
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """One of the plans to compare."""
 
     schedule: str
@@ -45,8 +44,8 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The plans worth a choice: no other that was searched has less time per microbatch and needs no more memory.
+class PlanComparison:
+    """The plans worth choosing from: no other one has less time per microbatch and needs no more memory.
 
     Attributes:
         choices: fastest first; the first one is the best.
@@ -54,12 +53,12 @@ class Comparison:
         refused: why others were not: schedules that cannot have these numbers.
     """
 
-    choices: tuple[Choice, ...]
+    choices: tuple[CutChoice, ...]
     considered: int
     refused: tuple[str, ...]
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> CutChoice:
         return self.choices[0]
 
 
@@ -69,196 +68,211 @@ def candidates(
     microbatches: Sequence[int] | None = None,
     chunks: Sequence[int] | None = None,
     recompute: Sequence[str] = RECOMPUTE,
-) -> tuple[Candidate, ...]:
-    """The plans to compare for so many ranks.
+) -> tuple[PlanCandidate, ...]:
+    """Return the plans to compare for so many ranks.
 
-    By default: every schedule with a backward; 2 and 4 microbatches for each rank; schedules that can have any number
-    of stages on a rank with their own (1 or 2), and with 4 while that makes no more than 32 stages.
+    Args:
+        ranks: that hold the stages.
+        schedules: names; by default every schedule with a backward.
+        microbatches: of a step; by default 2 and 4 for each rank.
+        chunks: stages on a rank, for schedules that can have any number of them; by default the schedule's own (1 or
+            2), and 4 if that makes no more than 32 stages.
+        recompute: what backwards compute again.
 
-    Raises ScheduleError for a schedule, and ArgumentError for a recompute that there is not; and where no schedule has
-    so many stages on a rank.
+    Raises:
+        ScheduleError: an unknown schedule.
+        ArgumentError: an unknown recompute, or no schedule can have so many stages on a rank.
     """
     for each in recompute:
         check_recompute(each)
-    chosen = [find_recipe(name) for name in schedules] if schedules else [recipe for recipe in RECIPES if recipe.trains]
+    recipes = [find_recipe(name) for name in schedules] if schedules else [each for each in RECIPES if each.trains]
     found = []
-    for recipe in chosen:
+    for recipe in recipes:
         numbers = [recipe.chunks]
         if recipe.any_chunks:
-            more = [4] if recipe.chunks == 2 and 4 * ranks <= _MOST_STAGES else []
+            more = [4] if recipe.chunks == 2 and 4 * ranks <= _MANY_STAGES else []
             numbers = list(chunks) if chunks else numbers + more
         elif chunks and recipe.chunks not in chunks:
             continue
-        for number in numbers:
-            for count in microbatches or (2 * ranks, 4 * ranks):
-                again = recompute if recipe.trains else recompute[:1]  # without a backward none matters
-                found += [Candidate(recipe.name, number, count, each) for each in again]
+        again = recompute if recipe.trains else recompute[:1]  # without a backward it does not matter
+        found += [
+            PlanCandidate(recipe.name, number, count, each)
+            for number in numbers
+            for count in microbatches or (2 * ranks, 4 * ranks)
+            for each in again
+        ]
     if not found:
         several = ", ".join(recipe.name for recipe in RECIPES if recipe.any_chunks)
         raise ArgumentError(
-            f"{', '.join(f'{recipe.name} has {recipe.chunks}' for recipe in chosen)} to a rank, and --stages-per-rank "
+            f"{', '.join(f'{recipe.name} has {recipe.chunks}' for recipe in recipes)} to a rank, and --stages-per-rank "
             f"{','.join(map(str, chunks or ()))} was given.\nTry: --schedule with one of {several}."
         )
     return tuple(found)
 
 
-def compare_model(captured: Captured, aim: Aim, ranks: int, plans: Sequence[Candidate]) -> Comparison:
-    """Price a model once for each recompute, and compare plans. Raises as `compare` does; PlanError if a parameter is
-    too large for any rank."""
-    aim.check_memory(captured)
-    aim = aim.on_ranks(ranks)
-    return compare(price_each(captured, aim, plans), aim, ranks, plans)
+def compare_model(
+    captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate]
+) -> PlanComparison:
+    """Price a model once for each recompute, and compare plans.
+
+    Raises as `compare_plans` does, and PlanError if a parameter is too large for any rank.
+    """
+    options.check_parameters_fit(captured)
+    options = options.on_ranks(ranks)
+    return compare_plans(price_candidates(captured, options, plans), options, ranks, plans)
 
 
-def price_each(captured: Captured, aim: Aim, plans: Sequence[Candidate]) -> dict[str, Costs]:
-    """The prices of a model for each recompute that is among the plans."""
-    return {name: replace(aim, recompute=name).price(captured) for name in {plan.recompute: None for plan in plans}}
+def price_candidates(captured: Captured, options: PlanOptions, plans: Sequence[PlanCandidate]) -> dict[str, ChainCosts]:
+    """Return the costs of a model for each recompute of the plans."""
+    names = dict.fromkeys(plan.recompute for plan in plans)
+    return {name: replace(options, recompute=name).price(captured) for name in names}
 
 
-def compare(prices: Mapping[str, Costs], aim: Aim, ranks: int, plans: Sequence[Candidate]) -> Comparison:
-    """Compare plans of a model that is priced for each recompute among them.
+def compare_plans(
+    costs: Mapping[str, ChainCosts], options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate]
+) -> PlanComparison:
+    """Compare plans of a model that is priced for each recompute.
 
-    A first look takes, for each plan, the cuts whose slowest stage is the fastest; a second one the best cuts near
-    those. Plans that by far do not come up to another are left out each time. The cuts of the others are searched for.
+    A first estimate of each plan takes the cuts whose slowest stage is the fastest, a second one the best cuts nearby.
+    After each, plans that are far worse than others are left out. For the rest, the best cuts are searched for.
 
     Raises:
-        MemoryShortage: no plan fits the memory; it says which comes closest.
+        MemoryShortage: no plan fits the memory; it names the closest one.
         PlanError: no schedule can have these numbers.
     """
-    segments = max(len(costs.segments) for costs in prices.values())
+    segments = max(len(chain.segments) for chain in costs.values())
     fewest = min(plans, key=lambda plan: plan.chunks)
     if ranks * fewest.chunks > segments:
-        works = segments // fewest.chunks
+        possible = segments // fewest.chunks
         raise PlanError(
             f"The model can be cut into {format_number_of('segment', segments)}, and {fewest.schedule} has "
-            f"{ranks * fewest.chunks} stages on {ranks} ranks.\nTry: --ranks {works}{' or fewer' if works > 1 else ''}."
+            f"{ranks * fewest.chunks} stages on {ranks} ranks.\n"
+            f"Try: --ranks {possible}{' or fewer' if possible > 1 else ''}."
         )
-    looks, refused = _looks(prices, aim, ranks, plans)
-    if not looks:
+    estimates, refused = _first_estimates(costs, options, ranks, plans)
+    if not estimates:
         hint = "Try: fewer --ranks, or another --schedule or number of --microbatches."
         raise PlanError("\n".join(["No plan can be compared.", *refused, hint]))
-    limit = _limit(aim)
-    loose = max(_looseness(look.costs.segments, look.schedule.stages) for look in looks)
-    near = _worth([look for look in looks if look.peak <= limit * (1 + loose)], limit, loose)
-    worth = _worth([_improved(look) for look in near], limit, min(loose, _MOST) * _SECOND)
-    found, short = _searched(worth, aim.effort)
-    if not found:
-        closest = sorted(looks, key=lambda look: look.peak)[:_CLOSEST]
-        found, others = _searched(closest, _LOW * aim.effort)
-        short += others
-    if not found:
-        raise _shortage(short, limit)
-    best, *rest = _front(found)
-    return Comparison((settle(best), *rest), len(looks), refused)
+    memory = options.largest_memory
+    change = max(_possible_change(each.costs.segments, each.schedule.stages) for each in estimates)
+    estimates_left = _competitive([each for each in estimates if each.peak <= memory * (1 + change)], memory, change)
+    second_change = min(change, _LARGEST_CHANGE) * _SECOND_SHARE
+    second_estimates = _competitive([_second_estimate(each) for each in estimates_left], memory, second_change)
+    choices, shortages = _search_cuts(second_estimates, options.effort)
+    if not choices:
+        closest = sorted(estimates, key=lambda each: each.peak)[:_CLOSEST]
+        choices, more = _search_cuts(closest, _LOW_EFFORT * options.effort)
+        shortages += more
+    if not choices:
+        raise _shortage(shortages, memory)
+    best, *others = _pareto_front(choices)
+    return PlanComparison((refine_cuts(best), *others), len(estimates), refused)
 
 
-def _looks(
-    prices: Mapping[str, Costs], aim: Aim, ranks: int, plans: Sequence[Candidate]
-) -> tuple[list[Choice], tuple[str, ...]]:
-    """Every candidate that there can be, and why there cannot be others."""
+def _first_estimates(
+    costs: Mapping[str, ChainCosts], options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate]
+) -> tuple[list[CutChoice], tuple[str, ...]]:
+    """Return every plan that is possible, with the most even cuts; and why others are not."""
     refused: dict[str, None] = {}
-    looks = []
+    estimates = []
     even: dict[tuple[str, int], tuple[int, ...]] = {}
     for plan in plans:
-        costs, stages = prices[plan.recompute], ranks * plan.chunks
-        if stages > len(costs.segments):
-            why = f"{plan.schedule} has {stages} stages, and the model can be cut into {len(costs.segments)} segments."
+        chain, stages = costs[plan.recompute], ranks * plan.chunks
+        if stages > len(chain.segments):
+            why = f"{plan.schedule} has {stages} stages, and the model can be cut into {len(chain.segments)} segments."
             refused[why] = None
             continue
         own = replace(
-            aim, schedule=plan.schedule, microbatches=plan.microbatches, ranks=ranks, recompute=plan.recompute
+            options, schedule=plan.schedule, microbatches=plan.microbatches, ranks=ranks, recompute=plan.recompute
         )
         try:
-            schedule = own.arrange(stages)
+            schedule = own.schedule_of(stages)
         except (ScheduleError, PlanError) as error:
             refused[str(error).replace("\n", " ")] = None
             continue
         if (plan.recompute, stages) not in even:
-            slowest = solve(costs.segments, stages, "gpipe", 1, objective="bottleneck", alternatives=0, effort=_LOW)
-            even[plan.recompute, stages] = slowest.cuts
-        looks.append(evaluate(costs, own, even[plan.recompute, stages], schedule))
-    return looks, tuple(refused)
+            even[plan.recompute, stages] = solve(
+                chain.segments, stages, "gpipe", 1, objective="bottleneck", alternatives=0, effort=_LOW_EFFORT
+            ).cuts
+        estimates.append(CutChoice(chain, own, even[plan.recompute, stages], schedule))
+    return estimates, tuple(refused)
 
 
-def _improved(look: Choice) -> Choice:
-    cuts = improve(look.costs.segments, look.cuts, look.schedule, look.aim.link)
-    return evaluate(look.costs, look.aim, cuts, look.schedule)
+def _second_estimate(choice: CutChoice) -> CutChoice:
+    cuts = improve_cuts(choice.costs.segments, choice.cuts, choice.schedule, choice.options.link)
+    return replace(choice, cuts=cuts)
 
 
-def _looseness(costs: Sequence[SegmentCost], stages: int) -> float:
-    """By how much a step may become shorter when its cuts are looked for: about the part of a stage that a middling
-    segment is."""
+def _possible_change(costs: Sequence[SegmentCost], stages: int) -> float:
+    """Return by which part a step may become shorter: about the part of a stage that the median segment is."""
     times = sorted(cost.forward + cost.input_grad + cost.weight_grad for cost in costs)
     part = times[len(times) // 2] * stages / max(sum(times), 1e-30)
-    return max(part, _LEAST) if part <= _MOST else math.inf
+    return max(part, _LEAST_CHANGE) if part <= _LARGEST_CHANGE else math.inf
 
 
-def _worth(looks: Sequence[Choice], limit: float, margin: float) -> list[Choice]:
-    """Those that no other one is better than, by so much in time or memory, where that one fits.
+def _competitive(choices: Sequence[CutChoice], memory: float, margin: float) -> list[CutChoice]:
+    """Return the choices that no fitting one beats by so much in time or memory.
 
-    A faster one may need a little more memory, as `_front` has it in the end.
+    A faster one may need a little more memory, as in `_pareto_front`.
     """
 
-    def beats(one: Choice, other: Choice) -> bool:
-        faster = one.per_microbatch * (1 + margin) <= other.per_microbatch and one.peak * (1 - WORTH) <= other.peak
+    def beats(one: CutChoice, other: CutChoice) -> bool:
+        faster = (
+            one.per_microbatch * (1 + margin) <= other.per_microbatch and one.peak * (1 - SAME_MEMORY) <= other.peak
+        )
         leaner = one.per_microbatch <= other.per_microbatch and one.peak * (1 + margin) <= other.peak
         return faster or leaner
 
-    fitting = [look for look in looks if look.peak <= limit]
-    return [look for look in looks if not any(beats(other, look) for other in fitting)]
+    fitting = [choice for choice in choices if choice.peak <= memory]
+    return [choice for choice in choices if not any(beats(other, choice) for other in fitting)]
 
 
-def _searched(looks: Sequence[Choice], effort: float) -> tuple[list[Choice], list[tuple[Choice, MemoryShortage]]]:
-    """The cuts of those that fit into the memory, and what the others lack."""
-    found, short = [], []
-    for look in looks:
+def _search_cuts(
+    estimates: Sequence[CutChoice], effort: float
+) -> tuple[list[CutChoice], list[tuple[CutChoice, MemoryShortage]]]:
+    """Return the best cuts of the plans that fit into the memory, and the shortages of the others."""
+    choices, shortages = [], []
+    for each in estimates:
         try:
-            found.append(choose(look.costs, replace(look.aim, effort=effort), look.schedule.stages))
+            choices.append(choose_cuts(each.costs, replace(each.options, effort=effort), each.schedule.stages))
         except MemoryShortage as shortage:
-            short.append((look, shortage))
-    return found, short
+            shortages.append((each, shortage))
+    return choices, shortages
 
 
-def _shortage(short: Sequence[tuple[Choice, MemoryShortage]], limit: float) -> MemoryShortage:
-    look, least = min(short, key=lambda each: each[1].needed)
-    schedule = look.schedule
+def _shortage(shortages: Sequence[tuple[CutChoice, MemoryShortage]], memory: float) -> MemoryShortage:
+    choice, least = min(shortages, key=lambda each: each[1].needed)
+    schedule = choice.schedule
     return MemoryShortage(
-        f"No plan that was compared fits into {format_bytes(limit)} on each rank. The closest is {schedule.name} with "
-        f"{schedule.stages} stages, {schedule.microbatches} microbatches and recompute {look.aim.recompute}:\n{least}\n"
-        f"Try: --memory {bytes_option(least.needed)}, or more --ranks.",
+        f"No plan that was compared fits into {format_bytes(memory)} on each rank. The closest is {schedule.name} with "
+        f"{schedule.stages} stages, {schedule.microbatches} microbatches and recompute {choice.options.recompute}:\n"
+        f"{least}\nTry: --memory {bytes_option(least.needed)}, or more --ranks.",
         least.needed,
     )
 
 
-def _limit(aim: Aim) -> float:
-    if aim.memory_bytes is None:
-        return math.inf
-    return max(aim.memory_bytes) if isinstance(aim.memory_bytes, Sequence) else aim.memory_bytes
+def _pareto_front(choices: Sequence[CutChoice]) -> tuple[CutChoice, ...]:
+    """Return the choices that no other one equals in both time and memory, the fastest first.
 
-
-def _front(found: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Those that no other is as good as in both, the fastest first.
-
-    As fast is within 0.2 %, as lean within 1 %. Of equals the one with the fewest stages is taken, then the one whose
-    schedule is simpler.
+    Equal means within `SAME_TIME` and `SAME_MEMORY`. Of equal ones, the simplest is taken.
     """
-    left, front = list(found), list[Choice]()
+    left, front = list(choices), list[CutChoice]()
     while left:
         fastest = min(choice.per_microbatch for choice in left)
-        as_fast = [choice for choice in left if choice.per_microbatch <= fastest * (1 + SAME)]
+        as_fast = [choice for choice in left if choice.per_microbatch <= fastest * (1 + SAME_TIME)]
         leanest = min(choice.peak for choice in as_fast)
-        chosen = min((choice for choice in as_fast if choice.peak * (1 - WORTH) <= leanest), key=_simplicity)
+        chosen = min((choice for choice in as_fast if choice.peak * (1 - SAME_MEMORY) <= leanest), key=_complexity)
         front.append(chosen)
-        left = [choice for choice in left if choice.peak <= chosen.peak * (1 - WORTH)]
+        left = [choice for choice in left if choice.peak <= chosen.peak * (1 - SAME_MEMORY)]
     return tuple(front)
 
 
-def _simplicity(choice: Choice) -> tuple[int, int, int, float]:
-    """Less is simpler: stages, the schedule's place among all, and what the backward computes again."""
+def _complexity(choice: CutChoice) -> tuple[int, int, int, float]:
+    """Return the number of stages, and the positions of the schedule and of recompute among all."""
     schedule = choice.schedule
     return (
         schedule.stages,
         names().index(schedule.name),
-        RECOMPUTE.index(choice.aim.recompute),
+        RECOMPUTE.index(choice.options.recompute),
         choice.per_microbatch,
     )

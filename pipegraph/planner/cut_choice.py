@@ -1,47 +1,55 @@
-"""Cuts of a priced chain, searched for or given, with what they are expected to take."""
+"""Cuts of a priced model, searched for or given, with what they are expected to take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pipegraph.graph.partition.split_points import Point
 from pipegraph.package.prediction import Cut, Prediction, ShiftedCut, StagePrediction
-from pipegraph.planner.plan_options import Aim
-from pipegraph.planner.priced_model import Costs
+from pipegraph.planner.chain_costs import ChainCosts
+from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
-from pipegraph.planner.solver.search.even_cuts import evenest
+from pipegraph.planner.solver.search.even_cuts import most_even_cuts
 from pipegraph.planner.solver.solve import Solution
-from pipegraph.planner.step_estimate import memory_of, seconds_of, times_of
+from pipegraph.planner.step_estimate import rank_memory, stage_times, step_seconds
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes
 
 _NONE_FITS = "No cuts that were found fit into the memory, with what several stages hold"
 _TRIES = 4
-_BETTER = 1e-4  # part of a value: what is better by less is as good
+_BETTER = 1e-4  # the part of a value by which cuts must be better to replace others
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Cuts, the segments that start a stage, with what they take: exactly, stage by stage.
+class CutChoice:
+    """Cuts for a schedule, with exact figures of their stages.
 
     Attributes:
-        value: seconds of a step or, where no time is balanced, the largest stage.
-        solution: how they were found; None where they were given.
+        cuts: the segments that start a stage.
+        solution: how the cuts were found; None if they were given.
     """
 
-    costs: Costs = field(repr=False)
-    aim: Aim = field(repr=False)
+    costs: ChainCosts = field(repr=False)
+    options: PlanOptions = field(repr=False)
     cuts: tuple[int, ...]
     schedule: Schedule = field(repr=False)
-    value: float
-    solution: Solution | None = field(repr=False)
+    solution: Solution | None = field(default=None, repr=False)
+
+    @cached_property
+    def value(self) -> float:
+        """Seconds of a step or, if no time is balanced, the largest stage."""
+        stages = self.costs.stages(self.cuts)
+        if self.options.timed:
+            return step_seconds(stages, self.schedule, self.options.link)
+        return max(stage.forward + stage.input_grad + stage.weight_grad for stage in stages)
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Bytes that each rank needs."""
-        return memory_of(self.costs.stages(self.cuts), self.schedule, self.aim.state_factor)
+        ranks = rank_memory(self.costs.stages(self.cuts), self.schedule, self.options.state_factor)
+        return tuple(rank.total for rank in ranks)
 
     @property
     def per_microbatch(self) -> float:
@@ -54,10 +62,10 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room."""
-        if self.aim.memory_bytes is None:
+        """Whether every rank has enough memory."""
+        if self.options.memory_bytes is None:
             return True
-        limits = self.aim.limits(self.schedule.ranks)
+        limits = self.options.memory_of_ranks(self.schedule.ranks)
         return all(needed <= limit for needed, limit in zip(self.memory, limits, strict=True))
 
     @property
@@ -66,15 +74,15 @@ class Choice:
         return self.costs.priced.chain.points(self.cuts)
 
     def predict(self) -> Prediction:
-        """What these cuts take, and why each is where it is."""
-        stages, aim = self.costs.stages(self.cuts), self.aim
-        times, chain = times_of(stages, self.schedule, aim.link), self.costs.priced.chain
+        """Return what these cuts are expected to take, and why each is where it is."""
+        stages, options = self.costs.stages(self.cuts), self.options
+        times, chain = stage_times(stages, self.schedule, options.link), self.costs.priced.chain
         figures = zip(times.forward, times.input_grad, times.weight_grad, strict=True)
         bound = None if self.solution is None else rounded(min(self.solution.lower_bound, self.value))
         prediction = Prediction(
-            balance=aim.balance,
-            recompute=aim.recompute,
-            hardware=aim.hardware.name,
+            balance=options.balance,
+            recompute=options.recompute,
+            hardware=options.hardware.name,
             unit=self.costs.priced.unit,
             schedule=self.schedule.name,
             placement=self.schedule.placement,
@@ -98,113 +106,95 @@ class Choice:
                 )
                 for number, cut in enumerate(self.cuts)
             ),
-            measured_ratio=aim.hardware.measured_ratio,
+            measured_ratio=options.hardware.measured_ratio,
         )
         return prediction.with_reasons()
 
-    def moved(self, number: int, step: int) -> Choice | None:
-        """The same with a cut so many segments later; None where a stage would be empty."""
-        bounds, place = [0, *self.cuts, len(self.costs.segments)], self.cuts[number] + step
-        if not bounds[number] < place < bounds[number + 2]:
+    def shift(self, number: int, step: int) -> CutChoice | None:
+        """Return the choice with one cut so many segments later; None if a stage would be empty."""
+        edges, place = [0, *self.cuts, len(self.costs.segments)], self.cuts[number] + step
+        if not edges[number] < place < edges[number + 2]:
             return None
-        cuts = (*self.cuts[:number], place, *self.cuts[number + 1 :])
-        return evaluate(self.costs, self.aim, cuts, self.schedule, self.solution)
+        return replace(self, cuts=(*self.cuts[:number], place, *self.cuts[number + 1 :]))
 
     def _shifted(self, number: int, step: int) -> ShiftedCut | None:
-        other = self.moved(number, step)
+        other = self.shift(number, step)
         if other is None:
             return None
         return ShiftedCut(str(other.points[number]), rounded(other.value) if other.fits else None)
 
 
 def rounded(figure: float) -> float:
-    """Round a predicted figure to six digits: what comes behind depends on the order of additions."""
+    """Round a predicted figure to six digits: the rest depends on the order of additions."""
     return float(f"{figure:.6g}")
 
 
-def choose(costs: Costs, aim: Aim, stages: int) -> Choice:
-    """The best cuts into so many stages.
+def choose_cuts(costs: ChainCosts, options: PlanOptions, stages: int) -> CutChoice:
+    """Choose the best cuts into so many stages.
 
-    `solve` adds up segments. Of the cuts that it finds, those are taken whose stages take the least exactly. If none
-    fits the memory then, because two stages hold a tied weight, say, what the sum left out is taken from what the ranks
-    have, and `solve` is asked again.
+    `solve` adds up segments. Of the cuts that it finds, those with the best exact value are chosen. If none of them
+    fits the memory exactly, because two stages hold a tied weight, say, `solve` is asked again with less memory.
 
     Raises:
         MemoryShortage: no cuts fit.
         PlanError, ScheduleError: as `solve` does.
     """
-    room = aim.memory_bytes
+    memory = options.memory_bytes
     for _ in range(_TRIES):
         try:
-            solution = aim.solve(costs, stages, room)
+            solution = options.solve(costs, stages, memory)
         except MemoryShortage as shortage:
-            least = evaluate(costs, aim, shortage.cuts, aim.arrange(stages))
+            least = CutChoice(costs, options, shortage.cuts, options.schedule_of(stages))
             if least.fits:
                 return least
-            if room is aim.memory_bytes and least.peak <= shortage.needed:
+            if memory is options.memory_bytes and least.peak <= shortage.needed:
                 raise
-            raise _too_full(least, _NONE_FITS, "more stages") from None
-        found = [
-            evaluate(costs, aim, each.cuts, solution.schedule, solution) for each in (solution, *solution.alternatives)
+            raise _shortage(least, _NONE_FITS, "more stages") from None
+        choices = [
+            CutChoice(costs, options, each.cuts, solution.schedule, solution)
+            for each in (solution, *solution.alternatives)
         ]
-        fitting = [choice for choice in found if choice.fits]
+        fitting = [choice for choice in choices if choice.fits]
         if fitting:
-            return _even(min(fitting, key=lambda choice: choice.value), solution)
-        figures = zip(aim.limits(solution.schedule.ranks), found[0].memory, solution.memory, strict=True)
-        room = [max(0.0, limit - max(0, exact - added)) for limit, exact, added in figures]
-    raise _too_full(found[0], _NONE_FITS, "more stages")
+            return _most_even(min(fitting, key=lambda choice: choice.value), solution)
+        limits = options.memory_of_ranks(solution.schedule.ranks)
+        figures = zip(limits, choices[0].memory, solution.memory, strict=True)
+        memory = [max(0.0, limit - max(0, exact - summed)) for limit, exact, summed in figures]
+    raise _shortage(choices[0], _NONE_FITS, "more stages")
 
 
-def _even(best: Choice, solution: Solution) -> Choice:
-    """Where a weight is balanced, the most even of the cuts that are as good."""
-    if best.aim.timed:
+def _most_even(best: CutChoice, solution: Solution) -> CutChoice:
+    """If no time is balanced, return the most even of the cuts that are as good."""
+    if best.options.timed:
         return best
-    cuts = evenest(best.costs.segments, best.schedule.stages, solution.value)
-    even = evaluate(best.costs, best.aim, cuts, best.schedule, solution)
+    even = replace(best, cuts=most_even_cuts(best.costs.segments, best.schedule.stages, solution.value))
     return even if even.fits and even.value <= best.value else best
 
 
-def settle(choice: Choice) -> Choice:
-    """Move single cuts by a segment for as long as that makes the stages, taken exactly, better."""
+def refine_cuts(choice: CutChoice) -> CutChoice:
+    """Move single cuts by a segment for as long as that improves the exact value."""
     while True:
-        nearest = min(_neighbours(choice), key=lambda other: other.value, default=choice)
-        if nearest.value >= choice.value * (1 - _BETTER):
+        shifted = (choice.shift(number, step) for number in range(len(choice.cuts)) for step in (-1, 1))
+        fitting = (other for other in shifted if other is not None and other.fits)
+        best = min(fitting, key=lambda other: other.value, default=choice)
+        if best.value >= choice.value * (1 - _BETTER):
             return choice
-        choice = nearest
+        choice = best
 
 
-def _neighbours(choice: Choice) -> list[Choice]:
-    moved = (choice.moved(number, step) for number in range(len(choice.cuts)) for step in (-1, 1))
-    return [other for other in moved if other is not None and other.fits]
-
-
-def given(costs: Costs, aim: Aim, cuts: Sequence[int], instead: str) -> Choice:
-    """Given cuts. Raises MemoryShortage where they do not fit, which says what to do ``instead``."""
-    choice = evaluate(costs, aim, tuple(cuts), aim.arrange(len(cuts) + 1))
+def given_cuts(costs: ChainCosts, options: PlanOptions, cuts: Sequence[int], instead: str) -> CutChoice:
+    """Return a choice of given cuts. Raises a MemoryShortage with the advice ``instead`` if they do not fit."""
+    choice = CutChoice(costs, options, tuple(cuts), options.schedule_of(len(cuts) + 1))
     if not choice.fits:
-        raise _too_full(choice, "These cuts do not fit into the memory", instead)
+        raise _shortage(choice, "These cuts do not fit into the memory", instead)
     return choice
 
 
-def _too_full(choice: Choice, what: str, instead: str) -> MemoryShortage:
-    limits = choice.aim.limits(choice.schedule.ranks)
+def _shortage(choice: CutChoice, what: str, instead: str) -> MemoryShortage:
+    limits = choice.options.memory_of_ranks(choice.schedule.ranks)
     rank = max(range(len(limits)), key=lambda rank: choice.memory[rank] - limits[rank])
     return MemoryShortage(
         f"{what}: rank {rank} needs {format_bytes(choice.memory[rank], 2)}, and has {format_bytes(limits[rank], 2)}.\n"
         f"Try: --memory {bytes_option(choice.peak)}, --recompute block, or {instead}.",
         choice.peak,
     )
-
-
-def evaluate(
-    costs: Costs, aim: Aim, cuts: tuple[int, ...], schedule: Schedule, solution: Solution | None = None
-) -> Choice:
-    """Cuts for a ready schedule, whether they fit or not."""
-    return Choice(costs, aim, cuts, schedule, _value(costs, aim, cuts, schedule), solution)
-
-
-def _value(costs: Costs, aim: Aim, cuts: Sequence[int], schedule: Schedule) -> float:
-    stages = costs.stages(cuts)
-    if aim.timed:
-        return seconds_of(stages, schedule, aim.link)
-    return max(each.forward + each.input_grad + each.weight_grad for each in stages)

@@ -8,8 +8,7 @@ from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Manifest
-from pipegraph.planner.package_costs import has_times, stage_costs
-from pipegraph.planner.step_estimate import RankMemory, memory_parts_of, times_of
+from pipegraph.planner.step_estimate import RankMemory, rank_memory, stage_times
 from pipegraph.schedule import Schedule, Timeline, Times, build, simulate
 from pipegraph.units import format_number_of
 
@@ -90,12 +89,12 @@ def predict_step(
             messages take no time.
         in_turn: whether one process runs all ranks.
     """
-    costs, plan, planned = stage_costs(manifest), manifest.prediction, PlannedStep.of(manifest)
+    costs, plan, planned = _stage_costs(manifest), manifest.prediction, PlannedStep.of(manifest)
     links = hardware or pricing_profile(manifest)
     times = timeline = step = bubble = None
     is_planned = hardware is None and planned is not None and planned.is_of(schedule)
-    if costs is not None and has_times(manifest):
-        times = times_of(costs, schedule, None if links is None else links.link)
+    if costs is not None and _has_times(manifest):
+        times = stage_times(costs, schedule, None if links is None else links.link)
         timeline = simulate(schedule, times)
         if in_turn:
             step = sum(times.of(action) for row in schedule.actions for action in row)
@@ -108,9 +107,36 @@ def predict_step(
         timeline=timeline,
         step=step,
         bubble=bubble,
-        memory=None if costs is None else memory_parts_of(costs, schedule),
+        memory=None if costs is None else rank_memory(costs, schedule),
         links_known=in_turn or links is not None or is_planned,
     )
+
+
+def _stage_costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
+    """Return the costs of a package's stages; None if they were not priced.
+
+    Times are 0 if only bytes were priced (`_has_times`).
+    """
+    if manifest.prediction is None or any(stage.cost.saved_bytes is None for stage in manifest.stages):
+        return None
+    crossing = [*(cut.boundary_bytes for cut in manifest.prediction.cuts), 0]
+    return tuple(
+        SegmentCost(
+            *(stage.cost.times or (0.0, 0.0, 0.0)),
+            boundary_bytes=boundary_bytes,
+            saved_bytes=stage.cost.saved_bytes or 0,
+            parameter_bytes=stage.cost.parameter_bytes or 0,
+            weight_saved_bytes=stage.cost.weight_saved_bytes,
+            trained_bytes=stage.cost.trained_bytes,
+            buffer_bytes=stage.cost.buffer_bytes or 0,
+        )
+        for stage, boundary_bytes in zip(manifest.stages, crossing, strict=True)
+    )
+
+
+def _has_times(manifest: Manifest) -> bool:
+    """Return whether the stages of a package were priced in seconds."""
+    return all(stage.cost.times is not None for stage in manifest.stages)
 
 
 def pricing_profile(manifest: Manifest) -> Hardware | None:

@@ -1,4 +1,4 @@
-"""``plan``: a model is cut into stages, at given points or where that is best."""
+"""``plan``: cut a model into stages, at given points or where it is best."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
+from pipegraph.cost.balance import UNIFORM
 from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.measurement_cache import Cache
@@ -16,18 +17,18 @@ from pipegraph.cost.price import PricedModel
 from pipegraph.cost.segments.distinct_blocks import LossOf
 from pipegraph.cost.stage_cost import stage_cost
 from pipegraph.dump import dump
-from pipegraph.errors import PlanError
+from pipegraph.errors import ArgumentError, PlanError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import graph_text, stages_text
 from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark
 from pipegraph.graph.partition.stages import Boundary, StageGraph, boundaries, divide_into_stages
 from pipegraph.package import StageCost
 from pipegraph.package.prediction import Prediction, StagePrediction
-from pipegraph.planner.arguments import UNIFORM, ArgumentError, check_number, memory_limits
-from pipegraph.planner.cut_choice import Choice, choose, given, settle
-from pipegraph.planner.plan_options import Aim
+from pipegraph.planner.cut_choice import CutChoice, choose_cuts, given_cuts, refine_cuts
+from pipegraph.planner.plan_options import PlanOptions, check_number
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.solve import Solution
+from pipegraph.planner.solver.solve_arguments import parse_memory
 from pipegraph.planner.stage_modules import stage_modules
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes, format_number_of
@@ -41,11 +42,11 @@ class Plan:
         captured: the model; its graph carries a ``split_point`` node at each cut.
         points: the split points, in order.
         stages: one more than points.
-        boundaries: everything that crosses, the model's inputs and outputs included.
-        costs: of each stage, for one microbatch.
-        prediction: what a step is expected to take; None where nothing was priced.
-        priced: the model's segments with their costs; and
-        solution: how the cuts were found; None where they were given.
+        boundaries: everything that crosses, including the model's inputs and outputs.
+        costs: the cost of each stage for one microbatch.
+        prediction: what a step is expected to take; None if nothing was priced.
+        priced: the model's segments with their costs; None if nothing was priced.
+        solution: how the cuts were found; None if they were given.
     """
 
     captured: Captured = field(repr=False)
@@ -58,13 +59,13 @@ class Plan:
     solution: Solution | None = field(default=None, repr=False)
 
     def describe(self) -> list[str]:
-        """A line per stage: ``stage 0: embed, layers.0 – layers.3``."""
+        """Return a line per stage: ``stage 0: embed, layers.0 – layers.3``."""
         return [f"stage {stage.index}: {', '.join(stage_modules(self.captured, stage))}" for stage in self.stages]
 
     def predicted(self, prediction: Prediction) -> Plan:
-        """This plan with what it is expected to take."""
+        """Return this plan with a prediction."""
         stages = zip(self.costs, prediction.stages, strict=True)
-        costs = tuple(_with(cost, stage, prediction.in_seconds) for cost, stage in stages)
+        costs = tuple(_with_prediction(cost, stage, prediction.in_seconds) for cost, stage in stages)
         return replace(self, prediction=prediction, costs=costs)
 
 
@@ -90,82 +91,81 @@ def plan(
 
     Args:
         captured: from :func:`pipegraph.capture`.
-        points: FQNs that start a stage (``layers.4``; ``layers.3:end`` starts one behind it), in the model's order; or
-            FQN → ``SplitPoint``, as ``torch.distributed.pipelining`` takes them. What a step then takes is predicted
-            if a balance, schedule, microbatches, memory_bytes, hardware or recompute is given as well.
-        stages: cut into this many stages instead, where that is best.
-        balance: what stages are balanced by. ``time`` (the default) and ``measured`` are for the least time of a step:
-            by a roofline of the hardware, or as the segments run here. ``flops``, ``parameters``, ``memory`` and
-            ``type:REGEX`` (layers whose class name matches) make the largest stage the smallest; ``uniform`` makes
+        points: FQNs that start a stage, in the model's order (``layers.4``; ``layers.3:end`` starts one after that
+            module); or FQN → ``SplitPoint``, as ``torch.distributed.pipelining`` takes them. What a step takes is
+            predicted if a balance, schedule, microbatches, memory_bytes, hardware or recompute is given as well.
+        stages: cut into this many stages instead, where it is best.
+        balance: what is balanced. ``time`` (the default) and ``measured`` make the time of a step the least, by a
+            roofline of the hardware or as the segments run here. ``flops``, ``parameters``, ``memory`` and
+            ``type:REGEX`` (layers whose class name matches) make the largest stage the smallest. ``uniform`` makes
             equal numbers of segments; what a step takes is predicted as for ``points``.
         schedule: a name, or a schedule of so many stages; "1f1b" by default.
         microbatches: of a step; 8 by default.
         ranks: for schedules that can have any number of stages on a rank.
-        memory_bytes: what each rank has: one figure or size ("80GiB"), or one for each. What is kept between actions
-            has to fit: activations, parameters, buffers, gradients, optimizer state, and receive buffers; not what a
+        memory_bytes: what each rank has: one figure or size ("80GiB"), or one per rank. What is kept between actions
+            has to fit: activations, parameters, buffers, gradients, optimizer state and receive buffers; not what a
             kernel needs while it runs.
         hardware: a profile, its name or its file; ``cpu`` by default.
-        recompute: "none", "min-cut" (the default) or "block", as the pipeline will run with.
-        loss: (function of output and target, target); the mean square of the outputs by default.
+        recompute: "none", "min-cut" (the default) or "block", as the pipeline will run.
+        loss: (function of output and target, target); by default the mean square of the outputs.
         state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
         effort: how long the search goes on; 1 is a few seconds.
         setting, cache: for ``measured``; see `pipegraph.cost.price.price`.
 
     Raises:
-        ArgumentError: an argument that no model could be planned with; a PlanError.
+        ArgumentError: an argument has a value that it cannot have for any model.
         PlanError: a point is unknown, out of order, duplicate or cuts nothing; more stages than segments; neither or
-            both of ``points`` and ``stages``; or a `MemoryShortage`: nothing fits into the memory.
-        ScheduleError: a schedule that there is not, or not with these numbers.
+            both of ``points`` and ``stages``; or a `MemoryShortage`: no cuts fit into the memory.
+        ScheduleError: an unknown schedule, or one that cannot have these numbers.
     """
     if points is not None and stages is not None:
         raise PlanError("Both split points and a number of stages were given.\nTry: --points or --stages, not both.")
     profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware or "cpu")
-    aim = Aim(
+    options = PlanOptions(
         balance or "time", schedule or "1f1b", 8 if microbatches is None else microbatches, ranks,
-        memory_limits(memory_bytes), profile, recompute or "min-cut", loss, state_factor, effort, setting, cache,
+        parse_memory(memory_bytes), profile, recompute or "min-cut", loss, state_factor, effort, setting, cache,
     )  # fmt: skip
     if stages is not None:
         check_number("stages", stages, 2)
         if balance != UNIFORM:
-            return best(captured, aim, stages)
-        chosen, starts = _equal_segments(captured, stages)
-        wanted: tuple[object, ...] = ()
+            return _best_plan(captured, options, stages)
+        split_points, starts = _equal_segments(captured, stages)
+        balance = None
     elif points:
-        chosen = _points(points)
-        starts = locate(captured, chosen)
-        if not aim.timed:
+        split_points = _points(points)
+        starts = locate(captured, split_points)
+        if not options.timed:
             raise ArgumentError(
-                f"--balance {aim.balance} chooses points, and they were given.\nTry: --stages {len(starts) + 1} "
-                "instead, or --balance time, which tells what a step takes with these points."
+                f"--balance {options.balance} chooses points, and they were given.\nTry: --stages {len(starts) + 1} "
+                "instead, or --balance time, which predicts what a step takes with these points."
             )
-        wanted = (balance,)
     else:
         raise PlanError(
             f"No split point was given for {captured.model_name}.\n"
             f"Try: --points {_suggestion(captured)}, or --stages 2."
         )
-    aim = aim.on_ranks(aim.arrange(len(starts) + 1).ranks)
-    made = _cut(captured, chosen, starts)
-    wanted += (schedule, microbatches, memory_bytes, hardware, recompute)
-    return made if all(each is None for each in wanted) else _predicted(made, captured, aim, starts)
+    options = options.on_ranks(options.schedule_of(len(starts) + 1).ranks)
+    made = _cut(captured, split_points, starts)
+    to_predict = balance, schedule, microbatches, memory_bytes, hardware, recompute
+    return made if all(each is None for each in to_predict) else _predicted(made, captured, options, starts)
 
 
-def best(captured: Captured, aim: Aim, stages: int) -> Plan:
-    """Cut a model into so many stages, where that is best. Raises as `plan` does."""
-    # What is no schedule, or none of so many stages, is told before anything is priced.
-    aim = aim.on_ranks(aim.arrange(stages).ranks)
-    aim.check_memory(captured)
-    costs = aim.price(captured)
+def _best_plan(captured: Captured, options: PlanOptions, stages: int) -> Plan:
+    """Cut a model into so many stages, where it is best."""
+    # Before anything is priced, this refuses a schedule that cannot have so many stages.
+    options = options.on_ranks(options.schedule_of(stages).ranks)
+    options.check_parameters_fit(captured)
+    costs = options.price(captured)
     try:
-        return plan_of(settle(choose(costs, aim, stages)))
+        return plan_of(refine_cuts(choose_cuts(costs, options, stages)))
     except MemoryShortage as shortage:
-        if aim.recompute == "block":
+        if options.recompute == "block":
             raise
-        raise MemoryShortage(f"{shortage}\n{_with_recompute(captured, aim, stages)}", shortage.needed) from None
+        raise MemoryShortage(f"{shortage}\n{_with_recompute(captured, options, stages)}", shortage.needed) from None
 
 
-def plan_of(choice: Choice) -> Plan:
-    """The plan that cuts where it was chosen to."""
+def plan_of(choice: CutChoice) -> Plan:
+    """Return the plan with these cuts."""
     priced = choice.costs.priced
     chain = priced.chain
     starts = [chain.segments[cut].start for cut in choice.cuts]
@@ -183,25 +183,25 @@ def _cut(captured: Captured, points: Sequence[Point], starts: Sequence[int]) -> 
     return Plan(captured=marked, points=tuple(points), stages=divided, boundaries=crossing, costs=costs)
 
 
-def _predicted(made: Plan, captured: Captured, aim: Aim, starts: Sequence[int]) -> Plan:
-    """A plan of given cuts with what they are expected to take."""
-    method = aim.balance
-    aim = replace(aim, balance="time") if method == UNIFORM else aim
-    costs = aim.price(captured, starts)
+def _predicted(made: Plan, captured: Captured, options: PlanOptions, starts: Sequence[int]) -> Plan:
+    """Return a plan of given cuts with a prediction."""
+    method = options.balance
+    options = replace(options, balance="time") if method == UNIFORM else options
+    costs = options.price(captured, starts)
     begins = [segment.start for segment in costs.priced.chain.segments]
     instead = "--balance time" if method == UNIFORM else f"--stages {len(starts) + 1} in place of points"
-    choice = given(costs, aim, [begins.index(start) for start in starts], instead)
+    choice = given_cuts(costs, options, [begins.index(start) for start in starts], instead)
     return replace(made.predicted(structs.replace(choice.predict(), balance=method)), priced=costs.priced)
 
 
-def _with_recompute(captured: Captured, aim: Aim, stages: int) -> str:
-    """What recomputing each block would change where memory is short."""
-    aim = replace(aim, recompute="block")
+def _with_recompute(captured: Captured, options: PlanOptions, stages: int) -> str:
+    """Say whether recomputing each block would make the memory enough."""
+    options = replace(options, recompute="block")
     try:
-        needed = choose(aim.price(captured), aim, stages).peak
+        needed = choose_cuts(options.price(captured), options, stages).peak
     except MemoryShortage as shortage:
         return (
-            f'With recompute="block", which keeps the least, {format_bytes(shortage.needed)} would do.\n'
+            f'With recompute="block", which keeps the least, {format_bytes(shortage.needed)} would be enough.\n'
             f"Try: --recompute block --memory {bytes_option(shortage.needed)}, or more stages."
         )
     return f'With recompute="block" there are cuts that fit, and need {format_bytes(needed)}.\nTry: --recompute block.'
@@ -247,7 +247,7 @@ def _cost(captured: Captured, stage: StageGraph, crossing: Sequence[Boundary]) -
     )
 
 
-def _with(cost: StageCost, stage: StagePrediction, in_seconds: bool) -> StageCost:
+def _with_prediction(cost: StageCost, stage: StagePrediction, in_seconds: bool) -> StageCost:
     cost = structs.replace(cost, saved_bytes=stage.saved_bytes, weight_saved_bytes=stage.weight_saved_bytes)
     if not in_seconds:
         return cost

@@ -8,13 +8,12 @@ from typing import Any, Final
 
 import msgspec
 
-from pipegraph.cost.price import UNITS
+from pipegraph.cost.balance import BALANCES, parse_balance
 from pipegraph.errors import PipegraphError, PlanError, SourceError
 from pipegraph.graph.captured import Captured
 from pipegraph.package.json_errors import FieldError
 from pipegraph.package.json_file import Count, Entry, FileKind, Name, Text, json_text
 from pipegraph.package.prediction import Prediction
-from pipegraph.planner.arguments import UNIFORM, check_balance
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.schedule.recipes import find_recipe
@@ -53,8 +52,8 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         stages, ranks = len(self.stages), len(self.memory)
-        check_balance(self.balance)
-        unit = "s" if self.balance == UNIFORM else UNITS[self.balance.partition(":")[0]]
+        balance, _ = parse_balance(self.balance)
+        unit = BALANCES[balance]
         if len(self.points) + 1 != stages:
             raise FieldError("costs", f"it has {stages} stages, and {len(self.points)} points make one more")
         if tuple(cut.point for cut in self.cuts) != self.points:

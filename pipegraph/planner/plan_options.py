@@ -1,4 +1,4 @@
-"""What a plan is made for."""
+"""The arguments of a plan."""
 
 from __future__ import annotations
 
@@ -7,33 +7,31 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipegraph.cost.balance import TIMED, parse_balance
 from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.price import price
 from pipegraph.cost.segments.distinct_blocks import LossOf
-from pipegraph.errors import PlanError
+from pipegraph.errors import ArgumentError, PlanError
 from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.kernels.registry import check_recompute
 from pipegraph.kernels.threads import threads_per_rank
-from pipegraph.planner.arguments import check_balance, check_number, check_recompute
-from pipegraph.planner.priced_model import Costs
+from pipegraph.planner.chain_costs import ChainCosts
 from pipegraph.planner.solver.solve import Solution, solve
-from pipegraph.planner.solver.solve_arguments import byte_limits
-from pipegraph.planner.solver.stage_schedule import arrange
+from pipegraph.planner.solver.solve_arguments import memory_of_ranks
+from pipegraph.planner.solver.stage_schedule import resolve_schedule
 from pipegraph.progress import report_progress
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.units import bytes_option, format_bytes, format_number_of
 
-TIMED = "time", "measured"
-"""The balances in seconds, for which a step is predicted. By any other the largest stage is made as small as it can."""
-
 
 @dataclass(frozen=True)
-class Aim:
-    """What a plan is made for: the arguments of `pipegraph.plan` beside the model and its cuts.
+class PlanOptions:
+    """The arguments of `pipegraph.plan` without the model and its cuts.
 
-    Raises ArgumentError for a balance, recompute or number that is none, and ScheduleError for such a schedule.
+    Raises ArgumentError for an impossible balance, recompute or number, and ScheduleError for an unknown schedule.
     """
 
     balance: str = "time"
@@ -50,7 +48,7 @@ class Aim:
     cache: Cache | None = None
 
     def __post_init__(self) -> None:
-        check_balance(self.balance)
+        parse_balance(self.balance)
         check_recompute(self.recompute)
         check_number("microbatches", self.microbatches, 8)
         if self.ranks is not None:
@@ -58,8 +56,8 @@ class Aim:
         if not isinstance(self.schedule, Schedule):
             find_recipe(self.schedule)
 
-    def on_ranks(self, ranks: int) -> Aim:
-        """The same for so many ranks, of which one is measured with the threads that `pipegraph run` gives it."""
+    def on_ranks(self, ranks: int) -> PlanOptions:
+        """Return the same options; a rank is measured with the threads that `pipegraph run` gives to one of so many."""
         setting = self.setting or MeasureOptions()
         threads = setting.threads or threads_per_rank(ranks)
         return replace(self, setting=replace(setting, threads=threads, ranks=ranks))
@@ -69,33 +67,51 @@ class Aim:
         """Whether the plan is for the least time of a step."""
         return self.balance in TIMED
 
-    def price(self, captured: Captured, kept: Collection[int] = ()) -> Costs:
-        """Price a model as its segments are to be balanced; with cuts at the operations ``kept`` in any case."""
-        priced = price(
-            captured,
-            self.balance,
-            self.hardware,
-            self.recompute,
-            self.loss,
-            self.setting,
-            self.cache,
-            kept,
+    @property
+    def link(self) -> Callable[[int, int], Link] | None:
+        """(rank, other rank) → their link; None if the plan is not for the least time."""
+        return self.hardware.link if self.timed else None
+
+    @property
+    def largest_memory(self) -> float:
+        """The bytes of the rank that has the most; infinite without a limit."""
+        memory = self.memory_bytes
+        if memory is None:
+            return math.inf
+        return max(memory) if isinstance(memory, Sequence) else memory
+
+    def memory_of_ranks(self, ranks: int) -> tuple[float, ...]:
+        """Return the bytes of each of so many ranks; infinite without a limit."""
+        return memory_of_ranks(self.memory_bytes, ranks) or (math.inf,) * ranks
+
+    def price(self, captured: Captured, kept: Collection[int] = ()) -> ChainCosts:
+        """Price a model by the balance. Segments are cut at the operations ``kept`` in any case."""
+        return ChainCosts(
+            price(
+                captured,
+                self.balance,
+                self.hardware,
+                self.recompute,
+                self.loss,
+                self.setting,
+                self.cache,
+                kept,
+            )
         )
-        return Costs(priced)
 
-    def arrange(self, stages: int) -> Schedule:
-        """The schedule of so many stages. Raises as `pipegraph.planner.solver.stage_schedule.arrange` does."""
-        return arrange(self.schedule, stages, self.microbatches, None, self.ranks)
+    def schedule_of(self, stages: int) -> Schedule:
+        """Return the schedule of so many stages. Raises as `resolve_schedule` does."""
+        return resolve_schedule(self.schedule, stages, self.microbatches, None, self.ranks)
 
-    def solve(self, costs: Costs, stages: int, memory_bytes: float | Sequence[float] | None) -> Solution:
-        """The cuts of a priced chain, by what its segments add up to."""
+    def solve(self, costs: ChainCosts, stages: int, memory_bytes: float | Sequence[float] | None) -> Solution:
+        """Find the best cuts, if a stage costs the sum of its segments. Raises as `solve` does."""
         report_progress("looking for the best cuts")
         chain = costs.priced.chain
         if stages > len(chain.segments):
-            parts = format_number_of("segment", len(chain.segments))
+            segments = format_number_of("segment", len(chain.segments))
             raise PlanError(
-                f"{chain.captured.model_name} can be cut into {parts}, which is too few for {stages} "
-                f"stages.\nTry: --stages {len(chain.segments)} or fewer."
+                f"{chain.captured.model_name} can be cut into {segments}, which is too few for {stages} stages.\n"
+                f"Try: --stages {len(chain.segments)} or fewer."
             )
         return solve(
             costs.segments,
@@ -111,31 +127,24 @@ class Aim:
             names=[str(segment.point or "the first") for segment in chain.segments],
         )
 
-    @property
-    def link(self) -> Callable[[int, int], Link] | None:
-        """What crossing between two ranks takes; None where no time is looked at."""
-        return self.hardware.link if self.timed else None
-
-    def limits(self, ranks: int) -> tuple[float, ...]:
-        """What each of so many ranks has: infinite without a limit."""
-        return byte_limits(self.memory_bytes, ranks) or (math.inf,) * ranks
-
-    def check_memory(self, captured: Captured) -> None:
-        """Raises PlanError if there is a parameter that is too large for any rank: no cut makes a stage smaller."""
+    def check_parameters_fit(self, captured: Captured) -> None:
+        """Raise PlanError if a single parameter is too large for any rank, because no cut divides it."""
         parameters = [entry for entry in captured.state.values() if entry.kind == "parameter"]
-        if self.memory_bytes is None or not parameters:
-            return
-        most = max(self.memory_bytes) if isinstance(self.memory_bytes, Sequence) else self.memory_bytes
 
         def held_for(entry: StateEntry) -> float:
             return entry.numel * entry.dtype.itemsize * (self.state_factor if entry.requires_grad else 1.0)
 
-        largest = max(parameters, key=held_for)
-        held = held_for(largest)
-        if held > most:
+        largest = max(parameters, key=held_for, default=None)
+        if largest is not None and (held := held_for(largest)) > self.largest_memory:
             state = " with its gradient and the optimizer's state" if largest.requires_grad else ""
             raise PlanError(
                 f"The largest parameter, {largest.fqn}, takes {format_bytes(held)}{state}, "
-                f"and a rank has {format_bytes(most)}. No cut parts a parameter.\n"
+                f"and a rank has {format_bytes(self.largest_memory)}. No cut divides a parameter.\n"
                 f"Try: --memory {bytes_option(round(held * 1.25))}, or shard the stage (parallelize_fn)."
             )
+
+
+def check_number(name: str, number: object, example: int) -> None:
+    """Raise ArgumentError unless this is a whole number from 1 on."""
+    if type(number) is not int or number < 1:
+        raise ArgumentError(f"{name} is a whole number from 1 on, not {number!r}.\nTry: {name}={example}.")

@@ -1,4 +1,4 @@
-"""What given stages take, without a search."""
+"""What a step of given stages takes."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipegraph.cost import SegmentCost
-from pipegraph.planner.solver.objectives.boundary_times import Crossings, Link, LinkOf
+from pipegraph.planner.solver.objectives.boundary_times import Link, LinkOf
 from pipegraph.planner.solver.objectives.makespan import Makespan
-from pipegraph.planner.solver.objectives.memory_need import Memory
-from pipegraph.planner.solver.prefix_sums import Sums
-from pipegraph.planner.solver.search.incumbents import Pool
-from pipegraph.planner.solver.search.local_search import climb
+from pipegraph.planner.solver.objectives.memory_need import MemoryNeed
+from pipegraph.planner.solver.prefix_sums import PrefixSums
+from pipegraph.planner.solver.search.incumbents import Incumbents
+from pipegraph.planner.solver.search.local_search import hill_climb
 from pipegraph.schedule import Schedule, Times
 
 
-def times_of(stages: Sequence[SegmentCost], schedule: Schedule, link: Link | LinkOf | None = None) -> Times:
-    """Seconds of stages and boundaries, for `simulate`. Without a link crossing takes no time."""
-    cuts = np.arange(1, len(stages))
-    return Makespan(Sums(stages), schedule, Crossings.of(link, schedule.placement)).simulated(cuts)
+def stage_times(stages: Sequence[SegmentCost], schedule: Schedule, link: Link | LinkOf | None = None) -> Times:
+    """Return the times of stages and boundaries, for `simulate`. Without a link, boundaries take no time."""
+    return Makespan(PrefixSums(stages), schedule, link).times_of(np.arange(1, len(stages)))
 
 
-def seconds_of(stages: Sequence[SegmentCost], schedule: Schedule, link: Link | LinkOf | None = None) -> float:
-    """Of a step, as `simulate` has it."""
+def step_seconds(stages: Sequence[SegmentCost], schedule: Schedule, link: Link | LinkOf | None = None) -> float:
+    """Return the seconds of a step, as `simulate` computes them."""
     cuts = np.arange(1, len(stages))
-    return float(Makespan(Sums(stages), schedule, Crossings.of(link, schedule.placement)).values(cuts[None])[0])
+    return float(Makespan(PrefixSums(stages), schedule, link).values(cuts[None])[0])
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that a rank needs.
+    """Bytes that a rank needs between actions.
 
     Attributes:
-        state: parameters, their gradients, and what the optimizer holds of them; buffers and constants.
-        saved: what is kept for backwards between two actions, when it is the most.
+        state: parameters, their gradients and the optimizer's state; buffers and constants.
+        saved: what is kept for backwards, at the moment when it is the most.
         buffers: to receive into.
     """
 
@@ -43,31 +42,26 @@ class RankMemory:
     saved: int
     buffers: int
 
-
-def memory_of(
-    stages: Sequence[SegmentCost], schedule: Schedule, state_factor: float = 4.0, receives_ahead: int = 4
-) -> tuple[int, ...]:
-    """Bytes that each rank needs, as `solve` counts them."""
-    parts = memory_parts_of(stages, schedule, state_factor, receives_ahead)
-    return tuple(rank.state + rank.saved + rank.buffers for rank in parts)
+    @property
+    def total(self) -> int:
+        return self.state + self.saved + self.buffers
 
 
-def memory_parts_of(
+def rank_memory(
     stages: Sequence[SegmentCost], schedule: Schedule, state_factor: float = 4.0, receives_ahead: int = 4
 ) -> tuple[RankMemory, ...]:
-    """The same in its parts."""
+    """Return what each rank needs, as `solve` counts it."""
     cuts = np.arange(1, len(stages))
-    parts = Memory(Sums(stages), schedule, state_factor, receives_ahead).parts(cuts[None])
+    parts = MemoryNeed(PrefixSums(stages), schedule, state_factor, receives_ahead).parts(cuts[None])
     ranks = zip(*(np.ceil(part[:, 0]).astype(int).tolist() for part in parts), strict=True)
     return tuple(RankMemory(*rank) for rank in ranks)
 
 
-def improve(
+def improve_cuts(
     segments: Sequence[SegmentCost], cuts: Sequence[int], schedule: Schedule, link: Link | LinkOf | None = None
 ) -> tuple[int, ...]:
-    """Cuts near these from which no small move makes a step shorter; memory is not looked at."""
-    sums = Sums(segments)
-    makespan = Makespan(sums, schedule, Crossings.of(link, schedule.placement))
-    pool = Pool(makespan, lambda cuts: np.ones(len(cuts), bool), kept=1)
-    found, _ = climb(pool, np.array(cuts, np.int64), sums.segments)
+    """Return cuts near these from which no small move makes a step shorter, whatever memory they need."""
+    makespan = Makespan(PrefixSums(segments), schedule, link)
+    incumbents = Incumbents(makespan, lambda cuts: np.ones(len(cuts), bool), kept=1)
+    found, _ = hill_climb(incumbents, np.array(cuts, np.int64), len(segments))
     return tuple(found.tolist())

@@ -29,7 +29,7 @@ class Tall(nn.Module):
 model = Tall()
 example_inputs = (torch.randn(256, 256),)
 """
-LEAST = r"(\d+) bytes\) would do, and no less"
+LEAST = r"(\d+) bytes\) would be enough, and no less"
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_split_names_the_smallest_limit(pipegraph: Command, model: Path) -> None
     done = pipegraph(*options, "--memory", least)
     assert (done.code, done.err) == (0, "")
     assert "on the fullest rank" in done.out
-    assert f"{least} bytes) would do, and no less" in pipegraph(*options, "--memory", least - 1).err
+    assert f"{least} bytes) would be enough, and no less" in pipegraph(*options, "--memory", least - 1).err
 
 
 def test_plan_names_the_closest(pipegraph: Command, model: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.graph.sources.load import load
+from pipegraph.package import StageCost
 
 ROOT = Path(__file__).parents[2]
 Crossing = tuple[int, tuple[int, ...], bool]
@@ -160,8 +161,8 @@ def test_costs_count_what_is_held_and_sent() -> None:
         {"flops": 1024, "parameters": 144, "parameter_bytes": 576, "input_bytes": 0, "output_bytes": 128},
         {"flops": 1152, "parameters": 162, "parameter_bytes": 648, "input_bytes": 128, "output_bytes": 0},
     ]
-    trained = [{"trained_bytes": each["parameter_bytes"], "buffer_bytes": 0} for each in held]
-    assert [cost.to_json() for cost in plan.costs] == [one | other for one, other in zip(held, trained, strict=True)]
+    expected = [StageCost(**each, trained_bytes=each["parameter_bytes"], buffer_bytes=0) for each in held]
+    assert list(plan.costs) == expected
 
 
 def test_frozen_parameters_and_buffers_are_told_apart() -> None:

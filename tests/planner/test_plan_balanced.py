@@ -173,7 +173,7 @@ def test_nothing_fits() -> None:
         plan(stages=2, memory_bytes=420_000)
     message = str(caught.value)
     assert "No cuts fit into 410.2 KiB on each rank" in message
-    assert "would do, and no less" in message
+    assert "would be enough, and no less" in message
     assert 'With recompute="block"' in message
     assert caught.value.needed > 420_000
     fitting = plan(stages=2, memory_bytes=caught.value.needed).prediction

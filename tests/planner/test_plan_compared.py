@@ -9,25 +9,25 @@ import pytest
 
 import pipegraph
 from pipegraph.errors import PlanError, ScheduleError, SourceError
-from pipegraph.planner.comparison import Candidate, Comparison, candidates, compare_model
+from pipegraph.planner.comparison import PlanCandidate, PlanComparison, candidates, compare_model
 from pipegraph.planner.plan import plan_of
 from pipegraph.planner.plan_file import PlanFile
-from pipegraph.planner.plan_options import Aim
+from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from tests.planner.machine import MACHINE, linears
 
 MODEL = linears(*[64] * 7, 320)
 
 
-def compared(memory: float | None = None, **grid: object) -> Comparison:
+def compared(memory: float | None = None, **grid: object) -> PlanComparison:
     plans = candidates(2, **grid)  # type: ignore[arg-type]
-    return compare_model(MODEL, Aim(hardware=MACHINE, ranks=2, memory_bytes=memory), 2, plans)
+    return compare_model(MODEL, PlanOptions(hardware=MACHINE, ranks=2, memory_bytes=memory), 2, plans)
 
 
 def test_what_is_compared() -> None:
     assert candidates(4, ["1F1B", "zb-v"], [8], recompute=["none"]) == (
-        Candidate("1f1b", 1, 8, "none"),
-        Candidate("zb-v", 2, 8, "none"),
+        PlanCandidate("1f1b", 1, 8, "none"),
+        PlanCandidate("zb-v", 2, 8, "none"),
     )
     assert {plan.microbatches for plan in candidates(4)} == {8, 16}
     assert {plan.recompute for plan in candidates(4)} == {"none", "min-cut", "block"}
@@ -50,14 +50,14 @@ def test_no_choice_is_worse_than_another() -> None:
 
 def test_of_equal_plans_the_simplest_is_the_best() -> None:
     plans = candidates(1, microbatches=[2])
-    alone = compare_model(MODEL, Aim(hardware=MACHINE, ranks=1), 1, plans).best
+    alone = compare_model(MODEL, PlanOptions(hardware=MACHINE, ranks=1), 1, plans).best
     assert alone.schedule.stages == 1
     best = compared(schedules=["1f1b", "gpipe"], microbatches=[1], recompute=["none"]).best
     assert best.schedule.name == "gpipe"  # with one microbatch they are the same
 
 
 def test_without_a_backward_nothing_is_computed_again() -> None:
-    assert candidates(2, ["forward"], [4]) == (Candidate("forward", 1, 4, "none"),)
+    assert candidates(2, ["forward"], [4]) == (PlanCandidate("forward", 1, 4, "none"),)
 
 
 def test_the_best_is_as_good_as_any_plan_made_alone() -> None:
@@ -91,7 +91,7 @@ def test_what_no_schedule_can_have_is_left_out_and_told() -> None:
     with pytest.raises(PlanError, match=r"No plan can be compared\.\nzb-v cannot have"):
         compared(schedules=["zb-v"], microbatches=[2])
     with pytest.raises(PlanError, match="cut into 2 segments, and zb-v has 4 stages"):
-        compare_model(linears(64, 64), Aim(hardware=MACHINE, ranks=2), 2, candidates(2, ["zb-v"]))
+        compare_model(linears(64, 64), PlanOptions(hardware=MACHINE, ranks=2), 2, candidates(2, ["zb-v"]))
 
 
 def test_the_file_of_a_plan(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_too_little_memory_names_the_least_that_would_do(data: st.DataObject, sc
     every = every_cut(len(chain), schedule.stages)
     least = math.ceil(min(max(memory(chain, cuts, schedule)) for cuts in every))
     if least > 0:
-        with pytest.raises(PlanError, match=rf"\({least} bytes\) would do, and no less"):
+        with pytest.raises(PlanError, match=rf"\({least} bytes\) would be enough, and no less"):
             solve(chain, schedule.stages, schedule, memory_bytes=least - 1)
     assert max(solve(chain, schedule.stages, schedule, memory_bytes=least).memory) <= least
 
@@ -126,7 +126,7 @@ def test_too_little_memory_says_what_to_do() -> None:
     with pytest.raises(PlanError) as caught:
         solve(SAVES, stages=2, schedule="zb-h1", microbatches=4, memory_bytes=600)
     assert str(caught.value).splitlines() == [
-        "No cuts fit into 600 B on each rank: 960 B (960 bytes) would do, and no less.",
+        "No cuts fit into 600 B on each rank: 960 B (960 bytes) would be enough, and no less.",
         "Of that, rank 0 needs 160 B for parameters, buffers, gradients and optimizer state, 800 B for saved "
         "activations, which recompute or smaller microbatches make less, and 0 B for receive buffers. "
         "What a kernel needs while it runs comes on top.",
@@ -138,7 +138,7 @@ def test_too_little_memory_says_what_to_do() -> None:
 def test_ranks_with_different_memory() -> None:
     with pytest.raises(PlanError) as caught:
         solve(SAVES, stages=2, memory_bytes=[100, 300])
-    more = int(re.search(r"\((\d+) bytes\) more on each would do, and no less", str(caught.value))[1])
+    more = int(re.search(r"\((\d+) bytes\) more on each would be enough, and no less", str(caught.value))[1])
     assert solve(SAVES, stages=2, memory_bytes=[100 + more, 300 + more])
     with pytest.raises(PlanError):
         solve(SAVES, stages=2, memory_bytes=[99 + more, 299 + more])

@@ -10,17 +10,16 @@ from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost
 from pipegraph.planner import solve
-from pipegraph.planner.solver.objectives.action_graph import Network
-from pipegraph.planner.solver.objectives.boundary_times import Crossings
+from pipegraph.planner.solver.objectives.action_graph import ActionGraph
 from pipegraph.planner.solver.objectives.makespan import Makespan
-from pipegraph.planner.solver.objectives.memory_need import Memory
-from pipegraph.planner.solver.objectives.objective import Limited, Objective, SlowestStage
-from pipegraph.planner.solver.prefix_sums import TIMES, Piece, Sums
+from pipegraph.planner.solver.objectives.memory_need import MemoryNeed
+from pipegraph.planner.solver.objectives.objective import MemoryLimited, Objective, SlowestStage
+from pipegraph.planner.solver.prefix_sums import TIMES, LinearBound, PrefixSums
 from pipegraph.planner.solver.search import cut_search
-from pipegraph.planner.solver.search.cut_search import even_cuts
-from pipegraph.planner.solver.search.cut_space import Space
+from pipegraph.planner.solver.search.cut_space import CutSpace
+from pipegraph.planner.solver.search.even_cuts import equal_parts
 from pipegraph.planner.solver.search.local_search import neighbours
-from pipegraph.planner.solver.search.matrix_game import Game
+from pipegraph.planner.solver.search.relaxation import equilibrium
 from pipegraph.schedule import Schedule, Times, build, names, simulate
 from pipegraph.schedule.recipes import trains
 from tests.planner.brute import costs, every_cut, links, makespan, memory, slowest_stage, small_schedules
@@ -28,7 +27,7 @@ from tests.planner.brute import costs, every_cut, links, makespan, memory, slowe
 
 @pytest.fixture
 def _nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_search, "_EVERY", 0)
+    monkeypatch.setattr(cut_search, "_ALL_STEPS", 0)
 
 
 @given(st.data(), small_schedules())
@@ -40,12 +39,12 @@ def test_a_network_times_many_cuts_as_simulate_does_each(data: st.DataObject, sc
     transfers = transfers.reshape(boundaries, 2) * data.draw(st.sampled_from([0.0, 1.0]))
     crosses = np.diff(schedule.placement) != 0
     hop, transfers = crosses * data.draw(st.sampled_from([0.0, 0.5])), transfers * crosses[:, None]
-    network = Network(schedule, queued=bool(transfers.any()))
+    network = ActionGraph(schedule, queued=bool(transfers.any()))
     found = network.makespans(times, hop, transfers)
     for number in (0, 1):
         given_times = Times(*times[..., number].tolist(), hop.tolist(), transfers[:, number].tolist())
         assert found[number] == pytest.approx(simulate(schedule, given_times).makespan, rel=1e-12)
-        path = network.longest(times[..., number], hop, transfers[:, number])
+        path = network.longest_path(times[..., number], hop, transfers[:, number])
         length = (path.work * times[..., number]).sum() + path.hops @ hop + path.transfers @ transfers[:, number]
         assert length == pytest.approx(found[number], rel=1e-12)
 
@@ -55,25 +54,27 @@ def test_a_network_times_many_cuts_as_simulate_does_each(data: st.DataObject, sc
 def test_what_bounds_a_value_is_nowhere_above_it(data: st.DataObject, schedule: Schedule) -> None:
     """Linear figures of an objective, and what a stage costs by itself; at mixtures, too, the largest is tight."""
     chain, link = data.draw(costs(schedule.stages + data.draw(st.integers(0, 3)), st.floats(0, 10))), data.draw(links)
-    sums = Sums(chain)
-    full = Makespan(sums, schedule, Crossings.of(link, schedule.placement))
-    needed = Memory(sums, schedule, 4.0, 2)
+    sums = PrefixSums(chain)
+    full = Makespan(sums, schedule, link)
+    needed = MemoryNeed(sums, schedule, 4.0, 2)
     every = every_cut(len(chain), schedule.stages)
     cuts = np.array(every, np.int64).reshape(len(every), schedule.stages - 1)
     limit = float(np.median(needed.values(cuts)))
-    limited = Limited(full, Memory(sums, schedule, 4.0, 2, [limit] * schedule.ranks), 10.0)
+    limited = MemoryLimited(full, MemoryNeed(sums, schedule, 4.0, 2, [limit] * schedule.ranks), 10.0)
     objectives: list[Objective] = [full, SlowestStage(sums, schedule.stages, schedule.trains), needed, limited]
     one = np.ones(1)
     for objective in objectives:
         values = objective.values(cuts)
         slack = 1e-9 * (1 + values)
-        for piece in [*objective.pieces(), objective.largest(cuts, np.full(len(cuts), 1 / len(cuts)))]:
-            assert (piece.at(cuts) <= values + slack).all()
+        for linear in [*objective.initial_bounds(), objective.tightest_bound(cuts, np.full(len(cuts), 1 / len(cuts)))]:
+            assert (linear.at(cuts) <= values + slack).all()
         for value, chosen in zip(values, cuts, strict=True):
-            assert objective.largest(chosen[None], one).at(chosen[None])[0] == pytest.approx(value, rel=1e-9, abs=1e-9)
+            assert objective.tightest_bound(chosen[None], one).at(chosen[None])[0] == pytest.approx(
+                value, rel=1e-9, abs=1e-9
+            )
             edges = np.array([0, *chosen, len(chain)])
             for stage in range(schedule.stages):
-                least = objective.of_stage(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])
+                least = objective.stage_bound(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])
                 assert least[0, 0] <= value * (1 + 1e-9) + 1e-9
 
 
@@ -134,33 +135,28 @@ def test_neighbours() -> None:
 
 
 def test_even_cuts_leave_each_stage_a_segment() -> None:
-    sums = Sums([_cost([f, 0, 0, 0, 0, 0]) for f in (9, 1, 1, 1)])
-    assert even_cuts(sums, 3, TIMES).tolist() == [1, 2] and even_cuts(sums, 4, TIMES).tolist() == [1, 2, 3]
-    assert even_cuts(Sums([_cost([0] * 6)] * 5), 3, TIMES).tolist() == [1, 2]
+    sums = PrefixSums([_cost([f, 0, 0, 0, 0, 0]) for f in (9, 1, 1, 1)])
+    assert equal_parts(sums, 3, TIMES).tolist() == [1, 2] and equal_parts(sums, 4, TIMES).tolist() == [1, 2, 3]
+    assert equal_parts(PrefixSums([_cost([0] * 6)] * 5), 3, TIMES).tolist() == [1, 2]
 
 
-def test_a_game_that_grows() -> None:
-    """Rock and paper first; scissors are added to both sides, as row and as column."""
-    game = Game(np.array([[0.0, -1.0], [1.0, 0.0]]))
-    assert [mixture.tolist() for mixture in game.mixtures()] == [[0, 1], [0, 1]]  # paper wins
-    game.add_row(np.array([-1.0, 1.0]))
-    game.add_column(np.array([1.0, -1.0, 0.0]))
-    rows, columns = game.mixtures()
+def test_the_equilibrium_of_a_matrix_game() -> None:
+    """Rock, paper, scissors; then without scissors, where paper wins; then one choice each."""
+    game = np.array([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]])
+    rows, columns = equilibrium(game)
     assert rows == pytest.approx([1 / 3] * 3) and columns == pytest.approx([1 / 3] * 3)
-
-
-def test_a_game_of_one_row_and_one_column() -> None:
-    assert [mixture.tolist() for mixture in Game(np.zeros((1, 1))).mixtures()] == [[1], [1]]
+    assert [mixture.tolist() for mixture in equilibrium(game[:2, :2])] == [[0, 1], [0, 1]]
+    assert [mixture.tolist() for mixture in equilibrium(np.zeros((1, 1)))] == [[1], [1]]
 
 
 def test_a_space_of_cuts() -> None:
-    space = Space.every(segments=5, stages=3)
+    space = CutSpace.all_cuts(segments=5, stages=3)
     assert (space.first, space.last) == ((0, 1, 2, 5), (0, 3, 4, 5))
-    piece = Piece(np.array([[0, 5, 1, 3, 0, 0], [0, 0, 9, 4, 2, 0]], float), 10.0)
-    cost, cuts = space.cheapest(piece)
+    linear = LinearBound(np.array([[0, 5, 1, 3, 0, 0], [0, 0, 9, 4, 2, 0]], float), 10.0)
+    cost, cuts = space.minimum(linear)
     assert (cost, cuts.tolist()) == (13.0, [2, 4])
-    small = space.where(lambda stage, begins, ends: ends[:, None] - begins <= 2)
-    assert {tuple(cuts) for cuts in every_cut(5, 3) if small.holds(np.array([cuts]))[0]} == {(1, 3), (2, 3), (2, 4)}
-    assert space.below(piece, 14.0).holds(np.array([[2, 4], [2, 3]])).tolist() == [True, False]
-    assert space.between(1, 3, 3).first == (0, 3, 4, 5)
-    assert space.where(lambda stage, begins, ends: ends[:, None] - begins > 2).empty
+    small = space.restrict(lambda stage, begins, ends: ends[:, None] - begins <= 2)
+    assert {tuple(cuts) for cuts in every_cut(5, 3) if small.contains(np.array([cuts]))[0]} == {(1, 3), (2, 3), (2, 4)}
+    assert space.restrict_below(linear, 14.0).contains(np.array([[2, 4], [2, 3]])).tolist() == [True, False]
+    assert space.restrict_edge(1, 3, 3).first == (0, 3, 4, 5)
+    assert space.restrict(lambda stage, begins, ends: ends[:, None] - begins > 2).empty

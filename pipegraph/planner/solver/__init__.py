@@ -1,8 +1,8 @@
-"""What `solve` is made of.
+"""The optimizer behind `solve`.
 
-Sums ──▶ Space of cuts ──▶ search ──▶ Pool of the best
-                             │          ▲ values, and linear figures that are nowhere above them
-                             │        Objective: Makespan (Network of a schedule), SlowestStage, Memory
-                             ├─ climb, wander: from cuts to better ones nearby
-                             └─ Tree: branch and bound, by relaxations (a Game of cuts and linear figures)
+solve ─▶ search/ ─▶ objectives/ ─▶ prefix_sums
+objectives/   what cuts cost: the makespan of a schedule, the slowest stage, the memory of ranks. Each is the largest of
+              many linear bounds
+search/       which cuts are the best: local search finds good ones; branch and bound, by relaxations of sets of cuts,
+              proves how good they are
 """

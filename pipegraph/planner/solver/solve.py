@@ -1,4 +1,4 @@
-"""``solve``: where to cut a chain of segments into stages, and how good that is for certain."""
+"""``solve``: where to cut a chain of segments into stages, with a proof of how good that is."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import numpy as np
 
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError, nearest
-from pipegraph.planner.solver.memory_shortage import fitting
-from pipegraph.planner.solver.objectives.boundary_times import Crossings, Link, LinkOf
+from pipegraph.planner.solver.memory_shortage import starts_that_fit
+from pipegraph.planner.solver.objectives.boundary_times import Link, LinkOf
 from pipegraph.planner.solver.objectives.makespan import Makespan
-from pipegraph.planner.solver.objectives.memory_need import Memory
-from pipegraph.planner.solver.objectives.objective import Limited, Objective, SlowestStage
-from pipegraph.planner.solver.prefix_sums import TIMES, Integers, Sums
-from pipegraph.planner.solver.search.cut_search import even_cuts, search
-from pipegraph.planner.solver.search.cut_space import Space
-from pipegraph.planner.solver.search.incumbents import EQUAL, Pool
-from pipegraph.planner.solver.search.local_search import apart
-from pipegraph.planner.solver.solve_arguments import byte_limits, check_costs, check_numbers
-from pipegraph.planner.solver.stage_schedule import arrange
+from pipegraph.planner.solver.objectives.memory_need import MemoryNeed
+from pipegraph.planner.solver.objectives.objective import MemoryLimited, Objective, SlowestStage
+from pipegraph.planner.solver.prefix_sums import TIMES, Integers, PrefixSums
+from pipegraph.planner.solver.search.cut_search import search_cuts
+from pipegraph.planner.solver.search.cut_space import CutSpace
+from pipegraph.planner.solver.search.even_cuts import equal_parts
+from pipegraph.planner.solver.search.incumbents import EQUAL, Incumbents
+from pipegraph.planner.solver.search.local_search import has_no_empty_stage
+from pipegraph.planner.solver.solve_arguments import check_costs, check_numbers, memory_of_ranks
+from pipegraph.planner.solver.stage_schedule import resolve_schedule
 from pipegraph.schedule import Schedule, Times, simulate
 
 OBJECTIVES = "makespan", "bottleneck"
@@ -38,14 +39,16 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Solution(Alternative):
-    """The best cuts that `solve` found: the segments that start a stage, without the first stage's 0.
+    """The best cuts that `solve` found.
 
     Attributes:
-        value: seconds: of a step or, with the objective "bottleneck", of the slowest stage for one microbatch.
-        lower_bound: no cuts have less. It is the value where the cuts are proved to be the best.
-        alternatives: the next best that came up, by value.
-        moved: of each cut, the value if it lay one segment earlier, and one later; infinite where it cannot.
-        schedule: what the cuts are for. `simulate` shows a step of it with these ``times``.
+        cuts: the segments that start a stage, without the first stage's 0.
+        value: seconds of a step or, with the objective "bottleneck", of the slowest stage for one microbatch.
+        memory: bytes that each rank needs.
+        lower_bound: no cuts have a smaller value. It equals the value if the cuts are proved to be the best.
+        alternatives: the next best cuts that the search found, by value.
+        moved: for each cut, (the value with that cut one segment earlier, one later); infinite if that is impossible.
+        schedule: the schedule that the cuts are for. `simulate` shows a step of it with these ``times``.
         times: seconds of stages and boundaries.
     """
 
@@ -57,7 +60,7 @@ class Solution(Alternative):
 
     @property
     def gap(self) -> float:
-        """The part of the value by which other cuts can be better at most: 0 where these are proved to be the best."""
+        """The part of the value by which other cuts can be better, at most: 0 if these are proved to be the best."""
         return 1 - self.lower_bound / self.value if self.value > 0 else 0.0
 
 
@@ -69,7 +72,7 @@ def solve(
     placement: str | None = None,
     ranks: int | None = None,
     objective: str = "makespan",
-    memory_bytes: float | Sequence[float] | None = None,
+    memory_bytes: float | str | Sequence[float | str] | None = None,
     link: Link | LinkOf | None = None,
     *,
     state_factor: float = 4.0,
@@ -80,34 +83,34 @@ def solve(
 ) -> Solution:
     """Choose where to cut a chain of segments.
 
-    Few cuts are all simulated. Of many the best are searched for, and a bound says how much better any others can be.
-    The same arguments give the same result.
+    If there are few possible cuts, all are simulated. Otherwise the best are searched for, and a bound says how much
+    better others can be. The same arguments give the same result.
 
     Args:
-        costs: of each segment, for one microbatch.
+        costs: the cost of each segment for one microbatch.
         stages: how many to make.
-        schedule: a name that `pipegraph.schedule.build` knows, or a ready schedule.
-        microbatches: of a step; a ready schedule has its own.
-        placement: "loop" or "v". It follows from the schedule: what is given is compared.
-        ranks: likewise, but for schedules that can have any number of stages on a rank.
-        objective: "makespan", seconds of a step as `simulate` has them, or "bottleneck", seconds that the slowest stage
-            computes for one microbatch.
-        memory_bytes: what each rank has: one figure, or one for each rank. What is kept between actions has to fit:
-            activations, parameters, buffers, gradients, optimizer state, and receive buffers; not what a kernel needs
-            while it runs.
-        link: (latency in seconds, bandwidth in bytes per second) between ranks, or what gives it for (rank, other
-            rank). Without one, crossing a boundary takes no time.
+        schedule: a name that `pipegraph.schedule.build` knows, or a schedule.
+        microbatches: of a step, if the schedule is a name.
+        placement: "loop" or "v"; the schedule must have it.
+        ranks: the schedule must have as many. A schedule with any number of stages on a rank gets so many.
+        objective: "makespan", seconds of a step as `simulate` computes them, or "bottleneck", seconds that the slowest
+            stage computes for one microbatch.
+        memory_bytes: what each rank has: one figure or size ("80GiB"), or one per rank. What is kept between actions
+            has to fit: activations, parameters, buffers, gradients, optimizer state and receive buffers; not what a
+            kernel needs while it runs.
+        link: (latency in seconds, bandwidth in bytes per second) between ranks, or a function of (rank, other rank)
+            that returns it. Without a link, crossing a boundary takes no time.
         state_factor: how many times a rank holds parameters that have a gradient: 4 for parameters, gradients and the
-            two moments of AdamW. Frozen ones, and without a backward all, it holds once.
+            two moments of AdamW. It holds frozen parameters once, and without a backward all parameters.
         receives_ahead: how many receives a rank posts before the schedule reaches them.
-        alternatives: how many others to return, at most.
+        alternatives: how many other cuts to return, at most.
         effort: scales how long the search goes on. 1 is a few seconds.
         names: of the segments, for messages.
 
     Raises:
-        PlanError: fewer segments than stages, or arguments that are none or do not fit together; a `MemoryShortage`
-            where no cuts fit into the memory.
-        ScheduleError: a schedule that is not known, cannot have these numbers, or is wrong.
+        PlanError: fewer segments than stages, or arguments that are impossible or do not fit together; a
+            `MemoryShortage` if no cuts fit into the memory.
+        ScheduleError: an unknown schedule, one that cannot have these numbers, or one that is wrong.
     """
     check_costs(costs, stages, names)
     check_numbers(state_factor, receives_ahead, alternatives, effort)
@@ -116,40 +119,44 @@ def solve(
             f'There is no objective "{objective}".{nearest(str(objective), OBJECTIVES)} '
             f"The objectives are {' and '.join(OBJECTIVES)}."
         )
-    sums, arranged = Sums(costs), arrange(schedule, stages, microbatches, placement, ranks)
-    memory_of = partial(Memory, sums, state_factor=state_factor, receives_ahead=receives_ahead)
-    memory = memory_of(arranged, limits=byte_limits(memory_bytes, arranged.ranks))
-    makespan = Makespan(sums, arranged, Crossings.of(link, arranged.placement))
-    seconds: Objective = makespan
-    if objective == "bottleneck":
-        seconds = SlowestStage(sums, stages, arranged.trains)
-    space = Space.every(sums.segments, stages)
-    starts = [even_cuts(sums, stages, TIMES if arranged.trains else TIMES[:1])]
+    sums, resolved = PrefixSums(costs), resolve_schedule(schedule, stages, microbatches, placement, ranks)
+    memory_of = partial(MemoryNeed, sums, state_factor=state_factor, receives_ahead=receives_ahead)
+    memory = memory_of(resolved, limits=memory_of_ranks(memory_bytes, resolved.ranks))
+    makespan = Makespan(sums, resolved, link)
+    seconds: Objective = makespan if objective == "makespan" else SlowestStage(sums, stages, resolved.trains)
+    space = CutSpace.all_cuts(sums.segments, stages)
+    starts = [equal_parts(sums, stages, TIMES if resolved.trains else TIMES[:1])]
     if memory.limits:
-        space = space.where(memory.allows)
+        space = space.restrict(memory.allows)
 
-        def of_more(stages: int) -> Memory:
-            ranks = stages // (arranged.stages // arranged.ranks)
-            return memory_of(arrange(schedule, stages, microbatches, None, ranks))
+        def with_stages(stages: int) -> MemoryNeed:
+            ranks = stages // (resolved.stages // resolved.ranks)
+            return memory_of(resolve_schedule(schedule, stages, microbatches, None, ranks))
 
-        starts = fitting(sums, memory, starts, effort, of_more)
-        seconds = Limited(seconds, memory, float(seconds.values(starts[0][None])[0]))
-    pool = Pool(seconds, memory.fits, 1 + alternatives)
-    bound = search(pool, space, starts, effort)
-    return _solution(pool, bound, sums.segments, makespan, memory, arranged, objective)
+        starts = starts_that_fit(sums, memory, starts, effort, with_stages)
+        seconds = MemoryLimited(seconds, memory, float(seconds.values(starts[0][None])[0]))
+    incumbents = Incumbents(seconds, memory.fits, 1 + alternatives)
+    bound = search_cuts(incumbents, space, starts, effort)
+    return _solution(incumbents, bound, sums.segments, makespan, memory, resolved, objective)
 
 
 def _solution(
-    pool: Pool, bound: float, segments: int, makespan: Makespan, memory: Memory, schedule: Schedule, objective: str
+    incumbents: Incumbents,
+    bound: float,
+    segments: int,
+    makespan: Makespan,
+    memory: MemoryNeed,
+    schedule: Schedule,
+    objective: str,
 ) -> Solution:
-    found = []
-    for cuts, value in pool.ranked:
+    alternatives = []
+    for cuts, value in incumbents.ranked:
         array = np.array(cuts, np.int64)
-        if objective == "makespan":  # the word of the simulator is the last
-            value = simulate(schedule, makespan.simulated(array)).makespan
+        if objective == "makespan":  # which rounds differently from the simulator
+            value = simulate(schedule, makespan.times_of(array)).makespan
         needed = np.ceil(memory.of_ranks(array[None])[:, 0])
-        found.append(Alternative(cuts, value, tuple(int(one) for one in needed)))
-    best, *others = sorted(found, key=lambda one: one.value)
+        alternatives.append(Alternative(cuts, value, tuple(int(one) for one in needed)))
+    best, *others = sorted(alternatives, key=lambda one: one.value)
     array = np.array(best.cuts, np.int64)
     return Solution(
         best.cuts,
@@ -157,17 +164,17 @@ def _solution(
         best.memory,
         best.value if bound >= best.value * (1 - EQUAL) else bound,
         tuple(others),
-        _moved(pool, array, segments),
+        _moved(incumbents, array, segments),
         schedule,
-        makespan.simulated(array),
+        makespan.times_of(array),
     )
 
 
-def _moved(pool: Pool, cuts: Integers, segments: int) -> tuple[tuple[float, float], ...]:
-    """Of each cut, the values of the cuts with it one segment earlier, and later."""
+def _moved(incumbents: Incumbents, cuts: Integers, segments: int) -> tuple[tuple[float, float], ...]:
+    """Return for each cut the values with it one segment earlier, and one later."""
     step = np.eye(len(cuts), dtype=np.int64)
     both = np.concatenate([cuts - step, cuts + step])
-    possible = apart(both, segments)
+    possible = has_no_empty_stage(both, segments)
     values = np.full(len(both), np.inf)
-    values[possible] = np.where(pool.fit(both[possible]), pool.add(both[possible]), np.inf)
+    values[possible] = np.where(incumbents.fit(both[possible]), incumbents.add(both[possible]), np.inf)
     return tuple(zip(values[: len(cuts)].tolist(), values[len(cuts) :].tolist(), strict=True))

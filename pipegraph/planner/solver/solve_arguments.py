@@ -1,4 +1,4 @@
-"""Checks of what `solve` is given."""
+"""Checks of the arguments of `solve`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 from pipegraph.cost import SegmentCost
-from pipegraph.errors import PlanError
+from pipegraph.errors import ArgumentError, PlanError
+from pipegraph.units import parse_bytes
 
 
-def is_figure(value: object) -> bool:
-    """Whether it is a number from 0 on, and not infinite."""
+def _is_figure(value: object) -> bool:
+    """Return whether this is a finite number from 0 on."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] | None) -> None:
-    """Raises PlanError for costs that are none, and names the segment; and for more stages than segments."""
+    """Raise PlanError for impossible costs, naming the segment, and for more stages than segments."""
     if type(stages) is not int or stages < 1:
         raise PlanError(f"A chain of segments cannot be cut into {stages!r} stages.\nTry: a whole number from 1 on.")
     if names is not None and len(names) != len(costs):
@@ -27,7 +28,7 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
             raise PlanError(f"{where} has no SegmentCost, but {cost!r}.")
         for field in fields(cost):
             figure = getattr(cost, field.name)
-            if not (is_figure(figure) or (figure is None and field.default is None)):
+            if not (_is_figure(figure) or (figure is None and field.default is None)):
                 raise PlanError(f"{where} has {field.name}={figure!r}, and a cost is a number from 0 on.")
         if cost.trained_bytes is not None and cost.trained_bytes > cost.parameter_bytes:
             raise PlanError(
@@ -35,34 +36,53 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
                 f"{cost.parameter_bytes!r}."
             )
     if stages > len(costs):
+        advice = f"stages={len(costs)} or fewer, or cut inside the segments." if costs else "a model with layers."
         raise PlanError(
-            f"{len(costs)} segments are too few for {stages} stages, which have one or more each.\n"
-            + (
-                f"Try: stages={len(costs)} or fewer, or cut inside the segments."
-                if costs
-                else "Try: a model with layers."
-            )
+            f"{len(costs)} segments are too few for {stages} stages, which have one or more each.\nTry: {advice}"
         )
 
 
 def check_numbers(state_factor: float, receives_ahead: int, alternatives: int, effort: float) -> None:
-    """Raises PlanError for numbers that are none."""
+    """Raise PlanError for impossible numbers."""
     for what, figure in (("state_factor", state_factor), ("effort", effort)):
-        if not is_figure(figure):
+        if not _is_figure(figure):
             raise PlanError(f"{what} is a number from 0 on, not {figure!r}.")
     for what, number in (("receives_ahead", receives_ahead), ("alternatives", alternatives)):
         if type(number) is not int or number < 0:
             raise PlanError(f"{what} is a whole number from 0 on, not {number!r}.")
 
 
-def byte_limits(memory_bytes: float | Sequence[float] | None, ranks: int) -> tuple[float, ...]:
-    """What each rank has; empty where there is no limit. Raises PlanError."""
-    if memory_bytes is None:
+def parse_memory(memory_bytes: float | str | Sequence[float | str] | None) -> float | tuple[float, ...] | None:
+    """Return bytes, of which each may be written as `parse_bytes` reads it. Raises ArgumentError."""
+    if isinstance(memory_bytes, Iterable) and not isinstance(memory_bytes, str):
+        limits = tuple(_bytes(each) for each in memory_bytes)
+        if not limits:
+            raise ArgumentError('memory_bytes is empty.\nTry: memory_bytes="80GiB", or one figure for each rank.')
+        return limits
+    return None if memory_bytes is None else _bytes(memory_bytes)
+
+
+def _bytes(limit: float | str) -> float:
+    if isinstance(limit, str):
+        try:
+            return parse_bytes(limit)
+        except ValueError as error:
+            raise ArgumentError(str(error)) from None
+    if not _is_figure(limit):
+        raise ArgumentError(
+            f'memory_bytes are numbers of bytes, not {limit!r}.\nTry: memory_bytes={80 * 2**30}, or "80GiB".'
+        )
+    return limit
+
+
+def memory_of_ranks(memory_bytes: float | str | Sequence[float | str] | None, ranks: int) -> tuple[float, ...]:
+    """Return the bytes that each rank has; an empty tuple if there is no limit. Raises ArgumentError."""
+    memory = parse_memory(memory_bytes)
+    if memory is None:
         return ()
-    limits = tuple(memory_bytes) if isinstance(memory_bytes, Iterable) else (memory_bytes,) * ranks
-    for limit in limits:
-        if not is_figure(limit):
-            raise PlanError(f"memory_bytes are numbers of bytes, such as {80 * 2**30}, not {limit!r}.")
+    limits = memory if isinstance(memory, tuple) else (memory,) * ranks
     if len(limits) != ranks:
-        raise PlanError(f"memory_bytes are one figure, or one for each rank: {ranks}, and {len(limits)} were given.")
+        raise ArgumentError(
+            f"memory_bytes are one figure, or one for each rank: {ranks}, and {len(limits)} were given."
+        )
     return limits

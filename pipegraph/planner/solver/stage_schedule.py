@@ -1,4 +1,4 @@
-"""Which schedule a plan is for."""
+"""The schedule of a number of stages, and results that are kept with it."""
 
 from __future__ import annotations
 
@@ -11,62 +11,60 @@ from pipegraph.schedule import PLACEMENTS, Schedule, check
 from pipegraph.schedule.build import schedule_for_stages
 from pipegraph.units import format_number_of
 
-_Settings = ParamSpec("_Settings")
-_Made = TypeVar("_Made")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
-def once_for_each(
-    make: Callable[Concatenate[Schedule, _Settings], _Made],
-) -> Callable[Concatenate[Schedule, _Settings], _Made]:
-    """``make(schedule, …)``, whose result is kept for as long as the schedule is: plans are compared by the hundred, of
-    few schedules."""
-    known: WeakKeyDictionary[Schedule, dict[object, _Made]] = WeakKeyDictionary()
+def cached_per_schedule(
+    make: Callable[Concatenate[Schedule, _Arguments], _Result],
+) -> Callable[Concatenate[Schedule, _Arguments], _Result]:
+    """Keep the results of ``make(schedule, …)`` for as long as the schedule exists.
 
-    def of(schedule: Schedule, /, *args: _Settings.args, **kwargs: _Settings.kwargs) -> _Made:
-        made = known.setdefault(schedule, {})
-        settings = args, tuple(kwargs.items())
-        if settings not in made:
-            made[settings] = make(schedule, *args, **kwargs)
-        return made[settings]
+    Plans are compared by the hundred, but have few different schedules.
+    """
+    results: WeakKeyDictionary[Schedule, dict[object, _Result]] = WeakKeyDictionary()
 
-    return of
+    def cached(schedule: Schedule, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        of_schedule = results.setdefault(schedule, {})
+        key = args, tuple(kwargs.items())
+        if key not in of_schedule:
+            of_schedule[key] = make(schedule, *args, **kwargs)
+        return of_schedule[key]
+
+    return cached
 
 
-def arrange(
+def resolve_schedule(
     schedule: str | Schedule, stages: int, microbatches: int, placement: str | None, ranks: int | None
 ) -> Schedule:
-    """The schedule of so many stages, without transfers: one by name, or a ready one, that holds no mistake.
+    """Return the schedule of so many stages, checked and without transfers.
 
-    By name, ``ranks`` is as many as the stages make up; a ready one has its own microbatches.
+    Args:
+        schedule: a name, which gets as many ranks as the stages need; or a schedule, which has its own ranks and
+            microbatches.
+        stages, microbatches: of a step.
+        placement, ranks: those that the schedule must have, if they are given.
 
-    Raises ScheduleError for a name, or numbers, that there is no schedule for; PlanError where the schedule has another
-    placement, or other ranks.
+    Raises:
+        ScheduleError: an unknown name, numbers that the schedule cannot have, or a schedule that is wrong.
+        PlanError: the schedule has another placement, or another number of ranks.
     """
-    plain = _plain(schedule) if isinstance(schedule, Schedule) else schedule
-    found = schedule_for_stages(plain, stages, microbatches, ranks)
+    if isinstance(schedule, Schedule):  # costs say what crosses boundaries, so transfers and edges are left out
+        rows = tuple(tuple(action for action in row if action.peer is None) for row in schedule.actions)
+        schedule = schedule.changed(actions=rows, edges=None, gradient_edges=None)
+        check(schedule)
+    found = schedule_for_stages(schedule, stages, microbatches, ranks)
     if ranks not in (None, found.ranks):
+        other = ""
+        if type(ranks) is int and ranks > 0:
+            other = f", or {format_number_of('stage', ranks * found.stages // found.ranks)}"
         raise PlanError(
             f"{found.name} has {format_number_of('stage', stages)} on {format_number_of('rank', found.ranks)}, not on "
-            f"{ranks}.\nTry: ranks={found.ranks}{_other(found, ranks)}."
+            f"{ranks}.\nTry: ranks={found.ranks}{other}."
         )
     if placement is not None:
         _check_placement(found, placement)
     return found
-
-
-def _plain(schedule: Schedule) -> Schedule:
-    """A ready schedule as one of a chain of stages without transfers: what crosses a boundary is the costs' to say."""
-    rows = tuple(tuple(action for action in row if action.peer is None) for row in schedule.actions)
-    plain = schedule.changed(actions=rows, edges=None, gradient_edges=None)
-    check(plain)
-    return plain
-
-
-def _other(schedule: Schedule, ranks: object) -> str:
-    """Which number of stages the schedule could have on so many ranks."""
-    if type(ranks) is not int or ranks < 1:
-        return ""
-    return f", or {ranks * schedule.stages // schedule.ranks} stages"
 
 
 def _check_placement(schedule: Schedule, placement: str) -> None:
@@ -76,9 +74,8 @@ def _check_placement(schedule: Schedule, placement: str) -> None:
             f'There is no placement "{placement}".{nearest(str(placement), PLACEMENTS)} '
             f"The placements are {', '.join(PLACEMENTS)}."
         )
-    places = kind.places(schedule.ranks, schedule.stages // schedule.ranks)
-    if places != schedule.placement:
+    if kind.places(schedule.ranks, schedule.stages // schedule.ranks) != schedule.placement:
         raise PlanError(
-            f"{schedule.name} places stage by stage on the ranks {', '.join(map(str, schedule.placement))}, which is "
-            f'not the placement "{placement}".\nTry: leave placement out, or another schedule.'
+            f"{schedule.name} places its stages on the ranks {', '.join(map(str, schedule.placement))}, which is not "
+            f'the placement "{placement}".\nTry: leave placement out, or another schedule.'
         )

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from pipegraph.errors import one_line
 from pipegraph.package.prediction import Prediction, ShiftedCut
-from pipegraph.planner.comparison import SAME, WORTH, Comparison
+from pipegraph.planner.comparison import SAME_MEMORY, SAME_TIME, PlanComparison
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.report.colours import colour
@@ -59,8 +59,8 @@ def render_prediction(prediction: Prediction, coloured: bool = False) -> Text:
     return Text("\n\n").join(parts)
 
 
-def render_plan_comparison(comparison: Comparison) -> str:
-    """Return the plans worth a choice, fastest first, with what each loses and saves against the first, the best."""
+def render_plan_comparison(comparison: PlanComparison) -> str:
+    """Return the plans worth choosing from, fastest first, each compared with the first, the best."""
     best = comparison.best
     unit = TimeFormat.of_column(choice.per_microbatch for choice in comparison.choices)
     headers = ["", "schedule", "stages", "microbatches", "recompute", "step", "a microbatch", "slower", "memory"]
@@ -70,7 +70,7 @@ def render_plan_comparison(comparison: Comparison) -> str:
             choice.schedule.name,
             str(choice.schedule.stages),
             str(choice.schedule.microbatches),
-            choice.aim.recompute,
+            choice.options.recompute,
             format_seconds(choice.value),
             unit.text(choice.per_microbatch),
             "" if choice is best else format_percent(choice.per_microbatch / best.per_microbatch - 1),
@@ -83,12 +83,12 @@ def render_plan_comparison(comparison: Comparison) -> str:
         f"{table([*headers, 'saves'], rows)}\n\n"
         f"* the best of {comparison.considered} plans, by the time of a microbatch. The others here need less memory; "
         "none found\n"
-        f"that is not here is faster with as little. {format_percent(SAME)} of time and {format_percent(WORTH)} of "
-        "memory count as equal."
+        f"that is not here is faster with as little. {format_percent(SAME_TIME)} of time and "
+        f"{format_percent(SAME_MEMORY)} of memory count as equal."
     )
 
 
-def plan_comparison_dict(comparison: Comparison, plan: Plan) -> dict[str, Any]:
+def plan_comparison_dict(comparison: PlanComparison, plan: Plan) -> dict[str, Any]:
     """Return the best plan, and the figures of each alternative, as data for ``--json``."""
     return {
         "plan": PlanFile.of(plan).to_dict(),
@@ -102,7 +102,7 @@ def plan_comparison_dict(comparison: Comparison, plan: Plan) -> dict[str, Any]:
                 "ranks": choice.schedule.ranks,
                 "stages": choice.schedule.stages,
                 "microbatches": choice.schedule.microbatches,
-                "recompute": choice.aim.recompute,
+                "recompute": choice.options.recompute,
                 "points": [str(point) for point in choice.points],
                 "step": choice.value,
                 "per_microbatch": choice.per_microbatch,

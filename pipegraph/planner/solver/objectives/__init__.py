@@ -1,1 +1,1 @@
-"""TODO."""
+"""What cuts cost."""

@@ -16,9 +16,14 @@ from pipegraph.schedule import Action, Kind, Schedule
 _BATCH = 256  # candidates timed at once: enough to make little of a call, few enough for the cache
 
 
-class Path(NamedTuple):
-    """A path through the network: how often it passes F, I and W of each stage (3, stages), and the latency and the
-    transfer of each boundary (boundaries)."""
+class LongestPath(NamedTuple):
+    """How often a path contains something.
+
+    Attributes:
+        work: F, I and W of each stage: (3, stages).
+        hops: the latency of each boundary: (boundaries,).
+        transfers: the transfer over each boundary: (boundaries,).
+    """
 
     work: Floats
     hops: Floats
@@ -27,23 +32,26 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True)
 class _Node:
-    """Something that takes time: an action, an overlapped pair of two, or a transfer that occupies its link."""
+    """Something that takes time: an action, an overlapped pair, or a transfer that occupies its link.
+
+    Attributes:
+        work: the F, I and W of an action or a pair, as (F, I or W, stage).
+        transfer: the boundary of a transfer; None for an action.
+        after: (node that must end before, boundary whose latency comes between or −1).
+    """
 
     work: tuple[tuple[int, int], ...]
-    """the F, I and W that it does, as (which of the three, stage)"""
     transfer: int | None
-    """the boundary of a transfer"""
     after: list[tuple[int, int]]
-    """(node that ends before, boundary whose latency lies between or −1)"""
 
 
-class Network:
-    """The actions of a schedule of a chain of stages, and what each waits for: `simulate` for many stage times at once.
+class ActionGraph:
+    """The actions of a schedule of a chain of stages, and what each waits for. It times many candidates at once.
 
     The order on a rank is given, so an action starts when the one before it on the rank has ended and what it needs of
-    another rank is there: the makespan is the longest path. Transfers over a link leave in the order of their sender's
-    actions, and where they take time (``queued``) they are nodes too. Nodes are sorted by level, the most nodes on a
-    way to them: those of one level are timed together.
+    another rank has arrived: the makespan is the longest path. Transfers over a link leave in the order of their
+    sender's actions. If they take time (``queued``), they are nodes too. Nodes are sorted by level, the largest number
+    of nodes on a path to them, and the nodes of one level are timed together.
     """
 
     def __init__(self, schedule: Schedule, queued: bool) -> None:
@@ -51,13 +59,13 @@ class Network:
         levels = _levels(nodes)
         order = np.argsort(levels, kind="stable")
         self._end = len(nodes)
-        moved = np.append(np.empty(self._end, np.int64), self._end)  # what is not there, −1, ends at 0
+        moved = np.append(np.empty(self._end, np.int64), self._end)  # −1 for no node → the last row, which ends at 0
         moved[order] = np.arange(self._end)
         widest = max(1, *(len(node.after) for node in nodes))
         after = np.array([node.after + [(-1, -1)] * (widest - len(node.after)) for node in nodes], np.int64)[order]
         self._after, self._boundary = moved[after[..., 0]], after[..., 1]
         self._levels = [0, *np.cumsum(np.bincount(levels)).tolist()]
-        # What takes equally long is timed once: rows of work, and behind them the transfers of the boundaries.
+        # Nodes of equal duration share a row of durations: first the kinds of work, then the transfers of boundaries.
         rows = {work: row for row, work in enumerate(dict.fromkeys(node.work for node in nodes if node.work))}
         self._work = np.zeros((len(rows), 3, schedule.stages))
         for work, row in rows.items():
@@ -67,18 +75,24 @@ class Network:
         self._duration = np.array(durations)[order]
 
     @property
-    def size(self) -> int:
-        """How many actions, pairs and transfers there are."""
+    def steps(self) -> int:
+        """The number of actions, pairs and transfers."""
         return self._end
 
     def makespans(self, times: Floats, hop: Floats, transfer: Floats) -> Floats:
-        """For times of shape (3, stages, candidates), hops (boundaries) and transfers (boundaries, candidates)."""
+        """Return the makespan of each candidate.
+
+        Args:
+            times: (3, stages, candidates)
+            hop: (boundaries,)
+            transfer: (boundaries, candidates)
+        """
         batches = range(0, times.shape[2], _BATCH)
         ends = (self._ends(times[..., at : at + _BATCH], hop, transfer[:, at : at + _BATCH]) for at in batches)
         return np.concatenate([batch.max(axis=0) for batch in ends])
 
-    def longest(self, times: Floats, hop: Floats, transfer: Floats) -> Path:
-        """A longest path, for times of shape (3, stages), hops and transfers (boundaries)."""
+    def longest_path(self, times: Floats, hop: Floats, transfer: Floats) -> LongestPath:
+        """Return a longest path for times (3, stages), hops (boundaries,) and transfers (boundaries,)."""
         ends = self._ends(times[..., None], hop, transfer[:, None])[:, 0]
         arrivals = ends[self._after] + np.append(hop, 0.0)[self._boundary]
         rows, last = np.arange(self._end), arrivals.argmax(axis=1)
@@ -88,10 +102,10 @@ class Network:
             path.append(before[path[-1]])
         passed = np.bincount(self._duration[path], minlength=len(self._work) + len(hop)).astype(np.float64)
         hops = np.bincount([crossed[node] + 1 for node in path], minlength=len(hop) + 1)[1:].astype(np.float64)
-        return Path(np.tensordot(passed[: len(self._work)], self._work, 1), hops, passed[len(self._work) :])
+        return LongestPath(np.tensordot(passed[: len(self._work)], self._work, 1), hops, passed[len(self._work) :])
 
     def _ends(self, times: Floats, hop: Floats, transfer: Floats) -> Floats:
-        """When each node ends, (nodes + 1, candidates); the last row is 0."""
+        """Return when each node ends: (nodes + 1, candidates). The last row is 0."""
         durations = np.concatenate([np.tensordot(self._work, times, 2), transfer])
         lags = np.append(hop, 0.0)[self._boundary][..., None] if hop.any() else None
         ends = np.empty((self._end + 1, times.shape[2]))
@@ -133,8 +147,10 @@ def _result(action: Action) -> tuple[bool, int, int]:
 
 
 def _crossings(schedule: Schedule) -> Iterator[tuple[Action, Action, int]]:
-    """What goes from one rank to another: the action that makes it, one that has the result which needs it, and the
-    boundary; of each sender in the order of its actions."""
+    """Yield what goes from one rank to another, for each sender in the order of its actions.
+
+    As (the action that makes it, an action with the result of the one that needs it, the boundary).
+    """
     for row in schedule.actions:
         for action in row:
             onward = action.kind is Kind.F
@@ -146,7 +162,7 @@ def _crossings(schedule: Schedule) -> Iterator[tuple[Action, Action, int]]:
 
 
 def _levels(nodes: list[_Node]) -> list[int]:
-    """Of each node, the most nodes that stand before it on a way to it."""
+    """Return for each node the largest number of nodes before it on a path."""
     missing = [len(node.after) for node in nodes]
     users: list[list[int]] = [[] for _ in nodes]
     for number, node in enumerate(nodes):

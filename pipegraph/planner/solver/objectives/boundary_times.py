@@ -1,4 +1,4 @@
-"""What crossing a boundary takes."""
+"""How long it takes to cross a boundary."""
 
 from __future__ import annotations
 
@@ -31,21 +31,26 @@ class HasLatency(Protocol):
 Link = tuple[float, float] | HasLatency
 """(latency in seconds, bandwidth in bytes per second)"""
 LinkOf = Callable[[int, int], Link]
-"""Of (rank, other rank)."""
+"""(rank, other rank) → the link between them"""
 
 
 @dataclass(frozen=True)
-class Crossings:
-    """Of each boundary, what crossing it takes: seconds, and seconds per byte; 0 where both stages are on one rank."""
+class BoundaryTimes:
+    """How long it takes to cross each boundary: 0 if both stages are on one rank.
+
+    Attributes:
+        latency: (boundaries,) seconds.
+        per_byte: (boundaries,) seconds per byte.
+    """
 
     latency: Floats
     per_byte: Floats
 
     @classmethod
-    def of(cls, link: Link | LinkOf | None, placement: Sequence[int]) -> Crossings:
-        """Without a link, crossing takes no time. Raises PlanError for figures that are none."""
-        found = [_figures(link, rank, other) for rank, other in pairwise(placement)]
-        latency, per_byte = np.array(found, np.float64).reshape(-1, 2).T
+    def of(cls, link: Link | LinkOf | None, placement: Sequence[int]) -> BoundaryTimes:
+        """Return the times of a chain of stages. Without a link they are 0. Raises PlanError for impossible figures."""
+        figures = [_figures(link, rank, other) for rank, other in pairwise(placement)]
+        latency, per_byte = np.array(figures, np.float64).reshape(-1, 2).T
         return cls(latency, per_byte)
 
 
@@ -56,7 +61,7 @@ def _figures(link: Link | LinkOf | None, rank: int, other: int) -> tuple[float, 
     latency, bandwidth = one if isinstance(one, tuple) else (one.latency, one.bandwidth)
     if not (0 <= latency < math.inf and bandwidth > 0):
         raise PlanError(
-            f"A link has a latency in seconds from 0 on and a bandwidth in bytes per second above 0, and that between "
-            f"the ranks {rank} and {other} has {latency!r} and {bandwidth!r}. Try: link=(1e-5, 25e9)."
+            f"The link between ranks {rank} and {other} has a latency of {latency!r} and a bandwidth of {bandwidth!r}. "
+            "A latency is in seconds, from 0 on; a bandwidth in bytes per second, above 0.\nTry: link=(1e-5, 25e9)."
         )
     return float(latency), 1 / bandwidth

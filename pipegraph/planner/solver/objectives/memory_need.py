@@ -14,45 +14,50 @@ from pipegraph.planner.solver.prefix_sums import (
     SAVED,
     TRAINED,
     WEIGHT_SAVED,
-    Allowed,
+    Booleans,
     Floats,
     Integers,
-    Piece,
-    Sums,
+    LinearBound,
+    PrefixSums,
 )
-from pipegraph.planner.solver.stage_schedule import once_for_each
+from pipegraph.planner.solver.stage_schedule import cached_per_schedule
 from pipegraph.schedule import Schedule, lower, receive_buffers
 from pipegraph.schedule.action_arrays import B, F, I, W
 
 
-class Parts(NamedTuple):
-    """Bytes, by (ranks, candidates)."""
+class MemoryParts(NamedTuple):
+    """Bytes: (ranks, candidates) each.
+
+    Attributes:
+        state: parameters, their gradients and the optimizer's state; buffers and constants.
+        saved: what is kept for backwards, at the moment when it is the most.
+        buffers: to receive into.
+    """
 
     state: Floats
-    """parameters, their gradients, and what the optimizer holds of them; buffers and constants"""
     saved: Floats
-    """what is kept for backwards, at the moment when it is the most"""
     buffers: Floats
-    """to receive into"""
 
 
-class Memory:
-    """Bytes of the rank that needs the most; where the ranks have different ``limits``, as if each had the largest one
-    and needed so much more.
+class MemoryNeed:
+    """An objective: bytes of the rank that needs the most.
 
-    A rank holds its parameters that have a gradient ``state_factor`` times, and everything else once, as without a
-    backward it does all; what its stages keep, as the schedule goes; and the buffers that it receives into. Between two
-    actions, a stage keeps what F saved, until its I or B has run, and what W reads, from the end of I to that of W. The
-    first stage's I has nothing to do: all that F saved stays until W, with the gradient that came. What an action needs
-    for itself while it runs is not counted.
+    If ranks have different limits, each counts as if it had the largest limit and needed the difference in addition.
 
-    A received value that a stage saves counts as saved: its buffer counts from when its receive is posted,
-    ``receives_ahead`` receives before the schedule reaches it, to the action that reads it.
+    A rank holds
+
+    - its state: parameters that have a gradient ``state_factor`` times, everything else once; without a backward, all
+      once;
+    - what its stages keep between two actions: what F saved until I or B ends, and what W reads from the end of I to
+      the end of W. The first stage's I has nothing to do, so all that F saved stays until W, with the gradient that
+      arrived. What an action needs only while it runs is not counted;
+    - receive buffers. A received value that a stage saves counts as saved. Its buffer counts from when its receive is
+      posted, ``receives_ahead`` receives before the schedule reaches it, to the action that reads it.
     """
 
     def __init__(
         self,
-        sums: Sums,
+        sums: PrefixSums,
         schedule: Schedule,
         state_factor: float,
         receives_ahead: int,
@@ -65,51 +70,51 @@ class Memory:
         self._factor = state_factor if schedule.trains else 1.0
         self._holds = np.arange(self.ranks)[:, None] == self._placement  # (ranks, stages)
         moments = _moments(schedule)
-        held = np.concatenate(moments)  # (moments of all ranks, …)
-        self._saved, self._weights, self._gradients = np.split(held, [self.stages, 2 * self.stages], axis=1)
+        microbatches = np.concatenate(moments)  # (moments of all ranks, …)
+        self._saved, self._weights, self._gradients = np.split(microbatches, [self.stages, 2 * self.stages], axis=1)
         counts = [len(rows) for rows in moments]
         self._rank, self._first = np.repeat(np.arange(self.ranks), counts), np.cumsum([0, *counts[:-1]])
-        self._buffers = _buffers(schedule, receives_ahead)
+        self._buffers = _receive_buffers(schedule, receives_ahead)
 
     @property
-    def size(self) -> int:
+    def steps(self) -> int:
         return len(self._saved)
 
-    def parts(self, cuts: Integers) -> Parts:
-        """What cuts (candidates, cuts) need."""
+    def parts(self, cuts: Integers) -> MemoryParts:
+        """Return what cuts (candidates, cuts) need, in its parts."""
         stages, crossing = self._sums.stages(cuts), self._sums.crossing[cuts.T]
-        return Parts(
+        return MemoryParts(
             self._state(stages),
             np.maximum.reduceat(self._kept(stages, crossing), self._first),
             self._buffers @ crossing,
         )
 
     def of_ranks(self, cuts: Integers) -> Floats:
-        """(ranks, candidates)"""
+        """Return what each rank needs: (ranks, candidates)."""
         state, saved, buffers = self.parts(cuts)
         return state + saved + buffers
 
     def fullest(self, cuts: Integers) -> int:
-        """The rank that needs the most, compared with what it has, for one candidate (cuts)."""
+        """Return the rank that exceeds its limit the most, or comes closest to it, for cuts (cuts,)."""
         return int((self.of_ranks(cuts[None])[:, 0] + self._spare).argmax())
 
-    def fits(self, cuts: Integers) -> Allowed:
-        """Of each of the cuts (candidates, cuts), whether every rank has room."""
+    def fits(self, cuts: Integers) -> Booleans:
+        """Return for cuts (candidates, cuts) whether every rank has enough memory: (candidates,)."""
         return self.values(cuts) <= self.limit
 
     def values(self, cuts: Integers) -> Floats:
         values: Floats = (self.of_ranks(cuts) + self._spare[:, None]).max(axis=0)
         return values
 
-    def pieces(self) -> list[Piece]:
-        return [self._piece(moment) for moment in self._first.tolist()]
+    def initial_bounds(self) -> list[LinearBound]:
+        return [self._linear_bound(moment) for moment in self._first.tolist()]
 
-    def largest(self, cuts: Integers, mixture: Floats) -> Piece:
+    def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
         stages, crossing = self._sums.stages(cuts) @ mixture, self._sums.crossing[cuts.T] @ mixture
         of_rank = self._state(stages) + self._buffers @ crossing + self._spare
-        return self._piece(int((self._kept(stages, crossing) + of_rank[self._rank]).argmax()))
+        return self._linear_bound(int((self._kept(stages, crossing) + of_rank[self._rank]).argmax()))
 
-    def of_stage(self, stage: int, begins: Integers, ends: Integers) -> Floats:
+    def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
         rank, before, crossing = self._placement[stage], self._sums.before, self._sums.crossing
         state = before[HELD] + (self._factor - 1) * before[TRAINED]
         rest: Floats = state[ends][:, None] - state[begins] + self._spare[rank]
@@ -123,66 +128,70 @@ class Memory:
             np.maximum(kept, (figures + gradients * crossing)[ends][:, None] - figures[begins], out=kept)
         return rest + kept
 
-    def allows(self, stage: int, begins: Integers, ends: Integers) -> Allowed:
-        """Whether the stage by itself has room, if it is the segments begin … end − 1, by (ends, begins)."""
-        return self.of_stage(stage, begins, ends) <= self.limit
+    def allows(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
+        """Return whether a rank has room for the stage alone as the segments begin … end − 1: (ends, begins)."""
+        return self.stage_bound(stage, begins, ends) <= self.limit
 
     def _state(self, stages: Floats) -> Floats:
-        """(ranks, …), of quantities (quantities, stages, …)"""
+        """Return the bytes of state (ranks, …) of stages (quantities, stages, …)."""
         figures: Floats = self._holds @ (stages[HELD] + (self._factor - 1) * stages[TRAINED])
         return figures
 
     def _kept(self, stages: Floats, crossing: Floats) -> Floats:
-        """(moments, …)"""
+        """Return the bytes kept at each moment (moments, …) by stages (quantities, stages, …)."""
         kept = self._saved @ stages[SAVED] + self._weights @ stages[WEIGHT_SAVED]
         figures: Floats = kept + self._gradients @ crossing
         return figures
 
     def _moments_of(self, stage: int) -> Floats:
-        """What one stage keeps, (moments, 3): how often saved_bytes, what W reads, and what crosses behind it."""
-        gradients = self._gradients[:, stage] if stage < self.stages - 1 else np.zeros(self.size)
-        return _largest(np.unique(np.stack([self._saved[:, stage], self._weights[:, stage], gradients], 1), axis=0))
+        """Return how often a stage keeps what F saved, what W reads and what crosses after it: (moments, 3)."""
+        gradients = self._gradients[:, stage] if stage < self.stages - 1 else np.zeros(self.steps)
+        return _not_dominated(
+            np.unique(np.stack([self._saved[:, stage], self._weights[:, stage], gradients], 1), axis=0)
+        )
 
-    def _piece(self, moment: int) -> Piece:
+    def _linear_bound(self, moment: int) -> LinearBound:
         rank = self._rank[moment]
         weights = np.zeros((len(QUANTITIES), self.stages))
         weights[SAVED], weights[WEIGHT_SAVED] = self._saved[moment], self._weights[moment]
         weights[HELD], weights[TRAINED] = self._holds[rank], (self._factor - 1) * self._holds[rank]
-        return self._sums.piece(weights, self._buffers[rank] + self._gradients[moment], float(self._spare[rank]))
+        return self._sums.linear_bound(weights, self._buffers[rank] + self._gradients[moment], float(self._spare[rank]))
 
 
-@once_for_each
-def _buffers(schedule: Schedule, receives_ahead: int) -> Floats:
-    """Of each rank, the buffers that it has for each boundary: (ranks, boundaries)."""
+@cached_per_schedule
+def _receive_buffers(schedule: Schedule, receives_ahead: int) -> Floats:
+    """Return the number of receive buffers of each rank for each boundary: (ranks, boundaries)."""
     counts = np.zeros((schedule.ranks, schedule.stages - 1))
     for (sender, receiver), count in receive_buffers(lower(schedule), receives_ahead, saved=False).items():
         counts[schedule.placement[receiver], min(sender, receiver)] += count
     return counts
 
 
-@once_for_each
+@cached_per_schedule
 def _moments(schedule: Schedule) -> list[Floats]:
-    """Of each rank, of how many microbatches its stages keep something between two actions, at the moments when no
-    other has as many of each: (moments, stages with what F saved, stages with what W reads, boundaries behind which a
-    gradient is kept)."""
+    """Return for each rank how many microbatches are kept between two actions: (moments, 2 · stages + boundaries).
+
+    The columns are: what F saved, per stage; what W reads, per stage; a gradient that arrived over each boundary. Only
+    moments are listed at which no other moment keeps as many in every column.
+    """
     arrays = schedule.arrays
     rows = []
     for first, last in pairwise(arrays.bounds):
         kind, stage = arrays.kind[first:last, None], arrays.stage[first:last, None] == np.arange(schedule.stages)
-        forwards, parted, done = (np.cumsum(np.isin(kind, kinds) & stage, axis=0) for kinds in ((F,), (I, B), (B, W)))
+        forwards, divided, done = (np.cumsum(np.isin(kind, kinds) & stage, axis=0) for kinds in ((F,), (I, B), (B, W)))
         if not schedule.trains:
             forwards = np.zeros_like(forwards)
-        saved, weights = forwards - parted, parted - done
+        saved, weights = forwards - divided, divided - done
         gradients = np.zeros((len(kind), schedule.stages - 1), np.int64)
         gradients[:, :1] = weights[:, :1]
         saved[:, 0] += weights[:, 0]
         weights[:, 0] = 0
-        rows.append(_largest(np.unique(np.concatenate([saved, weights, gradients], axis=1), axis=0)))
+        rows.append(_not_dominated(np.unique(np.concatenate([saved, weights, gradients], axis=1), axis=0)))
     return rows
 
 
-def _largest(rows: Integers) -> Floats:
-    """Those rows that are not in every column below another. No row may stand twice."""
+def _not_dominated(rows: Integers) -> Floats:
+    """Return the rows that no other row reaches in every column. No row may occur twice."""
     kept: list[Integers] = []
     for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
         if not any((other >= row).all() for other in kept):

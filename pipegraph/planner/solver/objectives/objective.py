@@ -1,4 +1,4 @@
-"""What a planner minimises."""
+"""The figures that a planner minimises."""
 
 from __future__ import annotations
 
@@ -7,95 +7,98 @@ from typing import Protocol
 
 import numpy as np
 
-from pipegraph.planner.solver.objectives.memory_need import Memory
-from pipegraph.planner.solver.prefix_sums import FORWARD, Floats, Integers, Piece, Sums
+from pipegraph.planner.solver.objectives.memory_need import MemoryNeed
+from pipegraph.planner.solver.prefix_sums import Floats, Integers, LinearBound, PrefixSums
 
-_STEEP = 25.0
+_PENALTY = 25.0  # what missing memory adds to a value: this × the missing part × the size of values
 
 
 class Objective(Protocol):
-    """A figure of cuts: the largest of many that are linear in what the stages cost. None of these is negative."""
+    """A figure of cuts: the largest of many linear bounds, none of which is negative."""
 
     @property
-    def size(self) -> int:
-        """About how many steps it takes to value cuts."""
+    def steps(self) -> int:
+        """About how many steps one evaluation takes."""
         ...
 
     def values(self, cuts: Integers) -> Floats:
-        """For cuts of shape (candidates, cuts)."""
+        """Return the values (candidates,) of cuts (candidates, cuts)."""
         ...
 
-    def pieces(self) -> Sequence[Piece]:
-        """Some of the linear figures, to begin with."""
+    def initial_bounds(self) -> Sequence[LinearBound]:
+        """Return some of the linear bounds, with which a relaxation begins."""
         ...
 
-    def largest(self, cuts: Integers, mixture: Floats) -> Piece:
-        """That of the linear figures that is largest for a mixture of cuts, where stages have the mean of what they
-        have in each."""
+    def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
+        """Return the linear bound that is largest for a mixture of cuts.
+
+        Args:
+            cuts: (candidates, cuts)
+            mixture: the share of each candidate. A stage costs the mean of what it costs in each.
+        """
         ...
 
-    def of_stage(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        """The least that the value is if the stage is the segments begin … end − 1, by (ends, begins)."""
+    def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
+        """Return a lower bound (ends, begins) of the value if the stage is the segments begin … end − 1."""
         ...
 
 
 class SlowestStage:
     """Seconds that the slowest stage computes for one microbatch."""
 
-    def __init__(self, sums: Sums, stages: int, trains: bool) -> None:
+    def __init__(self, sums: PrefixSums, stages: int, trains: bool) -> None:
         self._sums, self._stages = sums, stages
-        self._kinds = 3 if trains else 1
+        self._quantities = 3 if trains else 1
 
     @property
-    def size(self) -> int:
+    def steps(self) -> int:
         return self._stages
 
     def values(self, cuts: Integers) -> Floats:
         seconds: Floats = self._seconds(cuts).max(axis=0)
         return seconds
 
-    def pieces(self) -> list[Piece]:
-        return [self._piece(stage) for stage in range(self._stages)]
+    def initial_bounds(self) -> list[LinearBound]:
+        return [self._linear_bound(stage) for stage in range(self._stages)]
 
-    def largest(self, cuts: Integers, mixture: Floats) -> Piece:
-        return self._piece(int((self._seconds(cuts) @ mixture).argmax()))
+    def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
+        return self._linear_bound(int((self._seconds(cuts) @ mixture).argmax()))
 
-    def of_stage(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        before = self._sums.before[: self._kinds].sum(axis=0)
+    def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
+        before = self._sums.before[: self._quantities].sum(axis=0)
         seconds: Floats = before[ends][:, None] - before[begins]
         return seconds
 
     def _seconds(self, cuts: Integers) -> Floats:
         """(stages, candidates)"""
-        seconds: Floats = self._sums.stages(cuts)[: self._kinds].sum(axis=0)
+        seconds: Floats = self._sums.stages(cuts)[: self._quantities].sum(axis=0)
         return seconds
 
-    def _piece(self, stage: int) -> Piece:
-        weights = np.zeros((FORWARD + self._kinds, self._stages))
+    def _linear_bound(self, stage: int) -> LinearBound:
+        weights = np.zeros((self._quantities, self._stages))
         weights[:, stage] = 1.0
-        return self._sums.piece(weights, np.zeros(self._stages - 1))
+        return self._sums.linear_bound(weights, np.zeros(self._stages - 1))
 
 
-class Limited:
-    """An objective of cuts that should fit into memory: where they do not, so much is added that they had better.
+class MemoryLimited:
+    """An objective with a penalty for cuts that do not fit into the memory.
 
-    Cuts that fit have the values of the objective, and the bounds of these hold for them. The first percent of memory
-    that is missing adds as much as the ``scale`` of the objective's values.
+    Cuts that fit have the values of the objective, and its bounds hold for them. ``scale`` is the size of its values.
     """
 
-    def __init__(self, objective: Objective, memory: Memory, scale: float) -> None:
+    def __init__(self, objective: Objective, memory: MemoryNeed, scale: float) -> None:
         self._objective, self._memory = objective, memory
-        self._slope = _STEEP * scale / max(memory.limit, 1.0)
-        self.size = objective.size + memory.size
-        self.pieces, self.of_stage = objective.pieces, objective.of_stage
+        self._slope = _PENALTY * scale / max(memory.limit, 1.0)
+        self.steps = objective.steps + memory.steps
+        self.initial_bounds, self.stage_bound = objective.initial_bounds, objective.stage_bound
 
     def values(self, cuts: Integers) -> Floats:
         missing = (self._memory.values(cuts) - self._memory.limit).clip(min=0.0)
         return self._objective.values(cuts) + self._slope * missing
 
-    def largest(self, cuts: Integers, mixture: Floats) -> Piece:
-        piece, needed = self._objective.largest(cuts, mixture), self._memory.largest(cuts, mixture)
+    def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
+        linear, needed = self._objective.tightest_bound(cuts, mixture), self._memory.tightest_bound(cuts, mixture)
         if needed.at(cuts) @ mixture <= self._memory.limit:
-            return piece
+            return linear
         missing = self._slope * (needed.constant - self._memory.limit)
-        return Piece(piece.table + self._slope * needed.table, piece.constant + missing)
+        return LinearBound(linear.table + self._slope * needed.table, linear.constant + missing)

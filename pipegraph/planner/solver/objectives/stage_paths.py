@@ -1,4 +1,4 @@
-"""Paths through a schedule that turn on one stage alone."""
+"""Paths through a schedule that stay on one stage, for a lower bound from that stage alone."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pipegraph.planner.solver.prefix_sums import FORWARD, INPUT_GRAD, WEIGHT_GRA
 from pipegraph.schedule import Kind, Schedule
 
 PARTS = {Kind.F: (FORWARD,), Kind.I: (INPUT_GRAD,), Kind.W: (WEIGHT_GRAD,), Kind.B: (INPUT_GRAD, WEIGHT_GRAD)}
-"""What the actions that compute are made of."""
+"""kind of action → the quantities that its time is the sum of"""
 
 Order = Sequence[tuple[Kind, int]]
-"""Kind and microbatch of the actions of one stage."""
+"""(kind, microbatch) of the actions of one stage"""
 
 
-class Walk(NamedTuple):
-    """A path that comes from the first stage to a stage, does the actions of that one, and goes on.
+class StagePath(NamedTuple):
+    """A path from the first stage to a stage, through actions of that stage, and on.
 
     Attributes:
-        forward, input_grad, weight_grad: how many F, I and W of the stage it passes; a B is an I and a W.
-        turns: how often it goes from an F on to the last stage and back to the I or B of the same microbatch, past all
-            that the stage does between.
-        returns: whether it then goes back to the first stage.
-        leaves: whether it then goes on to the last stage.
+        forward, input_grad, weight_grad: how many F, I and W of the stage it contains; a B is an I and a W.
+        turns: how often it goes from an F to the last stage and back to the I or B of the same microbatch, without the
+            actions of the stage between these two.
+        returns: whether it goes back to the first stage at the end.
+        leaves: whether it goes on to the last stage at the end.
     """
 
     forward: int
@@ -36,22 +36,24 @@ class Walk(NamedTuple):
     leaves: bool
 
 
-def walks(schedule: Schedule) -> list[list[Walk]]:
-    """Of each stage, the paths that may be the longest of those that turn on it alone."""
+def stage_paths(schedule: Schedule) -> list[list[StagePath]]:
+    """Return for each stage the paths that may be the longest, whatever the times are."""
     orders: list[list[tuple[Kind, int]]] = [[] for _ in range(schedule.stages)]
     for row in schedule.actions:
         for action in row:
             orders[action.stage].append((action.kind, action.microbatch))
-    return [_longest(list(_walks(order))) if schedule.trains else [_forward(order)] for order in orders]
+    return [_not_dominated(list(_paths(order))) if schedule.trains else [_forward_path(order)] for order in orders]
 
 
-def _forward(order: Order) -> Walk:
-    return Walk(len(order), 0, 0, 0, returns=False, leaves=True)
+def _forward_path(order: Order) -> StagePath:
+    return StagePath(len(order), 0, 0, 0, returns=False, leaves=True)
 
 
-def _walks(order: Order) -> Iterator[Walk]:
-    """Paths that turn at the first F, at the last, at each they meet, or never; to the end, or to the last I or B and
-    back from there."""
+def _paths(order: Order) -> Iterator[StagePath]:
+    """Yield paths that turn at the first F, at the last, at each that they reach, or never.
+
+    They go to the last action, or to the last I or B and back to the first stage.
+    """
     back = {microbatch: at for at, (kind, microbatch) in enumerate(order) if kind in (Kind.I, Kind.B)}
     forwards = [microbatch for kind, microbatch in order if kind is Kind.F]
     for turning in ((), forwards[:1], forwards[-1:], forwards):
@@ -64,11 +66,11 @@ def _walks(order: Order) -> Iterator[Walk]:
                 turn = kind is Kind.F and microbatch in turning
                 turns += turn
                 at = back[microbatch] if turn else at + 1
-            yield Walk(passed[0], passed[1], passed[2], turns, returns, leaves=False)
+            yield StagePath(passed[0], passed[1], passed[2], turns, returns, leaves=False)
 
 
-def _longest(found: Sequence[Walk]) -> list[Walk]:
-    """Those of which no other passes as much of everything."""
+def _not_dominated(found: Sequence[StagePath]) -> list[StagePath]:
+    """Return the paths of which no other contains as much of everything."""
     every = np.unique(np.array(found, np.int64), axis=0)
     covered = (every[:, None] <= every).all(axis=2) & ~np.eye(len(every), dtype=bool)
-    return [Walk(*row) for row in every[~covered.any(axis=1)].tolist()]
+    return [StagePath(*row) for row in every[~covered.any(axis=1)].tolist()]

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Which cuts cost the least."""

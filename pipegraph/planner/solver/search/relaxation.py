@@ -1,0 +1,124 @@
+"""The relaxation of a set of cuts: a lower bound from a mixture of linear bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipegraph.planner.solver.prefix_sums import Floats, Integers, LinearBound
+from pipegraph.planner.solver.search.cut_space import CutSpace
+from pipegraph.planner.solver.search.incumbents import EQUAL, Incumbents
+
+_PRECISION = 0.02  # part of the distance from the bound to its target
+_ROUNDS = 500  # several times as many as 64 stages need
+_GAME_STEPS = 100_000  # as which solving a matrix game counts
+_TINY = 1e-10
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """The result of `relax`.
+
+    Attributes:
+        bound: no cuts of the space have a smaller value.
+        linear: the mixture of linear bounds that shows it.
+        linear_bounds: those in the last mixture.
+        cuts, shares: the last mixture of cuts: (candidates, cuts) and (candidates,).
+        tried: all cuts that came up: (candidates, cuts).
+    """
+
+    bound: float
+    linear: LinearBound
+    linear_bounds: tuple[LinearBound, ...]
+    cuts: Integers
+    shares: Floats
+    tried: Integers
+
+    @property
+    def mean(self) -> Floats:
+        """The mean position of each cut in the last mixture."""
+        return self.shares @ self.cuts
+
+
+def relax(
+    incumbents: Incumbents, space: CutSpace, linear_bounds: Sequence[LinearBound], cuts: Integers, target: float
+) -> Relaxation:
+    """Bound the values of the cuts of a space from below.
+
+    An objective is the largest of many linear bounds, so it is at least any mixture of them, whose minimum over all
+    cuts dynamic programming finds. The best mixture comes from a matrix game between linear bounds and cuts, to which
+    both players add their best answer until there is no better one (double oracle: McMahan, Gordon and Blum, 2003). The
+    bound is then the optimum over mixtures of cuts; how far single cuts are above it depends on the size of segments.
+
+    Args:
+        incumbents: what evaluates the objective.
+        space: the cuts.
+        linear_bounds, cuts: some to begin with; cuts (candidates, cuts).
+        target: the bound that is enough.
+    """
+    known = list(linear_bounds)
+    payoff = np.array([linear.at(cuts) for linear in known])  # (linear bounds, cuts)
+    bound, mixed, least = -np.inf, known[0], np.inf
+    for _ in range(_ROUNDS):
+        of_bounds, of_cuts = equilibrium(payoff)
+        incumbents.spent += _GAME_STEPS
+        latest = _mix(known, of_bounds)
+        lowest, answer = space.minimum(latest)
+        if lowest > bound:
+            bound, mixed = lowest, latest
+        if bound >= target:
+            break
+        linear = incumbents.tightest_bound(cuts, of_cuts)
+        figures = linear.at(cuts)
+        least = min(least, float(figures @ of_cuts))
+        if least <= bound + _PRECISION * (target - bound):
+            break
+        adds_bound = figures @ of_cuts > latest.at(cuts) @ of_cuts * (1 + EQUAL)
+        adds_cuts = not (answer == cuts).all(axis=1).any()
+        if adds_bound:
+            known.append(linear)
+            payoff = np.vstack([payoff, figures])
+        if adds_cuts:
+            cuts = np.vstack([cuts, answer])
+            payoff = np.column_stack([payoff, [linear.at(answer[None])[0] for linear in known]])
+        if not adds_bound and not adds_cuts:
+            break
+    used = [known[number] for number in np.flatnonzero(of_bounds)]
+    mixture = np.flatnonzero(of_cuts)
+    return Relaxation(bound, mixed, tuple(used), cuts[mixture], of_cuts[mixture], cuts)
+
+
+def equilibrium(payoff: Floats) -> tuple[Floats, Floats]:
+    """Return the optimal mixtures of the rows and of the columns of a matrix game, which the rows want to be large.
+
+    The rows' mixture maximises the least column (von Neumann, 1928): a linear program, whose dual is the columns'.
+    """
+    from scipy.optimize import linprog  # takes half a second to import, and small chains do without
+
+    rows, columns = payoff.shape
+    scale = float(np.abs(payoff).max()) or 1.0
+    found = linprog(
+        np.append(np.zeros(rows), -1.0),  # maximise the value, which is the last variable
+        A_ub=np.column_stack([-payoff.T / scale, np.ones(columns)]),
+        b_ub=np.zeros(columns),
+        A_eq=np.append(np.ones(rows), 0.0)[None],
+        b_eq=[1.0],
+        bounds=[(0, None)] * rows + [(None, None)],
+        method="highs-ds",
+    )
+    return _normalised(found.x[:-1]), _normalised(-found.ineqlin.marginals)
+
+
+def _normalised(weights: Floats) -> Floats:
+    weights = weights.clip(min=0.0)
+    weights[weights < _TINY * weights.max()] = 0.0
+    mixture: Floats = weights / weights.sum()
+    return mixture
+
+
+def _mix(linear_bounds: Sequence[LinearBound], shares: Floats) -> LinearBound:
+    used = [(linear_bounds[number], shares[number]) for number in np.flatnonzero(shares).tolist()]
+    table = np.sum([share * linear.table for linear, share in used], axis=0)
+    return LinearBound(table, float(sum(share * linear.constant for linear, share in used)))
