@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipegraph.cost.calibration.busy_ranks import busy_ranks
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.segments.distinct_blocks import Block, memory_of
 from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, random_state
 from pipegraph.errors import PlanError
+from pipegraph.graph.internals import pytree
 from pipegraph.kernels import make
 from pipegraph.progress import report_progress, track
 from pipegraph.units import format_bytes, format_seconds

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from pipegraph.graph.internals import call_name
+
 
 @dataclass(frozen=True)
 class ArgumentPlace:
@@ -34,13 +36,13 @@ class ResultPlace:
 
 def argument_place(node: fx.Node, call: str) -> ArgumentPlace | None:
     """The place of a value among the arguments of a call; None if it was no argument, or the call is unknown."""
-    place: ArgumentPlace | None = node.meta.get("argument_of", {}).get(recorded_name(call))
+    place: ArgumentPlace | None = node.meta.get("argument_of", {}).get(call_name(call))
     return place
 
 
 def result_place(node: fx.Node, call: str) -> ResultPlace | None:
     """The place of a value in what a call returned; None if it was not returned, or the call is unknown."""
-    place: ResultPlace | None = node.meta.get("result_of", {}).get(recorded_name(call))
+    place: ResultPlace | None = node.meta.get("result_of", {}).get(call_name(call))
     return place
 
 
@@ -66,8 +68,3 @@ def copy_places(source: fx.Node, target: fx.Node) -> None:
     for key in ("argument_of", "result_of"):
         if key in source.meta:
             target.meta[key] = {**source.meta[key], **target.meta.get(key, {})}
-
-
-def recorded_name(call: str) -> str:
-    """The name of a call without the root that the tracer and the exported graph put first, each its own."""
-    return call.removeprefix("_export_root").removeprefix("L__self__").lstrip(".")

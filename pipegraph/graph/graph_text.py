@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipegraph.graph.call_arguments import recorded_name
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.internals import OpOverload
+from pipegraph.graph.internals import OpOverload, call_name
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.stages import Boundary, StageGraph
 
@@ -58,7 +57,7 @@ def _line(node: fx.Node) -> str:
     regions = [f"{kind}{settings}" for kind, settings in node.meta.get("regions", ())]
     writes = [f"writes {node.meta['writes']}"] if "writes" in node.meta else []
     flags = [flag for flag in _FLAGS if node.meta.get(flag)]
-    notes = [_value_text(node.meta.get("val")), recorded_name(path[-1][0]) if path else "", *regions, *writes, *flags]
+    notes = [_value_text(node.meta.get("val")), call_name(path[-1][0]) if path else "", *regions, *writes, *flags]
     return f"{_statement(node)}    # {'  '.join(note for note in notes if note)}".rstrip("# ")
 
 

@@ -142,6 +142,11 @@ def _with_helpers(frames: traceback.StackSummary, kept: traceback.StackSummary) 
     )
 
 
+def call_name(recorded: str) -> str:
+    """The name of a call without the root that the tracer and the exported graph put first, each its own."""
+    return recorded.removeprefix("_export_root").removeprefix("L__self__").lstrip(".")
+
+
 def current_call(tracer: Any) -> str:
     """The innermost call of a module that ``torch.export`` traces: ``layers.0``, ``layers.0@1`` for the second one."""
     return next(reversed(tracer.module_stack), "")

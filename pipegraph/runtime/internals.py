@@ -72,6 +72,11 @@ def launcher_environment(rank: int, processes: int, port: int) -> dict[str, str]
     }
 
 
+def profiler_is_recording() -> bool:
+    """Return whether a profiler of this process records. Torch's public profiler knows only of itself."""
+    return bool(torch.autograd._profiler_enabled())
+
+
 pytree = _pytree
 """Torch's nested containers. It has no public module for them, and other libraries do not know the classes that a model
 registered with torch."""

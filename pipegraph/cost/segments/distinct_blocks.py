@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from pipegraph.cost.model_output import mean_square
 from pipegraph.cost.roofline.gpu_attention import fused_attention
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.cost.segments.subgraph import Subgraph, SubgraphModule, empty_like_value, subgraph_of
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.internals import pytree
 from pipegraph.graph.nodes import label_of
 from pipegraph.kernels import Loss, internals
 from pipegraph.kernels.blocks.divided_function import DividedFunction

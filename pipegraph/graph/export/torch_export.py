@@ -13,10 +13,17 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from pipegraph.errors import CaptureError, user_line
-from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace, recorded_name
+from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import plain_containers
 from pipegraph.graph.export.fake_parameters import fake_parameters
-from pipegraph.graph.internals import autograd_functions_seen, current_call, module_calls_wrapped, pytree, traced_node
+from pipegraph.graph.internals import (
+    autograd_functions_seen,
+    call_name,
+    current_call,
+    module_calls_wrapped,
+    pytree,
+    traced_node,
+)
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ExportedProgram, bool]:
@@ -124,7 +131,7 @@ def record_calls() -> AbstractContextManager[None]:
 def _run_recorded(
     tracer: Any, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    call = recorded_name(current_call(tracer))
+    call = call_name(current_call(tracer))
     _mark(tracer, "argument_of", call, _arguments(module, args, kwargs))
     result = forward(*args, **kwargs)
     _mark(tracer, "result_of", call, _results(result))

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 from torch.utils.hooks import RemovableHandle
 
 from pipegraph.errors import PipegraphError
+from pipegraph.runtime.internals import profiler_is_recording
 from pipegraph.runtime.pipeline import Pipeline, StepResult
 from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.wiring import stage_wirings, torch_dtype, transfer_of
@@ -263,7 +264,7 @@ def alone(pipe: Pipeline) -> Iterator[None]:
     """
     is_ours = _held.acquire(blocking=False)
     try:
-        told = pipe.gather([not is_ours or _torch_records()])
+        told = pipe.gather([not is_ours or profiler_is_recording()])
         taken = [rank for rank, (is_taken,) in enumerate(told) if is_taken]
         if taken:
             where = f"rank {taken[0]}" if len(told) > 1 else "this process"
@@ -275,11 +276,3 @@ def alone(pipe: Pipeline) -> Iterator[None]:
     finally:
         if is_ours:
             _held.release()
-
-
-def _torch_records() -> bool:
-    """Whether a profiler of somebody else is recording.
-
-    By `torch.autograd._profiler_enabled`, which is private: torch's public profiler says of itself alone what it does.
-    """
-    return bool(torch.autograd._profiler_enabled())

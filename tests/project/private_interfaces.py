@@ -1,0 +1,111 @@
+"""Private names of torch and Python in the source of pipegraph, found by reading it."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "pipegraph"
+
+
+def uses_outside_internals() -> list[str]:
+    """``file:line name`` of each private name that is used outside the ``internals.py`` of a folder."""
+    known = _defined_names()
+    return [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.name != "internals.py"
+        for line, name in _private_names(ast.parse(path.read_text()), known)
+    ]
+
+
+def table() -> str:
+    """A Markdown table of the functions of every ``internals.py`` and the private names that each uses."""
+    known = _defined_names()
+    rows = ["| interface of torch | used by | 2.11 | 2.13 | 2.15 |", "|---|---|---|---|---|"]
+    for path in sorted(SOURCE.rglob("internals.py")):
+        tree = ast.parse(path.read_text())
+        imported = {
+            alias.asname or alias.name: f"{node.module}.{alias.name}"
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if _is_private_import(f"{node.module}.{alias.name}")
+        }
+        users: dict[str, list[str]] = defaultdict(list)
+        for node in tree.body:
+            name = _name(node)
+            if not name:
+                continue
+            read = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            found = {each for _, each in _private_names(node, known)} | {
+                imported[each] for each in read & set(imported)
+            }
+            for each in found:
+                users[each].append(name)
+        for each in set(imported.values()) - set(users):
+            users[each].append("names of its own")
+        place = path.parent.name
+        for interface, names in sorted(users.items(), key=lambda item: item[0].lstrip("….")):
+            who = ", ".join(f"`{name}`" if name.isidentifier() else name for name in names)
+            rows.append(f"| `{interface}` | `{place}`: {who} | ✓ | ✓ | ✓ |")
+    return "\n".join(rows)
+
+
+def _name(node: ast.stmt) -> str:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return node.name
+    if isinstance(node, ast.Assign):
+        target = node.targets[0]
+        return ", ".join(each.id for each in ast.walk(target) if isinstance(each, ast.Name))
+    return ""
+
+
+def _defined_names() -> set[str]:
+    """Names that pipegraph itself defines: its own private ones are no interface of others."""
+    found: set[str] = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ("self", "cls")
+            ):
+                found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return found
+
+
+def _private_names(tree: ast.AST, known: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of each private import and attribute. Names of operators, and of namedtuples, are public."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if _is_private_import(f"{node.module}.{alias.name}"):
+                    yield node.lineno, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in known:
+            name = _dotted(node)
+            if not name.startswith(("torch.ops.", "aten.")) and node.attr not in ("_exit", "_replace", "_fields"):
+                yield node.lineno, name
+
+
+def _is_private_import(name: str) -> bool:
+    return name.startswith("torch.") and any(map(_is_private, name.split(".")))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    if isinstance(node, ast.Name) and node.id in ("torch", "dist", "aten"):
+        return {"dist": "torch.distributed"}.get(node.id, node.id)
+    return "…"
