@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ from torch import fx
 from pipegraph.codegen.classes.block_classes import BlockClasses
 from pipegraph.codegen.classes.merge_classes import merge_classes
 from pipegraph.codegen.classes.stage_class import stage_class
-from pipegraph.codegen.libraries import libraries
+from pipegraph.codegen.internals import defining_module
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.model_names import dtype_name, prose
 from pipegraph.codegen.render import render_blocks, render_init, render_stage, render_weights
 from pipegraph.codegen.shards import shard_name, shard_plan
+from pipegraph.errors import CaptureError
+from pipegraph.graph.captured import Captured
 from pipegraph.graph.index_bounds import index_bound
-from pipegraph.graph.internals import pytree
+from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.nodes import label_of
 from pipegraph.graph.partition.stages import Boundary, tensor_of
 from pipegraph.graph.sources.huggingface import checkpoint_names
@@ -161,3 +164,31 @@ def _unique(wanted: Mapping[fx.Node, str], taken: set[str]) -> dict[fx.Node, str
     for node, name in wanted.items():
         names[node] = unused(name, taken | set(names.values()))
     return names
+
+
+_BUILT_IN = frozenset({"aten", "prim", "prims"})
+
+
+def libraries(captured: Captured) -> dict[str, str]:
+    """Namespace of operations → the module that defines them when it is imported.
+
+    Raises:
+        CaptureError: no importable module does, as for an operation that is defined in the model's own file.
+    """
+    found: dict[str, str] = {}
+    for node in captured.nodes:
+        target = node.target
+        if not isinstance(target, OpOverload) or target.namespace in (_BUILT_IN | found.keys()):
+            continue
+        module = defining_module(target) or target.namespace
+        try:
+            importable = find_spec(module) is not None
+        except (ImportError, ValueError):
+            importable = False
+        if not importable:
+            raise CaptureError(
+                f"The model uses {target}, which is defined in {module}: a package could not import it.\n"
+                f"Try: move the definition of the operation into a module that is installed."
+            )
+        found[target.namespace] = module
+    return dict(sorted(found.items()))

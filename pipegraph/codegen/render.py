@@ -11,10 +11,9 @@ from typing import Any
 
 import jinja2
 
-from pipegraph.codegen.classes.class_source import ClassSource
 from pipegraph.codegen.syntax.expressions import Name
 from pipegraph.codegen.syntax.line_breaks import wrap
-from pipegraph.codegen.syntax.statements import lines
+from pipegraph.codegen.syntax.statements import ClassSource, lines
 
 _DOCSTRING_WIDTH = 112
 # A name and its shape stay on one line, and so do an arrow and what follows: their spaces are no-break spaces while a

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -17,21 +17,45 @@ from pipegraph.graph.internals import call_name
 
 @dataclass(frozen=True)
 class ArgumentPlace:
-    """The place of an argument among all tensors that a call took, and the name of the parameter of ``forward``; None
-    for a part of a tuple, which has no name."""
+    """The place of an argument among all tensors that a call took.
+
+    Attributes:
+        order: its position among them.
+        name: the parameter of ``forward``; None for a part of a tuple, which has no name.
+        other_names: further parameters that took the same value: ``attention(x, x, x)``.
+    """
 
     order: int
     name: str | None
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All parameters that took the value."""
+        return self.other_names if self.name is None else (self.name, *self.other_names)
+
+    def joined(self, other: ArgumentPlace) -> ArgumentPlace:
+        """This place, with the names of another place of the same value in the same call."""
+        more = (name for name in other.names if name not in self.names)
+        return replace(self, other_names=(*self.other_names, *more))
 
 
 @dataclass(frozen=True)
 class ResultPlace:
-    """The place of a result among all tensors that a call returned and, if ``forward`` returned a tuple of ``count``
-    values, its index there; None for a part of a part."""
+    """The place of a result among all tensors that a call returned.
+
+    Attributes:
+        order: its position among them.
+        index: if ``forward`` returned a tuple of ``count`` values, its index there; None for a part of a part.
+        count: how many values ``forward`` returned.
+        arguments: the arguments of the call by parameter. Numbers, texts and None stand as they are, ``...`` for all
+            else.
+    """
 
     order: int
     index: int | None
     count: int
+    arguments: tuple[tuple[str, object], ...] = ()
 
 
 def argument_place(node: fx.Node, call: str) -> ArgumentPlace | None:
@@ -66,5 +90,9 @@ def sorted_by_place(
 def copy_places(source: fx.Node, target: fx.Node) -> None:
     """Give ``target``, which replaces or copies ``source``, the places of ``source`` as well."""
     for key in ("argument_of", "result_of"):
-        if key in source.meta:
-            target.meta[key] = {**source.meta[key], **target.meta.get(key, {})}
+        places = {**source.meta.get(key, {}), **target.meta.get(key, {})}
+        for call, place in source.meta.get(key, {}).items():
+            if isinstance(place, ArgumentPlace):
+                places[call] = places[call].joined(place)
+        if places:
+            target.meta[key] = places

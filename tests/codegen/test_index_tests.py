@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegraph.codegen.forward.index_tests import periodic_test, separating_test
+from pipegraph.codegen.expressions.index_tests import periodic_test, separating_test
 from pipegraph.codegen.syntax.expressions import Name
 
 

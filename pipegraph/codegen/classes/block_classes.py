@@ -9,19 +9,17 @@ from functools import partial
 
 from torch import fx, nn
 
-from pipegraph.codegen.classes.attributes import init_statements
-from pipegraph.codegen.classes.class_source import ClassSource
-from pipegraph.codegen.expressions.attention_calls import AttentionArguments, AttentionCalls, attention_constructor
-from pipegraph.codegen.expressions.leaf_modules import LeafModules, leaf_constructor
+from pipegraph.codegen.expressions.module_tree import ModuleTree, build_tree, init_statements
+from pipegraph.codegen.expressions.operation import common_regions
+from pipegraph.codegen.expressions.torch_modules import CallArguments, module_constructor, torch_module_call
 from pipegraph.codegen.forward.body import write_forward
-from pipegraph.codegen.forward.contexts import common_regions
 from pipegraph.codegen.forward.items import ClassContents, Item, ModuleCall, Operation, conflicts, modules_in
-from pipegraph.codegen.forward.module_tree import ModuleTree, build_tree
 from pipegraph.codegen.forward.roll_loops import roll_loops
 from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, call, literal
+from pipegraph.codegen.syntax.statements import ClassSource
 from pipegraph.graph.call_arguments import argument_place, result_place, sorted_by_place
 from pipegraph.graph.call_tree import CallTree, call_tree
 from pipegraph.graph.captured import Captured, StateEntry
@@ -46,8 +44,6 @@ class BlockClasses:
             for module in outer_names(fqn):
                 self._below.setdefault(module, []).append(fqn)
         self._order = {fqn: position for position, fqn in enumerate(captured.modules)}
-        self._attentions = AttentionCalls(captured)
-        self._leaves = LeafModules(captured)
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
 
@@ -127,12 +123,13 @@ class BlockClasses:
             return None
         if len(called.makes) > 1:
             self.names.returned_together.update(called.makes)
-        arguments = self._attentions.arguments(tree, called.reads, called.makes)
-        if arguments is not None:
-            return self._attention(called, arguments)
-        constructor, modules = self._leaves.constructor(tree, called.reads, called.makes), frozenset[str]()
-        if constructor is None:
-            constructor, modules = self._sequential(members, called)
+        torch_call = torch_module_call(self._captured, tree, called.reads, called.makes)
+        if torch_call is not None:
+            inside = (
+                f"{tree.fqn}.{name}" for name, _ in self._captured.modules[tree.fqn].module.named_modules() if name
+            )
+            return self._call(called, torch_call[0], frozenset((tree.fqn, *inside)), torch_call[1])
+        constructor, modules = self._sequential(members, called)
         if constructor is None:
             reads_state = any(node.op == "get_attr" for each in called.nodes for node in each.all_input_nodes)
             same_mode = self._captured.modules[tree.fqn].training == self._captured.modules[prefix].training
@@ -148,7 +145,7 @@ class BlockClasses:
         called: _CallValues,
         constructor: FunctionCall,
         modules: frozenset[str],
-        arguments: AttentionArguments | None = None,
+        arguments: CallArguments | None = None,
     ) -> ModuleCall:
         fqn = called.tree.fqn
         model_class = self._captured.modules[fqn].class_name
@@ -173,14 +170,6 @@ class BlockClasses:
             sorted_by_place(made, (result_place(node, tree.call) for node in made)),
         )
 
-    def _attention(self, called: _CallValues, arguments: AttentionArguments) -> ModuleCall:
-        fqn = called.tree.fqn
-        module = self._captured.modules[fqn].module
-        assert isinstance(module, nn.MultiheadAttention)
-        makes = tuple(called.makes[position] for position in arguments.results)
-        ordered = _CallValues(called.tree, called.nodes, called.reads, makes)
-        return self._call(ordered, attention_constructor(module), frozenset((fqn, f"{fqn}.out_proj")), arguments)
-
     def _sequential(self, members: _StageMembers, called: _CallValues) -> tuple[FunctionCall | None, frozenset[str]]:
         """``nn.Sequential(…)``, or a subclass that adds only its name, and the modules in it; else None."""
         nothing = None, frozenset[str]()
@@ -199,11 +188,11 @@ class BlockClasses:
         passed, children = called.reads, []
         for name, child in module.named_children():
             item = calls.pop(f"{fqn}.{name}", None)
-            if item is not None and item.reads == passed and len(item.makes) == 1:
+            if item is not None and item.arguments is None and item.reads == passed and len(item.makes) == 1:
                 passed = item.makes
             elif item is not None or not self._does_nothing(f"{fqn}.{name}"):
                 return nothing
-            constructor = item.constructor if item is not None else leaf_constructor(child)
+            constructor = item.constructor if item is not None else module_constructor(child)
             if constructor is None:
                 return nothing
             children.append(constructor)
@@ -271,7 +260,8 @@ class BlockClasses:
             if not owner or owner in found or not constructors.keys().isdisjoint(outer_names(name)):
                 continue
             module = self._module_at(prefix, owner)
-            constructor = leaf_constructor(module) if module is not None else None
+            is_leaf = module is not None and not any(True for _ in module.children())
+            constructor = module_constructor(module) if module is not None and is_leaf else None
             if module is None or constructor is None:
                 continue
             held = {f"{owner}.{each}" for each, _ in (*module.named_parameters(), *module.named_buffers())}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipegraph.codegen.classes.class_source import ClassSource
 from pipegraph.codegen.names.identifiers import class_name, unused, unused_class, variable
 from pipegraph.codegen.syntax.expressions import (
     SELF,
@@ -19,7 +18,7 @@ from pipegraph.codegen.syntax.expressions import (
     Node,
     Passing,
 )
-from pipegraph.codegen.syntax.statements import Assign
+from pipegraph.codegen.syntax.statements import Assign, ClassSource
 
 # A class with more arguments than this says less than two copies of it do. Each further copy is worth two more.
 _MAX_ARGUMENTS, _PER_COPY = 6, 2

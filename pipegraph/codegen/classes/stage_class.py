@@ -7,15 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
-from pipegraph.codegen.classes.attributes import init_statements
 from pipegraph.codegen.classes.block_classes import BlockClasses, modules_of
-from pipegraph.codegen.classes.class_source import ClassSource
+from pipegraph.codegen.expressions.module_tree import ModuleTree, init_statements
 from pipegraph.codegen.forward.body import write_forward
-from pipegraph.codegen.forward.module_tree import ModuleTree
 from pipegraph.codegen.names.identifiers import is_plain, outer_names, unused, variable
 from pipegraph.codegen.names.model_names import prose, signature
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, call, literal, method, string
-from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, Statement
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import type_text
 from pipegraph.graph.partition.stages import StageGraph

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from pipegraph.codegen.expressions.operation import express, write
-from pipegraph.codegen.forward.contexts import contexts
+from pipegraph.codegen.expressions.module_tree import ModuleTree
+from pipegraph.codegen.expressions.operation import contexts, express, write
 from pipegraph.codegen.forward.items import (
     ClassContents,
     Item,
@@ -22,7 +22,6 @@ from pipegraph.codegen.forward.items import (
     operands,
 )
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
-from pipegraph.codegen.forward.module_tree import ModuleTree
 from pipegraph.codegen.forward.roll_loops import loop_statement
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable

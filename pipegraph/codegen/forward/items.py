@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from pipegraph.codegen.expressions.attention_calls import AttentionArguments
-from pipegraph.codegen.forward.index_tests import IndexTest
+from pipegraph.codegen.expressions.index_tests import IndexTest
+from pipegraph.codegen.expressions.torch_modules import CallArguments
 from pipegraph.codegen.names.identifiers import outer_names
 from pipegraph.codegen.syntax.expressions import FunctionCall
 from pipegraph.graph.captured import StateEntry
@@ -59,7 +59,7 @@ class ModuleCall:
     makes: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     modules: frozenset[str]
-    arguments: AttentionArguments | None = None
+    arguments: CallArguments | None = None
 
     @property
     def argument_values(self) -> tuple[fx.Node, ...]:

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from torch import fx, nn
 
-from pipegraph.codegen.forward.index_tests import periodic_test
+from pipegraph.codegen.expressions.index_tests import periodic_test
+from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import AlternateCall, Item, ModuleCall, ModuleLoop
-from pipegraph.codegen.forward.module_tree import ModuleTree
 from pipegraph.codegen.names.identifiers import is_number
 from pipegraph.codegen.syntax.expressions import Expression, Name, Subscript, call, conditional, literal, method, part
 from pipegraph.codegen.syntax.statements import For, If, Statement

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from pipegraph.graph.internals import (
     pytree,
     traced_node,
 )
+
+# Arguments whose values are recorded.
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ExportedProgram, bool]:
@@ -132,9 +135,11 @@ def _run_recorded(
     tracer: Any, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     call = call_name(current_call(tracer))
-    _mark(tracer, "argument_of", call, _arguments(module, args, kwargs))
+    arguments = list(_arguments(module, args, kwargs))
+    _mark(tracer, "argument_of", call, _argument_places(arguments))
     result = forward(*args, **kwargs)
-    _mark(tracer, "result_of", call, _results(result))
+    plain = tuple((each.name, each.value if isinstance(each.value, _PLAIN) else ...) for each in arguments)
+    _mark(tracer, "result_of", call, _result_places(result, plain))
     return result
 
 
@@ -142,36 +147,48 @@ def _mark(tracer: Any, key: str, call: str, values: Iterator[tuple[torch.Tensor,
     for tensor, place in values:
         node = traced_node(tracer, tensor)
         if node is not None:
-            # The first place of a value that has several counts.
-            node.meta.setdefault(key, {}).setdefault(call, place)
+            places = node.meta.setdefault(key, {})
+            first = places.setdefault(call, place)
+            if isinstance(first, ArgumentPlace):
+                places[call] = first.joined(place)
 
 
-def _arguments(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[torch.Tensor, ArgumentPlace]]:
-    """The tensors among the arguments of a call, in the order of the parameters of ``forward``."""
+class _Argument(NamedTuple):
+    name: str
+    value: Any
+    is_variadic: bool  # a tuple of positional arguments, *args
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Argument]:
+    """The arguments of a call, in the order of the parameters of ``forward``."""
     try:
         signature = inspect.signature(module.forward)
         bound = signature.bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return
-    order = 0
     for name, value in bound.items():
         kind = signature.parameters[name].kind
         named = value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
         for key, each in named.items():
-            for tensor in _tensors(each):
-                whole = tensor is each and kind is not inspect.Parameter.VAR_POSITIONAL
-                yield tensor, ArgumentPlace(order, key if whole else None)
-                order += 1
+            yield _Argument(key, each, kind is inspect.Parameter.VAR_POSITIONAL)
 
 
-def _results(result: Any) -> Iterator[tuple[torch.Tensor, ResultPlace]]:
+def _argument_places(arguments: Iterable[_Argument]) -> Iterator[tuple[torch.Tensor, ArgumentPlace]]:
+    order = 0
+    for name, value, is_variadic in arguments:
+        for tensor in _tensors(value):
+            yield tensor, ArgumentPlace(order, name if tensor is value and not is_variadic else None)
+            order += 1
+
+
+def _result_places(
+    result: Any, arguments: tuple[tuple[str, object], ...]
+) -> Iterator[tuple[torch.Tensor, ResultPlace]]:
     parts = list(result) if isinstance(result, (tuple, list)) else [result]
     order = 0
     for index, part in enumerate(parts):
         for tensor in _tensors(part):
-            yield tensor, ResultPlace(order, index if tensor is part else None, len(parts))
+            yield tensor, ResultPlace(order, index if tensor is part else None, len(parts), arguments)
             order += 1
 
 

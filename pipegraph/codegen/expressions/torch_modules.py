@@ -1,0 +1,226 @@
+"""Modules of ``torch.nn`` that come back as themselves: ``nn.Linear(512, 10000)``, ``nn.MultiheadAttention(512, 8)``.
+
+A call of such a module is written as a call if the record of capture shows all arguments and results of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pipegraph.codegen.internals import has_forward_hooks
+from pipegraph.codegen.syntax.expressions import (
+    Argument,
+    Expression,
+    FunctionCall,
+    Name,
+    Passing,
+    Subscript,
+    call,
+    literal,
+)
+from pipegraph.graph.call_arguments import argument_place, result_place
+from pipegraph.graph.call_tree import CallTree
+from pipegraph.graph.captured import Captured
+
+# Constructor arguments that a module keeps under no attribute, or under another name, or that are changed here: how to
+# read them back.
+_READERS: Mapping[str, Callable[[Any], object]] = {
+    "bias": lambda module: (module.in_proj_bias if _is_attention(module) else module.bias) is not None,
+    "elementwise_affine": lambda module: module.weight is not None,
+    "add_bias_kv": lambda module: module.bias_k is not None,
+    "kdim": lambda module: None if module.kdim == module.embed_dim else module.kdim,
+    "vdim": lambda module: None if module.vdim == module.embed_dim else module.vdim,
+    # A kernel is functional in any case, and a stage must not change a tensor that it received.
+    "inplace": lambda module: False,
+}
+_NOT_ARGUMENTS = ("device", "dtype", "_weight", "_freeze")
+# A subclass that torch makes itself, and the public class that behaves the same.
+_PUBLIC = {"NonDynamicallyQuantizableLinear": nn.Linear}
+
+
+def module_constructor(module: nn.Module) -> FunctionCall | None:
+    """``nn.Conv2d(3, 16, 3, padding=1)``.
+
+    None if the module is no ``nn.MultiheadAttention`` or module of ``torch.nn`` without children, or if the constructor
+    would not make an equal one (which is tried on the meta device).
+    """
+    cls = type(module)
+    cls = _PUBLIC.get(cls.__name__, cls) if cls.__module__.startswith("torch.nn.modules") else cls
+    if not cls.__module__.startswith("torch.nn.modules") or getattr(nn, cls.__name__, None) is not cls:
+        return None
+    if (any(True for _ in module.children()) and not _is_attention(module)) or isinstance(module, nn.RNNBase):
+        return None
+    values = _constructor_arguments(cls, module)
+    if values is None or not _makes_equal(cls, values, module):
+        return None
+    arguments: list[Argument] = []
+    for name, entry in inspect.signature(cls).parameters.items():
+        try:
+            if name in values:
+                passing = Passing.POSITIONAL if entry.default is entry.empty else Passing.KEYWORD
+                arguments.append(Argument(literal(values[name]), name, passing))
+            elif isinstance(entry.default, (bool, int, float)):
+                arguments.append(Argument(literal(entry.default), name, Passing.DEFAULT))
+        except TypeError:
+            return None
+    return FunctionCall(Name(f"nn.{cls.__name__}"), tuple(arguments))
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return type(module) is nn.MultiheadAttention
+
+
+def _constructor_arguments(cls: type[nn.Module], module: nn.Module) -> dict[str, Any] | None:
+    """The constructor's arguments that differ from their defaults, read back from the module."""
+    arguments: dict[str, Any] = {}
+    for name, entry in inspect.signature(cls.__init__).parameters.items():
+        if name == "self" or name in _NOT_ARGUMENTS:
+            continue
+        if entry.kind in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD):
+            if cls is nn.Identity or cls.__init__ is nn.Module.__init__:  # arguments that mean nothing
+                continue
+            return None
+        try:
+            value = _READERS[name](module) if name in _READERS else getattr(module, name)
+        except AttributeError:
+            return None
+        value = _shortened(cls, name, value)
+        if entry.default is entry.empty or value != entry.default:
+            arguments[name] = value
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if len(dtypes) == 1 and "dtype" in inspect.signature(cls.__init__).parameters:
+        (dtype,) = dtypes
+        if dtype != torch.float32:
+            arguments["dtype"] = dtype
+    return arguments
+
+
+def _shortened(cls: type[nn.Module], name: str, value: Any) -> Any:
+    """``(3, 3)`` as ``3``: a constructor that spreads one number over all dimensions takes it back."""
+    spread = isinstance(value, tuple) and value and len(set(value)) == 1 and isinstance(value[0], int)
+    if spread and name in ("kernel_size", "stride", "padding", "dilation", "output_padding") and "Conv" in cls.__name__:
+        return value[0]
+    if spread and cls is nn.LayerNorm and len(value) == 1:
+        return value[0]
+    return value
+
+
+def _makes_equal(cls: type[nn.Module], arguments: dict[str, Any], module: nn.Module) -> bool:
+    """Whether the constructor with these arguments gives the same settings and the same state."""
+    try:
+        with torch.device("meta"):
+            twin = cls(**arguments)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return _settings(twin) == _settings(module) and _shapes(twin) == _shapes(module)
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    plain = (bool, int, float, str, tuple, list, torch.dtype, type(None))
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name not in ("training", "inplace") and isinstance(value, plain)
+    }
+
+
+def _shapes(module: nn.Module) -> dict[str, Any]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """How the values that a call of a module reads stand in the call.
+
+    Attributes:
+        values: for each argument that is a value, its keyword ("" for a positional one) and its position among the
+            values that the call reads.
+        settings: the arguments behind them: numbers, texts and None, by keyword.
+        takes_first: whether the module returns a tuple of which only the first result is used.
+    """
+
+    values: tuple[tuple[str, int], ...]
+    settings: tuple[tuple[str, object], ...] = ()
+    takes_first: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the call is ``module(x, y)``: the values that it reads one after the other, and nothing else."""
+        in_order = all(not keyword and at == position for at, (keyword, position) in enumerate(self.values))
+        return in_order and not self.settings and not self.takes_first
+
+    def call(self, function: Expression, values: Sequence[Expression]) -> Expression:
+        """``self.attention(x, x, x, need_weights=False)[0]``.
+
+        Args:
+            values: the expressions of ``self.values``.
+        """
+        keywords = [keyword for keyword, _ in self.values]
+        positional = [value for keyword, value in zip(keywords, values, strict=True) if not keyword]
+        named = {keyword: value for keyword, value in zip(keywords, values, strict=True) if keyword}
+        settings = {name: literal(value) for name, value in self.settings}
+        made = call(function, *positional, **named, **settings)
+        return Subscript(made, (literal(0),)) if self.takes_first else made
+
+
+def torch_module_call(
+    captured: Captured, called: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]
+) -> tuple[FunctionCall, CallArguments | None] | None:
+    """The constructor of the ``torch.nn`` module that ``called`` ran, and the arguments of the call: None for
+    ``module(x, y)``, which passes the values that it reads one after the other.
+
+    Nothing if the module cannot be written as itself, or if the call did something else than ``forward`` with the
+    arguments that capture recorded. It may have hooks, be cut in two, be simplified, or read a tensor that is no
+    argument.
+
+    Args:
+        reads: the values from outside that its operations read, the module's own state left out.
+        makes: the values that operations outside read, in the order in which the module returns them.
+    """
+    module = captured.modules[called.fqn].module
+    is_whole = len(list(called.nodes())) == captured.operations_of[called.call]
+    if not is_whole or has_forward_hooks(module) or "forward" in vars(module):
+        return None
+    arguments = _recorded_arguments(module, called, reads, makes)
+    constructor = module_constructor(module) if arguments is not None else None
+    if arguments is None or constructor is None:
+        return None
+    return constructor, None if arguments.is_plain else arguments
+
+
+def _recorded_arguments(
+    module: nn.Module, called: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]
+) -> CallArguments | None:
+    """The arguments of a call as capture recorded them, if it reads nothing else and returns ``makes``."""
+    results = [result_place(node, called.call) for node in makes]
+    first = results[0] if results else None
+    if first is None or [place and place.index for place in results] != list(range(len(results))):
+        return None
+    if any(node.op == "get_attr" for node in reads):
+        return None
+    places = [argument_place(node, called.call) for node in reads]
+    positions = {name: at for at, place in enumerate(places) if place is not None for name in place.names}
+    recorded, parameters = dict(first.arguments), inspect.signature(type(module).forward).parameters
+    values = [name for name, value in recorded.items() if value is ...]
+    if (
+        positions.keys() != set(values)
+        or len(set(positions.values())) < len(reads)
+        or not recorded.keys() <= parameters.keys()
+    ):
+        return None
+    defaults = {name: parameters[name].default for name in recorded}
+    return CallArguments(
+        tuple(("" if defaults[name] is inspect.Parameter.empty else name, positions[name]) for name in values),
+        tuple((name, value) for name, value in recorded.items() if value is not ... and value != defaults[name]),
+        takes_first=first.count > len(results) == 1,
+    )
