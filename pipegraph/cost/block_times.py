@@ -53,9 +53,9 @@ class MeasureOptions:
     Attributes:
         device: ``cpu``, ``cuda``, ``cuda:1``.
         kernels: as ``pipegraph.kernels.registry`` takes them.
-        threads: of one rank, on a CPU; torch's current number where it is None.
-        ranks: that share a CPU: the others compute meanwhile.
-        seconds: the time for all rounds together; compilation and the first rounds come on top.
+        threads: of one rank on a CPU; None takes torch's current number.
+        ranks: how many share the CPU. The others compute meanwhile.
+        seconds: the time for all rounds together. Compilation and the first rounds come on top.
     """
 
     device: str = "cpu"
@@ -66,11 +66,11 @@ class MeasureOptions:
 
     @property
     def has_own_device(self) -> bool:
-        """Whether no rank takes anything from another one."""
+        """Return whether each rank has a device of its own, so that no rank slows another one down."""
         return not self.device.startswith("cpu")
 
     def key(self, block: Block) -> dict[str, Any]:
-        """What a measurement of a block depends on."""
+        """Return what a measurement of this block depends on: the key of its entry in the cache."""
         return {
             "block": block.key,
             "device": device_name(torch.device(self.device)),
@@ -85,7 +85,7 @@ class MeasureOptions:
 
 
 def device_name(device: torch.device) -> str:
-    """What a device is sold as."""
+    """Return the name under which a device is sold."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -101,13 +101,13 @@ def measure(
     setting: MeasureOptions | None = None,
     cache: Cache | None = None,
 ) -> tuple[BlockTimes, ...]:
-    """Seconds of every block. What was measured before, on such a device, is taken from ``cache``.
+    """Measure the seconds of every block, or take them from ``cache`` if such a device measured them before.
 
-    All blocks run forward, then all backward in turn, round after round: what else the machine does hits all alike, and
-    caches hold what they would in a step.
+    All blocks run forward, then all backward, round after round: other work on the machine hits all of them equally,
+    and caches hold what they would hold in a step.
 
     Raises:
-        PlanError: they do not fit the device's memory; it says by how much.
+        PlanError: the blocks do not fit the device's memory. It says by how much.
     """
     setting = setting or MeasureOptions()
     cache = cache or Cache()
@@ -127,7 +127,7 @@ def measure(
 
 
 def _read(entry: dict[str, Any]) -> BlockTimes | None:
-    """An entry of the cache, where it is sound."""
+    """Return the times in an entry of the cache; None if it is damaged."""
     names = BlockTimes.__dataclass_fields__
     figures = [entry.get(name) for name in names]
     if set(entry) != set(names) or not all(isinstance(each, float) and 0 <= each < float("inf") for each in figures):
@@ -150,7 +150,7 @@ def _run(blocks: Sequence[Block], setting: MeasureOptions) -> list[BlockTimes]:
     _check_memory(blocks, device)
     report_progress(f"measuring {len(blocks)} distinct blocks on {device_name(device)}")
     generator = torch.Generator(device).manual_seed(0)
-    rounds = _Rounds([_Run.of(block, setting, device, generator) for block in blocks], device)
+    rounds = _Rounds([_BlockRun.of(block, setting, device, generator) for block in blocks], device)
     others = 0 if setting.has_own_device else setting.ranks - 1
     with busy_ranks(others, torch.get_num_threads()):
         for _ in range(_WARM_UP):
@@ -172,14 +172,14 @@ class _Rounds:
     would wait for the operating system to clear its pages.
     """
 
-    def __init__(self, runs: Sequence[_Run], device: torch.device) -> None:
+    def __init__(self, runs: Sequence[_BlockRun], device: torch.device) -> None:
         self.clock = _Clock(device)
         self._runs = list(enumerate(runs))
         self._turn = 0
         self._saved: dict[int, Any] = {}
 
     def next(self) -> None:
-        """One round. The first has no backward."""
+        """Run one round. The first one has no backward."""
         before, self._saved = self._saved, {}
         for index, run in self._runs:
             run.take_weights(self._turn)
@@ -199,7 +199,7 @@ class _Rounds:
 
 
 @dataclass(eq=False)
-class _Run:
+class _BlockRun:
     """A block with its kernels, and everything that they are called with."""
 
     module: nn.Module
@@ -212,7 +212,7 @@ class _Run:
     has_input_grad: bool
 
     @classmethod
-    def of(cls, block: Block, setting: MeasureOptions, device: torch.device, generator: torch.Generator) -> _Run:
+    def of(cls, block: Block, setting: MeasureOptions, device: torch.device, generator: torch.Generator) -> _BlockRun:
         subgraph, captured = block.subgraph, block.subgraph.captured
 
         def state() -> list[Tensor]:
@@ -246,7 +246,7 @@ class _Run:
         )
 
     def take_weights(self, turn: int) -> None:
-        """Compute with the next set of weights; the kernels look for them at every call."""
+        """Put the next set of weights into the module, where the kernels look for them at every call."""
         self.module._parameters.update(self.weights[turn % len(self.weights)])
 
 
@@ -281,11 +281,11 @@ class _Clock:
             self._add((block, kind), time.perf_counter() - begun)
 
     def _add(self, key: tuple[int, str], seconds: float) -> None:
-        """A second reading of one kind in a round belongs to the first."""
+        """Add a reading. A second one of the same kind in a round adds to the first."""
         self._round[key] = self._round.get(key, 0.0) + seconds
 
     def wait(self) -> None:
-        """Until the device is done with the round."""
+        """Wait until the device has finished the round."""
         if self._events:
             torch.cuda.synchronize(self._device)
         for key, start, stop in self._events:
@@ -296,7 +296,7 @@ class _Clock:
         self._round.clear()
 
     def median(self, block: int, kind: str) -> float:
-        """Of all rounds; 0 where there was nothing to time."""
+        """Return the median over all rounds, in seconds; 0 if nothing was timed."""
         return statistics.median(self.readings.get((block, kind), [0.0]))
 
 
@@ -310,14 +310,14 @@ def _check_memory(blocks: Sequence[Block], device: torch.device) -> None:
 
 
 def _bytes(block: Block) -> int:
-    """Weights with their gradients, in all their sets, and what two microbatches make, and one's gradients."""
+    """Return the bytes of all sets of weights with gradients, two microbatches' activations and one's gradients."""
     sizes = [memory_of(node.meta["val"]) for node in block.subgraph.state]
     values = [memory_of(node.meta["val"]) for node in (*block.subgraph.inputs, *block.subgraph.outputs)]
     return 2 * _weight_sets(block) * sum(sizes) + 2 * sum(values) + 3 * block.saved.bytes
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Of a GPU, or of the machine; None where the machine does not say."""
+    """Return the free memory of a GPU or of the machine; None if the machine does not report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

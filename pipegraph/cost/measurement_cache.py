@@ -1,4 +1,4 @@
-"""What was measured once, kept in the user's cache folder: one small JSON file per key."""
+"""Measurements kept in the user's cache folder: one small JSON file per key."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from typing import Any
 
 
 def default_folder() -> Path:
-    """``$XDG_CACHE_HOME/pipegraph``, or ``~/.cache/pipegraph``; a relative path there does not count, as its
-    specification says."""
+    """Return ``$XDG_CACHE_HOME/pipegraph``, or ``~/.cache/pipegraph`` if that variable is not an absolute path."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "pipegraph"
 
 
 class Cache:
-    """Entries by key, where a key is a mapping of plain values.
+    """Entries by key. A key is a mapping of plain values.
 
-    What cannot be read is as if it were not there, and what cannot be written is lost: a cache makes nothing fail.
+    A cache never fails: an entry that cannot be read counts as missing, one that cannot be written is lost.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = (default_folder() if folder is None else folder) / "measured"
 
     def get(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The entry of ``key``; None where there is none, or the file is damaged."""
+        """Return the entry of ``key``; None if it is missing or its file is damaged."""
         try:
             held = json.loads(self._file(key).read_text())
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Price a captured model: what F, I and W of each of its segments take, by one of several methods."""
+"""Price a captured model: the cost of F, I and W of each segment, by one of several methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph
 from pipegraph.cost.segment_cost import SegmentCost
 from pipegraph.cost.segments.attribution import CrossingValue, Times, saved_bytes, segment_times, weight_saved_bytes
 from pipegraph.cost.segments.chain import Chain, find_chain
-from pipegraph.cost.segments.distinct_blocks import Block, LossOf, SegmentGroups, TraceOptions, group_segments
+from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, LossOf, SegmentGroups, group_segments
 from pipegraph.cost.segments.layer_types import begins_of_type, first_uses
 from pipegraph.cost.segments.subgraph import fx_graph
 from pipegraph.cost.stage_cost import buffer_bytes, parameter_bytes
@@ -29,11 +29,12 @@ class PricedModel:
     """A chain with the cost of each segment.
 
     Attributes:
-        costs: one for each segment. ``input_grad`` is 0 where no input has a gradient, as in the model's first segment:
-            ``weight_grad`` is the whole backward there.
-        method, unit: how it was priced, and what its times are counted in.
+        costs: one for each segment. If no input has a gradient, as in the model's first segment, ``input_grad`` is 0
+            and ``weight_grad`` is the whole backward.
+        method: how it was priced.
+        unit: the unit of its times.
         uncounted: operations that no formula counts.
-        crossing: the values between segments, and what it takes to hand each over.
+        crossing: the values between segments, and the cost of handing each over.
     """
 
     chain: Chain
@@ -45,10 +46,11 @@ class PricedModel:
     parts: SegmentGroups = field(repr=False)
 
     def stage(self, start: int, stop: int) -> SegmentCost:
-        """The cost of the segments ``start`` … ``stop`` − 1 as one stage.
+        """Return the cost of the segments ``start`` … ``stop`` − 1 as one stage.
 
-        The sum, and what it takes to exchange values with other stages. What two segments keep counts once, and a tied
-        weight in each stage that has it. Where no input has a gradient all of the backward is in ``weight_grad``.
+        It is their sum, and the cost of exchanging values with other stages. A value that two segments keep counts
+        once; a tied weight counts in each stage that has it. If no input has a gradient, ``weight_grad`` is the whole
+        backward.
         """
         held = range(start, stop)
         times = [(cost.forward, cost.input_grad, cost.weight_grad) for cost in self.costs[start:stop]]
@@ -90,23 +92,23 @@ def price(
         captured: the model, whose parameters need no memory.
         method: ``time``, a roofline of ``hardware``; ``measured``, on this machine; ``flops``, ``parameters`` or
             ``memory`` (parameters, and what is saved for the backward) alone; ``type:REGEX``, the modules whose class
-            name matches. A weight that is no time stands for F, for I
-            and for W alike.
-        hardware: what the roofline is of, with its ``measured_ratio``; ``cpu`` by default.
+            name matches. A weight that is not a time is the weight of F, of I and of W.
+        hardware: the device of the roofline, with its ``measured_ratio``; ``cpu`` by default.
         recompute: what the backward computes again, as the kernels will.
         loss: a function of output and target, and a target; by default the mean square of the outputs.
-        setting, cache: of ``measured``: how, and what was measured before.
-        kept: positions in ``Captured.nodes`` at which the chain is cut in any case.
+        setting: how ``measured`` measures.
+        cache: what ``measured`` measured before.
+        kept: positions in ``Captured.nodes`` at which the chain is always cut.
 
     Raises:
-        PlanError: there is no such method; ``type:`` matches nothing; what is to be measured does not fit the device.
+        PlanError: the method is unknown; ``type:`` matches nothing; the blocks to measure do not fit the device.
     """
     name, pattern = parse_balance(method, PRICED)
     begins = begins_of_type(captured, pattern) if name == "type" else ()
     chain = find_chain(captured, inside_layers=name != "type", kept={*kept, *begins})
     hardware, setting = hardware or Hardware.load("cpu"), setting or MeasureOptions()
     gpu = not setting.device.startswith("cpu") if name == "measured" else hardware.first_touch is None
-    parts = group_segments(chain, TraceOptions(loss, recompute, gpu))
+    parts = group_segments(chain, BlockOptions(loss, recompute, gpu))
     blocks = parts.blocks()
     prices = {block.key: _price(block, hardware) for block in blocks}
     uncounted = sorted({each for three in prices.values() for graph in three for each in graph.uncounted})
@@ -144,8 +146,9 @@ def price(
 
 
 def _price(block: Block, hardware: Hardware) -> tuple[GraphPrice, GraphPrice, GraphPrice]:
-    """F, I and W. Of a block whose backward cannot be traced: its forward, and as much again for each of I and W, as
-    the backward of a product of matrices takes."""
+    """Return the prices of F, I and W. If the backward cannot be traced, I and W each cost as much as F, as they do in
+    the backward of a product of matrices.
+    """
     if block.derivative is None:
         inputs = [node.meta["val"] for node in (*block.subgraph.inputs, *block.subgraph.state)]
         alone = price_graph(trace_aten(fx_graph(block.subgraph), inputs), hardware)

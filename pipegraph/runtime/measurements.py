@@ -23,7 +23,7 @@ KEPT: Final = 1000
 """How many times of each stage and kind are kept, so that a long run takes no more memory than a short one."""
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """When an action ran: seconds since `ActionTimes.begin_step`."""
 
     action: Action
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 class StepTimes:
     """The spans of one step, of each rank of this process, in the order in which they began."""
 
-    spans: Mapping[int, tuple[Span, ...]]
+    spans: Mapping[int, tuple[TimeSpan, ...]]
 
     def busy(self, rank: int) -> float:
         """Seconds that a rank computed. Transfers do not count."""
@@ -61,7 +61,7 @@ class ActionTimes:
         self._unread: deque[tuple[int, Action, Any, Any]] = deque()
         self._seconds: dict[tuple[int, Kind], deque[float]] = defaultdict(partial(deque, maxlen=KEPT))
         self._zero: Any = None  # when the step began whose spans are kept
-        self._spans: dict[int, list[Span]] = defaultdict(list)
+        self._spans: dict[int, list[TimeSpan]] = defaultdict(list)
 
     def begin(self, rank: int, action: Action) -> None:
         self._begun[rank] = self._now()
@@ -117,7 +117,7 @@ class ActionTimes:
         rank, action, begin, end = self._unread.popleft()
         self._seconds[action.stage, action.kind].append(self._between(begin, end))
         if self._zero is not None:
-            self._spans[rank].append(Span(action, self._between(self._zero, begin), self._between(self._zero, end)))
+            self._spans[rank].append(TimeSpan(action, self._between(self._zero, begin), self._between(self._zero, end)))
 
 
 class SavedBytes:

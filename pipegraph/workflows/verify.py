@@ -129,7 +129,7 @@ def verify(package: Package, source: ModelSource, weights: str | PathLike[str] |
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Outcome:
     """What one step gave, tensors by name. A parameter's gradient may be None."""
 
     outputs: dict[str, Tensor]
@@ -138,7 +138,7 @@ class _Run:
     buffers: dict[str, Tensor]
 
 
-def _run_model(source: ModelSource, loss_fn: LossFunction, evaluate: bool = False, backward: bool = True) -> _Run:
+def _run_model(source: ModelSource, loss_fn: LossFunction, evaluate: bool = False, backward: bool = True) -> _Outcome:
     model = copy.deepcopy(source.model)
     if evaluate:
         model.eval()
@@ -149,12 +149,12 @@ def _run_model(source: ModelSource, loss_fn: LossFunction, evaluate: bool = Fals
         loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    return _Run(output_tensors(output), loss.detach(), gradients, buffers)
+    return _Outcome(output_tensors(output), loss.detach(), gradients, buffers)
 
 
 def _run_package(
     package: Package, source: ModelSource, loss_fn: LossFunction, evaluate: bool, weights: str | PathLike[str] | None
-) -> tuple[_Run, bool]:
+) -> tuple[_Outcome, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are no weights, which is put right below
         pipeline = Pipeline(
@@ -182,10 +182,10 @@ def _run_package(
         gradients |= {name: parameter.grad for name, parameter in stage.named_parameters(remove_duplicate=False)}
         buffers |= dict(stage.named_buffers(remove_duplicate=False))
     assert result.loss is not None, "every stage runs in this process, the last one too"
-    return _Run(output_tensors(result.outputs), result.loss.detach(), gradients, buffers), same_weights
+    return _Outcome(output_tensors(result.outputs), result.loss.detach(), gradients, buffers), same_weights
 
 
-def _compare(reference: _Run, found: _Run) -> Iterator[Comparison]:
+def _compare(reference: _Outcome, found: _Outcome) -> Iterator[Comparison]:
     yield from _compare_named("output", reference.outputs, found.outputs)
     yield _comparison("loss", "loss", found.loss, reference.loss, 0.0)
     yield from _compare_named("gradient", reference.gradients, found.gradients)
@@ -242,7 +242,7 @@ def _largest(tensor: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _differ(first: _Run, second: _Run) -> bool:
+def _differ(first: _Outcome, second: _Outcome) -> bool:
     """Whether two forwards of one model gave different results."""
     return not all(comparison.equal for comparison in _compare_named("output", first.outputs, second.outputs))
 

@@ -16,7 +16,7 @@ from pipegraph.cost.block_times import MeasureOptions, measure
 from pipegraph.cost.measurement_cache import Cache, default_folder
 from pipegraph.cost.price import price
 from pipegraph.cost.segments.chain import find_chain
-from pipegraph.cost.segments.distinct_blocks import Block, TraceOptions, group_segments
+from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, group_segments
 from pipegraph.errors import PlanError
 from pipegraph.progress import listen
 from tests.cost.models import model
@@ -26,7 +26,7 @@ QUICK = MeasureOptions(kernels="eager", seconds=0.02)
 
 @cache
 def blocks(recompute: str = "min-cut") -> tuple[Block, ...]:
-    return group_segments(find_chain(model("tests.models.chain")), TraceOptions(recompute=recompute)).blocks()
+    return group_segments(find_chain(model("tests.models.chain")), BlockOptions(recompute=recompute)).blocks()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pipegraph.cost.price import price
 from pipegraph.cost.roofline.gpu_attention import fused_attention
 from pipegraph.cost.roofline.operator_roles import name_of
 from pipegraph.cost.segments.chain import find_chain
-from pipegraph.cost.segments.distinct_blocks import TraceOptions, group_segments
+from pipegraph.cost.segments.distinct_blocks import BlockOptions, group_segments
 from tests.cost.models import model
 
 HALF = torch.bfloat16
@@ -76,7 +76,7 @@ def test_no_scores_are_kept_on_a_gpu() -> None:
     captured = pipegraph.capture(Latent(), (torch.randn(1, 256, 32),))
     saved = {
         gpu: sum(
-            part.block.saved.bytes for part in group_segments(find_chain(captured), TraceOptions(gpu=gpu)).segments
+            part.block.saved.bytes for part in group_segments(find_chain(captured), BlockOptions(gpu=gpu)).segments
         )
         for gpu in (False, True)
     }

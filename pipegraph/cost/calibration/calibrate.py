@@ -16,7 +16,8 @@ from pipegraph.cost.calibration.busy_ranks import busy_ranks
 from pipegraph.cost.calibration.compute_rates import measure_compute_rates
 from pipegraph.cost.calibration.rank_links import measure_links
 from pipegraph.cost.calibration.stopwatch import Stopwatch
-from pipegraph.cost.hardware.profile import Hardware, Link, Links, MeasuredLinks
+from pipegraph.cost.hardware.links import Link, Links, MeasuredLinks
+from pipegraph.cost.hardware.profile import Hardware
 from pipegraph.cost.hardware.size_table import SizeTable
 from pipegraph.kernels.threads import threads_per_rank
 

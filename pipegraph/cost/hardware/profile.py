@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, structs
 
+from pipegraph.cost.hardware.links import Link, Links, Rate, Seconds
 from pipegraph.cost.hardware.size_table import SizeTable
 from pipegraph.errors import PipegraphError, nearest
 from pipegraph.package.json_errors import FieldError
@@ -91,9 +92,9 @@ class Hardware(Entry, frozen=True, kw_only=True):
             _check(self.first_touch, "first_touch", ("bytes",), 1e6, 1e21)
 
     def flops_per_second(self, kind: str, dtype: str, footprint: float = math.inf, **sizes: float) -> float:
-        """What a kernel of this kind attains. A kind without figures is taken for a product of matrices.
+        """Return what a kernel of this kind attains. A kind without figures counts as a product of matrices.
 
-        ``footprint`` says how many bytes have gone through the caches since what it reads and writes did.
+        ``footprint`` is how many bytes have gone through the caches since the kernel's own data did.
         A dtype that the profile does not have runs at the lowest of its peaks.
         """
         if dtype == "tfloat32" and dtype not in self.peak_flops:
@@ -103,11 +104,11 @@ class Hardware(Entry, frozen=True, kw_only=True):
         return self.peak_flops.get(dtype, min(self.peak_flops.values())) * table.at(footprint=footprint, **sizes)
 
     def bytes_per_second(self, size: float, footprint: float = math.inf) -> float:
-        """What a kernel that reads and writes so many bytes attains."""
+        """Return the bandwidth of a kernel that reads and writes so many bytes."""
         return self.memory_bandwidth * self.attained_bandwidth.at(bytes=max(size, 1), footprint=footprint)
 
     def new_memory_seconds(self, size: int) -> float:
-        """What the system takes to provide the memory of a new tensor of so many bytes."""
+        """Return how long the system takes to provide the memory of a new tensor of so many bytes."""
         return 0.0 if self.first_touch is None or not size else size / self.first_touch.at(bytes=size)
 
     @property
@@ -121,7 +122,7 @@ class Hardware(Entry, frozen=True, kw_only=True):
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """The profiles that pipegraph has."""
+        """Return the names of the profiles that pipegraph has."""
         return tuple(sorted(file.name.removesuffix(".json") for file in _PROFILES.iterdir()))
 
     @classmethod
@@ -150,7 +151,7 @@ class Hardware(Entry, frozen=True, kw_only=True):
         return _KIND.decode(text, where)
 
     def to_dict(self) -> dict[str, Any]:
-        """What stands in a profile's file."""
+        """Return the content of a profile's file."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         if self.measured_ratio == UNCORRECTED:
             del found["measured_ratio"]
@@ -182,7 +183,7 @@ def _check(table: SizeTable, place: str, axes: tuple[str, ...], least: float, mo
 
 
 def _no_profile(file: Path, names: tuple[str, ...]) -> str:
-    """What to say of a profile that is none, and no file."""
+    """Return the message for a name that is neither a profile nor a file."""
     if file.suffix == ".json":
         others = [str(each) for each in file.parent.glob("*.json")] if os.path.isdir(file.parent) else []
         what = f"There is no hardware profile {file}.{nearest(str(file), [*others, *names])}"
@@ -213,70 +214,3 @@ def _prepare(content: dict[str, Any]) -> dict[str, Any]:
 
 
 _KIND: Final = FileKind(Hardware, "a hardware profile", PipegraphError, _MEASURE, SCHEMA_VERSION, _prepare)
-
-
-Rate = Annotated[float, Meta(ge=1e6, le=1e21)]
-"""Bytes, elements or floating-point operations per second."""
-
-Seconds = Annotated[float, Meta(ge=0, le=0.1)]
-
-
-class Link(Entry, frozen=True):
-    """One way from a rank to another: a message of b bytes takes ``latency + b / bandwidth`` seconds."""
-
-    latency: Seconds
-    bandwidth: Rate
-    name: Text = ""
-
-    def seconds(self, size: float) -> float:
-        """How long a message of so many bytes takes."""
-        return self.latency + size / self.bandwidth
-
-
-class MeasuredLinks(Entry, frozen=True):
-    """Seconds and bytes per second from each rank (row) to each other one (column), None on the diagonal."""
-
-    latency: Annotated[tuple[tuple[Seconds | None, ...], ...], Meta(min_length=2)]
-    bandwidth: Annotated[tuple[tuple[Rate | None, ...], ...], Meta(min_length=2)]
-    name: Text = ""
-
-    def __post_init__(self) -> None:
-        for what, rows in (("latency", self.latency), ("bandwidth", self.bandwidth)):
-            for rank, row in enumerate(rows):
-                if len(rows) != self.ranks or len(row) != self.ranks:
-                    raise FieldError(
-                        what,
-                        f"it has {len(row)} figures for rank {rank} and {len(rows)} rows; latency and bandwidth have "
-                        f"one row and one column for each of the {self.ranks} ranks",
-                    )
-                for other, figure in enumerate(row):
-                    if (figure is None) != (rank == other):
-                        must = "null on the diagonal" if rank == other else "a number: from one rank to another"
-                        raise FieldError(f"{what}[{rank}][{other}]", f"it is {figure}, and must be {must}")
-
-    @property
-    def ranks(self) -> int:
-        return len(self.latency)
-
-
-class Links(Entry, frozen=True):
-    """The links between ranks, of which ``ranks_per_node`` after one another stand in one node.
-
-    If ``measured`` has the pair of ranks it goes first. ``inter_node`` is None for hardware of one node, for which
-    `between` takes ``intra_node`` for all.
-    """
-
-    ranks_per_node: Annotated[int, Meta(ge=1, le=65536)]
-    intra_node: Link
-    inter_node: Link | None = None
-    measured: MeasuredLinks | None = None
-
-    def between(self, rank: int, other: int) -> Link:
-        """The link from a rank to another."""
-        table = self.measured
-        if table is not None and max(rank, other) < table.ranks:
-            latency, bandwidth = table.latency[rank][other], table.bandwidth[rank][other]
-            if latency is not None and bandwidth is not None:
-                return Link(latency, bandwidth, table.name)
-        same = rank // self.ranks_per_node == other // self.ranks_per_node
-        return self.intra_node if same or self.inter_node is None else self.inter_node

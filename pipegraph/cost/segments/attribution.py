@@ -1,4 +1,4 @@
-"""From the prices of distinct blocks to those of segments, which add up to layers and stages."""
+"""Attribute the prices of distinct blocks to segments, so that segments add up to layers and stages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Times = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class CrossingValue:
-    """A value that one segment makes and another one is the last to read, and what it takes to hand it over.
+    """A value that one segment makes and another one is the last to read, and the cost of handing it over.
 
-    That is saved where one piece holds both: the value is then never written in full, or stays in the layout that it
-    had. ``of_maker`` and ``of_reader`` are what each of the two saves.
+    A piece that holds both segments saves that cost: it never writes the value in full, or keeps its layout.
+    ``of_maker`` and ``of_reader`` are what each of the two saves.
     """
 
     maker: int
@@ -31,18 +31,21 @@ class CrossingValue:
     of_reader: Times = (0.0, 0.0, 0.0)
 
     def at_ends(self, stage: range) -> Times:
-        """What a stage takes beyond the sum of its segments, because it has one of the two."""
+        """Return the time of a stage beyond the sum of its segments, which it has because it holds one of the two."""
         maker, reader = self.maker in stage, self.reader in stage
         return (0.0, 0.0, 0.0) if maker == reader else self.of_maker if maker else self.of_reader
 
 
 def segment_times(parts: SegmentGroups, blocks: Mapping[str, Times]) -> tuple[list[Times], tuple[CrossingValue, ...]]:
-    """The times of segments, as parts of the largest piece that was priced, and of what crosses between them.
-    ``blocks`` gives the times of blocks, by key.
+    """Return the times of segments as parts of the largest priced piece, and of the values that cross between them.
 
-    Two pieces take longer than one that holds both. By how much, follows from the times of a larger piece and of its
-    parts; the values that cross inside share it by their size. It is taken off the two segments that make and read the
-    value, so that the segments of a piece add up to what the piece takes.
+    Two pieces take longer than one that holds both. The difference between the times of a larger piece and of its parts
+    is shared among the values that cross inside, by their size. Each share is taken off the two segments that make and
+    read the value, so that the segments of a piece add up to the time of the piece.
+
+    Args:
+        parts: the chain in three grains.
+        blocks: the times of blocks, by key.
     """
     times = [blocks[part.block.key] for part in parts.segments]
     layer_of = {index: layer.start for layer in parts.chain.layers for index in layer}
@@ -69,7 +72,7 @@ def segment_times(parts: SegmentGroups, blocks: Mapping[str, Times]) -> tuple[li
 
 
 def _shared(lost: Times, maker: Times, reader: Times) -> tuple[Times, Times]:
-    """What is lost between two segments as parts of both, in proportion to their times; not more than these."""
+    """Divide what is lost between two segments among them, in proportion to their times and never more than these."""
     least = [min(each, one + other) for each, one, other in zip(lost, maker, reader, strict=True)]
     parts = [one / (one + other) if one + other else 0.0 for one, other in zip(maker, reader, strict=True)]
     of_maker = _times(map(operator.mul, least, parts))
@@ -87,10 +90,10 @@ def _crossing(parts: SegmentGroups) -> list[CrossingValue]:
 
 
 def _lost(whole: Times, parts: Iterable[Times], ends: Iterable[Times]) -> Times:
-    """By how much the parts of a piece take longer than the piece.
+    """Return how much longer the parts of a piece take than the piece.
 
-    Where nothing before the piece needs a gradient its W is the whole backward; what is lost there is shared as I and W
-    are among ``ends``: the parts that make or read what crosses.
+    If nothing before the piece needs a gradient, its W is the whole backward; its loss is then divided in the ratio of
+    I and W among ``ends``, the parts that make or read what crosses.
     """
     sums = _times(map(sum, zip(*parts, strict=True)))
     forward, of_inputs, of_weights = (total - least for total, least in zip(sums, whole, strict=True))
@@ -108,15 +111,15 @@ def _times(each: Iterable[float]) -> Times:
 
 
 def saved_bytes(parts: SegmentGroups, held: range) -> list[int]:
-    """What each segment in ``held`` keeps from F to the backward, where these are a stage.
+    """Return the bytes that each segment of the stage ``held`` keeps from F to the backward.
 
-    A value that two of them keep counts where it is kept first. The caller holds the model's inputs in any case.
+    A value that two of them keep counts for the first one. The model's inputs do not count: the caller holds them.
     """
     return _shares(parts, held, lambda block: block.saved)
 
 
 def weight_saved_bytes(parts: SegmentGroups, held: range) -> list[int]:
-    """What each segment in ``held`` keeps from the end of I to that of W, likewise."""
+    """Return the bytes that each segment of the stage ``held`` keeps from the end of I to the end of W."""
     return _shares(parts, held, lambda block: block.weight_saved)
 
 
@@ -135,7 +138,7 @@ def _shares(parts: SegmentGroups, held: range, kept_by: Callable[[Block], SavedM
 
 
 def _largest(parts: SegmentGroups, held: range) -> list[SegmentGroup]:
-    """The parts that make up the segments in ``held``: runs and layers where they are whole."""
+    """Return the parts that make up the segments in ``held``: runs and layers if they are whole, else segments."""
     at: dict[int, list[SegmentGroup]] = {}
     for part in (*parts.runs, *parts.layers, *parts.segments):
         if part.segments.stop <= held.stop:

@@ -49,7 +49,7 @@ class FineSegment:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The segments of a model, in order; without a gap."""
+    """The segments of a model, in order and without a gap."""
 
     captured: Captured = field(repr=False)
     segments: tuple[FineSegment, ...]
@@ -86,9 +86,9 @@ class _Cut:
 
 
 def find_chain(captured: Captured, inside_layers: bool = True, kept: Collection[int] = ()) -> Chain:
-    """The chain of a model, cut inside its layers too, or at the segments of ``Captured.segments`` only.
+    """Return the chain of a model, cut inside its layers too, or only at the segments of ``Captured.segments``.
 
-    It is cut at the positions ``kept`` in ``Captured.nodes`` in any case, where that is a module's boundary.
+    It is always cut at the positions ``kept`` in ``Captured.nodes``, if a module begins or ends there.
     """
     heavy = _heavy(captured)
     starts = {segment.start for segment in captured.segments}
@@ -164,7 +164,9 @@ def _around(fqn: str) -> tuple[str, ...]:
 
 
 class _Crossing:
-    """What crosses a cut at each position, found in one pass: a value crosses from its maker to its last reader."""
+    """The values that cross a cut at each position, found in one pass: a value crosses from its maker to its last
+    reader.
+    """
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
@@ -191,7 +193,7 @@ class _Crossing:
         return max(places, default=default)
 
     def _writes(self) -> Iterator[tuple[int, int]]:
-        """From a tensor to the last write into it; where that is a buffer, from its first to its last reader."""
+        """Yield the range from a tensor to the last write into it; of a buffer, from its first to its last reader."""
         by_name = {node.name: node for node in self._captured.graph.nodes}
         for node, position in self._position.items():
             if "writes" in node.meta:
@@ -210,7 +212,7 @@ def _span(counts: list[int], start: int, stop: int, amount: int) -> None:
 
 
 def _lightest(cuts: Sequence[_Cut], heavy: Sequence[int]) -> list[_Cut]:
-    """Of the cuts between two heavy operations the best one; none where one side has no heavy operation."""
+    """Return the best of the cuts between two heavy operations; none if one side has no heavy operation."""
     groups = groupby(cuts, key=lambda cut: bisect_left(heavy, cut.position))
     return [min(group, key=lambda cut: cut.rank) for before, group in groups if 0 < before < len(heavy)]
 

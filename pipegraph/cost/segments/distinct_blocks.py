@@ -39,10 +39,10 @@ LossOf = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class SavedMemory:
-    """What is kept for the backward of one microbatch, parameters and buffers aside.
+    """The memory kept for the backward of one microbatch, without parameters and buffers.
 
-    ``inputs`` and ``outputs`` are positions among the piece's own, and ``input_gradients`` and ``output_gradients``
-    likewise: their memory others may hold as well. ``bytes`` is the size of everything else.
+    ``inputs``, ``outputs``, ``input_gradients`` and ``output_gradients`` are positions among the piece's own: other
+    pieces may hold the same memory. ``bytes`` is the size of everything else.
     """
 
     inputs: tuple[int, ...]
@@ -54,15 +54,16 @@ class SavedMemory:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """What pieces of one structure share.
+    """The code that pieces of equal structure share.
 
     Attributes:
-        key: equal for equal structure, in every process; the loss is part of that.
-        piece: the first of them.
-        count: how many there are.
+        key: equal for equal structure and loss, in every process.
+        subgraph: the first piece.
+        count: how many pieces there are.
         recompute: what its backward computes again.
-        loss, target: of the model's last piece.
-        derivative: its graphs; None where it cannot be traced by itself, and then ``refusal`` says why.
+        loss, target: for the model's last piece.
+        derivative: its graphs; None if it cannot be traced by itself.
+        refusal: why it cannot be traced.
     """
 
     key: str
@@ -76,7 +77,7 @@ class Block:
 
     @property
     def graphs(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None, fx.GraphModule | None]:
-        """F, I and W. Without I, where no input has a gradient, W does the whole backward."""
+        """F, I and W. If no input has a gradient there is no I, and W does the whole backward."""
         assert self.derivative is not None
         backward = self.derivative.backward(self.derivative.full_mask)
         parts = self.derivative.forward, backward.input, backward.weight
@@ -85,20 +86,21 @@ class Block:
 
     @property
     def has_input_grad(self) -> bool:
-        """Whether there is an I."""
+        """Whether the block has an I: whether one of its inputs has a gradient."""
         return any(self.subgraph.input_gradients) if self.derivative is None else self.graphs[1] is not None
 
     @cached_property
     def saved(self) -> SavedMemory:
-        """What F keeps; where that is not known, every value that has a gradient."""
+        """The memory that F keeps; if that is not known, every value that has a gradient."""
         if self.derivative is None:
             return _saved_unknown(self.subgraph)
         return _kept(self.subgraph, self.derivative.joint, self.derivative.saved(self.derivative.full_mask))
 
     @cached_property
     def weight_saved(self) -> SavedMemory:
-        """What is kept from the end of I to that of W: what W reads; without I everything, and the gradients that came.
-        Where that is not known, as much as F keeps."""
+        """The memory kept from the end of I to the end of W: what W reads; without I everything, and the received
+        gradients. If that is not known, as much as F keeps.
+        """
         if self.derivative is None:
             return self.saved
         joint, present = self.derivative.joint, self.derivative.full_mask
@@ -120,14 +122,14 @@ class SegmentGroup:
 
 @dataclass(frozen=True, eq=False)
 class SegmentGroups:
-    """A chain in three grains. What stands in one piece is fused across the cuts in it.
+    """A chain in three grains: segments, layers and runs of layers. A piece is fused across the cuts in it.
 
     Attributes:
         chain: the chain.
         segments: each segment of it.
         layers: the layers that are more than one segment.
-        runs: neighbouring layers that the model has once each, and which a stage computes in one piece; a layer that is
-            repeated is computed by itself.
+        runs: neighbouring layers that the model has once each. A stage computes a run in one piece, and a repeated
+            layer by itself.
     """
 
     chain: Chain
@@ -147,14 +149,14 @@ _LONGEST_RUN = 1000  # operations
 
 
 @dataclass(frozen=True)
-class TraceOptions:
+class BlockOptions:
     """How blocks are traced.
 
     Attributes:
-        loss: a function of output and target, and a target; the mean square of the outputs where there is none.
-        recompute: what the backward computes again, as ``pipegraph.kernels.registry`` takes it. Of a model with
-            repeated layers "block" is for these, and what stands between them keeps what "min-cut" does.
-        gpu: whether for a GPU, wherever it is traced.
+        loss: a function of output and target, and a target; None for the mean square of the outputs.
+        recompute: what the backward computes again, as ``pipegraph.kernels.registry`` takes it. In a model with
+            repeated layers "block" holds for these; the code between them keeps what "min-cut" keeps.
+        gpu: whether to trace for a GPU, whatever this machine has.
     """
 
     loss: tuple[LossOf, Any] | None = None
@@ -162,8 +164,8 @@ class TraceOptions:
     gpu: bool = False
 
 
-def group_segments(chain: Chain, tracing: TraceOptions) -> SegmentGroups:
-    """The parts of a chain with their blocks, each traced once."""
+def group_segments(chain: Chain, tracing: BlockOptions) -> SegmentGroups:
+    """Return the parts of a chain with their blocks, each traced once."""
     whole = set(chain.layers)
     keys = Counter(subgraph_of(chain.captured, chain.nodes(layer.start, layer.stop)).key for layer in whole)
     repeats = len(keys) < len(whole)
@@ -192,7 +194,7 @@ def group_segments(chain: Chain, tracing: TraceOptions) -> SegmentGroups:
     return SegmentGroups(chain, segments, layers, parts(short))
 
 
-def _block(subgraph: Subgraph, count: int, tracing: TraceOptions) -> Block:
+def _block(subgraph: Subgraph, count: int, tracing: BlockOptions) -> Block:
     function, target = (tracing.loss or (mean_square, None)) if subgraph.last else (None, None)
     packed = None if function is None else _packed(subgraph.captured, function)
     try:
@@ -206,7 +208,7 @@ def _block(subgraph: Subgraph, count: int, tracing: TraceOptions) -> Block:
     return Block(key, subgraph, count, tracing.recompute, packed, target, derivative)
 
 
-def _traced(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: TraceOptions) -> DividedFunction:
+def _traced(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: BlockOptions) -> DividedFunction:
     instead = {torch.ops.aten.scaled_dot_product_attention.default: fused_attention} if tracing.gpu else None
     with internals.fake_tensors():
         state = [empty_like_value(node.meta["val"]) for node in subgraph.state]
@@ -221,13 +223,13 @@ def _traced(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: TraceOp
 
 
 def _with_loss(key: str, derivative: DividedFunction) -> str:
-    """A function has no hash that holds in every process; the operations that it runs have."""
+    """Hash the operations of the loss: a function has no hash that is equal in every process."""
     lines = [f"{node.target} {node.args} {node.kwargs}" for node in derivative.joint.module.graph.nodes]
     return hashlib.sha256("\n".join([key, *lines]).encode()).hexdigest()
 
 
 def _packed(captured: Captured, function: LossOf) -> Loss:
-    """The loss of the last piece's outputs, which are put together as the model returns them."""
+    """Return a loss of the last piece's outputs, which puts them together as the model returns them."""
     names = [label_of(node) for node in captured.returned]
 
     def loss(outputs: tuple[Tensor, ...], target: Any) -> Tensor:
@@ -246,7 +248,7 @@ def _filled(structure: Any, values: dict[str, Tensor]) -> Any:
 
 
 def _kept(subgraph: Subgraph, joint: JointGraph, names: Iterable[str]) -> SavedMemory:
-    """A view is counted as what it is a view of, once: that is the memory that is kept."""
+    """Sort kept values by who else may hold them. A view counts as its base, and once: the base's memory is kept."""
     nodes = {node.name: node for node in joint.module.graph.nodes}
     states, received, made = len(subgraph.state), len(subgraph.inputs), len(subgraph.outputs)
     places: dict[fx.Node, tuple[str, int]] = {}

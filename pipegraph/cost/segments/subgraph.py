@@ -1,4 +1,4 @@
-"""A run of a graph's operations as a module by itself: to trace it, and to run it."""
+"""A run of a graph's operations as a module of its own, to trace and to run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Subgraph:
 
     @property
     def input_gradients(self) -> tuple[bool, ...]:
-        """Of each input, whether its gradient is wanted."""
+        """For each input, whether its gradient is wanted."""
         return tuple(node.op == "call_function" and bool(node.meta["requires_grad"]) for node in self.inputs)
 
     @property
     def output_gradients(self) -> tuple[bool, ...]:
-        """Of each output, whether a gradient comes back for it."""
+        """For each output, whether a gradient comes back for it."""
         return tuple(bool(node.meta["requires_grad"]) for node in self.outputs)
 
     @cached_property
@@ -80,7 +80,7 @@ def _form(node: fx.Node) -> str:
 
 
 def subgraph_of(captured: Captured, nodes: Sequence[fx.Node]) -> Subgraph:
-    """The piece of a model that ``nodes``, a row of ``captured.nodes``, are."""
+    """Return the subgraph of ``nodes``, which follow one another in ``captured.nodes``."""
     inside = set(nodes)
     last = bool(nodes) and nodes[-1] is captured.nodes[-1]
     read = [parent for node in nodes for parent in node.all_input_nodes]
