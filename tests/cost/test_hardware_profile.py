@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from pipegraph.cost.hardware import Hardware, Link, MeasuredRatio
 from pipegraph.errors import PipegraphError
-from pipegraph.report.text.hardware_profile import described
+from pipegraph.report.text.hardware_profile import render_hardware
 
 NAMES = ("a100", "b200", "cpu", "h100", "h200", "mi300x")
 PLAIN = {"schema_version", "name", "device", "sources"}
@@ -129,9 +129,9 @@ def test_a_ratio_is_kept_and_told() -> None:
     assert "measured_ratio" not in h100.to_dict()
     corrected = replace(h100, measured_ratio=MeasuredRatio(1.25, 0.9, 1.0))
     assert Hardware.from_json(corrected.to_json()) == corrected
-    lines = {" ".join(line.split()) for line in described(corrected).splitlines()}
+    lines = {" ".join(line.split()) for line in render_hardware(corrected).splitlines()}
     assert "measured ÷ predicted F 1.25, I 0.9, W 1" in lines
-    assert "measured ÷ predicted" not in described(h100)
+    assert "measured ÷ predicted" not in render_hardware(h100)
 
 
 LINKS = Hardware.load("h100").to_dict()["links"]
