@@ -104,8 +104,7 @@ def test_an_unknown_name() -> None:
     with pytest.raises(PipegraphError) as error:
         Hardware.load("h10")
     assert str(error.value).splitlines()[0] == (
-        'No hardware profile is called "h10". Did you mean "h100"? There are: a100, b200, cpu, h100, h200, mi300x; '
-        "or give a JSON file."
+        f'No hardware profile is called "h10". Did you mean "h100"? There are: {", ".join(NAMES)}; or give a JSON file.'
     )
 
 
