@@ -13,11 +13,11 @@ from pipegraph.schedule.check import check
 from pipegraph.schedule.csv_format import from_csv, read_csv, to_csv
 from pipegraph.schedule.lifetimes import Lifetime, What, lifetimes, peak_activations, receive_buffers
 from pipegraph.schedule.lower import lower
+from pipegraph.schedule.order_search.lower_bound import lower_bound
+from pipegraph.schedule.order_search.search_orders import SearchedSchedule, search
 from pipegraph.schedule.placement import PLACEMENTS, Placement
 from pipegraph.schedule.recipes import names
 from pipegraph.schedule.schedule import Schedule
-from pipegraph.schedule.search import SearchedSchedule, search
-from pipegraph.schedule.search.lower_bound import lower_bound
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.timeline import Event, Timeline
 from pipegraph.schedule.times import Times, read_times

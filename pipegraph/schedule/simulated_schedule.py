@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pipegraph.schedule.order_search.lower_bound import lower_bound
 from pipegraph.schedule.schedule import Schedule
-from pipegraph.schedule.search.lower_bound import lower_bound
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.timeline import Timeline
 from pipegraph.schedule.times import Times

@@ -1,7 +1,8 @@
 """The orders that a search works on, and how long they take.
 
-An action is written as a code, 3 × its stage + 0 for F, 1 for I, 2 for W. Its microbatch is not written: all take the
-same time, so on every stage they may as well come in order, and the n-th occurrence of a code is of microbatch n.
+An action is written as a code: 3 × its stage, plus 0 for F, 1 for I, 2 for W. Its microbatch is not written. All
+microbatches take the same time, so they can come in order on every stage: the n-th occurrence of a code is of
+microbatch n.
 """
 
 from __future__ import annotations
@@ -17,29 +18,30 @@ from pipegraph.schedule.times import Times
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, PER_STAGE = 0, 1, 2, 3
 
 Orders = list[list[int]]
-"""Of each rank, the codes of its actions."""
+"""For each rank, the codes of its actions."""
 
-Path = list[tuple[int, int]]
-"""The critical path: (rank, position) of actions, in order of time."""
+CriticalPath = list[tuple[int, int]]
+"""(rank, position) of actions, in order of time"""
 
 
-class Run(NamedTuple):
-    """Orders and when each of their actions ends. The makespan of orders that cannot be run is infinite."""
+class TimedOrders(NamedTuple):
+    """Orders, and when each of their actions ends. The makespan of impossible orders is infinite."""
 
     makespan: float
     orders: Orders
     ends: list[list[float]]
 
 
-IMPOSSIBLE = Run(math.inf, [], [])
+IMPOSSIBLE = TimedOrders(math.inf, [], [])
 
-_TINY = 1e-9  # times are equal where they differ by less than this part of the makespan
+_TINY = 1e-9  # times that differ by less than this part of the makespan are equal
 
 
-class Problem:
+class OrderProblem:
     """Times, placement, microbatches and memory limit, by code.
 
-    ``source`` is the code whose n-th end the n-th of a code waits for, or −1; ``target`` is the inverse.
+    The n-th action of a code waits for the n-th action of the code ``source``, −1 if it waits for none; ``target`` is
+    the inverse.
     """
 
     def __init__(self, times: Times, placement: Sequence[int], microbatches: int, memory_limit: int) -> None:
@@ -71,11 +73,11 @@ class Problem:
     def _connect(self, source: int, target: int) -> None:
         self.target[source], self.source[target] = target, source
 
-    # `simulate` does the same as `run` for any schedule, with events; a search runs some ten thousand orders, so these
-    # two say nothing but when actions end, and have their inner loops written out.
+    # `simulate` does the same for any schedule, with events. A search runs some ten thousand orders, so these two
+    # compute nothing but the ends of actions, and have their inner loops written out.
 
-    def run(self, orders: Orders) -> Run:
-        """Do every action as early as its order and what it waits for let it."""
+    def run(self, orders: Orders) -> TimedOrders:
+        """Start every action as early as its order, and the action that it waits for, allow."""
         source, duration, hop = self.source, self.duration, self.hop
         arrivals: list[list[float]] = [[] for _ in duration]
         used = [0] * len(duration)
@@ -102,13 +104,13 @@ class Problem:
                 moving = moving or len(row) > begin
         if any(len(row) < len(order) for order, row in zip(orders, ends, strict=True)):
             return IMPOSSIBLE
-        return Run(max(row[-1] for row in ends), orders, ends)
+        return TimedOrders(max(row[-1] for row in ends), orders, ends)
 
-    def fill(self, skeletons: Orders, overrun: Sequence[float]) -> Run:
-        """Run orders of F and I alone, and put each W into the first gap behind its I that has room for it.
+    def fill(self, skeletons: Orders, overrun: Sequence[float]) -> TimedOrders:
+        """Run orders of F and I alone, and put each W into the first gap after its I that has room for it.
 
-        ``overrun`` is, of each rank, the part of a W that may stick out of its gap. A W also comes where memory is full
-        and an F is next; the rest come last.
+        ``overrun`` is, for each rank, the part of a W that may stick out of its gap. If memory is full and an F is
+        next, a W comes before it. The remaining W come last.
         """
         source, duration, hop = self.source, self.duration, self.hop
         arrivals: list[list[float]] = [[] for _ in duration]
@@ -159,35 +161,35 @@ class Problem:
             for code in ready:
                 order.append(code)
                 row.append(row[-1] + duration[code])
-        return Run(max(row[-1] for row in ends), orders, ends)
+        return TimedOrders(max(row[-1] for row in ends), orders, ends)
 
     def _links(self) -> list[float]:
-        """When the last transfer over each link has left; empty where transfers occupy no link."""
+        """Return when the last transfer over each link has left; an empty list if transfers take no time."""
         return [0.0] * self.ranks**2 if any(self.transfer) else []
 
     def _arrival(self, code: int, end: float, left: list[float]) -> float:
-        """When a value made at ``end`` is there."""
+        """Return when a value that is made at ``end`` arrives."""
         link = self.link[code]
         if link >= 0:
             end = left[link] = max(end, left[link]) + self.transfer[code]
         return end + self.hop[code]
 
-    def critical_path(self, run: Run) -> Path:
-        """What the makespan consists of: actions that each start when the one before, or its value, is there."""
-        rank = max(range(self.ranks), key=lambda rank: run.ends[rank][-1])
-        at = len(run.orders[rank]) - 1
+    def critical_path(self, timed: TimedOrders) -> CriticalPath:
+        """Return the actions that make up the makespan. Each starts when the one before ends or its value arrives."""
+        rank = max(range(self.ranks), key=lambda rank: timed.ends[rank][-1])
+        at = len(timed.orders[rank]) - 1
         places: list[list[int]] = [[] for _ in self.duration]  # of each code, its positions
-        number: list[list[int]] = [[] for _ in run.orders]  # of each position, which occurrence of its code it is
-        for order, numbers in zip(run.orders, number, strict=True):
+        number: list[list[int]] = [[] for _ in timed.orders]  # of each position, which occurrence of its code it is
+        for order, numbers in zip(timed.orders, number, strict=True):
             for position, code in enumerate(order):
                 numbers.append(len(places[code]))
                 places[code].append(position)
-        path: Path = []
+        path: CriticalPath = []
         while at >= 0:
             path.append((rank, at))
-            code = run.orders[rank][at]
-            start = run.ends[rank][at] - self.duration[code]
-            waited = at == 0 or start > run.ends[rank][at - 1] + _TINY * run.makespan
+            code = timed.orders[rank][at]
+            start = timed.ends[rank][at] - self.duration[code]
+            waited = at == 0 or start > timed.ends[rank][at - 1] + _TINY * timed.makespan
             if waited and self.source[code] < 0:
                 break
             if waited:

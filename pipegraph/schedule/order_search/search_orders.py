@@ -1,4 +1,4 @@
-"""The search for an order."""
+"""``search``: orders of small makespan for given times and memory."""
 
 from __future__ import annotations
 
@@ -10,35 +10,46 @@ from random import Random
 
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule.lifetimes import peak_activations
+from pipegraph.schedule.order_search.greedy_orders import greedy_orders
+from pipegraph.schedule.order_search.hill_climbing import Skeleton, climb_orders, climb_skeleton
+from pipegraph.schedule.order_search.lower_bound import lower_bound
+from pipegraph.schedule.order_search.order_problem import OrderProblem, Orders
+from pipegraph.schedule.order_search.starting_orders import (
+    actions_of,
+    greedy_rules,
+    named_schedules,
+    orders_of,
+    without_weight_grads,
+)
 from pipegraph.schedule.placement import PLACEMENTS
 from pipegraph.schedule.schedule import Schedule
-from pipegraph.schedule.search.hill_climbing import Skeleton, climb_orders, climb_policy, climb_skeleton
-from pipegraph.schedule.search.lower_bound import lower_bound
-from pipegraph.schedule.search.order_problem import Orders, Problem
-from pipegraph.schedule.search.seeds import actions_of, named, orders_of, policies, skeleton_of
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.times import Times
 from pipegraph.units import format_number_of
 
 _ACTIONS, _RUNS = 20_000_000, 40_000
-"""How many actions, and how many orders, a search runs at most: some ten seconds' worth."""
-_FEWEST = 8  # policies to begin with, however large a schedule is
-_SHARES = 0.05, 0.2, 0.15  # of these, in each climb from a policy, from a skeleton and from orders
-_BEST = 2  # how many starts of each form are climbed from
-_REFILLED = 12  # of how many greedy orders the W are placed anew
+"""How many actions, and how many orders, a search with an effort of 1 runs at most: some ten seconds."""
+_FEWEST, _GREEDY_SHARE = 8, 0.05  # greedy orders: the least number, and the part of the runs that they may take
+_SKELETON_SHARE, _ORDER_SHARE = 0.2, 0.15  # the parts of the runs that one climb takes
+_BEST = 2  # the number of starts of each kind from which the search climbs
+_REFILLED = 12  # the number of greedy orders of which the W are placed anew
 _OVERRUNS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _EQUAL = 1e-9  # makespans that differ by less than this part are equal
 
 
 @dataclass(frozen=True, repr=False)
 class SearchedSchedule(Schedule):
-    """What `search` found."""
+    """A schedule that `search` found.
+
+    Attributes:
+        makespan: in the unit of the times.
+        lower_bound: no schedule with these stages, times, microbatches and memory is faster.
+        origin: the name of the schedule from which the search came to it, or ``greedy``.
+    """
 
     makespan: float = 0.0
     lower_bound: float = 0.0
-    """no schedule with these stages, times, microbatches and memory is faster"""
     origin: str = ""
-    """the name of the schedule that it was made from, or ``greedy``"""
 
 
 def search(
@@ -49,16 +60,22 @@ def search(
     memory_limit: float | None = None,
     effort: float = 1.0,
 ) -> SearchedSchedule:
-    """Find orders of small makespan for the stages of ``times`` on so many ranks.
+    """Find orders of small makespan.
 
-    ``placement`` is ``loop`` (stage s on rank s mod ranks) or ``v`` (rank r holds stages r and 2·ranks − 1 − r). No
-    rank holds more than ``memory_limit`` saved activations of one stage and microbatch at a time. The result is never
-    slower than the fastest named schedule that fits; of equally fast ones it is that with the least memory. ``effort``
-    scales the number of orders that are tried, and so the time: 1 is some ten seconds for 8 ranks and 32 microbatches,
-    and a minute or two for 64 and 512.
-    The same arguments give the same result.
+    The result is never slower than the fastest named schedule that fits. Of equally fast orders, those with the least
+    memory are returned. The same arguments give the same result.
 
-    Raises ScheduleError for numbers that do not fit together, and for a limit below one microbatch: a rank's stages.
+    Args:
+        times: of each stage.
+        ranks, microbatches: of a step.
+        placement: ``loop`` (stage s on rank s mod ranks) or ``v`` (rank r holds stages r and 2·ranks − 1 − r).
+        memory_limit: how many saved activations of one stage and microbatch a rank may hold at one time.
+        effort: scales the number of orders that are tried, and so the time. 1 takes some ten seconds for 8 ranks and
+            32 microbatches, and a minute for 64 and 512.
+
+    Raises:
+        ScheduleError: numbers that do not fit together, or a limit too small for one microbatch, which leaves an
+            activation on each stage of a rank.
     """
     if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 <= effort < math.inf:
         raise ScheduleError(f"The effort of a search is a number from 0 on, not {effort!r}: 1 is some ten seconds.")
@@ -74,9 +91,9 @@ def search(
                 f"it leaves {format_number_of('activation', chunks)} there. Give {chunks} or more."
             )
         limit = int(min(limit, memory_limit))
-    problem = Problem(times, places, microbatches, limit)
+    problem = OrderProblem(times, places, microbatches, limit)
     bound = lower_bound(times, places, microbatches, limit)
-    schedules = list(named(places, microbatches))
+    schedules = list(named_schedules(places, microbatches))
     fitting = [schedule for schedule in schedules if max(peak_activations(schedule)) <= limit]
     timed = [(simulate(schedule, times).makespan, schedule) for schedule in fitting]
     goal = bound * (1 + _EQUAL)
@@ -102,7 +119,7 @@ def search(
 
 
 def _placement(times: Times, ranks: int, microbatches: int, placement: str) -> tuple[int, ...]:
-    """stage → rank. ScheduleError where the arguments of a search do not fit together."""
+    """Return the rank of each stage. Raises ScheduleError if the arguments of a search do not fit together."""
     if not isinstance(times, Times):
         raise ScheduleError("search takes Times: Times.equal(stages) has unit times.")
     placement = placement.casefold() if isinstance(placement, str) else placement
@@ -125,34 +142,30 @@ def _placement(times: Times, ranks: int, microbatches: int, placement: str) -> t
     return kind.places(ranks, chunks)
 
 
-def _improved(problem: Problem, schedules: list[Schedule], goal: float, effort: float) -> Iterator[tuple[Orders, str]]:
-    """Orders and their origin: the best after climbing from policies, then skeletons, then orders, each time from the
-    best of what there is by then."""
+def _improved(
+    problem: OrderProblem, schedules: list[Schedule], goal: float, effort: float
+) -> Iterator[tuple[Orders, str]]:
+    """Yield better orders and their origin. Each kind of climb starts from the best orders that are known by then."""
     random = Random(0)
     runs = effort * min(_RUNS, _ACTIONS / len(problem.duration) / problem.microbatches)
-    of_policies, of_skeletons, of_orders = (round(runs * share) for share in _SHARES)
-
-    # Every start as it is, by a climb of no runs; then climbs from the best.
-    every = list(policies(problem))
-    tried = every[:: math.ceil(len(every) / max(_FEWEST, of_policies))]
-    greedy = [climb_policy(problem, policy, 0, goal, random) for policy in tried]
-    greedy.sort(key=lambda climbed: climbed.run.makespan)
-    greedy[:_BEST] = [climb_policy(problem, start.state, of_policies, goal, random) for start in greedy[:_BEST]]
-    found = [(climbed.run, "greedy") for climbed in greedy if climbed.run.orders]
+    rules = list(greedy_rules(problem))
+    tried = rules[:: math.ceil(len(rules) / max(_FEWEST, round(_GREEDY_SHARE * runs)))]
+    made = [orders for orders in (greedy_orders(problem, rule) for rule in tried) if orders is not None]
+    greedy = sorted((problem.run(orders) for orders in made), key=lambda timed: timed.makespan)
+    known = [(timed, "greedy") for timed in greedy]
 
     starts = [(orders_of(schedule), schedule.name) for schedule in schedules]
-    starts += [(run.orders, origin) for run, origin in found[:_REFILLED]]
-    filled = [
-        (climb_skeleton(problem, Skeleton(skeleton_of(orders), (overrun,) * problem.ranks), 0, goal, random), origin)
-        for (orders, origin), overrun in product(starts, _OVERRUNS)
-    ]
-    filled.sort(key=lambda start: start[0].run.makespan)
-    origins = list(dict.fromkeys(origin for _, origin in filled))[:_BEST]
-    for origin in origins:
-        skeleton = next(climbed.state for climbed, name in filled if name == origin)
-        found.append((climb_skeleton(problem, skeleton, of_skeletons, goal, random).run, origin))
+    starts += [(timed.orders, "greedy") for timed in greedy[:_REFILLED]]
+    filled = []
+    for (orders, origin), overrun in product(starts, _OVERRUNS):
+        skeleton = Skeleton(without_weight_grads(orders), (overrun,) * problem.ranks)
+        filled.append((problem.fill(*skeleton).makespan, skeleton, origin))
+    filled.sort(key=lambda start: start[0])
+    for chosen in list(dict.fromkeys(origin for _, _, origin in filled))[:_BEST]:
+        skeleton = next(skeleton for _, skeleton, origin in filled if origin == chosen)
+        known.append((climb_skeleton(problem, skeleton, round(_SKELETON_SHARE * runs), goal, random), chosen))
 
-    found.sort(key=lambda pair: pair[0].makespan)
-    for run, origin in found[:_BEST]:
-        if run.orders:
-            yield climb_orders(problem, run.orders, of_orders, goal, random).run.orders, origin
+    known.sort(key=lambda pair: pair[0].makespan)
+    for timed, origin in known[:_BEST]:
+        if timed.orders:
+            yield climb_orders(problem, timed.orders, round(_ORDER_SHARE * runs), goal, random).orders, origin

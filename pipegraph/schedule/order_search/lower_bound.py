@@ -1,4 +1,4 @@
-"""What no schedule can beat."""
+"""A lower bound of the makespan of every schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipegraph.schedule.times import Times
 
 
 class _Task(NamedTuple):
-    """F, I or W of one microbatch on one stage: the least time before its start, of itself, and behind its end."""
+    """F, I or W of one microbatch on one stage: the least time before its start, its own time, the least time after."""
 
     head: float
     time: float
@@ -23,14 +23,16 @@ def lower_bound(times: Times, placement: Sequence[int], microbatches: int, memor
 
     The larger of two bounds, over all ranks.
 
-    - One machine (Carlier, 1982): the F of a stage has all F before it, its I that and all F and I behind it, its W its
-      I; and what follows any of them likewise takes its time. Of any set of a rank's tasks, the first starts no earlier
-      than the least of their heads, the rank then works for all of them, m times, and the least of their tails follows.
-    - Memory: stage s holds an activation for R(s) or more, from its F through all later stages and back to its W. On
-      rank r at most K = min(memory limit, all) are held at once, none before head(r), the least of its heads, and they
-      start f apart and end w apart (least of r's stages). So K·(M − head(r)) ≥ m·ΣR(s) + K(K−1)/2·(f + w).
+    - One machine (Carlier, 1982): before the F of a stage come all F of earlier stages; before its I that and all F and
+      I of later stages; before its W its I. What follows a task takes its time likewise. So for any set of a rank's
+      tasks: the first starts no earlier than the least of their heads, the rank then works for all of them, m times,
+      and the least of their tails follows.
+    - Memory: stage s holds an activation for R(s) or more, from its F through all later stages and back to its W. Rank
+      r holds at most K = min(memory limit, all) at once, none before head(r), the least of its heads. Holding starts f
+      apart and ends w apart, the least times of r's stages. So K·(M − head(r)) ≥ m·ΣR(s) + K(K−1)/2·(f + w).
 
-    Raises ScheduleError where times and placement are of different numbers of stages, and for numbers that are none.
+    Raises:
+        ScheduleError: times and placement have different numbers of stages, or a number is impossible.
     """
     if len(placement) != times.stages:
         raise ScheduleError(f"The placement is of {len(placement)} stages, and the times are for {times.stages}.")
@@ -39,21 +41,21 @@ def lower_bound(times: Times, placement: Sequence[int], microbatches: int, memor
     if memory_limit is not None and not memory_limit >= 1:
         raise ScheduleError(f"A memory limit of {memory_limit!r} activations lets nothing run. Give 1 or more.")
     tasks = _tasks(times, placement)
-    found = 0.0
+    bound = 0.0
     for rank in set(placement):
         held = [tasks[stage] for stage in range(len(placement)) if placement[stage] == rank]
-        found = max(found, *_one_machine([task for stage in held for task in stage], microbatches))
+        bound = max(bound, *_one_machine([task for stage in held for task in stage], microbatches))
         if memory_limit is not None:
-            most = int(min(memory_limit, microbatches * len(held)))
+            limit = int(min(memory_limit, microbatches * len(held)))
             lives = sum(weight.head + weight.time - forward.head for forward, _, weight in held)
             apart = min(forward.time for forward, _, _ in held) + min(weight.time for _, _, weight in held)
             head = min(forward.head for forward, _, _ in held)
-            found = max(found, head + (microbatches * lives + most * (most - 1) / 2 * apart) / most)
-    return found
+            bound = max(bound, head + (microbatches * lives + limit * (limit - 1) / 2 * apart) / limit)
+    return bound
 
 
 def _tasks(times: Times, placement: Sequence[int]) -> list[tuple[_Task, _Task, _Task]]:
-    """F, I and W of each stage."""
+    """Return F, I and W of each stage."""
     hops = [
         0.0 if rank == other else times.hop_of((stage, stage + 1)) + times.transfer_of((stage, stage + 1))
         for stage, (rank, other) in enumerate(pairwise(placement))
@@ -63,18 +65,18 @@ def _tasks(times: Times, placement: Sequence[int]) -> list[tuple[_Task, _Task, _
     before_f = [sum(f[:stage]) + sum(hops[:stage]) for stage in stages]
     turn = before_f[-1] + f[-1]
     before_b = [turn + sum(b[stage + 1 :]) + sum(hops[stage:]) for stage in stages]
-    behind_b = [w[0]]
+    after_b = [w[0]]
     for stage in stages[1:]:
-        behind_b.append(max(w[stage], hops[stage - 1] + b[stage - 1] + behind_b[-1]))
-    # Behind an F comes the way to its own I and back, with any W on the way that sticks out.
-    behind_f = [0.0 for _ in stages]
-    behind_f[-1] = b[-1] + behind_b[-1]
+        after_b.append(max(w[stage], hops[stage - 1] + b[stage - 1] + after_b[-1]))
+    # After an F comes the way to its own I and back. A W on the way counts as far as it sticks out.
+    after_f = [0.0 for _ in stages]
+    after_f[-1] = b[-1] + after_b[-1]
     for stage in reversed(stages[:-1]):
-        behind_f[stage] = hops[stage] + f[stage + 1] + behind_f[stage + 1]
+        after_f[stage] = hops[stage] + f[stage + 1] + after_f[stage + 1]
     return [
         (
-            _Task(before_f[stage], f[stage], behind_f[stage]),
-            _Task(before_b[stage], b[stage], behind_b[stage]),
+            _Task(before_f[stage], f[stage], after_f[stage]),
+            _Task(before_b[stage], b[stage], after_b[stage]),
             _Task(before_b[stage] + b[stage], w[stage], 0.0),
         )
         for stage in stages
@@ -82,7 +84,7 @@ def _tasks(times: Times, placement: Sequence[int]) -> list[tuple[_Task, _Task, _
 
 
 def _one_machine(tasks: Sequence[_Task], microbatches: int) -> Iterator[float]:
-    """The bound for every set of tasks that is worth it: all with a head and a tail of some length or more."""
+    """Yield the bound of each set of tasks that is worth it: all with a head and a tail of some length or more."""
     for head, tail in product({task.head for task in tasks}, {task.tail for task in tasks}):
         chosen = [task for task in tasks if task.head >= head and task.tail >= tail]
         if chosen:

@@ -24,8 +24,8 @@ from pipegraph.schedule import (
     simulate,
     to_csv,
 )
-from pipegraph.schedule.search.order_problem import Problem
-from pipegraph.schedule.search.seeds import orders_of
+from pipegraph.schedule.order_search.order_problem import OrderProblem
+from pipegraph.schedule.order_search.starting_orders import orders_of
 
 QUICK = 0.02
 
@@ -177,7 +177,7 @@ def test_the_search_times_orders_as_simulate_does(name: str, ranks: int, seed: i
     schedule = build(name, ranks, 3 * ranks)
     drawn = unequal(seed, schedule.stages)
     for times in (drawn, Times(drawn.forward, drawn.input_grad, drawn.weight_grad, 0.2, transfer=0.3)):
-        problem = Problem(times, schedule.placement, schedule.microbatches, 10**6)
+        problem = OrderProblem(times, schedule.placement, schedule.microbatches, 10**6)
         assert all(action.kind is not Kind.B for row in schedule.actions for action in row)
         run = problem.run(orders_of(schedule))
         assert run.makespan == pytest.approx(simulate(schedule, times).makespan)

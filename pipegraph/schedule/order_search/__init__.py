@@ -1,0 +1,4 @@
+"""The search for orders that are better than the published ones for given times and memory.
+
+named schedules, greedy orders ──▶ the best of them ──▶ hill climbing on orders of F and I ──▶ hill climbing on all
+"""
