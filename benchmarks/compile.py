@@ -35,7 +35,7 @@ def measure(contender: str, layers: int, schedule: str, kernels: str, package: P
     import torch
 
     import pipegraph
-    from benchmarks.step.model import Part, StepSetting, build_model, loss_of, parts
+    from benchmarks.step.model import Part, StepSetting, build_model, parts, source_loss
 
     torch.set_num_threads(1)
     warnings.filterwarnings("error", message=".*(runs? uncompiled|left to autograd)")
@@ -47,12 +47,12 @@ def measure(contender: str, layers: int, schedule: str, kernels: str, package: P
         return 0.0
     if contender == "pipegraph":
         start = time.perf_counter()
-        pipegraph.Pipeline(package, schedule, MICROBATCHES, loss_of, kernels=kernels).step(tokens, target=targets)
+        pipegraph.Pipeline(package, schedule, MICROBATCHES, source_loss, kernels=kernels).step(tokens, target=targets)
         return time.perf_counter() - start
     first, last = parts(setting, build_model(setting), [layers])  # two units are a layer
     start = time.perf_counter()
     begin = torch.compile(first, dynamic=False)
-    end = torch.compile(lambda h, wanted: loss_of(last(h), wanted), dynamic=False)
+    end = torch.compile(lambda h, wanted: source_loss(last(h), wanted), dynamic=False)
     for some, wanted in zip(tokens.split(setting.rows), targets.split(setting.rows), strict=True):
         (end(begin(some), wanted) / MICROBATCHES).backward()
     return time.perf_counter() - start

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedu
 from transformers import LlamaForCausalLM
 
 import pipegraph
-from benchmarks.step.model import Part, StepSetting, loss_of, parts
+from benchmarks.step.model import Part, StepSetting, parts, source_loss
 from pipegraph.schedule import Schedule
 
 TORCH_CLASSES: dict[str, Any] = {
@@ -47,7 +47,7 @@ class Limit:
     def __init__(self, setting: StepSetting, model: LlamaForCausalLM) -> None:
         self._setting = setting
         self._whole = Part(model, 0, setting.units)
-        self._loss = torch.compile(lambda tokens, targets: loss_of(self._whole(tokens), targets), dynamic=False)
+        self._loss = torch.compile(lambda tokens, targets: source_loss(self._whole(tokens), targets), dynamic=False)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         mine = slice(dist.get_rank(), None, dist.get_world_size())
@@ -80,7 +80,7 @@ class TorchPipeline:
         }
         device = torch.device("cpu")
         stages = [pipelining.PipelineStage(each, index, len(modules), device) for index, each in run.items()]
-        loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
+        loss = torch.compile(source_loss, dynamic=False) if compiled else source_loss
         kind = TORCH_CLASSES[schedule]
         argument = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self._schedule = kind(argument, setting.microbatches, loss_fn=loss)
@@ -100,7 +100,7 @@ class OwnPipeline:
     """pipegraph: a package under a schedule."""
 
     def __init__(self, setting: StepSetting, package: Path, schedule: str | Schedule, kernels: str) -> None:
-        self.pipe = pipegraph.Pipeline(package, schedule, setting.microbatches, loss_of, kernels=kernels)
+        self.pipe = pipegraph.Pipeline(package, schedule, setting.microbatches, source_loss, kernels=kernels)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float | None:
         loss = self.pipe.step(tokens, target=targets).loss

@@ -90,6 +90,6 @@ def parts(setting: StepSetting, model: LlamaForCausalLM, cuts: Sequence[int]) ->
     return [Part(model, start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+def source_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """The loss of one microbatch."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -12,7 +12,7 @@ import typer
 
 from pipegraph.cli.calibrate import calibrate
 from pipegraph.cli.plan import plan
-from pipegraph.cli.progress import warn
+from pipegraph.cli.progress_bar import print_warning
 from pipegraph.cli.run import run
 from pipegraph.cli.schedule import schedule
 from pipegraph.cli.show import show
@@ -48,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        # In one write: the ranks of torchrun share one stderr.
+        # One write, because the ranks of torchrun share one stderr.
         sys.stderr.write(f"error: {printable(_message(error))}\n")
         sys.exit(error.exit_code if isinstance(error, PipegraphError) else RuntimeFault.exit_code)
     sys.exit(0)
 
 
 def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
-    warn(f"warning: {printable(str(message))}")
+    print_warning(f"warning: {printable(str(message))}")
 
 
 def _message(error: Exception) -> str:

@@ -10,7 +10,7 @@ import typer
 from pipegraph.cli.option_values import check_device
 from pipegraph.cli.options import DebugOption, JsonOption
 from pipegraph.cli.output import check_target, print_json, write_target
-from pipegraph.cli.progress import progress
+from pipegraph.cli.progress_bar import progress
 
 
 def calibrate(
@@ -37,7 +37,7 @@ def calibrate(
 ) -> None:
     """Measure this machine, in about a minute: products of matrices, convolutions, attention, memory, links.
 
-    The profile is what `--hardware` takes elsewhere. A machine that does other work at the time is measured slower.
+    Other commands take the profile with `--hardware`. A machine that does other work meanwhile measures slower.
     """
     check_device(device, ranks)
     check_target(out, overwrite)
@@ -53,6 +53,6 @@ def calibrate(
         print_json({key: value for key, value in hardware.to_dict().items() if key != "schema_version"})
     else:
         print(render_hardware(hardware), flush=True)
-    write_target(out, hardware.to_json())  # behind the table, which no full disk may cost
+    write_target(out, hardware.to_json())  # after the table, which a full disk must not prevent
     if out is not None and not json:
         print(f"\nwrote {out}")

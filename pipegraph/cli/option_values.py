@@ -12,7 +12,7 @@ _ALSO = {"gpu": "cuda", "nvidia": "cuda"}
 
 
 def check_device(device: str, count: int = 1, users: str = "ranks") -> None:
-    """Raises typer.BadParameter for what is no device, and where there is no GPU for each of so many users."""
+    """Raise typer.BadParameter if the device is unknown, or if there are fewer GPUs than users."""
     if device not in _DEVICES:
         near = nearest(_ALSO.get(device.casefold(), device), _DEVICES)
         raise typer.BadParameter(f"{device!r} is neither cpu nor cuda.{near}", param_hint="--device")
@@ -35,7 +35,7 @@ def parse_memory(text: str) -> int:
 
 
 def parse_names(text: str, option: str) -> list[str]:
-    """``1f1b,zb-v``, given for an option. Raises typer.BadParameter for an empty name."""
+    """Read ``1f1b,zb-v``, the value of an option. Raises typer.BadParameter for an empty name."""
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise typer.BadParameter(f"{text!r} has an empty name between its commas.", param_hint=option)
@@ -43,7 +43,7 @@ def parse_names(text: str, option: str) -> list[str]:
 
 
 def parse_numbers(text: str, option: str) -> list[int]:
-    """``8,16``, given for an option. Raises typer.BadParameter for what is no whole number from 1 on."""
+    """Read ``8,16``, the value of an option. Raises typer.BadParameter for anything but whole numbers from 1 on."""
     names = parse_names(text, option)
     if not all(name.isdecimal() and int(name) > 0 for name in names):
         raise typer.BadParameter(f"{text!r} are no whole numbers from 1 on: write 8 or 8,16.", param_hint=option)

@@ -1,4 +1,4 @@
-"""Arguments and options of the verbs: those that several share, and those of ``split`` and ``run``, which have many."""
+"""Arguments and options that several commands share, and those of ``split`` and ``run``, which have many."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ PointsOption = Annotated[
     typer.Option(
         metavar="FQN,…",
         show_default=False,
-        help="Modules that start a stage, in the model's order; layers.3:end starts one behind layers.3.",
+        help="Modules that start a stage, in the model's order; layers.3:end starts one after layers.3.",
     ),
 ]
 StagesOption = Annotated[
-    int | None, typer.Option(metavar="N", min=1, show_default=False, help="Cut into N stages, where that is best.")
+    int | None, typer.Option(metavar="N", min=1, show_default=False, help="Cut into N stages at the best places.")
 ]
 PlanFileOption = Annotated[
     Path | None,
@@ -110,7 +110,7 @@ NoWeightsOption = Annotated[
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show the stages and write nothing.")]
 CheckOption = Annotated[
-    bool, typer.Option("--check", help="Write nothing; a diff and exit code 1 where OUT would change.")
+    bool, typer.Option("--check", help="Write nothing; print a diff, and exit with 1 if OUT would change.")
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a package that pipegraph wrote.")]
 ProcessesOption = Annotated[
@@ -183,5 +183,5 @@ RecalibrateOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-# Read by `main`, which also meets the errors of parsing.
+# `main` reads it, because it also handles errors of parsing.
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

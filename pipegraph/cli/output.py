@@ -1,4 +1,4 @@
-"""Results: on stdout as text or JSON, and in files that the user named."""
+"""Results of commands: text or JSON on stdout, and files that the user named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def print_json(result: dict[str, Any]) -> None:
 
 
 def json_text(result: dict[str, Any]) -> str:
-    """What `print_json` prints, with escapes for what is not printable: names may hold anything."""
+    """Return what `print_json` prints. Characters that are not printable are escaped: names may hold anything."""
     text = json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=1, ensure_ascii=False)
     return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)
 
@@ -32,8 +32,8 @@ def json_text(result: dict[str, Any]) -> str:
 def print_grid(draw: Callable[[int | None, bool], Text]) -> None:
     """Print what ``draw(width, coloured)`` draws.
 
-    In colour on a terminal or with FORCE_COLOR set, and not with NO_COLOR. Folded to the width of a terminal; elsewhere
-    the width is None, and lines are whole.
+    It is coloured on a terminal or with FORCE_COLOR set, and not with NO_COLOR. ``width`` is the terminal's; elsewhere
+    it is None, and lines are not folded.
     """
     from rich.console import Console
 
@@ -43,27 +43,27 @@ def print_grid(draw: Callable[[int | None, bool], Text]) -> None:
     if not coloured:
         print(drawn.plain, flush=True)
         return
-    if "TERM" not in os.environ:  # colour is forced, as in the log of a build: take more than 16 of them
+    if "TERM" not in os.environ:  # colour is forced, as in the log of a build: use more than 16 of them
         console = Console(highlight=False, soft_wrap=True, color_system="256")
     console.print(drawn)
 
 
-def write_whole(files: Iterable[tuple[Path, str]]) -> None:
-    """Write texts to files, the whole of each or nothing of it, in place of the file that stands there.
+def write_files(files: Iterable[tuple[Path, str]]) -> None:
+    """Write each text to its file, which it replaces, wholly or not at all.
 
-    Raises PipegraphError where one cannot be written, or is no regular file: a device must not be replaced.
+    Raises PipegraphError if a file cannot be written, or is no regular file: a device must not be replaced.
     """
     for file, text in files:
         try:
-            target = file.resolve()  # behind a link, which stays
-            if _is_no_file(file):
+            target = file.resolve()  # of a link, which stays
+            if _is_not_a_file(file):
                 raise PipegraphError(f"{file} cannot be written: it is no regular file. Give a file's name.")
-            beside = target.with_name(f".{target.name}.{os.getpid()}")
+            part = target.with_name(f".{target.name}.{os.getpid()}")
             try:
-                beside.write_text(text, encoding="utf-8")
-                beside.replace(target)
+                part.write_text(text, encoding="utf-8")
+                part.replace(target)
             finally:
-                beside.unlink(missing_ok=True)
+                part.unlink(missing_ok=True)
         except OSError as error:
             missing = not file.parent.is_dir()
             why = f"there is no folder {file.parent}" if missing else error.strerror or str(error)
@@ -71,14 +71,14 @@ def write_whole(files: Iterable[tuple[Path, str]]) -> None:
 
 
 def check_target(file: Path | None, overwrite: bool, ours: Callable[[Path], bool] = lambda file: False) -> None:
-    """Refuse before the work a file that could not be written behind it; its folder may be missing, and is made then.
+    """Check before the work that a file can be written after it. Its folder need not exist.
 
-    Raises PipegraphError for a file that exists, unless ``overwrite`` is given or it is ``ours`` to replace; for what
-    is no regular file; and where nothing can be written.
+    Raises PipegraphError if the file exists, unless ``overwrite`` is given or it is ``ours`` to replace; if it is no
+    regular file; and if nothing can be written there.
     """
     if file is None:
         return
-    if _is_no_file(file):
+    if _is_not_a_file(file):
         raise PipegraphError(f"{file} cannot be written: it is no regular file. Give a file's name.")
     if file.exists() and not overwrite and not ours(file):
         raise PipegraphError(f"{file} exists already.\nTry: --overwrite, or another name for -o.")
@@ -94,18 +94,18 @@ def check_target(file: Path | None, overwrite: bool, ours: Callable[[Path], bool
 
 
 def write_target(file: Path | None, text: str) -> None:
-    """Write a file that `check_target` has passed, in a new folder if need be."""
+    """Write a file that `check_target` has checked. Its folder is made if it does not exist."""
     if file is None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PipegraphError(f"{file} cannot be written: no folder can be made ({error.strerror}).") from None
-    write_whole([(file, text)])
+    write_files([(file, text)])
 
 
-def _is_no_file(file: Path) -> bool:
-    """Whether this is a folder, a device, ``-``, or a name for this process's stdout, whatever that is."""
+def _is_not_a_file(file: Path) -> bool:
+    """Return whether this is a folder, a device, ``-``, or a name of this process's stdout."""
     return (
         str(file) == "-"
         or file.absolute().parts[1:2] in (("dev",), ("proc",))

@@ -19,7 +19,7 @@ from pipegraph.cli.options import (
     SequenceOption,
 )
 from pipegraph.cli.output import check_target, print_grid, print_json, write_target
-from pipegraph.cli.progress import held_back, progress
+from pipegraph.cli.progress_bar import hold_back_stderr, progress
 
 
 def plan(
@@ -87,7 +87,7 @@ def plan(
             loss=loss_and_target(source),
             setting=MeasureOptions(device),
         )
-    with progress(f"capturing {source.name}"), held_back(unless=debug):
+    with progress(f"capturing {source.name}"), hold_back_stderr(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)
     with progress("comparing plans"):
         comparison = compare_model(captured, options, ranks, plans)

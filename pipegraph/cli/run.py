@@ -34,7 +34,7 @@ from pipegraph.cli.options import (
     TimeoutOption,
 )
 from pipegraph.cli.output import check_target, json_text, write_target
-from pipegraph.cli.progress import progress
+from pipegraph.cli.progress_bar import progress
 
 if TYPE_CHECKING:
     from pipegraph.cost.hardware import Hardware
@@ -69,16 +69,16 @@ def run(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Train on one batch with AdamW; print each step's loss and time, and what was predicted beside what it took.
+    """Train on one batch with AdamW; print each step's loss and time, and predicted and measured figures.
 
-    A package that was planned runs its plan: its schedule, microbatches and ranks, where options say nothing else.
-    Starts its own processes, unless torchrun has: torchrun --nproc-per-node N -m pipegraph run OUT
+    A package that was planned runs its plan: its schedule, microbatches and ranks, unless options say otherwise.
+    It starts its own processes, unless torchrun has: torchrun --nproc-per-node N -m pipegraph run OUT
     """
     if steps is None:
         steps = _STEPS if profile is None else _PROFILED_STEPS
     if model is None and (batch is not None or seq is not None):
         raise typer.BadParameter(
-            "they belong to --model hf:…; without it the package's own sizes hold.", param_hint="--batch / --seq"
+            "they belong to --model hf:…; without it the package's own sizes are used.", param_hint="--batch / --seq"
         )
     if recalibrate is not None:
         _check_recalibrate(steps, kernels)
@@ -95,14 +95,14 @@ def run(
         if processes > 1 and not is_launched():
             _launch(context, processes, debug)
             return
-        # The rank that knows the loss prints, and tells how far it is.
+        # The rank that knows the loss prints, and shows progress.
         quiet = is_launched() and int(os.environ["RANK"]) != chosen.placement[-1]
         source = _source(model, batch, seq)
         with progress("loading", quiet) as say:
             from pipegraph.workflows.train import Training
 
             training = Training(package, chosen, source, device, learning_rate, kernels, timeout, weights)
-            _run_here(training, package, chosen, steps, links, recalibrate, profile, json, say)
+            _train(training, package, chosen, steps, links, recalibrate, profile, json, say)
     except Exception as error:
         record_failure(error)
         raise
@@ -111,7 +111,7 @@ def run(
 def _choose(
     out: Path, nproc: int | None, schedule: str | None, microbatches: int | None, weights: Path | None, device: str
 ) -> tuple[Package, Schedule, int]:
-    """The package, what it runs, and by how many processes. Raises PipegraphError where these cannot."""
+    """Return the package, its schedule, and how many processes run it. Raises PipegraphError if these do not fit."""
     from pipegraph.package import Package, checkpoint_folder
     from pipegraph.runtime.processes.launch import check_processes, is_launched
     from pipegraph.workflows.schedules import choose_schedule
@@ -129,7 +129,7 @@ def _choose(
 
 
 def _links(package: Package, hardware: str | None, recalibrate: Path | None) -> Hardware | None:
-    """The profile that a step is predicted with, if it is not the plan's own."""
+    """Return the profile that a step is predicted with, if it is not the plan's own."""
     from pipegraph.cost.hardware import Hardware
     from pipegraph.workflows.recalibrate import profile_for
 
@@ -141,7 +141,7 @@ def _links(package: Package, hardware: str | None, recalibrate: Path | None) -> 
 
 
 def _launch(context: typer.Context, processes: int, debug: bool) -> None:
-    """The same command once for each rank."""
+    """Run the same command in a process for each rank."""
     from pipegraph.runtime.processes.launch import launch
     from pipegraph.runtime.processes.progress_relay import relay_progress
 
@@ -167,12 +167,12 @@ def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSourc
 def _check_recalibrate(steps: int, kernels: str) -> None:
     if kernels != "inductor":
         raise typer.BadParameter(
-            f"a profile predicts compiled kernels, which those of {kernels} do not correct. Leave --kernels out.",
+            f"a profile predicts compiled kernels, and {kernels} kernels cannot correct it. Leave --kernels out.",
             param_hint="--recalibrate",
         )
     if steps < 2:
         raise typer.BadParameter(
-            "times are measured from the second step on, as the first one compiles. Try --steps 5.",
+            "times are measured from the second step on, because the first one compiles. Try --steps 5.",
             param_hint="--recalibrate",
         )
 
@@ -186,14 +186,14 @@ def _check_profile(steps: int) -> None:
 
 
 def _prepare_profile(folder: Path) -> None:
-    """Before anything else takes time. Raises PipegraphError where nothing could be recorded in the folder."""
-    from pipegraph.tracing.recording.run_folder import check_parent
+    """Raise PipegraphError, before anything takes time, if nothing could be recorded in the folder."""
+    from pipegraph.tracing.recording.run_folder import check_run_parent
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler says on stderr that it starts and stops
-    check_parent(folder)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences what the profiler prints on stderr
+    check_run_parent(folder)
 
 
-def _run_here(
+def _train(
     training: Training,
     package: Package,
     schedule: Schedule,
@@ -207,7 +207,7 @@ def _run_here(
     """Run this process's stages; the process that holds the last one prints."""
     from pipegraph.planner.run_comparison import compare_run
     from pipegraph.report.text.predicted_vs_measured import render_run_comparison, run_comparison_dict
-    from pipegraph.workflows.recalibrate import ratios, recalibrated, uneven
+    from pipegraph.workflows.recalibrate import find_uneven_ratios, format_ratios, recalibrate_hardware
 
     taken = []
     with training.profiled(profile, steps, hardware) if profile is not None else nullcontext() as recorded:
@@ -216,7 +216,7 @@ def _run_here(
             if not json:
                 say(str(step))
     measured = training.measured()
-    if not training.tells:
+    if not training.knows_loss:
         return
     compared = compare_run(package.manifest, schedule, measured, hardware)
     result: dict[str, Any] = {
@@ -229,28 +229,28 @@ def _run_here(
     if not json:
         say(f"\n{render_run_comparison(compared)}")
     if recalibrate is not None and hardware is not None:
-        corrected = recalibrated(hardware, package.manifest, compared)
+        corrected = recalibrate_hardware(hardware, package.manifest, compared)
         write_target(recalibrate, corrected.to_json())
         result["recalibrated"] = {
             "file": str(recalibrate),
             "measured_ratio": structs.asdict(corrected.measured_ratio),
-            "uneven": list(uneven(compared)),
+            "uneven": list(find_uneven_ratios(compared)),
         }
         if not json:
-            say("\n".join([f"wrote {recalibrate}: {ratios(corrected)}", *uneven(compared)]))
+            say("\n".join([f"wrote {recalibrate}: {format_ratios(corrected)}", *find_uneven_ratios(compared)]))
     if recorded is not None:
         result["profile"] = str(recorded)
         if not json:
-            say(f"\n{_look(recorded)}")
+            say(f"\n{_profile_hint(recorded)}")
     if json:
         say(json_text(result))
 
 
-def _look(recorded: Path) -> str:
-    """What was recorded, and what to type next."""
+def _profile_hint(recorded: Path) -> str:
+    """Return where the run was recorded, and the commands that show it."""
     folder = shlex.quote(str(recorded.parent))
     return (
-        f"wrote {recorded}: a trace for each rank. Look at it:\n"
+        f"wrote {recorded}: a trace for each rank. To see it:\n"
         f"  tensorboard --logdir {folder}\n"
         f"  pipegraph trace report {folder}"
     )

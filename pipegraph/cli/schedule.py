@@ -1,4 +1,4 @@
-"""``pipegraph schedule NAME``: a schedule by itself, drawn, checked, simulated and written down."""
+"""``pipegraph schedule NAME``: a schedule alone: drawn, checked, simulated, and written to a file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from pipegraph.cli.options import DebugOption, JsonOption
-from pipegraph.cli.output import print_grid, print_json, write_whole
-from pipegraph.cli.progress import progress
+from pipegraph.cli.output import print_grid, print_json, write_files
+from pipegraph.cli.progress_bar import progress
 
 NameArgument = Annotated[
     str,
@@ -67,14 +67,14 @@ def schedule(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Draw a schedule over time, and tell its bubble, its memory, and how far it is from the best there can be."""
+    """Draw a schedule over time, with its bubble, its memory, and how far it is from the best possible."""
     from pipegraph.schedule import PLACEMENTS, Times, read_times, to_csv
     from pipegraph.schedule.simulated_schedule import SimulatedSchedule
 
     if placement is not None and placement not in PLACEMENTS:
         raise typer.BadParameter(f"{placement!r} is neither {' nor '.join(PLACEMENTS)}.", param_hint="--placement")
     with progress("searching" if name.casefold() == "search" else f"making {name}"):
-        from pipegraph.report.pictures.timeline import schedule_svg
+        from pipegraph.report.pictures.timeline_picture import schedule_svg
         from pipegraph.report.text.schedule_figures import simulated_schedule_dict
         from pipegraph.report.text.schedule_grid import render_schedule
         from pipegraph.workflows.schedules import make_schedule
@@ -86,7 +86,7 @@ def schedule(
         )
         files = [] if svg is None else [(svg, schedule_svg(simulated))]
         files += [] if csv is None else [(csv, to_csv(made))]
-        write_whole(files)
+        write_files(files)
     if json:
         print_json(simulated_schedule_dict(simulated))
         return

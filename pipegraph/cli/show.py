@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipegraph.cli.options import DebugOption, JsonOption, MicrobatchesOption, PackageArgument, PlannedScheduleOption
-from pipegraph.cli.output import print_grid, print_json, write_whole
+from pipegraph.cli.output import print_grid, print_json, write_files
 
 
 def show(
@@ -31,10 +31,10 @@ def show(
     chosen = choose_schedule(package, schedule, microbatches)
     if html is not None or svg is not None:
         from pipegraph.report.pages.package_page import package_page
-        from pipegraph.report.pictures.package import package_svg
+        from pipegraph.report.pictures.package_picture import package_svg
 
         drawn = ((html, package_page), (svg, package_svg))
-        write_whole([(file, draw(package, chosen)) for file, draw in drawn if file is not None])
+        write_files([(file, draw(package, chosen)) for file, draw in drawn if file is not None])
     if json:
         print_json(package_dict(package, chosen))
     else:

@@ -1,4 +1,4 @@
-"""``pipegraph split MODEL``: a model becomes a package of stages."""
+"""``pipegraph split MODEL``: split a model into a package of stages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pipegraph.cli.options import (
     WrittenCheckpointOption,
 )
 from pipegraph.cli.output import print_json
-from pipegraph.cli.progress import held_back, progress
+from pipegraph.cli.progress_bar import hold_back_stderr, progress
 
 if TYPE_CHECKING:
     from pipegraph.graph.sources.model_source import ModelSource
@@ -67,10 +67,10 @@ def split(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Split a model at the given points, or into so many stages, and write the stages as Python source.
+    """Split a model at the given points, or into N stages, and write the stages as Python source.
 
-    What a step takes is predicted with --stages; with --points, if --balance, --schedule, --microbatches, --memory,
-    --hardware or --recompute is given. With --plan, --memory checks that the plan fits.
+    With --stages, the time of a step is predicted; with --points, only if --balance, --schedule, --microbatches,
+    --memory, --hardware or --recompute is given. With --plan, --memory checks that the plan fits.
     """
     search = {"balance": balance, "schedule": schedule, "microbatches": microbatches, "ranks": ranks}
     search |= {"hardware": hardware, "recompute": recompute, "device": device}
@@ -79,9 +79,9 @@ def split(
     if check and (dry_run or overwrite):
         raise typer.BadParameter("it writes nothing: leave out --dry-run and --overwrite.", param_hint="--check")
     if checkpoint is not None and no_weights:
-        raise typer.BadParameter("say one of both: --weights writes weights.", param_hint="--weights / --no-weights")
+        raise typer.BadParameter("use one of both: --weights writes weights.", param_hint="--weights / --no-weights")
     check_device(device)
-    folder = None if dry_run else out or Path("build", _stem(model))
+    folder = None if dry_run else out or Path("build", _default_name(model))
     with progress(f"loading {model}"):
         from pipegraph.codegen.package_writer import require_package, require_writable
         from pipegraph.graph.sources.load import load
@@ -106,7 +106,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _check_cuts(points: str | None, stages: int | None, plan_file: Path | None, given: Mapping[str, Any]) -> None:
-    """Raises typer.BadParameter unless one option says where to cut, and the others leave it to that."""
+    """Raise typer.BadParameter unless just one option says where to cut, and no other contradicts it."""
     if sum(each is not None for each in (points, stages, plan_file)) != 1 or points == "":
         raise typer.BadParameter(
             "say where to cut: --points layers.4 (modules that start a stage), or --stages 2, and not both; or --plan "
@@ -116,18 +116,18 @@ def _check_cuts(points: str | None, stages: int | None, plan_file: Path | None, 
     if plan_file is not None and given:
         options = ", ".join(f"--{name}" for name in given)
         raise typer.BadParameter(
-            f"a plan stays as it was made: leave out {options}; or leave out --plan.", param_hint="--plan"
+            f"a plan is used as it was made: leave out {options}; or leave out --plan.", param_hint="--plan"
         )
     if points is not None and given.get("balance") not in (None, "time", "measured"):
         raise typer.BadParameter(
             f"{given['balance']} chooses points, and they were given: give --stages instead, or --balance time, which "
-            "tells what a step takes with these points.",
+            "predicts what a step takes with these points.",
             param_hint="--balance",
         )
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a search as arguments of `plan`, checked before anything is loaded."""
+    """Return the options of a search as arguments of `plan`, checked before anything is loaded."""
     from pipegraph.cost.balance import parse_balance
     from pipegraph.cost.block_times import MeasureOptions
     from pipegraph.cost.hardware import Hardware
@@ -156,7 +156,7 @@ def _planned(
     from pipegraph.planner.plan import plan
     from pipegraph.workflows.batch import loss_and_target
 
-    with progress(f"capturing {source.name}"), held_back(unless=debug):
+    with progress(f"capturing {source.name}"), hold_back_stderr(unless=debug):
         captured = capture(source.model, source.args, source.kwargs)
     with progress("looking for the best cuts"):
         if file is not None:
@@ -172,7 +172,7 @@ def _planned(
 
 
 def _check(planned: Plan, folder: Path, weights: bool, source: ModelSource, json: bool) -> int:
-    """Print what would change in a package; 1 if anything does."""
+    """Print what would change in a package, and return the exit code: 1 if anything would."""
     from pipegraph.codegen.package_files import generate
     from pipegraph.codegen.package_writer import compare_package
 
@@ -187,7 +187,7 @@ def _check(planned: Plan, folder: Path, weights: bool, source: ModelSource, json
 
 
 def _write(planned: Plan, folder: Path | None, weights: bool | Path, overwrite: bool, source: ModelSource) -> Manifest:
-    """Write the package, if there is a folder for it."""
+    """Write the package, unless it is a dry run, and return its manifest."""
     from pipegraph.codegen.package_files import generate
     from pipegraph.codegen.package_writer import write_package
 
@@ -212,7 +212,7 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -
         print(f"wrote {folder}")
 
 
-def _stem(model: str) -> str:
-    """``transformer`` for ``examples/transformer.py``, ``llama`` for ``hf:examples/llama/config.json``."""
+def _default_name(model: str) -> str:
+    """Return ``transformer`` for ``examples/transformer.py``, ``llama`` for ``hf:examples/llama/config.json``."""
     path = Path(model.removeprefix("hf:").rpartition(":")[0] if ".py:" in model else model.removeprefix("hf:"))
     return path.parent.name if path.name == "config.json" else path.stem

@@ -1,4 +1,4 @@
-"""``pipegraph trace merge|report DIR``: what a recorded run tells."""
+"""``pipegraph trace merge|report DIR``: what a recorded run shows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from pipegraph.cli.options import DebugOption, JsonOption
 from pipegraph.cli.output import check_target, print_json, write_target
-from pipegraph.cli.progress import progress
+from pipegraph.cli.progress_bar import progress
 
 RunArgument = Annotated[
     Path,
@@ -18,7 +18,7 @@ RunArgument = Annotated[
     ),
 ]
 
-trace = typer.Typer(help="Look at a run that --profile recorded.", no_args_is_help=True)
+trace = typer.Typer(help="Show a run that --profile recorded.", no_args_is_help=True)
 
 
 @trace.command()
@@ -36,7 +36,7 @@ def merge(
 ) -> None:
     """Write one trace of all ranks for Perfetto.
 
-    It opens at ui.perfetto.dev, or in chrome://tracing: measured and, beside it, predicted.
+    Open it at ui.perfetto.dev or in chrome://tracing. It shows measured and predicted actions.
     """
     check_target(out, overwrite)
     with progress(f"reading {folder}"):
@@ -64,9 +64,9 @@ def report(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Tell why each rank was idle, and what to change.
+    """Report why each rank was idle, what to change, and predicted and measured times.
 
-    With what was predicted beside what was measured; --html draws it over time.
+    --html draws the run over time.
     """
     check_target(html, overwrite)
     with progress(f"reading {folder}"):

@@ -1,4 +1,4 @@
-"""``pipegraph verify OUT MODEL``: does the package compute what the model computes?"""
+"""``pipegraph verify OUT MODEL``: check that the package computes what the model computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipegraph.cli.options import (
     SequenceOption,
 )
 from pipegraph.cli.output import print_json
-from pipegraph.cli.progress import progress
+from pipegraph.cli.progress_bar import progress
 
 
 def verify(

@@ -13,7 +13,7 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
 from pipegraph.planner.package_prediction import predict_step
-from pipegraph.report.pictures.timeline import timeline_drawing
+from pipegraph.report.pictures.timeline_picture import timeline_drawing
 from pipegraph.report.text.package_tables import boundary_table, explain_cuts, package_title, stage_table
 from pipegraph.report.text.schedule_figures import schedule_title
 from pipegraph.report.text.tables import markdown, markdown_table

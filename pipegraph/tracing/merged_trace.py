@@ -23,7 +23,7 @@ from pipegraph.schedule import Timeline
 from pipegraph.tracing.action_names import action_name
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_steps
 from pipegraph.tracing.analysis.measured_times import messages
-from pipegraph.tracing.reading.recorded_run import RankTrace, RecordedRun, Span
+from pipegraph.tracing.reading.recorded_run import RankTrace, RecordedRun, RecordedSpan
 from pipegraph.units import format_seconds
 
 COMPUTE, SENDS, RECEIVES, HOST = 1, 2, 3, 4
@@ -237,7 +237,7 @@ def _clock(trace: RankTrace) -> str:
     return f"clock {format_seconds(trace.clock.offset)}, ± {format_seconds(trace.clock.error)}"
 
 
-def _thread(span: Span) -> int:
+def _thread(span: RecordedSpan) -> int:
     if not span.action.kind.is_transfer:
         return COMPUTE
     return SENDS if span.action.sends else RECEIVES

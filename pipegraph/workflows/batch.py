@@ -1,4 +1,4 @@
-"""What a package is run with where nobody gives more: a batch and a loss."""
+"""The batch and the loss that a package is run with: a model file's, or made from the manifest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Batch:
 
 
 def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) -> Batch:
-    """Seeded inputs as the manifest describes them: normal floats, integers below their bound, constants as such."""
+    """Make seeded inputs as the manifest describes them: normal floats, integers below their bound, constants."""
     generator = torch.Generator().manual_seed(seed)
     # In the order of `values`, which every process reads alike.
     made = {
@@ -41,7 +41,7 @@ def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) ->
 
 
 def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
-    """The example inputs and target of a model file, once for each microbatch."""
+    """Return the example inputs and target of a model file, repeated for each microbatch."""
 
     def repeat(leaf: Any) -> Any:
         return torch.cat([leaf] * microbatches) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
@@ -50,14 +50,14 @@ def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
 
 
 def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
-    """The loss of a model's file and one microbatch's target; None where the file has no loss."""
-    return None if source.loss_fn is None else (loss_of(source), source.example_target)
+    """Return the loss of a model's file and the target of one microbatch; None if the file has no loss."""
+    return None if source.loss_fn is None else (source_loss(source), source.example_target)
 
 
-def loss_of(source: ModelSource) -> LossFunction:
-    """The model file's loss, or the mean square of the outputs where it has none.
+def source_loss(source: ModelSource) -> LossFunction:
+    """Return the model file's loss or, if it has none, the mean square of the outputs.
 
-    Raises SourceError for a loss that asks for a target where the file gives no ``example_target``.
+    Raises SourceError if the loss takes a target and the file has no ``example_target``.
     """
     loss_fn = source.loss_fn
     if loss_fn is None:
@@ -77,8 +77,8 @@ def loss_of(source: ModelSource) -> LossFunction:
 
 
 @contextmanager
-def of_the_same_model(manifest: Manifest, source: ModelSource | None) -> Iterator[None]:
-    """Where a batch or weights do not fit a package, and the package is of another model than ``source``, say so."""
+def explain_model_mismatch(manifest: Manifest, source: ModelSource | None) -> Iterator[None]:
+    """Turn the error of a batch or weights that do not fit into one that names the two models, if they differ."""
     try:
         yield
     except (BatchError, PackageError) as error:
@@ -110,7 +110,7 @@ def _fill(structure: Any, made: dict[str, Any]) -> Any:
 
 
 def _map(function: Callable[[Any], Any], structure: Any) -> Any:
-    """``function`` of every leaf of nested dicts, lists and tuples."""
+    """Apply a function to every leaf of nested dicts, lists and tuples."""
     if isinstance(structure, dict):
         return {key: _map(function, item) for key, item in structure.items()}
     if isinstance(structure, (list, tuple)):

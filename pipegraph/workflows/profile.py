@@ -1,13 +1,17 @@
-"""``pipegraph.profile``: a training loop recorded, for TensorBoard, Perfetto and ``pipegraph trace``."""
+"""``pipegraph.profile``: a training loop recorded for TensorBoard, Perfetto and ``pipegraph trace``."""
 
 from __future__ import annotations
 
 from os import PathLike
+from pathlib import Path
+
+import torch
 
 from pipegraph.cost.hardware import Hardware
+from pipegraph.errors import PipegraphError
 from pipegraph.report.tensorboard import TensorBoardWriter, check_tensorboard
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.tracing.recording import profile as recording
+from pipegraph.tracing.recording.profiler import LoopProfiler
 
 
 def profile(
@@ -19,14 +23,12 @@ def profile(
     active: int = 3,
     repeat: int = 1,
     hardware: Hardware | None = None,
-) -> recording.Profile:
+) -> LoopProfiler:
     """Record the steps of a training loop into a new folder inside ``folder``: TensorBoard's log directory.
 
-    As with ``torch.profiler.schedule``, ``wait`` steps are left alone, ``warmup`` steps warm the profiler up,
-    ``active`` steps are recorded, a Chrome trace for each rank, and that ``repeat`` times, or with 0 until the loop
-    ends. A loop that ends earlier writes the steps that it has recorded. Of every step, those left alone included,
-    loss, times, throughput and memory go to TensorBoard, beside the plan and timelines. ``hardware`` has the links that
-    a step is predicted with there: by default those of the profile that priced the package.
+    Active steps are recorded as Chrome traces, one for each rank. Loss, times, throughput and memory of every step go
+    to TensorBoard, also of those that are skipped, with the plan and timelines. A loop that ends early writes the steps
+    that it has recorded.
 
         with pipegraph.profile(pipe, "runs") as profiler:
             for tokens, labels in batches:
@@ -36,17 +38,26 @@ def profile(
                 profiler.step(result)
         print(profiler.folder)
 
-    All processes of the pipeline do this together. Raises PipegraphError for numbers that record nothing, where
-    tensorboard is not installed, and on entering it in every process where one of them cannot write there, or is
-    recorded by another profile.
+    Collective: every process of the pipeline must call it, enter the context, and call ``profiler.step``.
+
+    Args:
+        pipe: the pipeline that the loop runs.
+        folder: where the run's folder is made.
+        wait: steps to skip, as in ``torch.profiler.schedule``.
+        warmup: steps that warm the profiler up.
+        active: steps to record, 1 or more.
+        repeat: how often to do these three in turn; 0 repeats them until the loop ends.
+        hardware: the profile whose links a step is predicted with; by default the one that priced the package.
+
+    Raises:
+        PipegraphError: a number is too small or tensorboard is not installed; on entering the context, and in every
+            process, if one process cannot write there or another profiler records it.
     """
     check_tensorboard()
-    return recording.profile(
-        pipe,
-        folder,
-        wait=wait,
-        warmup=warmup,
-        active=active,
-        repeat=repeat,
-        sink=lambda run: TensorBoardWriter(run, pipe, hardware),
-    )
+    steps = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
+    for name, number in steps.items():
+        least = 1 if name == "active" else 0
+        if number < least:
+            raise PipegraphError(f"{name} is {number}: give it {least} or more.\nTry: profile(pipe, folder, active=3).")
+    schedule = torch.profiler.schedule(**steps)
+    return LoopProfiler(pipe, Path(folder), schedule, lambda run: TensorBoardWriter(run, pipe, hardware))

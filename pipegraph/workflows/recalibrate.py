@@ -1,4 +1,4 @@
-"""What a run measured, written back to the profile that its package was priced with."""
+"""Correct the profile that priced a package by what a run measured."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ from pipegraph.units import format_factor
 
 _DIGITS = 4
 _UNEVEN = 2.0
-"""The factor between the ratios of two stages from which on one for both is told to be none of either."""
+"""Ratios of two stages that differ by more than this factor are reported: one ratio cannot correct both."""
 
 
 def profile_for(package: Package, file: Path, given: Hardware | None = None) -> Hardware:
-    """The profile that priced the package, by the name that it is to have in ``file``.
+    """Find the profile that priced a package, and name it as it will be named in ``file``.
 
-    It is ``given``, or the one in the file already, which is then updated; else the one that pipegraph has by its name,
-    or the file of that name here or beside ``file``. A new file names its profile, so that two can be told apart.
+    It is looked for in ``file`` (which is then updated), among pipegraph's own, and as ``NAME.json`` in this folder and
+    in that of ``file``. A new file gives its name to the profile, so that the two can be distinguished.
 
-    Raises PipegraphError where the package has no times that a profile predicted, where that profile is not found, or
-    where the file holds anything but the same profile: nothing else is replaced.
+    Args:
+        package: as `pipegraph split` wrote it.
+        file: where the corrected profile is to be written.
+        given: the profile, if the user named it.
+
+    Raises:
+        PipegraphError: no profile predicted the package's times; the profile is not found; or ``file`` holds anything
+            but the same profile, and is not replaced.
     """
     prediction, stages = package.manifest.prediction, package.manifest.stages
     if prediction is None or prediction.balance != "time" or any(stage.cost.times is None for stage in stages):
@@ -35,27 +41,26 @@ def profile_for(package: Package, file: Path, given: Hardware | None = None) -> 
             "No profile predicted this package's times: there is nothing to correct.\n"
             "Try: pipegraph split … --balance time --hardware cpu, and then run with --recalibrate."
         )
-    there, name = _standing(file), prediction.hardware
+    existing, name = _existing_profile(file), prediction.hardware
     if given is not None and given.name != name:
         raise PipegraphError(
             f'The package was priced with the profile "{name}", and --hardware is "{given.name}": what was measured '
             f"does not correct it.\nTry: --hardware with the file of {name}, or pipegraph split … --hardware with this."
         )
     found = given
-    if found is None and there is not None and there.name == name:
-        found = there
+    if found is None and existing is not None and existing.name == name:
+        found = existing
     if found is None:
-        found = _by_name(package, name, file)
-    if there is not None and there.figures != found.figures:
+        found = _profile_by_name(package, name, file)
+    if existing is not None and existing.figures != found.figures:
         raise PipegraphError(
-            f'{file} holds the profile "{there.name}" with other figures than those of "{name}", which priced the '
+            f'{file} holds the profile "{existing.name}" with other figures than those of "{name}", which priced the '
             f"package: it is not overwritten.\nTry: --recalibrate {file.with_stem(f'{name}-corrected')}, a new file."
         )
-    return replace(found, name=file.stem if there is None else there.name)
+    return replace(found, name=file.stem if existing is None else existing.name)
 
 
-def _standing(file: Path) -> Hardware | None:
-    """The profile in a file that is there."""
+def _existing_profile(file: Path) -> Hardware | None:
     if not file.exists():
         check_new(file)
         return None
@@ -63,12 +68,12 @@ def _standing(file: Path) -> Hardware | None:
         return Hardware.load(file.absolute())  # never the one that pipegraph has by this name
     except PipegraphError as error:
         raise PipegraphError(
-            f"{file} is there, is no hardware profile, and is not overwritten: {error}\n"
+            f"{file} exists, is no hardware profile, and is not overwritten: {error}\n"
             f"Try: --recalibrate hardware.json, or the name of another new file."
         ) from None
 
 
-def _by_name(package: Package, name: str, file: Path) -> Hardware:
+def _profile_by_name(package: Package, name: str, file: Path) -> Hardware:
     if name in Hardware.names():
         return Hardware.load(name)
     near = list(dict.fromkeys((Path(f"{name}.json"), file.parent / f"{name}.json")))
@@ -77,18 +82,21 @@ def _by_name(package: Package, name: str, file: Path) -> Hardware:
             return found
     places = " or ".join(map(str, near))
     raise PipegraphError(
-        f'The package was priced with the profile "{name}", and its file is not found: there is no {places} that holds '
-        f"it, and pipegraph has none of that name.\n"
+        f'The package was priced with the profile "{name}", which is not found: no {places} holds it, and it is '
+        "none of pipegraph's own.\n"
         f"Try: pipegraph run {package.path} --steps 5 --hardware PATH/TO/{name}.json --recalibrate {file}"
     )
 
 
-def recalibrated(hardware: Hardware, manifest: Manifest, compared: RunComparison) -> Hardware:
-    """The profile with the ratios of F, I and W that make it predict what was measured.
+def recalibrate_hardware(hardware: Hardware, manifest: Manifest, compared: RunComparison) -> Hardware:
+    """Return the profile with the ratios of F, I and W that make it predict what was measured.
 
-    Each is what stages took together, over what was predicted of them. Where a backward is measured whole, in a B or in
-    the W of a stage whose inputs have no gradient, it counts for I and W alike, if no stage tells them apart. It
-    replaces what an earlier run left: the last one counts.
+    A ratio is the measured time of all stages over their predicted time. If no stage measured I and W apart, a whole
+    backward counts for both: a B, or the W of a stage whose inputs have no gradient. The ratios replace those of an
+    earlier run.
+
+    Raises:
+        PipegraphError: a ratio is too small or large for a correction.
     """
     priced = UNCORRECTED if manifest.prediction is None else manifest.prediction.measured_ratio
     apart = [stage for stage in compared.stages if Kind.I in stage and stage[Kind.I].predicted]
@@ -101,8 +109,8 @@ def recalibrated(hardware: Hardware, manifest: Manifest, compared: RunComparison
     for name, figure in figures.items():
         if not SMALLEST <= figure <= LARGEST:
             raise PipegraphError(
-                f"{name} took {figure:.3g} times as long as the figures of {hardware.name} come to, which is no "
-                f"correction any more ({SMALLEST:g} to {LARGEST:g}).\n"
+                f"{name} took {figure:.3g} times as long as {hardware.name} predicts, which is too far for a "
+                f"correction ({SMALLEST:g} to {LARGEST:g}).\n"
                 "Try: --hardware with a profile of this device, which pipegraph calibrate measures."
             )
     measured, schedule = compared.measured, compared.schedule
@@ -116,14 +124,14 @@ def recalibrated(hardware: Hardware, manifest: Manifest, compared: RunComparison
     )
 
 
-def ratios(hardware: Hardware) -> str:
-    """A profile's correction: ``F × 2.4, I × 2.1, W × 2.3``."""
+def format_ratios(hardware: Hardware) -> str:
+    """Format a profile's correction: ``F × 2.4, I × 2.1, W × 2.3``."""
     each = astuple(hardware.measured_ratio)
     return ", ".join(f"{kind} × {format_factor(ratio)}" for kind, ratio in zip("FIW", each, strict=True))
 
 
-def uneven(compared: RunComparison) -> Iterator[str]:
-    """A line for each kind of action of which stages disagree: no one ratio corrects them."""
+def find_uneven_ratios(compared: RunComparison) -> Iterator[str]:
+    """Yield a line for each kind of action whose ratio differs too much between stages."""
     for kind in compared.stages[0]:
         pairs = [(number, stage[kind]) for number, stage in enumerate(compared.stages)]
         found = [(pair.measured / pair.predicted, n) for n, pair in pairs if pair.measured and pair.predicted]
@@ -137,7 +145,7 @@ def uneven(compared: RunComparison) -> Iterator[str]:
 
 
 def _ratio(stages: Sequence[Mapping[Kind, PredictedAndMeasured]], kind: Kind) -> float | None:
-    """Measured over predicted, of all stages that have both."""
+    """Return measured over predicted, of all stages that have both."""
     pairs = [stage[kind] for stage in stages if kind in stage]
     known = [(pair.measured, pair.predicted) for pair in pairs if pair.measured and pair.predicted]
     if not known:

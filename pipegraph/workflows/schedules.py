@@ -1,4 +1,4 @@
-"""The schedule that a verb's arguments name."""
+"""The schedule that the options of a command name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ SEARCH = "search"
 def choose_schedule(
     package: Package, schedule: str | None = None, microbatches: int | None = None, ranks: int | None = None
 ) -> Schedule:
-    """The schedule named, or in the CSV file named, for a package's stages.
+    """Return the schedule to run a package with.
 
-    By default it is the one that the package was planned for, if a name and numbers make that, with as many
-    microbatches; and 1f1b with a microbatch per stage where there is no plan. A schedule that can have any number of
-    stages on a rank has so many ``ranks``, where they are given, or as many as are planned for it.
+    Args:
+        package: whose stages are run.
+        schedule: a name or a CSV file; by default the package's plan, if a name and numbers make it, else 1f1b.
+        microbatches: of a step; by default the plan's, else as many as stages.
+        ranks: for schedules with any number of stages on a rank; by default the plan's.
+
+    Raises:
+        ScheduleError: there is no such schedule for these stages.
     """
     stages, planned = len(package.manifest.stages), PlannedStep.of(package.manifest)
     if schedule is None:
@@ -36,7 +41,7 @@ def choose_schedule(
 
 
 def named_schedule(name: str) -> str | Schedule:
-    """The schedule in the CSV file of this name, or the name itself, which has to be one. Raises ScheduleError."""
+    """Read a schedule's CSV file, or check a schedule's name and return it. Raises ScheduleError."""
     return read_csv(name) if name.endswith(".csv") else find_recipe(name).name
 
 
@@ -50,17 +55,20 @@ def make_schedule(
     memory_limit: int | None = None,
     effort: float = 1.0,
 ) -> Schedule:
-    """The schedule of this name or in the CSV file of this name, or the best that `search` finds; checked.
+    """Build, read (from a CSV file) or `search` a schedule, and check it.
 
-    A CSV file has all the sizes; those given must be its own. Raises ScheduleError.
+    A CSV file has all the sizes; arguments must agree with them.
+
+    Raises:
+        ScheduleError: a size is missing or does not fit, or the schedule is wrong.
     """
     if name.endswith(".csv"):
         made = read_csv(name)
     elif ranks is None or microbatches is None:
         if name.casefold() != SEARCH:
-            find_recipe(name)  # a name that is none matters more than what else is missing
-        lacking = " and ".join(f"--{what}" for what, size in _sizes(ranks, microbatches).items() if size is None)
-        raise ScheduleError(f"{name} lacks {lacking}: say how many, such as --ranks 4 --microbatches 8.")
+            find_recipe(name)  # an unknown name matters more than a missing size
+        missing = " and ".join(f"--{what}" for what, size in _sizes(ranks, microbatches).items() if size is None)
+        raise ScheduleError(f"{name} lacks {missing}: say how many, such as --ranks 4 --microbatches 8.")
     elif name.casefold() == SEARCH:
         return _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort)
     else:
@@ -110,5 +118,5 @@ def _search(
 
 
 def _places(placement: str, schedule: Schedule) -> tuple[int, ...]:
-    """stage → rank, if the schedule's stages were placed so."""
+    """Return stage → rank, if the schedule's stages were placed like this."""
     return PLACEMENTS[placement].places(schedule.ranks, schedule.stages // schedule.ranks)

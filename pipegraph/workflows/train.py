@@ -22,16 +22,16 @@ from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.world import local_device
 from pipegraph.schedule import Schedule
-from pipegraph.tracing.recording.profile import Profile
-from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, loss_of, of_the_same_model
+from pipegraph.tracing.recording.profiler import LoopProfiler
+from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, explain_model_mismatch, source_loss
 from pipegraph.workflows.profile import profile
 
-_NONE = -1.0  # among figures that all processes exchange
+_NONE = -1.0  # for an unknown figure, when processes exchange them
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step: the loss, and the time until the last rank was done, of the pipeline without the optimizer."""
+class TrainingStep:
+    """The loss of a step, and its seconds until the last rank was done, without the optimizer."""
 
     index: int
     loss: float
@@ -42,11 +42,19 @@ class Step:
 
 
 class Training:
-    """Training on one batch with AdamW. Under a launcher every process makes one, and all make the same calls.
+    """Training on one batch with AdamW. Collective: every process makes one, and all make the same calls.
 
-    Batch and loss are those of ``source``, or else seeded inputs and the mean square of the outputs; the weights are
-    those of the checkpoint ``weights``, or else the package's. What a backward computes again is what the package was
-    planned for.
+    Recompute is as the package was planned.
+
+    Args:
+        package: what to train.
+        schedule: the order of the work.
+        source: the model whose example batch and loss to use; by default seeded inputs and the outputs' mean square.
+        device: ``cpu`` or ``cuda``.
+        learning_rate: AdamW's.
+        kernels: as in `Pipeline`.
+        timeout: seconds that a rank waits for another one.
+        weights: folder of a Hugging Face checkpoint to read weights from; by default the package's own.
     """
 
     def __init__(
@@ -69,7 +77,7 @@ class Training:
         self._pipeline = Pipeline(
             package,
             schedule,
-            loss_fn=mean_square if source is None else loss_of(source),
+            loss_fn=mean_square if source is None else source_loss(source),
             device=device,
             kernels=kernels,
             recompute=manifest.prediction.recompute if manifest.prediction else "min-cut",
@@ -86,34 +94,34 @@ class Training:
         self._kernels = kernels
         self._seconds: list[float] = []
         self._bubbles: list[float] = []
-        self._profile: Profile | None = None
+        self._profile: LoopProfiler | None = None
 
     @property
-    def tells(self) -> bool:
-        """Whether this is the process that knows the loss, and so the one to print."""
+    def knows_loss(self) -> bool:
+        """Return whether this process knows the loss, and so is the one that prints."""
         return self._pipeline.package.manifest.stages[-1].index in self._pipeline.stages
 
     @contextmanager
     def profiled(self, folder: Path, steps: int, hardware: Hardware | None = None) -> Iterator[Path]:
-        """Record the next ``steps`` steps but the first into a new folder inside ``folder``, which is given.
+        """Record the next ``steps`` steps, without the first, into a new folder inside ``folder``, and yield that one.
 
-        ``hardware`` has the links that a step is predicted with.
+        A step is predicted with the links of ``hardware``.
         """
         with profile(self._pipeline, folder, warmup=1, active=steps - 1, hardware=hardware) as self._profile:
             yield self._profile.folder
         self._profile = None
 
-    def steps(self, count: int) -> Iterator[Step]:
-        """Do so many steps. Nothing is yielded where the loss is not known.
+    def steps(self, count: int) -> Iterator[TrainingStep]:
+        """Run so many steps, and yield each in the process that knows the loss.
 
-        In the first step of all, which compiles, what is saved is weighed; in the others every action is timed.
+        The first step compiles, and measures saved bytes; in the others every action is timed.
         """
         for index in track("training steps", range(len(self._seconds), len(self._seconds) + count)):
             self._optimizer.zero_grad()
             self._times.begin_step()
             start = time.perf_counter()
             observed = self._pipeline.observe(self._times if index else self._saved)
-            with observed, of_the_same_model(self._pipeline.package.manifest, self._source):
+            with observed, explain_model_mismatch(self._pipeline.package.manifest, self._source):
                 result = self._pipeline.step(*self._batch.args, target=self._batch.target, **self._batch.kwargs)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -121,7 +129,7 @@ class Training:
             self._optimizer.step()
             times = self._times.end_step()
             busiest = max(map(times.busy, self._pipeline.ranks))
-            # Behind this the ranks are level: the next step begins for all of them at one time.
+            # This synchronizes the ranks: they begin the next step together.
             seconds, busiest = map(max, zip(*self._pipeline.gather([seconds, busiest]), strict=True))
             self._seconds.append(seconds)
             if index:
@@ -131,10 +139,10 @@ class Training:
             if self._profile is not None:
                 self._profile.step(result)
             if result.loss is not None:
-                yield Step(index, float(result.loss), seconds)
+                yield TrainingStep(index, float(result.loss), seconds)
 
     def measured(self) -> MeasuredRun:
-        """What the steps took until now, of all ranks. Every process asks for it, and all are told."""
+        """Return what the steps of all ranks took so far. Collective: every process must call it."""
         schedule = self._pipeline.schedule
         keys = [(stage, kind) for stage in range(schedule.stages) for kind in COMPUTING]
         ranks = range(schedule.ranks)
@@ -165,7 +173,7 @@ class Training:
         return any(self._pipeline.schedule.placement[stage] == rank for stage in self._pipeline.stages)
 
     def _state(self, rank: int) -> int:
-        """Bytes of a rank's parameters, buffers, gradients and what the optimizer has for them."""
+        """Return the bytes of a rank's parameters, buffers, gradients and optimizer state."""
         pipeline = self._pipeline
         modules = [each for stage, each in pipeline.stages.items() if pipeline.schedule.placement[stage] == rank]
         parameters = {parameter: None for module in modules for parameter in module.parameters()}

@@ -1,7 +1,7 @@
-"""Does a package compute what its model computes? Outputs, loss, every gradient and every buffer of one training step.
+"""Compare a package with its model: outputs, loss, every gradient and every buffer of one training step.
 
-The model runs as a whole on a copy, the package's stages one after the other in this process, both on the model's
-example inputs. The package's weights are never loaded into the model: a package of other weights must show.
+A copy of the model runs as a whole, and the package's stages run one after the other in this process, both on the
+model's example inputs. The package's weights are never loaded into the model, so that other weights are found.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.report.text.tables import clip, table
 from pipegraph.runtime.pipeline import LossFunction, Pipeline
-from pipegraph.workflows.batch import loss_of, of_the_same_model
+from pipegraph.workflows.batch import explain_model_mismatch, source_loss
 
 TOLERANCE = 1e-5
-"""Relative, in float32; coarser formats are allowed eight units in the last place, integers none."""
+"""Relative, in float32; eight units in the last place for coarser formats, and none for integers."""
 
 _KINDS = ("output", "loss", "gradient", "buffer", "parameter")
 _WORST = 8  # names listed per verification
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One tensor of the package beside the model's: ``difference`` is relative, infinite where one has none."""
+class TensorComparison:
+    """A tensor of the package compared with the model's. ``difference`` is relative; infinite if one lacks it."""
 
     kind: str
     name: str
@@ -47,10 +47,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """Everything that was compared, in training or in evaluation mode; ``weights`` is a checkpoint that was read."""
+    """Everything that was compared, in training or evaluation mode. ``weights`` is the checkpoint that was read."""
 
     training: bool
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[TensorComparison, ...]
     same_weights: bool
     edited: tuple[str, ...]
     weights: str | PathLike[str] | None = None
@@ -59,17 +59,17 @@ class Verification:
     def equal(self) -> bool:
         return all(comparison.equal for comparison in self.comparisons)
 
-    def of(self, kind: str) -> tuple[Comparison, ...]:
-        """The comparisons of one kind, the worst first."""
+    def of(self, kind: str) -> tuple[TensorComparison, ...]:
+        """Return the comparisons of one kind, the worst first."""
         found = [comparison for comparison in self.comparisons if comparison.kind == kind]
         return tuple(sorted(found, key=lambda each: (each.equal, not isnan(each.difference), -each.difference)))
 
     @property
-    def different(self) -> tuple[Comparison, ...]:
+    def different(self) -> tuple[TensorComparison, ...]:
         return tuple(item for kind in _KINDS for item in self.of(kind) if not item.equal)
 
     def hint(self) -> str:
-        """The likeliest reason for a difference, and one thing to try."""
+        """Return the likeliest reason for a difference, and one thing to try."""
         if not self.same_weights and self.weights is not None:
             return f"{self.weights} holds other weights than the model.\nTry: the checkpoint that MODEL is made from."
         if not self.same_weights:
@@ -113,12 +113,16 @@ class Verification:
 
 
 def verify(package: Package, source: ModelSource, weights: str | PathLike[str] | None = None) -> Verification:
-    """Compare one step of ``package`` with the same step of ``source``'s model, which must hold real weights.
+    """Compare one step of a package with the same step of its model, in training mode if that is deterministic.
 
-    The package's weights are its own or, with a path, a Hugging Face checkpoint's; without any, the model's. It runs in
-    training mode when that is deterministic, else (dropout) in evaluation mode.
+    With dropout, both run in evaluation mode.
+
+    Args:
+        package: as `pipegraph split` wrote it. One without weights gets the model's.
+        source: the model, with real weights, its example inputs and loss.
+        weights: a Hugging Face checkpoint from which the package's weights are read instead.
     """
-    loss_fn = loss_of(source)
+    loss_fn = source_loss(source)
     reference = _run_model(source, loss_fn)
     again = _run_model(source, loss_fn, backward=False)
     training = source.model.training and not _differ(reference, again)
@@ -129,8 +133,8 @@ def verify(package: Package, source: ModelSource, weights: str | PathLike[str] |
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """What one step gave, tensors by name. A parameter's gradient may be None."""
+class _StepTensors:
+    """Tensors of one step, by name. A parameter's gradient may be None."""
 
     outputs: dict[str, Tensor]
     loss: Tensor
@@ -138,7 +142,9 @@ class _Outcome:
     buffers: dict[str, Tensor]
 
 
-def _run_model(source: ModelSource, loss_fn: LossFunction, evaluate: bool = False, backward: bool = True) -> _Outcome:
+def _run_model(
+    source: ModelSource, loss_fn: LossFunction, evaluate: bool = False, backward: bool = True
+) -> _StepTensors:
     model = copy.deepcopy(source.model)
     if evaluate:
         model.eval()
@@ -149,19 +155,19 @@ def _run_model(source: ModelSource, loss_fn: LossFunction, evaluate: bool = Fals
         loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    return _Outcome(output_tensors(output), loss.detach(), gradients, buffers)
+    return _StepTensors(output_tensors(output), loss.detach(), gradients, buffers)
 
 
 def _run_package(
     package: Package, source: ModelSource, loss_fn: LossFunction, evaluate: bool, weights: str | PathLike[str] | None
-) -> tuple[_Outcome, bool]:
+) -> tuple[_StepTensors, bool]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are no weights, which is put right below
+        warnings.simplefilter("ignore")  # about missing weights, which are loaded below
         pipeline = Pipeline(
             package, schedule="gpipe", microbatches=1, loss_fn=loss_fn, kernels="eager", weights=weights
         )
     if weights is None and not package.has_weights:
-        with of_the_same_model(package.manifest, source):
+        with explain_model_mismatch(package.manifest, source):
             pipeline.load_state_dict(source.model.state_dict())
     stages = list(pipeline.stages.values())
     expected = dict(source.model.named_parameters(remove_duplicate=False))
@@ -174,7 +180,7 @@ def _run_package(
         for stage in stages:
             stage.eval()
     args, kwargs, target = copy.deepcopy((source.args, source.kwargs, source.example_target))
-    with of_the_same_model(package.manifest, source):
+    with explain_model_mismatch(package.manifest, source):
         result = pipeline.step(*args, target=target, return_outputs=True, **kwargs)
     gradients: dict[str, Tensor | None] = {}
     buffers: dict[str, Tensor] = {}
@@ -182,10 +188,10 @@ def _run_package(
         gradients |= {name: parameter.grad for name, parameter in stage.named_parameters(remove_duplicate=False)}
         buffers |= dict(stage.named_buffers(remove_duplicate=False))
     assert result.loss is not None, "every stage runs in this process, the last one too"
-    return _Outcome(output_tensors(result.outputs), result.loss.detach(), gradients, buffers), same_weights
+    return _StepTensors(output_tensors(result.outputs), result.loss.detach(), gradients, buffers), same_weights
 
 
-def _compare(reference: _Outcome, found: _Outcome) -> Iterator[Comparison]:
+def _compare(reference: _StepTensors, found: _StepTensors) -> Iterator[TensorComparison]:
     yield from _compare_named("output", reference.outputs, found.outputs)
     yield _comparison("loss", "loss", found.loss, reference.loss, 0.0)
     yield from _compare_named("gradient", reference.gradients, found.gradients)
@@ -195,35 +201,35 @@ def _compare(reference: _Outcome, found: _Outcome) -> Iterator[Comparison]:
     yield from _compare_named("buffer", buffers, others)
 
 
-def _compare_named(kind: str, reference: dict[str, Any], found: dict[str, Any]) -> Iterator[Comparison]:
-    # Against a thousandth of the largest, so that what is zero but for rounding (the gradient of an attention's key
-    # bias) does not count as a difference of its own.
+def _compare_named(kind: str, reference: dict[str, Any], found: dict[str, Any]) -> Iterator[TensorComparison]:
+    # Relative to a thousandth of the largest value at least: a tensor that is zero but for rounding, such as the
+    # gradient of an attention's key bias, is then not reported.
     floor = max((_largest(tensor) for tensor in reference.values() if tensor is not None), default=0.0) / 1000
     for name in dict.fromkeys([*reference, *found]):
         yield _comparison(kind, name or kind, found.get(name), reference.get(name), floor)
 
 
-def _comparison(kind: str, name: str, found: Tensor | None, reference: Tensor | None, floor: float) -> Comparison:
-    """The largest difference of two tensors over the reference's largest value; none counts as zeros."""
+def _comparison(kind: str, name: str, found: Tensor | None, reference: Tensor | None, floor: float) -> TensorComparison:
+    """Return the largest difference of two tensors over the reference's largest value. A missing gradient is zero."""
     if found is None and reference is None:
-        return Comparison(kind, name, 0.0, TOLERANCE)
+        return TensorComparison(kind, name, 0.0, TOLERANCE)
     if found is None or reference is None:
         present = reference if found is None else found
         assert present is not None
         nothing = kind == "gradient" and _largest(present) == 0
-        return Comparison(kind, name, 0.0 if nothing else float("inf"), TOLERANCE)
+        return TensorComparison(kind, name, 0.0 if nothing else float("inf"), TOLERANCE)
     if found.shape != reference.shape or found.dtype != reference.dtype:
-        return Comparison(kind, name, float("inf"), TOLERANCE)
+        return TensorComparison(kind, name, float("inf"), TOLERANCE)
     exact = not (found.is_floating_point() or found.is_complex())
     tolerance = 0.0 if exact else max(TOLERANCE, 8 * torch.finfo(found.dtype).eps)
-    if torch.equal(found, reference):  # as most are; the rest takes copies
-        return Comparison(kind, name, 0.0, tolerance)
+    if torch.equal(found, reference):  # the usual case; the rest makes copies
+        return TensorComparison(kind, name, 0.0, tolerance)
     first, second = _double(found), _double(reference)
-    # Equal infinities, as in a mask, differ by nothing.
+    # The difference of equal infinities, as in a mask, is 0.
     difference = torch.where(first == second, 0.0, first - second).abs()
     largest = float(difference.max()) if difference.numel() else 0.0
     relative = largest / max(_largest(reference), floor, 1e-30)
-    return Comparison(kind, name, relative, tolerance)
+    return TensorComparison(kind, name, relative, tolerance)
 
 
 def _double(tensor: Tensor) -> Tensor:
@@ -232,7 +238,7 @@ def _double(tensor: Tensor) -> Tensor:
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest magnitude of the finite values; nan if there is a nan, 0 without any."""
+    """Return the largest magnitude of the finite values; nan if there is a nan, 0 if there are none."""
     if tensor.is_floating_point() and tensor.numel():
         largest = float(tensor.detach().abs().max())
         if not isinf(largest):
@@ -242,15 +248,15 @@ def _largest(tensor: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _differ(first: _Outcome, second: _Outcome) -> bool:
-    """Whether two forwards of one model gave different results."""
+def _differ(first: _StepTensors, second: _StepTensors) -> bool:
+    """Return whether two forwards of one model gave different results."""
     return not all(comparison.equal for comparison in _compare_named("output", first.outputs, second.outputs))
 
 
-def _tolerances(comparisons: tuple[Comparison, ...]) -> str:
+def _tolerances(comparisons: tuple[TensorComparison, ...]) -> str:
     return f"{max(comparison.tolerance for comparison in comparisons):.0e}"
 
 
 def _number(value: float) -> float | str:
-    """JSON knows neither infinity nor nan."""
+    """Return what JSON can hold: it has neither infinity nor nan."""
     return value if isfinite(value) else str(value)

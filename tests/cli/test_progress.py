@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from pipegraph.cli import progress
+from pipegraph.cli import progress_bar
 from pipegraph.kernels import internals
 from pipegraph.kernels.compilers import compile_graphs
 from pipegraph.progress import listen, report_progress, track
@@ -28,8 +28,8 @@ from tests.cli.command import ROOT, Command
 
 AT_ONCE = """
 import sys
-import pipegraph.cli.progress
-pipegraph.cli.progress._PATIENCE = 0.0
+import pipegraph.cli.progress_bar
+pipegraph.cli.progress_bar._DELAY = 0.0
 if __name__ == "__main__":
     pipegraph.cli.main(sys.argv[1:])
 """
@@ -79,10 +79,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def on_terminal(monkeypatch: pytest.MonkeyPatch, patience: float = 0.0) -> Terminal:
+def on_terminal(monkeypatch: pytest.MonkeyPatch, delay: float = 0.0) -> Terminal:
     """In the test itself: pytest puts a stderr of its own in place behind every fixture."""
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(progress, "_PATIENCE", patience)
+    monkeypatch.setattr(progress_bar, "_DELAY", delay)
     made = Terminal()
     monkeypatch.setattr(sys, "stderr", made)
     return made
@@ -99,11 +99,11 @@ def test_lines_and_warnings_stand_above_the_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = on_terminal(monkeypatch)
-    with progress.progress("beginning") as say:
+    with progress_bar.progress("beginning") as say:
         shown_until(terminal, "beginning …")
         report_progress("counting", 3, 7)
         shown_until(terminal, "3 of 7")
-        progress.warn("warning: look out")
+        progress_bar.print_warning("warning: look out")
         say("a line")
         report_progress("counting", 4, 7)
         shown_until(terminal, "4 of 7")
@@ -111,7 +111,7 @@ def test_lines_and_warnings_stand_above_the_bar(
     assert capsys.readouterr().out == "a line\n"
     so_far = terminal.getvalue()
     report_progress("counting", 5, 7)
-    progress.warn("warning: later")
+    progress_bar.print_warning("warning: later")
     assert terminal.getvalue() == f"{so_far}warning: later\n"
 
 
@@ -123,7 +123,7 @@ def test_ctrl_c_while_the_bar_is_drawn_anew_leaves_the_terminal_whole(monkeypatc
         return own(console, live)
 
     def interrupt() -> None:
-        with progress.progress("beginning") as say:
+        with progress_bar.progress("beginning") as say:
             shown_until(terminal, "beginning …")
             monkeypatch.setattr(Console, "set_live", interrupted)
             say("a line")
@@ -136,14 +136,14 @@ def test_ctrl_c_while_the_bar_is_drawn_anew_leaves_the_terminal_whole(monkeypatc
 
 
 def test_short_work_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = on_terminal(monkeypatch, patience=1.0)
-    with progress.progress("beginning"):
+    terminal = on_terminal(monkeypatch, delay=1.0)
+    with progress_bar.progress("beginning"):
         report_progress("counting", 3, 7)
     assert terminal.getvalue() == ""
 
 
 def test_nothing_is_shown_without_a_terminal(pipegraph: Command, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(progress_bar, "_DELAY", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     done = pipegraph("run", chain, "--kernels", "eager", "--nproc", 1)
     assert (done.code, done.err) == (0, "")
@@ -216,7 +216,7 @@ def test_a_quiet_rank_shows_nothing_and_tells_no_parent(
 ) -> None:
     monkeypatch.setenv("PIPEGRAPH_PROGRESS", str(tmp_path / "told"))
     terminal = on_terminal(monkeypatch)
-    with progress.progress("beginning", quiet=True) as say:
+    with progress_bar.progress("beginning", quiet=True) as say:
         report_progress("counting", 3, 7)
         say("a line")
         assert "PIPEGRAPH_PROGRESS" not in os.environ

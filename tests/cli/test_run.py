@@ -235,7 +235,7 @@ def test_recalibrate(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--kernels", "eager", "--steps", 3), "which those of eager do not correct"),
+        (("--kernels", "eager", "--steps", 3), "eager kernels cannot correct it"),
         (("--steps", 1), "Try --steps 5"),
         (("--steps", 3), "No profile predicted this package's times"),
         (("--steps", 3, "--hardware", "h1000"), 'No hardware profile is called "h1000". Did you mean "h100"?'),

@@ -40,7 +40,7 @@ def test_every_step_behind_the_first_is_recorded(chain: Path, tmp_path: Path, ho
     assert done.code == 0, done.err
     run = recorded(folder)
     assert done.out.split("\n\n")[-1].splitlines() == [
-        f"wrote {run}: a trace for each rank. Look at it:",
+        f"wrote {run}: a trace for each rank. To see it:",
         f"  tensorboard --logdir '{folder}'",
         f"  pipegraph trace report '{folder}'",
     ]

@@ -127,4 +127,4 @@ def test_split_names_the_checkpoint_that_does_not_fit(pipegraph: Command, checkp
 def test_weights_and_no_weights_are_refused_together(pipegraph: Command, checkpoint: Path) -> None:
     done = pipegraph("split", f"hf:{checkpoint}", "--stages", 2, "--weights", checkpoint, "--no-weights")
     assert done.code == 2
-    assert "say one of both" in done.err
+    assert "--weights writes weights" in done.err

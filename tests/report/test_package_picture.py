@@ -15,7 +15,7 @@ from pipegraph.package import Manifest, ModelEntry, Package, PlanEntry, StageCos
 from pipegraph.package.prediction import Cut
 from pipegraph.planner.package_prediction import memory_by_kind
 from pipegraph.report.pages.package_page import package_page
-from pipegraph.report.pictures.package import package_svg
+from pipegraph.report.pictures.package_picture import package_svg
 from pipegraph.schedule import build
 from tests.package.predictions import prediction
 

@@ -16,7 +16,7 @@ import torch
 import pipegraph
 from pipegraph import Pipeline
 from pipegraph.runtime.pipeline import StepResult
-from pipegraph.tracing.recording.profile import ActionSpans
+from pipegraph.tracing.recording.profiler import ActionSpans
 from tests.runtime.packages import batch, loss
 from tests.runtime.pipelines import pipeline
 

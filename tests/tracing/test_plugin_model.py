@@ -1,4 +1,4 @@
-"""What torch-tb-profiler makes of the repaired events of a GPU, by the plugin's own classes."""
+"""What torch-tb-profiler makes of the adapted events of a GPU, by the plugin's own classes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipegraph.tracing.recording.tensorboard_plugin import repaired
+from pipegraph.tracing.recording.tensorboard_plugin import adapt_events
 from tests.tracing.events import Event, arguments, complete, gpu_steps
 
 pytest.importorskip("torch_tb_profiler", reason="pip install pipegraph[tensorboard]")
@@ -23,7 +23,7 @@ def profile_of(events: list[Event]) -> Any:
 
 
 def test_gpu_time_is_put_down_to_the_action_and_its_operator() -> None:
-    profile = profile_of(repaired(gpu_steps(), arguments))
+    profile = profile_of(adapt_events(gpu_steps(), arguments))
     rows = {row["name"]: row for row in profile.operation_table_by_name["data"]}
     total = {name: (row["calls"], row["device_total_duration"]) for name, row in rows.items()}
     assert total == {"F stage 1 microbatch 0": (2, 160), "aten::mm": (2, 100)}
@@ -38,4 +38,4 @@ def test_without_a_repair_it_is_not() -> None:
     assert len(profile_of(gpu_steps()).overview["steps"]["rows"]) == 4
     with pytest.raises(AttributeError):
         profile_of([*gpu_steps(), complete(None, "strange", 1.0, 1.0)])
-    assert profile_of(repaired([*gpu_steps(), complete(None, "strange", 1.0, 1.0)], arguments)).views
+    assert profile_of(adapt_events([*gpu_steps(), complete(None, "strange", 1.0, 1.0)], arguments)).views

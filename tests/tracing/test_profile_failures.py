@@ -59,7 +59,7 @@ def test_an_action_that_fails_leaves_torch_s_profiler_usable(package: Path, tmp_
 
 def test_one_profile_at_a_time(loop: Loop, package: Path, tmp_path: Path) -> None:
     """Two at once would end the process by a crash of torch's profiler."""
-    other, said = Loop(made(package)), "this process is recorded by another profile already"
+    other, said = Loop(made(package)), "Another profile already records this process"
     with pipegraph.profile(loop.pipe, tmp_path, active=1) as profiler:
         for pipe in (loop.pipe, other.pipe):
             with pytest.raises(PipegraphError, match=said), pipegraph.profile(pipe, tmp_path):

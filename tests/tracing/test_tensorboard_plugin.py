@@ -1,4 +1,4 @@
-"""What is repaired in a trace of torch's."""
+"""What is changed in a trace of torch for torch-tb-profiler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from pipegraph.tracing.recording.tensorboard_plugin import MARK, by_rank, collectives, comparable, repaired, until
+from pipegraph.tracing.recording.tensorboard_plugin import (
+    LOSS_SPAN,
+    adapt_events,
+    count_collectives,
+    events_by_rank,
+    events_until,
+    match_collectives,
+)
 from tests.tracing.events import Event, arguments, complete, gpu_steps
 
 
@@ -18,7 +25,7 @@ def test_an_action_stands_under_both_categories_with_what_is_told_of_it() -> Non
     step = complete("user_annotation", "ProfilerStep#5", 0.0, 10.0, External_id=1)
     span = complete("user_annotation", "F stage 1 microbatch 3", 2.0, 3.0, External_id=2)
     told = {"External id": 2, "stage": 1, "kind": "F", "microbatch": 3, "rank": 1, "step": 5}
-    assert repaired([step, span], arguments) == [
+    assert adapt_events([step, span], arguments) == [
         step,
         {**span, "args": told},
         {**span, "args": told, "cat": "cpu_op"},
@@ -26,20 +33,20 @@ def test_an_action_stands_under_both_categories_with_what_is_told_of_it() -> Non
 
 
 def test_the_same_is_told_of_what_a_gpu_did() -> None:
-    found = [event for event in repaired(gpu_steps(), arguments) if event["cat"] == "gpu_user_annotation"]
+    found = [event for event in adapt_events(gpu_steps(), arguments) if event["cat"] == "gpu_user_annotation"]
     assert [(event["args"]["step"], event["args"]["rank"]) for event in found] == [(1, 1), (2, 1)]
 
 
 def test_every_event_gets_a_name_and_every_complete_one_a_category() -> None:
     nameless = {"ph": "i", "pid": 1, "tid": 1, "ts": 3.0}
-    found = repaired([complete(None, "strange", 1.0, 2.0), nameless], arguments)
+    found = adapt_events([complete(None, "strange", 1.0, 2.0), nameless], arguments)
     assert [(event["name"], event.get("cat")) for event in found] == [("strange", "uncategorized"), ("unnamed", None)]
 
 
 def test_receives_posted_ahead_become_asynchronous() -> None:
     first = complete("user_annotation", "gloo:recv", 1.0, 5.5, External_id=7)
     second = complete("user_annotation", "gloo:recv", 2.0, 9.0, External_id=8)
-    found = repaired([first, second], arguments)
+    found = adapt_events([first, second], arguments)
     assert [(event["ph"], event["id"], event["ts"]) for event in found] == [
         ("b", "10.7", 1.0),
         ("e", "10.7", 6.5),
@@ -51,12 +58,12 @@ def test_receives_posted_ahead_become_asynchronous() -> None:
 def test_the_step_that_torch_has_begun_behind_the_last_one_is_left_out() -> None:
     events = [complete("user_annotation", f"ProfilerStep#{step}", 10.0 * step, 9.0) for step in (1, 2, 3)]
     events += [complete("cpu_op", "aten::mm", 25.0, 1.0), complete("cpu_op", "aten::add", 31.0, 1.0)]
-    assert names(until(events, 2)) == ["ProfilerStep#1", "ProfilerStep#2", "aten::mm"]
-    assert until(events, 3) == events
+    assert names(events_until(events, 2)) == ["ProfilerStep#1", "ProfilerStep#2", "aten::mm"]
+    assert events_until(events, 3) == events
 
 
 def test_what_a_gpu_did_is_given_to_the_rank_that_launched_it() -> None:
-    found = by_rank(repaired(gpu_steps(), arguments), [0, 1])
+    found = events_by_rank(adapt_events(gpu_steps(), arguments), [0, 1])
     assert names(found[1], cat="kernel") == ["gemm", "fused"] * 2
     assert names(found[0]) == ["ProfilerStep#1", "ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#2"]
 
@@ -64,7 +71,7 @@ def test_what_a_gpu_did_is_given_to_the_rank_that_launched_it() -> None:
 def a_step(*also: str) -> list[Event]:
     """The mark of a step with its collective, and other collectives of this process before it."""
     others = [complete("user_annotation", name, 1.0 + index, 0.5) for index, name in enumerate(also)]
-    mark = complete("user_annotation", MARK, 50.0, 9.0)
+    mark = complete("user_annotation", LOSS_SPAN, 50.0, 9.0)
     return [*others, mark, complete("user_annotation", "gloo:all_reduce", 51.0, 7.0, 2)]
 
 
@@ -80,7 +87,7 @@ def a_step(*also: str) -> list[Event]:
 )
 def test_all_ranks_show_equally_many_collectives(processes: list[list[str]], remain: list[str]) -> None:
     events = [a_step(*each) for each in processes]
-    counts = [collectives(each) for each in events]
+    counts = [count_collectives(each) for each in events]
     for own in events:
-        found = [name for name in names(comparable(own, counts)) if ":" in name and "some ranks" not in name]
+        found = [name for name in names(match_collectives(own, counts)) if ":" in name and "some ranks" not in name]
         assert found == remain

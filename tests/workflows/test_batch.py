@@ -8,7 +8,7 @@ import torch
 from pipegraph.cost.model_output import mean_square, output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Manifest, ModelEntry, StageEntry, Value
-from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, loss_of
+from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, source_loss
 
 MANIFEST = Manifest(
     generator="test",
@@ -50,7 +50,7 @@ def test_example_inputs_are_repeated_for_every_microbatch() -> None:
     assert batch.args[0].tolist() == [0, 1, 0, 1]
     assert batch.kwargs == {"pair": (torch.tensor(1), None)}
     assert batch.target.shape == (4,)
-    assert loss_of(source) is mean_square
+    assert source_loss(source) is mean_square
 
 
 def test_mean_square_takes_every_floating_point_output() -> None:

@@ -20,7 +20,7 @@ from pipegraph.planner.plan import plan
 from pipegraph.planner.run_comparison import compare_run
 from pipegraph.runtime.measurements import MeasuredRun
 from pipegraph.schedule import Kind, build
-from pipegraph.workflows.recalibrate import profile_for, ratios, recalibrated, uneven
+from pipegraph.workflows.recalibrate import find_uneven_ratios, format_ratios, profile_for, recalibrate_hardware
 from tests.models.chain import Chain
 
 SLOWER = MeasuredRatio(forward=1.5, input_grad=2.0, weight_grad=0.8)
@@ -56,7 +56,7 @@ def cpu() -> tuple[Hardware, Manifest]:
 def correct(hardware: Hardware, manifest: Manifest, schedule: str, factors: MeasuredRatio) -> Hardware:
     """The profile after a run on a device that takes so many times as long as ``cpu``."""
     truth = priced(replace(Hardware.load("cpu"), measured_ratio=factors))
-    return recalibrated(hardware, manifest, compare_run(manifest, build(schedule, 2, 4), took(truth, schedule)))
+    return recalibrate_hardware(hardware, manifest, compare_run(manifest, build(schedule, 2, 4), took(truth, schedule)))
 
 
 def test_prices_are_then_what_was_measured(cpu: tuple[Hardware, Manifest]) -> None:
@@ -106,7 +106,7 @@ def test_the_rest_of_the_profile_stays(cpu: tuple[Hardware, Manifest]) -> None:
 
 def test_another_device_is_no_correction(cpu: tuple[Hardware, Manifest]) -> None:
     hardware, manifest = cpu
-    with pytest.raises(PipegraphError, match=r"forward took 1e\+03 times as long as the figures of cpu come to"):
+    with pytest.raises(PipegraphError, match=r"forward took 1e\+03 times as long as cpu predicts"):
         correct(hardware, manifest, "1f1b", MeasuredRatio(1000.0, 1.0, 1.0))
 
 
@@ -145,7 +145,7 @@ def test_a_profile_of_this_folder(
     write(replace(hardware, name="hw"), Path("hw.json"))
     assert profile_for(package(manifest, hardware="hw"), Path("sub/hw2.json")).name == "hw2"
     write(replace(hardware, name="else"), Path("hw.json"))
-    with pytest.raises(PipegraphError, match=r"no hw\.json or sub/hw\.json that holds it"):
+    with pytest.raises(PipegraphError, match=r"no hw\.json or sub/hw\.json holds it"):
         profile_for(package(manifest, hardware="hw"), Path("sub/hw2.json"))
 
 
@@ -179,11 +179,9 @@ def test_a_profile_that_is_not_found(cpu: tuple[Hardware, Manifest], tmp_path: P
     file = tmp_path / "hw2.json"
     with pytest.raises(PipegraphError) as raised:
         profile_for(package(cpu[1], hardware="hw"), file)
-    assert str(raised.value).splitlines() == [
-        'The package was priced with the profile "hw", and its file is not found: there is no hw.json or '
-        f"{tmp_path}/hw.json that holds it, and pipegraph has none of that name.",
-        f"Try: pipegraph run out --steps 5 --hardware PATH/TO/hw.json --recalibrate {file}",
-    ]
+    problem, hint = str(raised.value).splitlines()
+    assert '"hw"' in problem and f"hw.json or {tmp_path}/hw.json" in problem
+    assert hint == f"Try: pipegraph run out --steps 5 --hardware PATH/TO/hw.json --recalibrate {file}"
 
 
 def test_another_profile(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
@@ -207,13 +205,15 @@ def test_nothing_but_a_profile_is_overwritten(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_text('{"precious": 1}')
-    with pytest.raises(PipegraphError, match=f"{name} is there, is no hardware profile, and is not overwritten"):
+    with pytest.raises(PipegraphError, match=f"{name} exists, is no hardware profile, and is not overwritten"):
         profile_for(package(cpu[1]), Path(name), cpu[0] if named else None)
 
 
 def test_ratios_and_where_stages_disagree(cpu: tuple[Hardware, Manifest]) -> None:
     hardware, manifest = cpu
-    assert ratios(replace(hardware, measured_ratio=MeasuredRatio(2.44, 15.13, 0.5))) == "F × 2.4, I × 15, W × 0.5"
+    assert (
+        format_ratios(replace(hardware, measured_ratio=MeasuredRatio(2.44, 15.13, 0.5))) == "F × 2.4, I × 15, W × 0.5"
+    )
     measured = took(manifest, "1f1b")
     schedule = build("1f1b", 2, 4)
     for factor, expected in (
@@ -221,5 +221,5 @@ def test_ratios_and_where_stages_disagree(cpu: tuple[Hardware, Manifest]) -> Non
         (3.0, ["F took 1 times what was predicted in stage 0, and 3 times in stage 1"]),
     ):
         times = {**measured.times, (1, Kind.F): factor * measured.times[1, Kind.F]}
-        lines = list(uneven(compare_run(manifest, schedule, dataclasses.replace(measured, times=times))))
+        lines = list(find_uneven_ratios(compare_run(manifest, schedule, dataclasses.replace(measured, times=times))))
         assert [line.partition(":")[0] for line in lines] == expected

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from pipegraph.workflows.verify import Comparison, Verification, _compare_named
+from pipegraph.workflows.verify import TensorComparison, Verification, _compare_named
 
 ONE = torch.tensor([1.0, -4.0])
 
 
-def difference(found: torch.Tensor | None, reference: torch.Tensor | None, kind: str = "gradient") -> Comparison:
+def difference(found: torch.Tensor | None, reference: torch.Tensor | None, kind: str = "gradient") -> TensorComparison:
     beside = {"beside": torch.tensor([100.0])}
     named = _compare_named(kind, {"it": reference} | beside, {"it": found} | beside)
     return next(comparison for comparison in named if comparison.name == "it")
@@ -59,10 +59,10 @@ def test_different(found: torch.Tensor | None, reference: torch.Tensor | None) -
 
 def test_report_names_the_worst_first() -> None:
     comparisons = (
-        Comparison("loss", "loss", 0.0, 1e-5),
-        Comparison("gradient", "fine", 1e-9, 1e-5),
-        Comparison("gradient", "bad", 0.5, 1e-5),
-        Comparison("gradient", "worse", math.nan, 1e-5),
+        TensorComparison("loss", "loss", 0.0, 1e-5),
+        TensorComparison("gradient", "fine", 1e-9, 1e-5),
+        TensorComparison("gradient", "bad", 0.5, 1e-5),
+        TensorComparison("gradient", "worse", math.nan, 1e-5),
     )
     found = Verification(True, comparisons, same_weights=True, edited=("stage_0.py",))
     assert str(found).splitlines() == [

@@ -6,7 +6,7 @@ from pipegraph.errors import one_line
 from pipegraph.package import Package
 from pipegraph.planner.package_prediction import memory_by_kind
 from pipegraph.report.pages.templates import templates
-from pipegraph.report.pictures.package import package_svg
+from pipegraph.report.pictures.package_picture import package_svg
 from pipegraph.report.text.package_tables import (
     boundary_table,
     explain_cuts,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipegraph.schedule import Event
-from pipegraph.tracing.reading.recorded_run import RecordedRun, Span
+from pipegraph.tracing.reading.recorded_run import RecordedRun, RecordedSpan
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class MeasuredStep:
     number: int
     start: float
     events: tuple[tuple[Event, ...], ...]
-    transfers: tuple[tuple[Span, ...], ...]
+    transfers: tuple[tuple[RecordedSpan, ...], ...]
     whole: tuple[bool, ...]
     iterations: tuple[float | None, ...]
 
@@ -46,7 +46,7 @@ class MeasuredStep:
 
 def measured_steps(run: RecordedRun) -> tuple[MeasuredStep, ...]:
     """Return the steps in which some rank computed, by their numbers."""
-    by_step: dict[int, list[Span]] = defaultdict(list)
+    by_step: dict[int, list[RecordedSpan]] = defaultdict(list)
     for trace in run.ranks.values():
         for span in trace.spans:
             by_step[span.step].append(span)
@@ -57,11 +57,11 @@ def measured_steps(run: RecordedRun) -> tuple[MeasuredStep, ...]:
     )
 
 
-def _step(number: int, spans: Sequence[Span], run: RecordedRun) -> MeasuredStep:
+def _step(number: int, spans: Sequence[RecordedSpan], run: RecordedRun) -> MeasuredStep:
     start = min(span.start for span in spans if not span.action.kind.is_transfer)
     ranks = range(run.schedule.ranks)
     events: list[list[Event]] = [[] for _ in ranks]
-    transfers: list[list[Span]] = [[] for _ in ranks]
+    transfers: list[list[RecordedSpan]] = [[] for _ in ranks]
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         if span.action.kind.is_transfer:
             transfers[span.rank].append(span._replace(start=span.start - start, end=span.end - start))

@@ -11,7 +11,7 @@ from pipegraph.schedule import Kind, Schedule, Times
 from pipegraph.schedule.action import BACKWARD
 from pipegraph.schedule.dependencies import Edge
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep
-from pipegraph.tracing.reading.recorded_run import Span
+from pipegraph.tracing.reading.recorded_run import RecordedSpan
 
 _StageTimes = tuple[float, float, float]  # F, I, W
 
@@ -114,7 +114,7 @@ def _hops(steps: Sequence[MeasuredStep], schedule: Schedule) -> dict[Edge, float
     return {edge: statistics.median(taken) for edge, taken in sorted(found.items()) if edge in edges}
 
 
-def messages(step: MeasuredStep) -> list[tuple[Span, Span]]:
+def messages(step: MeasuredStep) -> list[tuple[RecordedSpan, RecordedSpan]]:
     """Return the (SEND, RECV) pairs of a step that have both ends recorded, by when they were handed over."""
     ends = {span.action: span for row in step.transfers for span in row}
     pairs = [

@@ -11,7 +11,7 @@ from typing import Any, Final
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Action, Kind
 from pipegraph.tracing.reading.chrome_trace import TraceError, read_trace
-from pipegraph.tracing.reading.recorded_run import ClockOffset
+from pipegraph.tracing.reading.recorded_run import RankClock
 
 NAME: Final = re.compile(r"rank_(\d+)\.(\d+)\.pt\.trace\.json(\.gz)?")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
@@ -48,7 +48,7 @@ class RankFile:
     run: str = ""
     ranks: int | None = None
     base: int | None = None
-    clock: ClockOffset = field(default_factory=ClockOffset)
+    clock: RankClock = field(default_factory=RankClock)
     host: dict[tuple[int, Action], RawSpan] = field(default_factory=dict)
     gpu: dict[tuple[int, Action], RawSpan] = field(default_factory=dict)
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def _read_header(found: RankFile, header: Mapping[str, Any]) -> None:
         found.run, found.rank = str(header["run"]), int(header["rank"])
         found.window, found.ranks = str(header["digits"]), int(header["ranks"])
         clock = header["clock"]
-        found.clock = ClockOffset(float(clock["offset_ns"]) / 1e9, float(clock["error_ns"]) / 1e9)
+        found.clock = RankClock(float(clock["offset_ns"]) / 1e9, float(clock["error_ns"]) / 1e9)
     except (KeyError, TypeError, ValueError):
         found.problem = f"{found.path.name}: its entry of pipegraph is damaged"
 

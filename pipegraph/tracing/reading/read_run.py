@@ -13,7 +13,7 @@ from pipegraph.errors import PackageError, PipegraphError, ScheduleError
 from pipegraph.package import MANIFEST, Manifest
 from pipegraph.schedule import Schedule, from_csv
 from pipegraph.tracing.reading.rank_file import NAME, RankFile, read_rank_file
-from pipegraph.tracing.reading.recorded_run import RankTrace, RecordedRun, RunInfo, Span, TraceFile
+from pipegraph.tracing.reading.recorded_run import RankTrace, RecordedRun, RecordedSpan, RunInfo, TraceFile
 
 _TRY = "Try: pipegraph run OUT --profile DIR, which records one."
 
@@ -165,7 +165,7 @@ def _rank(rank: int, files: Sequence[RankFile], origin: int) -> RankTrace:
     for file in files:
         shift = file.offset - origin
         spans += [
-            Span(rank, span.action, span.step, (span.start + shift) / 1e9, (span.end + shift) / 1e9, span.bytes)
+            RecordedSpan(rank, span.action, span.step, (span.start + shift) / 1e9, (span.end + shift) / 1e9, span.bytes)
             for span in file.spans()
         ]
         steps.update({step: ((start + shift) / 1e9, (end + shift) / 1e9) for step, (start, end) in file.steps.items()})

@@ -14,7 +14,7 @@ from pipegraph.schedule import Action, Schedule
 from pipegraph.tracing.reading.chrome_trace import TraceError, read_trace
 
 
-class Span(NamedTuple):
+class RecordedSpan(NamedTuple):
     """An action of a step, from ``start`` to ``end`` in seconds on rank 0's clock, from the run's first span on.
 
     The span of a RECV is the wait for its message, that of a SEND the hand-over; ``bytes`` is the size of the message.
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ClockOffset:
+class RankClock:
     """Rank 0's clock is this rank's clock + ``offset`` ± ``error``, in seconds; an error of None: not measured."""
 
     offset: float = 0.0
@@ -42,7 +42,7 @@ class TraceFile:
 
     path: Path
     window: str
-    clock: ClockOffset
+    clock: RankClock
     shift: int
 
     def events(self) -> Iterator[tuple[float, float, dict[str, Any]]]:
@@ -68,16 +68,16 @@ class RankTrace:
     """
 
     rank: int
-    spans: tuple[Span, ...]
+    spans: tuple[RecordedSpan, ...]
     steps: Mapping[int, tuple[float, float]]
     files: tuple[TraceFile, ...] = ()
     on_gpu: bool = False
 
     @property
-    def clock(self) -> ClockOffset:
+    def clock(self) -> RankClock:
         """The offset of the window with the largest error."""
         known = [file.clock for file in self.files if file.clock.error is not None]
-        return max(known, key=lambda clock: clock.error or 0.0, default=ClockOffset())
+        return max(known, key=lambda clock: clock.error or 0.0, default=RankClock())
 
 
 @dataclass(frozen=True)

@@ -42,24 +42,26 @@ _SCALARS: Final = "events.out.tfevents"  # what the files begin with that Tensor
 
 
 def trace_file(rank: int, digits: str) -> str:
-    """The name of a rank's trace; it is what torch-tb-profiler knows a worker and its span by."""
+    """Return the name of a rank's trace. torch-tb-profiler reads the worker and its span from it."""
     return f"rank_{rank:02d}.{digits}.pt.trace.json.gz"
 
 
-def check_parent(folder: Path) -> None:
-    """Raise PipegraphError where no run could be written into a folder, which may yet have to be made."""
-    standing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+def check_run_parent(folder: Path) -> None:
+    """Raise PipegraphError if no run could be written into a folder, which need not exist yet."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
-        tempfile.TemporaryFile(dir=standing).close()
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise unwritable(folder, error) from None
+        raise write_error(folder, error) from None
 
 
 @dataclass
 class RunFolder:
-    """A run's folder. Every process has one, and all make the same calls; the first one writes what is not a trace.
+    """A run's folder. Every process has one, and all make the same calls. Rank 0's writes everything but traces.
 
-    `run` is its unique name, and `windows` what was recorded until now.
+    Attributes:
+        run: its unique name.
+        windows: what was recorded until now.
     """
 
     path: Path
@@ -70,11 +72,14 @@ class RunFolder:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes what concerns all of them."""
+        """Whether this is the process that writes what is not a trace."""
         return 0 in self._pipe.ranks
 
     def add_window(self, traces: Mapping[int, Mapping[str, Any]], digits: str, about: Mapping[str, Any]) -> None:
-        """Write the traces of this process's ranks. They appear when those of all ranks are written, or none does."""
+        """Write the traces of this process's ranks. Either the traces of all ranks appear, or none.
+
+        Collective: every process must call it.
+        """
         parts: dict[Path, Path] = {}
 
         def write() -> None:
@@ -90,14 +95,14 @@ class RunFolder:
             self._write_about()
 
         try:
-            together(self._pipe, self.path, write)
-            together(self._pipe, self.path, publish)
+            run_on_all_ranks(self._pipe, self.path, write)
+            run_on_all_ranks(self._pipe, self.path, publish)
         finally:
             for part in parts.values():
                 part.unlink(missing_ok=True)
 
-    def leave(self) -> None:
-        """Remove the folder again where nothing was recorded."""
+    def remove_if_empty(self) -> None:
+        """Remove the folder if nothing was recorded."""
         if self.windows or not self.is_first:
             return
         ours = {MANIFEST, SCHEDULE, RUN}
@@ -114,9 +119,9 @@ class RunFolder:
 
 
 def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
-    """A new folder in `parent`, which is made if need be. All processes of the pipeline call this.
+    """Make a new folder in `parent`, which is made too. Collective: every process of the pipeline must call it.
 
-    Raises PipegraphError, in all of them, where one of them cannot write into it.
+    Raises PipegraphError, in all processes, if one of them cannot write into it.
     """
     schedule, manifest = pipe.schedule, pipe.package.manifest
     words = (manifest.model.class_name or "model").lower(), schedule.name, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
@@ -141,9 +146,9 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
     def make() -> None:
         parent.mkdir(parents=True, exist_ok=True)
         if folder.is_first:
-            folder.path = _made(parent, name)
+            folder.path = _make_new(parent, name)
 
-    together(pipe, parent, make)
+    run_on_all_ranks(pipe, parent, make)
     folder.path = parent / pipe.broadcast_text(folder.path.name)
 
     def fill() -> None:
@@ -154,26 +159,29 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
             _write(folder.path / SCHEDULE, to_csv(schedule))
         folder._write_about()
 
-    together(pipe, parent, fill)
+    run_on_all_ranks(pipe, parent, fill)
     return folder
 
 
-def together(pipe: Pipeline, folder: Path, do: Callable[[], None]) -> None:
-    """Do this in every process, and go on when all have done it. Raises PipegraphError in all where one cannot."""
+def run_on_all_ranks(pipe: Pipeline, folder: Path, do: Callable[[], None]) -> None:
+    """Call `do` in every process, and return when all are done. Raises PipegraphError, in all, if one fails.
+
+    Collective: every process of the pipeline must call it.
+    """
     failed: OSError | None = None
     try:
         do()
     except OSError as error:
         failed = error
-    told: Sequence[Sequence[float]] = pipe.gather([failed is not None])
+    rows: Sequence[Sequence[float]] = pipe.gather([failed is not None])
     if failed is not None:
-        raise unwritable(folder, failed) from failed
-    others = [rank for rank, (fails,) in enumerate(told) if fails]
+        raise write_error(folder, failed) from failed
+    others = [rank for rank, (fails,) in enumerate(rows) if fails]
     if others:
-        raise PipegraphError(f"rank {others[0]} cannot write a trace to {folder}; it says why.")
+        raise PipegraphError(f"rank {others[0]} cannot write a trace to {folder}; its own error says why.")
 
 
-def _made(parent: Path, name: str) -> Path:
+def _make_new(parent: Path, name: str) -> Path:
     for number in count(1):
         path = parent / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
@@ -188,8 +196,8 @@ def _write(file: Path, text: str) -> None:
     part.replace(file)
 
 
-def unwritable(folder: Path, error: OSError) -> PipegraphError:
-    """What to raise where something of a run could not be written."""
+def write_error(folder: Path, error: OSError) -> PipegraphError:
+    """Return the error to raise if a part of a run could not be written."""
     why = error.strerror or str(error)
     hint = "room on that disk" if error.errno in _FULL else "the name of a folder, which is made"
     return PipegraphError(f"no trace can be written to {folder}: {why}.\nTry: {hint}.")

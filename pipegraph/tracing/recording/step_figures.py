@@ -27,7 +27,7 @@ PARTS = {
     Kind.RECV_F: "wait",
     Kind.RECV_B: "wait",
 }
-"""What a rank's time goes into: transfers are the handing over of a message, waits those for one to arrive."""
+"""What a rank's time goes into. A transfer hands a message over, a wait ends when one has arrived."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class StepFigures:
 
     Attributes:
         index: of the step, from 0.
-        loss: None where the step has none.
+        loss: None if the step has none.
         seconds: of the pipeline: from the first action of any rank to the end of the last one.
-        iteration: seconds of the whole turn of the user's loop, the optimizer included: from the first process's begin
-            to the last one's end.
-        bubble: the part of ``seconds`` in which even the busiest rank computed nothing; None where ranks take turns.
+        iteration: seconds of a whole iteration of the user's loop, the optimizer included: from the begin in the first
+            process to the end in the last one.
+        bubble: the part of ``seconds`` in which even the busiest rank computed nothing; None if ranks share a process.
         ranks: of each rank, the seconds that went into each of `PARTS`.
-        peak_bytes: of each process, since it began: the most that torch had allocated on its GPU, or, without one, the
-            largest part of the machine's memory that the process had.
+        peak_bytes: of each process, since it began: the peak of what torch had allocated on its GPU or, without a GPU,
+            of the machine's memory that the process held.
     """
 
     index: int
@@ -56,10 +56,10 @@ class StepFigures:
 
 
 class StepRecorder:
-    """Takes the figures of each step from `times`, which observe the pipeline.
+    """Makes the figures of each step from `times`, which observe the pipeline.
 
-    All processes make one, and call `end_step` and `timeline` together; `begin_step` where a step begins. ``offset`` is
-    what rank 0's clock (`time.time`) is ahead of this process's, in seconds.
+    Every process makes one and calls `begin_step` when a step begins; `end_step` and `timeline` are collective.
+    ``offset`` is how far rank 0's clock (`time.time`) is ahead of this process's, in seconds.
     """
 
     def __init__(self, pipe: Pipeline) -> None:
@@ -73,12 +73,12 @@ class StepRecorder:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """What comes now is of the next step."""
+        """Begin the next step."""
         self._start, self._watch = time.time(), time.perf_counter()
         self.times.begin_step()
 
     def end_step(self, loss: float | torch.Tensor | None) -> StepFigures:
-        """The figures of the step that ends here, of all ranks; they call this together."""
+        """Return the figures of the step that ends now, of all ranks. Collective: every process must call it."""
         self._last, self._last_start = self.times.end_step(), self._start + self.offset
         stop = self._last_start + time.perf_counter() - self._watch
         row = [math.nan if loss is None else float(loss), float(self._peak_bytes()), self._last_start, stop]
@@ -94,7 +94,10 @@ class StepRecorder:
         return figures
 
     def timeline(self) -> Timeline | None:
-        """When the actions of the last step ran, from 0; None where it has not run whole. Ranks call this together."""
+        """Return when the actions of the last step ran, from 0 on; None if not all of them ran.
+
+        Collective: every process must call it.
+        """
         schedule = self._pipe.schedule
         actions = [[action for action in row if not action.kind.is_transfer] for row in schedule.actions]
         longest = 2 * max(map(len, actions))
@@ -146,7 +149,7 @@ class StepRecorder:
 
 
 def parts_of(schedule: Schedule) -> tuple[str, ...]:
-    """Those of `PARTS` that ranks spend time on under a schedule."""
+    """Return those of `PARTS` on which ranks spend time under a schedule."""
     kinds = {action.kind for row in schedule.actions for action in row}
     crosses = any(schedule.placement[at] != schedule.placement[at - 1] for at in range(1, schedule.stages))
     parts = [part for kind, part in PARTS.items() if kind in kinds or (kind.is_transfer and crosses)]
@@ -154,10 +157,10 @@ def parts_of(schedule: Schedule) -> tuple[str, ...]:
 
 
 def batch_sizes(manifest: Manifest, microbatches: int) -> tuple[int | None, int | None]:
-    """Samples and tokens of a step.
+    """Return the samples and the tokens of a step; None for what the model's inputs do not have.
 
-    Samples are the rows of the model's first input that is a tensor; tokens its elements, where it holds integers
-    [batch, sequence]. None where it has none of them.
+    Samples are the rows of the model's first input that is a tensor; tokens are its elements, if it holds integers of
+    shape [batch, sequence].
     """
     names = [name for name in leaves((manifest.args, manifest.kwargs)) if name is not None]
     given = [manifest.values[name] for name in names]

@@ -1,16 +1,16 @@
-"""A trace of torch.profiler, made such that everyone can read it who has to: torch-tb-profiler 0.4.3, Perfetto, and us.
+"""The support of torch-tb-profiler: changes to a trace of torch.profiler that its plugin for TensorBoard needs.
 
-What the plugin needs, by its source (`profiler/trace.py`, `profiler/event_parser.py`, `profiler/loader.py`):
-- It lists under Operator what has the category `cpu_op`, and knows no annotation of a user's. So every action stands
-  there twice, once under each category; the copy keeps the `External id`, by which GPU time is put down to it.
-- It asks every complete event for its category, and every event for its name: one without ends the worker's page.
-- It finds the kernels that a call launched by the category `runtime`, which torch calls `cuda_runtime` or
-  `cuda_driver`.
+What torch-tb-profiler 0.4.3 does (`profiler/trace.py`, `profiler/event_parser.py`, `profiler/loader.py`), and the
+change that follows:
+- It lists events of the category `cpu_op` as operators, and no annotation of a user. Every action is written twice,
+  once under each category; the copy keeps the `External id`, by which the plugin assigns GPU time to it.
+- It reads the category of every complete event and the name of every event, and fails without. Both are filled in.
+- It finds the kernels that a call launched by the category `runtime`; torch writes `cuda_runtime` or `cuda_driver`.
 - It counts the steps of a GPU's annotations as further steps. They get a category that it does not know.
 - Its Distributed view needs equally many collectives on every worker, all of NCCL or all of gloo. Collectives that only
-  some of the ranks make (a tied weight's) get another name: see `comparable`.
+  some of the ranks make (a tied weight's) get another name (`match_collectives`).
 
-What Chrome's format needs: events of one thread nest. Receives that are posted ahead do not; they become async events.
+Chrome's format needs events of one thread to nest. Receives that are posted ahead do not; they become async events.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pipegraph.schedule import Action
 from pipegraph.tracing.action_names import parse_action_name
 
 Event = dict[str, Any]
-STEP: Final = "ProfilerStep#"
-MARK: Final = "loss of all ranks"
-"""The span of the one collective that every rank makes in every step that is recorded."""
+LOSS_SPAN: Final = "loss of all ranks"
+"""The name of the span around the one collective that every rank makes in every recorded step."""
 
+_STEP = "ProfilerStep#"
 LIBRARIES: Final = "nccl", "gloo"
 _COLLECTIVES = frozenset(
     f"{library}:{name}"
@@ -38,51 +38,52 @@ _POSTED = "gloo:send", "gloo:recv"
 _ANNOTATIONS = "user_annotation", "gpu_user_annotation"
 
 
-class Steps:
-    """The steps of a trace: `ProfilerStep#5` and its time, in microseconds."""
+class _StepStarts:
+    """When each step of a trace, such as `ProfilerStep#5`, starts, in microseconds."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         found = [
-            (float(event["ts"]), int(event["name"].removeprefix(STEP)))
+            (float(event["ts"]), int(event["name"].removeprefix(_STEP)))
             for event in events
-            if event.get("cat") == "user_annotation" and event.get("name", "").startswith(STEP)
+            if event.get("cat") == "user_annotation" and event.get("name", "").startswith(_STEP)
         ]
         self._starts, self._numbers = map(list, zip(*sorted(found), strict=True)) if found else ([], [])
 
     def at(self, time: float) -> int | None:
-        """The step that had begun last, at a time."""
+        """Return the step that was running at a time; None before the first one."""
         index = bisect_right(self._starts, time)
         return self._numbers[index - 1] if index else None
 
     def start(self, number: int) -> float:
-        """Infinity for one that has not begun."""
+        """Return when a step starts; infinity if it is not in the trace."""
         return self._starts[self._numbers.index(number)] if number in self._numbers else float("inf")
 
 
-def until(events: Sequence[Event], step: int) -> list[Event]:
-    """The events of the steps up to this one. What torch had begun behind it is left out."""
-    end = Steps(events).start(step + 1)
+def events_until(events: Sequence[Event], step: int) -> list[Event]:
+    """Return the events up to the end of a step. Torch has begun the next one when it writes a trace."""
+    end = _StepStarts(events).start(step + 1)
     return [event for event in events if event.get("ph") == "M" or float(event.get("ts", 0)) < end]
 
 
-def repaired(events: Sequence[Event], arguments: Callable[[Action], Mapping[str, Any]]) -> list[Event]:
-    """The events of a process as everyone can read them.
+def adapt_events(events: Sequence[Event], arguments: Callable[[Action], Mapping[str, Any]]) -> list[Event]:
+    """Return the events of a process as the plugin and Chrome's format need them.
 
-    `arguments` are what is said of an action beside its step: its stage, kind, microbatch, rank, and of a transfer the
-    peer and the bytes.
+    Args:
+        events: as torch wrote them.
+        arguments: action → its arguments in a trace, without the step, which is added.
     """
-    steps = Steps(events)
-    return [made for event in events for made in _repaired(event, arguments, steps)]
+    steps = _StepStarts(events)
+    return [adapted for event in events for adapted in _adapt(event, arguments, steps)]
 
 
-def _repaired(event: Event, arguments: Callable[[Action], Mapping[str, Any]], steps: Steps) -> Iterator[Event]:
+def _adapt(event: Event, arguments: Callable[[Action], Mapping[str, Any]], steps: _StepStarts) -> Iterator[Event]:
     event = {"name": "unnamed", **event}
     if event.get("ph") != "X":
         yield event
         return
     category = event.setdefault("cat", "uncategorized")
     event["cat"] = _RUNTIME.get(category, category)
-    if category == "gpu_user_annotation" and event["name"].startswith(STEP):
+    if category == "gpu_user_annotation" and event["name"].startswith(_STEP):
         event["cat"] = "gpu_step"
     action = parse_action_name(event["name"]) if category in _ANNOTATIONS else None
     if action is not None:
@@ -103,21 +104,25 @@ def _as_async(event: Event) -> Iterator[Event]:
     yield {**begin, "ph": "e", "ts": round(float(event["ts"]) + float(event["dur"]), 3)}
 
 
-def collectives(events: Sequence[Event]) -> list[int]:
-    """How many collectives there are of each of `LIBRARIES`."""
+def count_collectives(events: Sequence[Event]) -> list[int]:
+    """Return how many collectives there are of each of `LIBRARIES`."""
     names = [event["name"] for event in events if _is_collective(event)]
     return [sum(name.startswith(library) for name in names) for library in LIBRARIES]
 
 
-def comparable(events: Sequence[Event], counts: Sequence[Sequence[float]]) -> list[Event]:
-    """The events, such that all processes show the plugin equally many collectives, of one library.
+def match_collectives(events: Sequence[Event], counts: Sequence[Sequence[float]]) -> list[Event]:
+    """Rename collectives such that the plugin sees equally many, of one library, in all processes.
 
-    `counts` are the `collectives` of every process. Of the first library that all of them used equally often, all
-    remain; where there is none, those that mark the steps. What does not remain gets another name.
+    All those of the first library that every process used equally often keep their names; if there is none, those in
+    `LOSS_SPAN` do.
+
+    Args:
+        events: of this process.
+        counts: process → its `count_collectives`.
     """
     by_library = zip(LIBRARIES, zip(*counts, strict=True), strict=True)
     kept = next((library for library, each in by_library if len(set(each)) == 1 and each[0]), None)
-    marks = [(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events if e["name"] == MARK]
+    marks = [(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events if e["name"] == LOSS_SPAN]
 
     def remains(event: Event) -> bool:
         if kept is not None:
@@ -134,11 +139,11 @@ def _is_collective(event: Event) -> bool:
     return event.get("ph") == "X" and event["name"] in _COLLECTIVES
 
 
-def by_rank(events: Sequence[Event], ranks: Sequence[int]) -> dict[int, list[Event]]:
-    """The events of every rank that this process runs, which take turns in it.
+def events_by_rank(events: Sequence[Event], ranks: Sequence[int]) -> dict[int, list[Event]]:
+    """Divide the events of a process among the ranks that share it.
 
-    A rank's are those that lie in one of its actions, and what a GPU did for them. Those of the whole process, such as
-    its name and the steps, are given to every rank; and what lies in no action, such as the optimizer, to the first.
+    A rank gets the events that lie in one of its actions, and what a GPU did for them. Every rank gets those of the
+    whole process, such as its name and the steps. The first rank gets what lies in no action, such as the optimizer.
     """
     if len(ranks) == 1:
         return {ranks[0]: list(events)}
@@ -177,7 +182,7 @@ def _is_action(event: Event) -> bool:
 
 
 def _is_of_all(event: Event) -> bool:
-    return event.get("ph") in ("M", "i") or event.get("cat") == "Trace" or event["name"].startswith(STEP)
+    return event.get("ph") in ("M", "i") or event.get("cat") == "Trace" or event["name"].startswith(_STEP)
 
 
 def _correlation(event: Event) -> Any:

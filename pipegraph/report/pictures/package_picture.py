@@ -8,8 +8,8 @@ from pipegraph.package import Package
 from pipegraph.planner.package_prediction import RankMemoryByKind, memory_by_kind, predict_step
 from pipegraph.report.colours import MEMORY
 from pipegraph.report.pictures.drawing import GREY, LETTER, Drawing, Label, Rectangle, Shape
-from pipegraph.report.pictures.stages import bars, rank_mark, stages_drawing
-from pipegraph.report.pictures.timeline import schedule_drawing
+from pipegraph.report.pictures.stages_picture import bars, rank_mark, stages_drawing
+from pipegraph.report.pictures.timeline_picture import schedule_drawing
 from pipegraph.report.text.package_tables import explain_cuts, package_title
 from pipegraph.report.text.tables import clip
 from pipegraph.schedule import Schedule, Times

@@ -1,4 +1,4 @@
-"""How far long work has come, on stderr: only on a terminal, and only for work of over a second."""
+"""A progress bar on stderr: only on a terminal, and only for work that takes over a second."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ from rich.table import Table
 from pipegraph.progress import listen
 from pipegraph.runtime.processes.progress_relay import PrintLine, ProgressRelay
 
-_PATIENCE = 1.0  # seconds
+_DELAY = 1.0  # seconds before a bar is shown
 _WIDTH = 28  # columns of a bar
-_shown: _Bar | None = None
+_shown: _TerminalBar | None = None
 
 
 @contextmanager
 def progress(doing: str, quiet: bool = False) -> Iterator[PrintLine]:
-    """Show ``doing``, and then what is told of it, while the body runs, from the second second on.
+    """Show what is being done while the body runs, with a bar if the amount of work is known.
 
-    With a bar where it is known how much there is. Gives what prints a line on stdout meanwhile. A process that
-    `launch` started tells its parent instead, if that has a terminal. Of ranks, all but one are ``quiet``.
+    Yields a function that prints a line on stdout meanwhile. A process that `launch` started reports to its parent
+    instead, if that has a terminal.
+
+    Args:
+        doing: what to show until `report_progress` says more.
+        quiet: show nothing, as all ranks but one do.
     """
     global _shown
     relay = ProgressRelay.to_parent(quiet)
@@ -43,24 +47,24 @@ def progress(doing: str, quiet: bool = False) -> Iterator[PrintLine]:
     if quiet or not sys.stderr.isatty():
         yield partial(print, flush=True)
         return
-    before, _shown = _shown, _Bar(doing)
+    before, _shown = _shown, _TerminalBar(doing)
     try:
-        with _shown, listen(_shown.tell):
+        with _shown, listen(_shown.update):
             yield _shown.print
     finally:
         _shown = before
 
 
-def warn(line: str) -> None:
-    """Print a line on stderr, above what is shown there."""
+def print_warning(line: str) -> None:
+    """Print a line on stderr, above the bar."""
     if _shown is None:
         print(line, file=sys.stderr)
     else:
         _shown.print(line, error=True)
 
 
-class _Bar:
-    """A line at the bottom of the terminal: what is done, a bar, and for how long."""
+class _TerminalBar:
+    """A line at the bottom of the terminal: what is being done, a bar, and the time so far."""
 
     def __init__(self, doing: str) -> None:
         self._what, self._done, self._total = doing, 0, 0
@@ -76,8 +80,8 @@ class _Bar:
             redirect_stderr=False,
         )
         self._lock = threading.Lock()
-        self._is_over = False
-        self._timer = threading.Timer(_PATIENCE, self._start)
+        self._is_closed = False
+        self._timer = threading.Timer(_DELAY, self._start)
         self._timer.daemon = True
 
     def __enter__(self) -> None:
@@ -85,12 +89,12 @@ class _Bar:
 
     def __exit__(self, *raised: object) -> None:
         with _uninterrupted(), self._lock:
-            self._is_over = True
+            self._is_closed = True
             self._timer.cancel()
             self._live.stop()
 
-    def tell(self, what: str, done: int, total: int) -> None:
-        """As `pipegraph.progress.report_progress`."""
+    def update(self, what: str, done: int, total: int) -> None:
+        """Take a report of `pipegraph.progress.report_progress`."""
         self._what, self._done, self._total = what, done, total
 
     def print(self, line: str, error: bool = False) -> None:
@@ -106,7 +110,7 @@ class _Bar:
 
     def _start(self) -> None:
         with self._lock:
-            if not self._is_over:
+            if not self._is_closed:
                 self._live.start()
 
     def _render(self) -> Table:
@@ -120,37 +124,39 @@ class _Bar:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C off until the body is done: `Live` cannot be stopped when it was interrupted while it started, and
-    would leave the terminal without a cursor."""
+    """Delay Ctrl-C until the body is done.
+
+    A `Live` that is interrupted while it starts cannot be stopped, and would leave the terminal without a cursor.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
+        if received:
+            handler(*received[0])
 
 
 @contextmanager
-def held_back(unless: bool) -> Iterator[None]:
-    """Hold back what the body prints to stderr until it succeeds, and its log altogether.
+def hold_back_stderr(unless: bool) -> Iterator[None]:
+    """Print what the body writes to stderr only if it succeeds, and silence its log.
 
-    torch.export prints graphs and logs before it raises; the error that reaches the user says what is in them.
+    torch.export prints graphs and logs before it raises; the error that the user sees says what is in them.
     """
     if unless:
         yield
         return
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    said = io.StringIO()
+    held = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(held):
             yield
     finally:
         logging.disable(disabled)
-    sys.stderr.write(said.getvalue())
+    sys.stderr.write(held.getvalue())
