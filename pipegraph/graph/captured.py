@@ -87,7 +87,7 @@ class Captured:
         constants: inputs that are no tensors, fixed at capture: name → value.
         state: every parameter, buffer and constant by FQN, in the order of ``state_dict()``.
         tensors: the tensor behind each FQN (a parameter may be on the meta device).
-        modules: every module by FQN; a module registered twice stands under each of its names.
+        modules: every module by FQN; a module registered twice is under each of its names.
         training: mode in which the graph was captured.
         segments: the chain of repeated layers and their neighbours.
     """
@@ -111,7 +111,7 @@ class Captured:
 
     @cached_property
     def operations_of(self) -> Mapping[str, int]:
-        """How many operations each call of a module ran, those of inner calls included."""
+        """Return how many operations each call of a module ran, inner calls included."""
         return Counter(call for node in self.nodes for call, _ in path_of(node))
 
     @property

@@ -77,7 +77,7 @@ def objects_held_by(loss: Loss | None) -> list[Any]:
 
 
 def _read_by(value: Any, names: set[str]) -> Iterable[Any]:
-    """What an object holds. `names` are the global names and attributes in all code so far; code adds to it."""
+    """Return what an object holds. `names` are the global names and attributes in all code so far; code adds to it."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return value
     if type(value) in CONTAINERS:

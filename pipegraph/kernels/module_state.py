@@ -14,7 +14,7 @@ from pipegraph.kernels.sharded import rebuilt
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module holds a tensor: `held` is its dict of parameters or of buffers."""
+    """The place of a tensor in a module: `held` is the module's dict of parameters or of buffers."""
 
     module: nn.Module
     held: dict[str, Tensor | None]

@@ -22,7 +22,7 @@ from pipegraph.kernels.trace_guard import TraceGuard
 
 
 class SavedValues:
-    """What the backward of one microbatch reads, by name. After I: what W reads."""
+    """The values that the backward of one microbatch reads, by name. After I: those that W reads."""
 
     __slots__ = ("mask", "values", "variant")
 

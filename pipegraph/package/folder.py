@@ -74,7 +74,7 @@ class Package:
         if not index.exists():
             shards = [stage.weights for stage in self.manifest.stages if stage.weights]
             if shards:
-                raise PackageError(f"{index} is missing: without it nothing tells what {shards[0]} holds.\n{_RESTORE}")
+                raise PackageError(f"{index} is missing: without it nothing says what {shards[0]} holds.\n{_RESTORE}")
             return {}
         found = _INDEX.read(index).weight_map
         for file in filter(leaves_folder, found.values()):
@@ -88,7 +88,7 @@ class Package:
         return not names or any(self.manifest.stored_name(name) in self.weight_map for name in names)
 
     def load_stage(self, index: int, device: str = "cpu", weights: bool | str | PathLike[str] = True) -> nn.Module:
-        """Stage `index` as its source stands now.
+        """Stage `index`, from its source as it is now.
 
         Without `weights`, parameters are as their constructors make them. With a path, they and the buffers of
         `state_dict()` are those of a Hugging Face checkpoint, in the stage's dtypes: only the files that hold them are

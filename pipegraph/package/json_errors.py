@@ -32,7 +32,7 @@ _LIMITS: Final = {">=": "{} or more", "<=": "{} or less", ">": "more than {}", "
 
 
 class FieldError(PipegraphError, ValueError):
-    """What a structure raises for a field that cannot be.
+    """The error of a structure with a wrong field.
 
     Attributes:
         place: the field, below the structure, as `place_text` gives it.
@@ -73,7 +73,7 @@ def clipped(text: str) -> str:
 
 
 def explain(error: msgspec.ValidationError, content: Any, structure: type) -> str:
-    """Say what msgspec found wrong: the place, what stands there and what must stand there.
+    """Say what msgspec found wrong: the place, what is there and what must be there.
 
     Args:
         error: what `msgspec.convert` raised for the content and the structure.
@@ -103,7 +103,7 @@ def explain(error: msgspec.ValidationError, content: Any, structure: type) -> st
 
 
 def _must(said: str, value: Any) -> str:
-    """What msgspec expected of a value, in words."""
+    """Return what msgspec expected of a value, in words."""
     if found := re.match(r"Expected `([^`]*)`(?:, got|$)", said):
         return f"must be {' or '.join(_TYPES.get(each, each) for each in found[1].split(' | '))}"
     if found := re.match(r"Expected `\w+` (<=?|>=?) (\S+)", said):

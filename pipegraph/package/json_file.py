@@ -116,7 +116,7 @@ class FileKind(Generic[Structure]):
 
 
 def json_text(content: Any, indent: str = "") -> str:
-    """Return JSON for people: whatever fits on a line of 140 characters stands on one."""
+    """Return JSON for people: whatever fits on a line of 140 characters is on one line."""
     line = json.dumps(content, ensure_ascii=False)
     if not content or not isinstance(content, (dict, list, tuple)) or len(indent) + len(line) <= _LINE:
         return line

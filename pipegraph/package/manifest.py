@@ -108,12 +108,12 @@ class Manifest(Entry, frozen=True, kw_only=True):
 
     @property
     def prediction(self) -> Prediction | None:
-        """What a step was expected to take; None if the plan was not priced."""
+        """The prediction of a step; None if the plan was not priced."""
         return self.plan.prediction
 
     @property
     def captured_sizes(self) -> dict[str, int]:
-        """What each size was at capture."""
+        """The value of each size at capture."""
         return {name: size.captured for name, size in self.sizes.items()}
 
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -121,7 +121,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
         return _edges(self.values.values())
 
     def gradient_edges(self) -> tuple[tuple[int, int], ...]:
-        """Those edges over which a gradient comes back: at least one of their values requires one."""
+        """The edges over which a gradient comes back: at least one of their values requires one."""
         return _edges(value for value in self.values.values() if value.requires_grad)
 
     def edge_values(self, producer: int, consumer: int) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
         return tuple(name for name in self.stages[consumer].inputs if self.values[name].producer == producer)
 
     def stored_name(self, parameter: str) -> str:
-        """The name under which a parameter stands in the weights: the first of its tied group."""
+        """Return the name of a parameter in the weights: the first of its tied group."""
         return next((group[0] for group in self.tied if parameter in group), parameter)
 
 

@@ -56,14 +56,14 @@ class Value(Entry, frozen=True, rename={"name": KEY}):
 
 
 class Buffer(Entry, frozen=True):
-    """A buffer's FQN, and whether it stands in the model's `state_dict()`."""
+    """A buffer's FQN, and whether it is in the model's `state_dict()`."""
 
     name: Name
     persistent: bool = True
 
 
 class StageCost(Entry, frozen=True):
-    """What one microbatch on one stage needs; None if that is not known.
+    """The cost of one microbatch on one stage; None if that is not known.
 
     Attributes:
         flops: floating-point operations of the forward; the backward takes about twice as many.
@@ -133,7 +133,7 @@ class PlanEntry(Entry, frozen=True):
 
 
 class CheckpointNames(Entry, frozen=True):
-    """What a Hugging Face checkpoint calls the tensors that it does not call as the model does.
+    """The names in a Hugging Face checkpoint that differ from the model's.
 
     Attributes:
         base_model_prefix: what a checkpoint of the base model alone leaves out.

@@ -76,7 +76,7 @@ class Cut(Entry, frozen=True):
 
 
 class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
-    """What a plan is expected to take.
+    """The predicted time and memory of a plan.
 
     Attributes:
         balance, recompute, hardware: how it was priced.

@@ -157,7 +157,7 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What the steps of a run took, of all ranks together.
+    """The times of a run's steps, of all ranks together.
 
     Attributes:
         steps: how many steps the times are of: all but the first, which compiles.

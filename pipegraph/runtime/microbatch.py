@@ -80,7 +80,7 @@ def join_outputs(parts: Sequence[Any]) -> Any:
 
 
 def _batch_rows(manifest: Manifest, microbatches: int) -> tuple[int, ...]:
-    """How many rows a batch has, ascending: those of the model's inputs and outputs, which may differ."""
+    """Return the numbers of rows of a batch, ascending: inputs and outputs of the model may differ."""
     outputs = manifest.stages[-1].outputs
     known = [value for value in manifest.values.values() if value.producer == CALLER or value.name in outputs]
     return tuple(
@@ -159,7 +159,7 @@ def _holds_tensors(leaf: Any) -> bool:
 
 
 def bind_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the caller passed, by the names of values, without what is None or left out.
+    """Return what the caller passed, by the names of values, without what is None or left out.
 
     Raises BatchError for an argument that the model did not have at capture, or of another structure.
     """

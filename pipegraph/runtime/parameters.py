@@ -33,7 +33,7 @@ def load_stages(
     has_weights = weights is not None or package.has_weights
     if not has_weights:
         warnings.warn(
-            f"{package.path} holds no weights: its parameters are initialised at random, on every rank alike. A "
+            f"{package.path} holds no weights: its parameters are initialised at random, equally on every rank. A "
             "checkpoint's are read with --weights DIR, in Python with weights=.",
             stacklevel=3,
         )

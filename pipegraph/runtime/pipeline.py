@@ -41,7 +41,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives on the rank of the last stage. On other ranks everything is None.
+    """The result of a step on the rank of the last stage. On other ranks everything is None.
 
     Attributes:
         loss: the mean over microbatches; None without a loss function.

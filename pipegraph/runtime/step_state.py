@@ -18,7 +18,7 @@ from pipegraph.schedule import Action
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step takes from the caller: every input by name and the target, each as one item per microbatch."""
+    """The inputs of a step: every input by name and the target, each as one item per microbatch."""
 
     inputs: Mapping[str, Sequence[Any]]
     targets: Sequence[Any]
@@ -28,7 +28,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What a step gives on the rank of the last stage, by microbatch."""
+    """The results of a step on the rank of the last stage, by microbatch."""
 
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class ReceivedMessages:
 class StepState:
     """The tensors of one step on one rank.
 
-    Each stands in one place and leaves it when it is used, at its last read in the schedule's `lifetimes`. Keys are
+    Each is in one place and leaves it when it is used, at its last read in the schedule's `lifetimes`. Keys are
     (stage, microbatch), with True for what comes back, or (from stage, to stage, microbatch).
 
     Attributes:

@@ -22,7 +22,7 @@ from pipegraph.runtime.processes.world import World
 
 @dataclass(frozen=True)
 class Tie:
-    """The names of one parameter, and where they stand: (stage, name), in the order of the stages."""
+    """The places of one parameter: (stage, name), in the order of the stages."""
 
     places: tuple[tuple[int, str], ...]
 
@@ -36,7 +36,7 @@ class Tie:
 
 
 def find_ties(manifest: Manifest) -> tuple[Tie, ...]:
-    """Every parameter that stands in several places, under one name or several, in the order of its first place."""
+    """Return every parameter with several places, under one name or several, in the order of its first place."""
     places: dict[str, list[tuple[int, str]]] = {}
     for stage in manifest.stages:
         for name in stage.parameters:

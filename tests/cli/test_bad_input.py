@@ -102,7 +102,7 @@ def test_control_flow_on_data_names_the_line(pipegraph: Command, tmp_path: Path)
         ("layers.0", "cuts nothing"),
         ("head:end", "cuts nothing"),
         ("layers.2,", "the name of a module is missing"),
-        ("layers.2:edn", 'behind a colon stands "end"'),
+        ("layers.2:edn", 'after a colon comes "end"'),
     ],
 )
 def test_points_that_do_not_cut(pipegraph: Command, tmp_path: Path, points: str, said: str) -> None:

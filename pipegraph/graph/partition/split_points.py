@@ -45,7 +45,7 @@ def locate(captured: Captured, points: Sequence[Point]) -> list[int]:
     """The position in ``captured.nodes`` at which each point starts a stage.
 
     Raises:
-        PlanError: a point names no module that the model calls, cuts nothing, or stands twice or out of order.
+        PlanError: a point names no module that the model calls, cuts nothing, comes twice or is out of order.
     """
     starts = [_position(captured, point) for point in points]
     for (earlier, before), (point, start) in pairwise(zip(points, starts, strict=True)):
@@ -108,7 +108,7 @@ def _unknown(captured: Captured, point: Point) -> str:
         problem = f"the module {point.fqn} computes nothing in forward, so there is nothing to cut at."
     else:
         named = f"the model has no module {point.fqn}" if point.fqn else "the name of a module is missing"
-        sides = ' (behind a colon stands "end" or "beginning")' if ":" in point.fqn else ""
+        sides = ' (after a colon comes "end" or "beginning")' if ":" in point.fqn else ""
         problem = f"{named}{sides}."
     return f"Split point {point}: {problem}{asked}\nTry: {_advice(captured, point, choices, meant)}."
 

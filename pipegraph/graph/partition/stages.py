@@ -177,7 +177,7 @@ def _place_state(
 
 
 def local_name(reader: fx.Node, names: Sequence[str]) -> str:
-    """Of a tensor's names, the one within the innermost module that reads it."""
+    """Return the name of a tensor within the innermost module that reads it."""
     for _, fqn in reversed(path_of(reader)):
         for name in names:
             if name.startswith(f"{fqn}."):

@@ -34,7 +34,7 @@ def restore_repeat_interleave(graph: fx.Graph) -> None:
 
 
 def _repeats(before: torch.Size, expanded: torch.Size, after: torch.Size, dim: int) -> int:
-    """Return how often each entry along ``dim`` stands in ``after``; 0 if anything else changes."""
+    """Return how often each entry along ``dim`` occurs in ``after``; 0 if anything else changes."""
     if dim < 0:
         return 0
     repeats = expanded[dim + 1]

@@ -21,7 +21,7 @@ from pipegraph.kernels.sharded import local
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """How graphs are made.
+    """Options of tracing and division.
 
     Attributes:
         recompute: one of `registry.RECOMPUTE`.

@@ -2,7 +2,7 @@
 
 A function runs twice on tensors without memory. The first run records the calls of its modules: the outermost ones
 whose signature comes again are blocks. In the second run, which is traced, each call of a block is one operation.
-What stands between blocks, or in modules called once, belongs to the function's own graph.
+Code between blocks, and in modules called once, belongs to the function's own graph.
 """
 
 from __future__ import annotations

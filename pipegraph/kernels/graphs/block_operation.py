@@ -35,7 +35,7 @@ class KernelGraph:
 
 
 class CallableBlock(Protocol):
-    """What the operation needs of a block."""
+    """The interface of a block that the operation calls."""
 
     @property
     def is_random(self) -> bool:

@@ -145,7 +145,7 @@ def _forward_nodes(joint: JointGraph) -> set[fx.Node]:
 
 
 def _reached(starts: Iterable[fx.Node]) -> set[fx.Node]:
-    """What depends on one of `starts`, and these."""
+    """Return the nodes that depend on one of `starts`, and these themselves."""
     reached: set[fx.Node] = set()
     waiting = list(starts)
     while waiting:

@@ -59,7 +59,7 @@ class FaultGuard:
 
     def __init__(self, rank: int, ranks: int, store: Store | None) -> None:
         self.closing = ExitStack()
-        """What is closed when this rank fails, or is done."""
+        """Everything that is closed when this rank fails or ends."""
         self.has_failed = False
         """Whether this rank or another one has failed, so that closing need not wait for anything."""
         self._rank = rank

@@ -35,7 +35,7 @@ _PARENT = "PIPEGRAPH_LAUNCHER"  # the process that started this one through `lau
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
 _REPORT_SECONDS = 0.5  # for children to end by themselves when another one has failed
-_STOP_SECONDS = 5.0  # for children to end when they were told to
+_STOP_SECONDS = 5.0  # for children to end after SIGTERM
 
 
 def is_launched() -> bool:
@@ -154,7 +154,7 @@ def _start(arguments: Sequence[str], folder: Path, rank: int, environment: Mappi
     folder.mkdir()
     log, error_file = folder / "stderr.log", folder / "error.json"
     with log.open("wb") as stderr:
-        # A session of its own: Ctrl-C on the terminal reaches the parent alone, which then stops all children alike.
+        # A session of its own: Ctrl-C on the terminal reaches the parent alone, which then stops all children.
         process = subprocess.Popen(
             [sys.executable, *arguments],
             stderr=stderr,
@@ -214,7 +214,7 @@ def _signals_raised() -> Iterator[None]:
 
 @dataclass(frozen=True, order=True)
 class _Failure:
-    """How a rank failed. The smallest one is the cause of the others."""
+    """The failure of a rank. The smallest one is the cause of the others."""
 
     was_stopped: bool
     """because another rank failed"""

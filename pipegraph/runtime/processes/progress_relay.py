@@ -40,7 +40,7 @@ class ProgressRelay:
         return None if file is None or quiet else ProgressRelay(file)
 
     def report(self, what: str, done: int, total: int) -> None:
-        """Pass on what `pipegraph.progress.report_progress` was told."""
+        """Pass on what was reported to `pipegraph.progress.report_progress`."""
         self._write([what, done, total])
 
     def print(self, line: str) -> None:

@@ -62,7 +62,7 @@ def overwrite(tensors: Iterable[Tensor]) -> None:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins: equal for two tensors that share memory. A sparse tensor shares none."""
+    """Return where the memory of a tensor begins: equal for two tensors that share memory. A sparse tensor has none."""
     return id(tensor) if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 
