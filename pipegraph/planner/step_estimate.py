@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipegraph.cost import SegmentCost
-from pipegraph.planner.solver.objectives.boundary_times import Link, LinkOf
-from pipegraph.planner.solver.objectives.makespan import Makespan
+from pipegraph.planner.solver.objectives.makespan import Links, Makespan
 from pipegraph.planner.solver.objectives.memory_need import MemoryNeed
 from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.planner.solver.search.incumbents import Incumbents
@@ -17,12 +16,12 @@ from pipegraph.planner.solver.search.local_search import hill_climb
 from pipegraph.schedule import Schedule, Times
 
 
-def stage_times(stages: Sequence[SegmentCost], schedule: Schedule, link: Link | LinkOf | None = None) -> Times:
+def stage_times(stages: Sequence[SegmentCost], schedule: Schedule, link: Links | None = None) -> Times:
     """Return the times of stages and boundaries, for `simulate`. Without a link, boundaries take no time."""
     return Makespan(PrefixSums(stages), schedule, link).times_of(np.arange(1, len(stages)))
 
 
-def step_seconds(stages: Sequence[SegmentCost], schedule: Schedule, link: Link | LinkOf | None = None) -> float:
+def step_seconds(stages: Sequence[SegmentCost], schedule: Schedule, link: Links | None = None) -> float:
     """Return the seconds of a step, as `simulate` computes them."""
     cuts = np.arange(1, len(stages))
     return float(Makespan(PrefixSums(stages), schedule, link).values(cuts[None])[0])
@@ -58,7 +57,7 @@ def rank_memory(
 
 
 def improve_cuts(
-    segments: Sequence[SegmentCost], cuts: Sequence[int], schedule: Schedule, link: Link | LinkOf | None = None
+    segments: Sequence[SegmentCost], cuts: Sequence[int], schedule: Schedule, link: Links | None = None
 ) -> tuple[int, ...]:
     """Return cuts near these from which no small move makes a step shorter, whatever memory they need."""
     makespan = Makespan(PrefixSums(segments), schedule, link)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost
+from pipegraph.cost.hardware import Link
 from pipegraph.errors import PlanError, ScheduleError
 from pipegraph.planner import Solution, solve
 from pipegraph.schedule import Schedule, build, from_csv, lower, simulate
@@ -87,12 +88,9 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
 def test_a_link_that_depends_on_the_ranks() -> None:
     asked = []
 
-    class Fast:
-        latency, bandwidth = 0.5, math.inf
-
-    def between(rank: int, other: int) -> Fast:
+    def between(rank: int, other: int) -> Link:
         asked.append((rank, other))
-        return Fast()
+        return Link(latency=0.5, bandwidth=math.inf)
 
     solution = solve(FOUR, stages=4, schedule="zb-v", microbatches=4, link=between)
     assert asked == [(0, 1), (1, 0)]  # stages 1 and 2 are both on rank 1

@@ -9,7 +9,7 @@ import pytest
 
 from pipegraph.schedule import build, check, lower, names
 
-# Each size in a process of its own, whose high-water mark is then that size's.
+# In a process of its own, whose high-water mark counts nothing else.
 CODE = """
 import json, resource, sys, time
 from pipegraph.schedule import Times, build, check, lower, simulate
@@ -29,7 +29,7 @@ print(json.dumps({"seconds": seconds, "peak": peak, "actions": actions, "makespa
 _KIB = 1 if sys.platform == "darwin" else 1024  # bytes in what ru_maxrss counts
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "seconds"), [(64, 512, 10), (256, 1024, 60)])
+@pytest.mark.parametrize(("ranks", "microbatches", "seconds"), [(128, 512, 20)])
 def test_built_lowered_checked_and_simulated(ranks: int, microbatches: int, seconds: float) -> None:
     arguments = [sys.executable, "-c", CODE, str(ranks), str(microbatches)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
@@ -38,7 +38,7 @@ def test_built_lowered_checked_and_simulated(ranks: int, microbatches: int, seco
     assert found["actions"] == [compute, compute + transfers]
     assert found["makespans"] == [3 * (microbatches + ranks - 1)] * 2
     assert found["seconds"] < seconds  # about a fifth of it
-    assert found["peak"] * _KIB < 4 * 2**30
+    assert found["peak"] * _KIB < 2**30
 
 
 @pytest.mark.parametrize("name", names())

@@ -11,8 +11,7 @@ import numpy as np
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError, nearest
 from pipegraph.planner.solver.memory_shortage import starts_that_fit
-from pipegraph.planner.solver.objectives.boundary_times import Link, LinkOf
-from pipegraph.planner.solver.objectives.makespan import Makespan
+from pipegraph.planner.solver.objectives.makespan import Links, Makespan
 from pipegraph.planner.solver.objectives.memory_need import MemoryNeed
 from pipegraph.planner.solver.objectives.objective import MemoryLimited, Objective, SlowestStage
 from pipegraph.planner.solver.prefix_sums import TIMES, Integers, PrefixSums
@@ -73,7 +72,7 @@ def solve(
     ranks: int | None = None,
     objective: str = "makespan",
     memory_bytes: float | str | Sequence[float | str] | None = None,
-    link: Link | LinkOf | None = None,
+    link: Links | None = None,
     *,
     state_factor: float = 4.0,
     receives_ahead: int = 4,

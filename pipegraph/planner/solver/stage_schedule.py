@@ -1,37 +1,11 @@
-"""The schedule of a number of stages, and results that are kept with it."""
+"""The schedule of a number of stages."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
 
 from pipegraph.errors import PlanError, nearest
 from pipegraph.schedule import PLACEMENTS, Schedule, check
 from pipegraph.schedule.build import schedule_for_stages
 from pipegraph.units import format_number_of
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
-def cached_per_schedule(
-    make: Callable[Concatenate[Schedule, _Arguments], _Result],
-) -> Callable[Concatenate[Schedule, _Arguments], _Result]:
-    """Keep the results of ``make(schedule, …)`` for as long as the schedule exists.
-
-    Plans are compared by the hundred, but have few different schedules.
-    """
-    results: WeakKeyDictionary[Schedule, dict[object, _Result]] = WeakKeyDictionary()
-
-    def cached(schedule: Schedule, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        of_schedule = results.setdefault(schedule, {})
-        key = args, tuple(kwargs.items())
-        if key not in of_schedule:
-            of_schedule[key] = make(schedule, *args, **kwargs)
-        return of_schedule[key]
-
-    return cached
 
 
 def resolve_schedule(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 
+from pipegraph.cost.hardware import Link
+from pipegraph.errors import PlanError
 from pipegraph.planner.solver.objectives.action_graph import ActionGraph
-from pipegraph.planner.solver.objectives.boundary_times import BoundaryTimes, Link, LinkOf
 from pipegraph.planner.solver.objectives.stage_paths import PARTS, stage_paths
 from pipegraph.planner.solver.prefix_sums import (
     FORWARD,
@@ -19,20 +23,25 @@ from pipegraph.planner.solver.prefix_sums import (
     LinearBound,
     PrefixSums,
 )
-from pipegraph.planner.solver.stage_schedule import cached_per_schedule
 from pipegraph.schedule import Kind, Schedule, Times
 
-_graph_of, _paths_of = cached_per_schedule(ActionGraph), cached_per_schedule(stage_paths)
+LinkFigures = tuple[float, float] | Link
+"""(latency in seconds, bandwidth in bytes per second), or a link of a hardware profile"""
+Links = LinkFigures | Callable[[int, int], LinkFigures]
+"""One link for all ranks, or (rank, other rank) → the link between them."""
+
+# Plans are compared by the hundred, but have few different schedules.
+_graph_of, _paths_of = lru_cache(maxsize=32)(ActionGraph), lru_cache(maxsize=32)(stage_paths)
 
 
 class Makespan:
     """An objective: seconds of a step, as `simulate` computes them."""
 
-    def __init__(self, sums: PrefixSums, schedule: Schedule, link: Link | LinkOf | None) -> None:
+    def __init__(self, sums: PrefixSums, schedule: Schedule, link: Links | None) -> None:
         """Without a link, crossing a boundary takes no time. Raises PlanError for a link with impossible figures."""
         self._sums, self._schedule = sums, schedule
-        self._boundaries = BoundaryTimes.of(link, schedule.placement)
-        self._queued = bool((self._boundaries.per_byte * sums.crossing.max()).any())
+        self._latency, self._per_byte = _boundary_times(link, schedule.placement)
+        self._queued = bool((self._per_byte * sums.crossing.max()).any())
 
     @property
     def steps(self) -> int:
@@ -43,7 +52,7 @@ class Makespan:
         return _graph_of(self._schedule, self._queued)
 
     def values(self, cuts: Integers) -> Floats:
-        return self._graph.makespans(self.times(cuts), self._boundaries.latency, self.transfers(cuts))
+        return self._graph.makespans(self.times(cuts), self._latency, self.transfers(cuts))
 
     def times(self, cuts: Integers) -> Floats:
         """Return the seconds of F, I and W: (3, stages, candidates).
@@ -57,14 +66,14 @@ class Makespan:
 
     def transfers(self, cuts: Integers) -> Floats:
         """Return the seconds for which a microbatch occupies the link of each boundary: (boundaries, candidates)."""
-        seconds: Floats = self._sums.crossing[cuts.T] * self._boundaries.per_byte[:, None]
+        seconds: Floats = self._sums.crossing[cuts.T] * self._per_byte[:, None]
         return seconds
 
     def times_of(self, cuts: Integers) -> Times:
         """Return the times of cuts (cuts,), for `simulate`."""
         times, transfers = self.times(cuts[None]), self.transfers(cuts[None])
         forward, input_grad, weight_grad = times[..., 0].tolist()
-        return Times(forward, input_grad, weight_grad, self._boundaries.latency.tolist(), transfers[:, 0].tolist())
+        return Times(forward, input_grad, weight_grad, self._latency.tolist(), transfers[:, 0].tolist())
 
     def initial_bounds(self) -> list[LinearBound]:
         """Return for each rank the way to its first action and then all its actions."""
@@ -76,16 +85,16 @@ class Makespan:
             for action in order:
                 work[list(PARTS[action.kind]), action.stage] += 1.0
             hops = np.arange(self._schedule.stages - 1) < first
-            found.append(self._linear_bound(work, float(hops @ self._boundaries.latency), np.zeros(len(hops))))
+            found.append(self._linear_bound(work, float(hops @ self._latency), np.zeros(len(hops))))
         return found
 
     def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
         times, transfers = self.times(cuts) @ mixture, self.transfers(cuts) @ mixture
-        path = self._graph.longest_path(times, self._boundaries.latency, transfers)
-        return self._linear_bound(path.work, float(path.hops @ self._boundaries.latency), path.transfers)
+        path = self._graph.longest_path(times, self._latency, transfers)
+        return self._linear_bound(path.work, float(path.hops @ self._latency), path.transfers)
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        before, hops = self._sums.before[: len(TIMES)], np.append(0.0, np.cumsum(self._boundaries.latency))
+        before, hops = self._sums.before[: len(TIMES)], np.append(0.0, np.cumsum(self._latency))
         own = before[:, ends][:, :, None] - before[:, begins][:, None, :]
         if stage == 0:
             own[WEIGHT_GRAD] += own[INPUT_GRAD]
@@ -110,4 +119,24 @@ class Makespan:
     def _linear_bound(self, work: Floats, constant: float, transfers: Floats) -> LinearBound:
         weights = work.copy()
         weights[INPUT_GRAD, 0] = weights[WEIGHT_GRAD, 0]
-        return self._sums.linear_bound(weights, transfers * self._boundaries.per_byte, constant)
+        return self._sums.linear_bound(weights, transfers * self._per_byte, constant)
+
+
+def _boundary_times(link: Links | None, placement: Sequence[int]) -> tuple[Floats, Floats]:
+    """Return (seconds, seconds per byte) to cross each boundary: 0 on one rank, and everywhere without a link."""
+    figures = [_link_figures(link, rank, other) for rank, other in pairwise(placement)]
+    latency, per_byte = np.array(figures, np.float64).reshape(-1, 2).T
+    return latency, per_byte
+
+
+def _link_figures(link: Links | None, rank: int, other: int) -> tuple[float, float]:
+    if link is None or rank == other:
+        return 0.0, 0.0
+    figures = link(rank, other) if callable(link) else link
+    latency, bandwidth = (figures.latency, figures.bandwidth) if isinstance(figures, Link) else figures
+    if not (0 <= latency < math.inf and bandwidth > 0):
+        raise PlanError(
+            f"The link between ranks {rank} and {other} has a latency of {latency!r} and a bandwidth of {bandwidth!r}. "
+            "A latency is in seconds, from 0 on; a bandwidth in bytes per second, above 0.\nTry: link=(1e-5, 25e9)."
+        )
+    return float(latency), 1 / bandwidth

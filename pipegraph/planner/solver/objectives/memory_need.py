@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,7 +21,6 @@ from pipegraph.planner.solver.prefix_sums import (
     LinearBound,
     PrefixSums,
 )
-from pipegraph.planner.solver.stage_schedule import cached_per_schedule
 from pipegraph.schedule import Schedule, lower, receive_buffers
 from pipegraph.schedule.action_arrays import B, F, I, W
 
@@ -158,7 +158,7 @@ class MemoryNeed:
         return self._sums.linear_bound(weights, self._buffers[rank] + self._gradients[moment], float(self._spare[rank]))
 
 
-@cached_per_schedule
+@lru_cache(maxsize=32)
 def _receive_buffers(schedule: Schedule, receives_ahead: int) -> Floats:
     """Return the number of receive buffers of each rank for each boundary: (ranks, boundaries)."""
     counts = np.zeros((schedule.ranks, schedule.stages - 1))
@@ -167,7 +167,7 @@ def _receive_buffers(schedule: Schedule, receives_ahead: int) -> Floats:
     return counts
 
 
-@cached_per_schedule
+@lru_cache(maxsize=32)
 def _moments(schedule: Schedule) -> list[Floats]:
     """Return for each rank how many microbatches are kept between two actions: (moments, 2 · stages + boundaries).
 
