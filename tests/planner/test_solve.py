@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost
-from pipegraph.cost.hardware import Link
+from pipegraph.cost.hardware import Link as HardwareLink
 from pipegraph.errors import PlanError, ScheduleError
 from pipegraph.planner import Solution, solve
 from pipegraph.schedule import Schedule, build, from_csv, lower, simulate
@@ -88,9 +88,9 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
 def test_a_link_that_depends_on_the_ranks() -> None:
     asked = []
 
-    def between(rank: int, other: int) -> Link:
+    def between(rank: int, other: int) -> HardwareLink:
         asked.append((rank, other))
-        return Link(latency=0.5, bandwidth=math.inf)
+        return HardwareLink(latency=0.5, bandwidth=math.inf)
 
     solution = solve(FOUR, stages=4, schedule="zb-v", microbatches=4, link=between)
     assert asked == [(0, 1), (1, 0)]  # stages 1 and 2 are both on rank 1
