@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ process. A thread may hold it several times."""
 
 RunModule = Callable[[Any, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(tracer, module, run, args, kwargs) → the module's result, where ``run(*args, **kwargs)`` runs its ``forward``."""
+
+ApplyFunction = Callable[[type, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""(function, apply, args, kwargs) → the function's result, where ``apply(*args, **kwargs)`` applies it."""
 
 
 def operator_name(target: OpOverload) -> tuple[str, str]:
@@ -160,15 +164,14 @@ def traced_node(tracer: Any, tensor: torch.Tensor) -> fx.Node | None:
 
 
 @contextmanager
-def autograd_functions_seen(listener: Callable[[type], None]) -> Iterator[None]:
-    """Call ``listener`` with each ``torch.autograd.Function`` that is applied in this thread, before it is.
+def autograd_functions_wrapped(wrapper: ApplyFunction) -> Iterator[None]:
+    """Let ``wrapper`` apply every ``torch.autograd.Function`` that is applied in this thread.
 
     ``torch.export`` leaves no trace of one in a graph, and no mode of torch sees ``autograd.Function.apply``.
     """
 
     def apply(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-        listener(cls)
-        return original(cls, *args, **kwargs)
+        return wrapper(cls, partial(original, cls), args, kwargs)
 
     with _replaced(torch.autograd.Function, "apply", apply):
         yield

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.codegen.layers import Block, Row, batch
-from tests.codegen.parity import differences, split
+from tests.codegen.parity import differences, source, split
 
 
 class Dropouts(nn.Module):
@@ -238,3 +239,23 @@ def test_a_backward_that_export_drops_is_told(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="Doubled of .* has a backward of its own, which torch.export drops"):
         split(tmp_path, CustomBackward(), (batch(),), cut="b")
     assert torch.autograd.Function.__dict__["apply"] is applied
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers_keep_their_gradients(use_reentrant: bool, tmp_path: Path) -> None:
+    model, x = Checkpointed(use_reentrant), batch().requires_grad_()
+    package = split(tmp_path, model, (x,), cut="blocks.2")
+    assert "no_grad" not in source(package)
+    assert differences(package, model, (x,)) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.fx.proxy import TracerBase
 
 import pipegraph
-from pipegraph.graph.internals import autograd_functions_seen, module_calls_wrapped
+from pipegraph.graph.internals import autograd_functions_wrapped, module_calls_wrapped
 
 METHODS = (
     (torch.autograd.Function, "apply"),
@@ -24,6 +25,18 @@ METHODS = (
 
 def of_torch() -> list[Any]:
     return [vars(owner)[name] for owner, name in METHODS]
+
+
+def apply_as_ever(function: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return apply(*args, **kwargs)
+
+
+def recorder(applied: list[type]) -> Callable[..., Any]:
+    def record(function: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        applied.append(function)
+        return apply(*args, **kwargs)
+
+    return record
 
 
 class Double(torch.autograd.Function):
@@ -44,7 +57,7 @@ class Captures(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        with autograd_functions_seen(lambda cls: None), pytest.raises(ValueError, match="inner"):
+        with autograd_functions_wrapped(apply_as_ever), pytest.raises(ValueError, match="inner"):
             raise ValueError("inner")
         return Double.apply(self.linear(x))  # type: ignore[no-any-return]
 
@@ -53,7 +66,7 @@ def test_torch_is_as_it_was_after_an_error() -> None:
     before = of_torch()
     with (
         pytest.raises(ValueError, match="stop"),
-        autograd_functions_seen(lambda cls: None),
+        autograd_functions_wrapped(apply_as_ever),
         module_calls_wrapped(lambda *args: None),
     ):
         raise ValueError("stop")
@@ -62,8 +75,8 @@ def test_torch_is_as_it_was_after_an_error() -> None:
 
 def test_replacements_nest() -> None:
     before, outer, inner = of_torch(), [], []
-    with autograd_functions_seen(outer.append):
-        with autograd_functions_seen(inner.append):
+    with autograd_functions_wrapped(recorder(outer)):
+        with autograd_functions_wrapped(recorder(inner)):
             Double.apply(torch.ones(1))
         Double.apply(torch.ones(1))
     Double.apply(torch.ones(1))
@@ -81,7 +94,7 @@ def test_a_capture_within_which_methods_are_replaced_still_sees_what_follows() -
 
 def test_other_threads_keep_torchs_own() -> None:
     seen: list[type] = []
-    with autograd_functions_seen(seen.append):
+    with autograd_functions_wrapped(recorder(seen)):
         thread = threading.Thread(target=lambda: Double.apply(torch.ones(1)))
         thread.start()
         thread.join()

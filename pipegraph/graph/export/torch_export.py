@@ -6,18 +6,20 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.utils.checkpoint import CheckpointFunction
 
 from pipegraph.errors import CaptureError, user_line
 from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import plain_containers
 from pipegraph.graph.export.fake_parameters import fake_parameters
 from pipegraph.graph.internals import (
-    autograd_functions_seen,
+    autograd_functions_wrapped,
     call_name,
     current_call,
     module_calls_wrapped,
@@ -63,7 +65,7 @@ def export_in(
     warned: set[type] = set()
     with (
         record_calls(),
-        autograd_functions_seen(lambda function: _warn_of_backward(function, warned)),
+        autograd_functions_wrapped(partial(_apply_function, warned)),
         _modes(mode),
         fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
         warnings.catch_warnings(),
@@ -85,6 +87,20 @@ def _modes(mode: Mapping[nn.Module, bool]) -> Iterator[None]:
             module.training = training
 
 
+def _apply_function(
+    warned: set[type], function: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Apply an ``autograd.Function``. Run what a reentrant ``torch.utils.checkpoint`` checkpoints instead.
+
+    Export would record that as a region without gradients. What a stage computes again is a matter of ``recompute``.
+    """
+    if function is CheckpointFunction:
+        checkpointed, _, *inputs = args
+        return checkpointed(*inputs)
+    _warn_of_backward(function, warned)
+    return apply(*args, **kwargs)
+
+
 def _warn_of_backward(function: type, warned: set[type]) -> None:
     """Warn once of an ``autograd.Function`` of the model: export keeps its forward and silently drops its backward.
 
@@ -97,7 +113,7 @@ def _warn_of_backward(function: type, warned: set[type]) -> None:
         f"{function.__qualname__} of {function.__module__} has a backward of its own, which torch.export drops: its "
         "forward is differentiated instead. pipegraph verify shows whether the gradients are the same; if not, make "
         "it an operation with torch.library.custom_op and register_autograd.",
-        stacklevel=5,  # the line of the model that applies it
+        stacklevel=6,  # the line of the model that applies it
     )
 
 
