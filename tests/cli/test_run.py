@@ -55,14 +55,13 @@ def test_model_gives_inputs_target_and_loss(pipegraph: Command, chain: Path) -> 
     assert [float(loss) for loss in losses(done.out)] == [pytest.approx(expected, rel=1e-5)]
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_json_is_printed_once(pipegraph: Command, chain: Path, nproc: int) -> None:
-    done = pipegraph("run", chain, *AUTOGRAD, "--nproc", nproc, "--steps", 2, "--json")
+def test_json(pipegraph: Command, chain: Path) -> None:
+    done = pipegraph("run", chain, *AUTOGRAD, "--nproc", 1, "--steps", 2, "--json")
     result = json.loads(done.out)
     assert (result["schema_version"], result["schedule"], result["microbatches"]) == (1, "1f1b", 2)
     assert [step["index"] for step in result["steps"]] == [0, 1]
     found = result["predicted_and_measured"]
-    assert (found["processes"], found["measured_steps"], found["priced_by"]) == (nproc, 1, None)
+    assert (found["processes"], found["measured_steps"], found["priced_by"]) == (1, 1, None)
     assert found["step"] == {"predicted": None, "measured": pytest.approx(result["steps"][1]["seconds"])}
 
 
@@ -127,7 +126,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_planned_package_runs_its_plan(pipegraph: Command, planned: Path, nproc: Sequence[object]) -> None:
     done = pipegraph("run", planned, *AUTOGRAD, *nproc, "--steps", 2, "--json")
     assert done.code == 0, done.err
-    result = json.loads(done.out)
+    result = json.loads(done.out)  # which one process prints
     assert (result["schedule"], result["microbatches"], result["ranks"]) == ("zb-v", 3, 2)
     found = result["predicted_and_measured"]
     assert found["processes"] == (1 if nproc else 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import Command, Result, program
+from tests.tracing.chrome import read_strictly
 from tests.tracing.loops import actions, read
 
 pytest.importorskip("tensorboard", reason="pip install pipegraph[tensorboard]")
@@ -34,7 +35,7 @@ def processes(how: str, *run: object) -> Result:
 
 
 @pytest.mark.parametrize("how", ["2", "torchrun"])
-def test_every_step_behind_the_first_is_recorded(chain: Path, tmp_path: Path, how: str) -> None:
+def test_every_step_after_the_first_is_recorded(pipegraph: Command, chain: Path, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "my runs"
     done = processes(how, "run", chain, *EAGER, "--steps", 3, "--profile", folder)
     assert done.code == 0, done.err
@@ -50,6 +51,7 @@ def test_every_step_behind_the_first_is_recorded(chain: Path, tmp_path: Path, ho
     assert about["windows"][0]["steps"] == [1, 2]
     assert (about["processes"], about["kernels"]) == (2, "eager")
     assert_actions(run)
+    assert_readable(pipegraph, run, takes_turns=False)
 
 
 def assert_actions(run: Path) -> None:
@@ -57,6 +59,19 @@ def assert_actions(run: Path) -> None:
         (trace,) = (read(file) for file in run.glob(f"rank_{rank:02d}.*"))
         spans = [span["name"] for span in actions(trace) if span["args"]["step"] == 2]
         assert {f"F stage {rank} microbatch 1", f"B stage {rank} microbatch 0"} <= set(spans)
+
+
+def assert_readable(pipegraph: Command, run: Path, takes_turns: bool) -> None:
+    found = json.loads(pipegraph("trace", "report", run.parent, "--json").out)
+    assert (found["problems"], found["takes_turns"]) == ([], takes_turns)
+    assert all(step["complete"] for step in found["steps"])
+    assert [bubble["rank"] for bubble in found["bubble"]] == [0, 1]
+    assert all(stage["measured"] > 0 for stage in found["stages"])
+    file = run.parent / "trace.json.gz"
+    merged = json.loads(pipegraph("trace", "merge", run.parent, "-o", file, "--operations", "--json").out)
+    read_strictly(file)
+    assert (merged["flows"], merged["problems"]) == (4 * len(found["steps"]), [])  # 2 microbatches, there and back
+    assert all(clock["error"] is not None for clock in merged["clocks"])
 
 
 def test_without_steps_three_are_recorded(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
@@ -67,6 +82,7 @@ def test_without_steps_three_are_recorded(pipegraph: Command, chain: Path, tmp_p
     about = json.loads((run / "run.json").read_text())
     assert (about["windows"][0]["steps"], about["processes"]) == ([1, 3], 1)
     assert_actions(run)
+    assert_readable(pipegraph, run, takes_turns=True)
     assert [step["index"] for step in found["steps"]] == [0, 1, 2, 3]
     assert found["predicted_and_measured"]["measured_steps"] == 3  # who times the actions goes on as well
 

@@ -60,9 +60,12 @@ def test_default_folder_is_named_after_the_model(
     pipegraph: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert pipegraph("split", ROOT / CHAIN, "--stages", 2).out.splitlines()[-1] == "wrote build/chain"
+    assert pipegraph("split", ROOT / CHAIN, "--points", "layers.2").out.splitlines()[-1] == "wrote build/chain"
     config = ROOT / "tests/models/tied_llama"
-    assert pipegraph("split", f"hf:{config}", "--stages", 2).out.splitlines()[-1] == "wrote build/tied_llama"
+    assert (
+        pipegraph("split", f"hf:{config}", "--points", "model.layers.1").out.splitlines()[-1]
+        == "wrote build/tied_llama"
+    )
 
 
 def test_split_json(pipegraph: Command, tmp_path: Path) -> None:

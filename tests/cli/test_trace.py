@@ -69,20 +69,3 @@ def test_a_folder_without_traces_is_an_error(verb: tuple[str, ...], pipegraph: C
     result = pipegraph("trace", verb[0], tmp_path, *verb[1:])
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith(f"error: {tmp_path} has no traces") and "Try: pipegraph run" in result.err
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_what_a_run_records_is_read(processes: int, pipegraph: Command, chain: Path, tmp_path: Path) -> None:
-    options = ("--steps", 4, "--microbatches", 3, "--kernels", "eager", "--schedule", "1f1b", "--nproc", processes)
-    assert pipegraph("run", chain, *options, "--profile", tmp_path / "runs").code == 0
-    found = json.loads(pipegraph("trace", "report", tmp_path / "runs", "--json").out)
-    assert found["problems"] == []
-    assert found["takes_turns"] is (processes == 1)
-    assert all(step["complete"] for step in found["steps"])
-    assert [bubble["rank"] for bubble in found["bubble"]] == [0, 1]
-    assert all(stage["measured"] > 0 for stage in found["stages"])
-    merged = pipegraph("trace", "merge", tmp_path / "runs", "-o", tmp_path / "trace.json.gz", "--operations", "--json")
-    told = json.loads(merged.out)
-    read_strictly(tmp_path / "trace.json.gz")
-    assert told["flows"] == 6 * len(found["steps"]) and told["problems"] == []
-    assert all(clock["error"] is not None for clock in told["clocks"])
