@@ -11,15 +11,14 @@ from pipegraph.planner.package_prediction import describe_step
 from pipegraph.report.colours import colour, ink
 from pipegraph.report.pages.templates import read_text, script_json, templates
 from pipegraph.report.pages.trace_page_data import page_data
+from pipegraph.report.text.predicted_vs_measured import prediction_error, stage_time_format
 from pipegraph.report.text.trace_report import (
     CAUSES,
     critical_step,
     heading,
     idle_table,
     idle_times,
-    prediction_error,
     remarks,
-    stage_times,
 )
 from pipegraph.schedule import Kind
 from pipegraph.tracing.analysis.advice import WORTH
@@ -125,25 +124,25 @@ def _idle(analysis: RunAnalysis) -> dict[str, Any]:
 
 def _stages(analysis: RunAnalysis) -> dict[str, Any]:
     """The times of stages, predicted and measured, as a table with bars."""
-    unit = stage_times(analysis)
-    longest = max((figure or 0.0 for each in analysis.stages for figure in (each.predicted, each.measured)), default=0)
-    rows, before = [], -1
-    for each in analysis.stages:
-        fill, figures = colour(each.kind), (each.predicted, each.measured)
+    unit, placement = stage_time_format(analysis.stages), analysis.run.schedule.placement
+    actions = [(stage, kind, each) for stage, kinds in enumerate(analysis.stages) for kind, each in kinds.items()]
+    longest = max((max(each.predicted or 0.0, each.measured or 0.0) for _, _, each in actions), default=0.0)
+    rows = []
+    for stage, kind, each in actions:
+        fill, figures = colour(kind), (each.predicted, each.measured)
         rows.append(
             {
-                "name": f"stage {each.stage}, rank {each.rank}" if each.stage != before else "",
-                "kind": each.kind.value,
+                "name": f"stage {stage}, rank {placement[stage]}" if kind is Kind.F else "",
+                "kind": kind.value,
                 "colour": fill,
                 "ink": ink(fill),
-                "cells": [*map(unit.number, figures), prediction_error(*figures)],
+                "cells": [*map(unit.number, figures), prediction_error(each)],
                 "bars": [
                     {"width": round(100 * (figure or 0.0) / (longest or 1.0), 2), "opacity": opacity}
                     for figure, opacity in zip(figures, (0.45, 1), strict=True)
                 ],
             }
         )
-        before = each.stage
     headers = ["a microbatch", "", f"predicted {unit.unit}", f"measured {unit.unit}", "error", "one above the other"]
     return {"stages": rows, "stage_headers": headers}
 

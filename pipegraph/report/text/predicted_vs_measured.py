@@ -1,20 +1,20 @@
-"""What was predicted and what was measured, at the end of ``pipegraph run``: stages, a step, and memory."""
+"""Predicted and measured times, at the end of ``pipegraph run`` also of a step and of memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pipegraph.planner.run_comparison import PredictedAndMeasured, RunComparison
-from pipegraph.report.text.tables import table
+from pipegraph.report.text.tables import Table, table
+from pipegraph.schedule import Kind
 from pipegraph.units import TimeFormat, format_bytes, format_number_of, format_percent
 
 
 def render_run_comparison(compared: RunComparison) -> str:
     """Return tables of stages, step and memory, and the hints."""
-    unit = TimeFormat.of_column(
-        figure for stage in compared.stages for each in stage.values() for figure in (each.predicted, each.measured)
-    )
+    unit = stage_time_format(compared.stages)
     parts = [f"predicted ({compared.basis})" if compared.basis else "nothing was predicted"]
     if compared.measured.steps:
         steps = format_number_of("step", compared.measured.steps)
@@ -22,7 +22,7 @@ def render_run_comparison(compared: RunComparison) -> str:
     else:
         parts[0] += "; memory as measured"
     if compared.measured.step is not None:
-        parts += [_stages(compared, unit), _steps(compared)]
+        parts += [table(*stage_time_table(compared.stages, compared.schedule.placement)), _steps(compared)]
     return "\n\n".join(filter(None, [*parts, _memory(compared), "\n".join(compared.hints)]))
 
 
@@ -52,23 +52,33 @@ def run_comparison_dict(compared: RunComparison) -> dict[str, Any]:
     }
 
 
-def _stages(compared: RunComparison, unit: TimeFormat) -> str:
+def stage_time_format(stages: Sequence[Mapping[Kind, PredictedAndMeasured]]) -> TimeFormat:
+    """Return the format of all times of stages."""
+    return TimeFormat.of_column(
+        figure for stage in stages for each in stage.values() for figure in (each.predicted, each.measured)
+    )
+
+
+def stage_time_table(stages: Sequence[Mapping[Kind, PredictedAndMeasured]], placement: Sequence[int]) -> Table:
+    """Return headers and rows: the times of each stage, and the error of each prediction."""
+    unit = stage_time_format(stages)
+    kinds = [kind for kind in Kind if any(kind in stage for stage in stages)]
     headers, rows = ["stage", "rank"], []
-    for kind in compared.stages[0]:
+    for kind in kinds:
         headers += [f"{kind} predicted", "measured", "error"]
-    for number, stage in enumerate(compared.stages):
-        row = [str(number), str(compared.schedule.placement[number])]
-        for each in stage.values():
-            row += [unit.number(each.predicted), unit.number(each.measured), _error(each)]
+    for number, (stage, rank) in enumerate(zip(stages, placement, strict=True)):
+        row = [str(number), str(rank)]
+        for each in (stage.get(kind, PredictedAndMeasured(None, None)) for kind in kinds):
+            row += [unit.number(each.predicted), unit.number(each.measured), prediction_error(each)]
         rows.append(row)
-    return table(headers, rows)
+    return headers, rows
 
 
 def _steps(compared: RunComparison) -> str:
     step, bubble = compared.step, compared.bubble
     unit = TimeFormat.of_column([step.predicted, step.measured])
     name = "step" if bubble else f"step, {compared.schedule.ranks} ranks in turn"
-    rows = [[name, unit.text(step.predicted), unit.text(step.measured), _error(step)]]
+    rows = [[name, unit.text(step.predicted), unit.text(step.measured), prediction_error(step)]]
     if bubble is not None:
         rows.append(["bubble", format_percent(bubble.predicted), format_percent(bubble.measured), ""])
     return table(["", "predicted", "measured", "error"], rows)
@@ -91,5 +101,6 @@ def _memory(compared: RunComparison) -> str:
     return "\n".join([table(headers, rows), legend, *notes])
 
 
-def _error(each: PredictedAndMeasured) -> str:
+def prediction_error(each: PredictedAndMeasured) -> str:
+    """Return the error of a prediction as a part of what was measured: ``−12.3 %``; empty if one is not known."""
     return "" if each.error is None else format_percent(each.error, signed=True)

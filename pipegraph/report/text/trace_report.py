@@ -9,8 +9,9 @@ from typing import Any
 
 from pipegraph.errors import one_line
 from pipegraph.planner.package_prediction import describe_step, pricing_profile
+from pipegraph.report.text.predicted_vs_measured import stage_time_format, stage_time_table
 from pipegraph.report.text.tables import Table, table
-from pipegraph.schedule import Kind, Timeline
+from pipegraph.schedule import Timeline
 from pipegraph.tracing.analysis.idle_causes import RankIdleTime
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis
 from pipegraph.tracing.merged_trace import MergedTrace, describe_rank
@@ -31,7 +32,8 @@ CAUSES = {
 def render_trace_report(analysis: RunAnalysis) -> str:
     """Return the text of ``pipegraph trace report``."""
     parts = [heading(analysis), _step_line(analysis)]
-    parts += [f"a microbatch of each stage, in {stage_times(analysis).unit} (medians)\n{table(*_stages(analysis))}"]
+    stages = stage_time_table(analysis.stages, analysis.run.schedule.placement)
+    parts += [f"a microbatch of each stage, in {stage_time_format(analysis.stages).unit} (medians)\n{table(*stages)}"]
     if analysis.idle:
         of = "the simulated step" if analysis.run.takes_turns else "a step (mean)"
         unit = idle_times(analysis).unit
@@ -95,33 +97,6 @@ def remarks(analysis: RunAnalysis) -> Iterator[str]:
     yield from (f"problem: {problem}" for problem in run.problems)
 
 
-def stage_times(analysis: RunAnalysis) -> TimeFormat:
-    """Return the format of stages' times."""
-    return TimeFormat.of_column(figure for each in analysis.stages for figure in (each.predicted, each.measured))
-
-
-def prediction_error(predicted: float | None, measured: float | None) -> str:
-    """Return the error of a prediction as a part of what was measured: ``−12.3 %``; empty if one is not known."""
-    return format_percent(predicted / measured - 1, signed=True) if predicted and measured else ""
-
-
-def _stages(analysis: RunAnalysis) -> Table:
-    unit = stage_times(analysis)
-    kinds = [kind for kind in Kind if any(each.kind is kind for each in analysis.stages)]
-    headers = ["stage", "rank"]
-    for kind in kinds:
-        headers += [f"{kind} predicted", "measured", "error"]
-    found = {(each.stage, each.kind): (each.predicted, each.measured) for each in analysis.stages}
-    rows = []
-    for stage, rank in enumerate(analysis.run.schedule.placement):
-        row = [str(stage), str(rank)]
-        for kind in kinds:
-            figures = found.get((stage, kind), (None, None))
-            row += [*map(unit.number, figures), prediction_error(*figures)]
-        rows.append(row)
-    return headers, rows
-
-
 def idle_times(analysis: RunAnalysis) -> TimeFormat:
     """Return the format of `idle_table`."""
     return TimeFormat.of_column(each.makespan for each in analysis.idle)
@@ -169,7 +144,11 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
             "predicted": None if analysis.expected is None else analysis.expected.makespan,
             "with_data_and_optimizer": analysis.iteration,
         },
-        "stages": [{**asdict(each), "kind": str(each.kind)} for each in analysis.stages],
+        "stages": [
+            {"stage": stage, "rank": run.schedule.placement[stage], "kind": str(kind), **asdict(times)}
+            for stage, kinds in enumerate(analysis.stages)
+            for kind, times in kinds.items()
+        ],
         "hops": [{"from": a, "to": b, "seconds": hop} for (a, b), hop in analysis.times.hops.items()],
         "bubble": [_idle_dict(each) for each in analysis.idle],
         "steps": [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pipegraph.errors import PipegraphError
+from pipegraph.planner.run_comparison import PredictedAndMeasured
 from pipegraph.schedule import Kind, Timeline, Times, simulate
 from pipegraph.tracing.analysis.advice import Advice, advise
 from pipegraph.tracing.analysis.critical_path import measured_timeline
@@ -24,17 +25,6 @@ from pipegraph.tracing.reading.recorded_run import RecordedRun
 
 
 @dataclass(frozen=True)
-class StageActionTimes:
-    """Seconds of one kind of action on one stage, predicted and measured (the median); None if not known."""
-
-    stage: int
-    rank: int
-    kind: Kind
-    predicted: float | None
-    measured: float | None
-
-
-@dataclass(frozen=True)
 class RunAnalysis:
     """What a run says.
 
@@ -44,6 +34,7 @@ class RunAnalysis:
         idle_by_step: of each step, the idle time of each whole rank; empty if ranks took turns, because a rank that
             waits for its turn is not idle for a cause.
         idle: the mean over steps; if ranks took turns, that of the ``simulated`` step.
+        stages: of each stage, seconds of each kind of action that the schedule has; measured: the median.
         simulated: the schedule with the measured times, hops included.
         expected: the same with the predicted times; None if nothing was predicted.
         critical: the shown step, with what waited for what; None if that is not complete, or ranks took turns.
@@ -52,7 +43,7 @@ class RunAnalysis:
     run: RecordedRun
     steps: tuple[MeasuredStep, ...]
     shown: int
-    stages: tuple[StageActionTimes, ...]
+    stages: tuple[Mapping[Kind, PredictedAndMeasured], ...]
     times: MeasuredTimes
     idle_by_step: tuple[tuple[RankIdleTime, ...], ...]
     idle: tuple[RankIdleTime, ...]
@@ -122,17 +113,19 @@ def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep
     return advise(run.schedule, times.times, run.manifest, times.shares, run.takes_turns, step)
 
 
-def _stages(run: RecordedRun, times: MeasuredTimes, predicted: Times | None) -> tuple[StageActionTimes, ...]:
+def _stages(
+    run: RecordedRun, times: MeasuredTimes, predicted: Times | None
+) -> tuple[dict[Kind, PredictedAndMeasured], ...]:
     actions = {(action.stage, action.kind): action for row in run.schedule.actions for action in row}
     return tuple(
-        StageActionTimes(
-            stage,
-            run.schedule.placement[stage],
-            kind,
-            None if predicted is None else predicted.of(actions[stage, kind]),
-            times.medians.get((stage, kind)),
-        )
-        for stage, kind in sorted(actions, key=lambda key: (key[0], "FBIW".index(key[1])))
+        {
+            kind: PredictedAndMeasured(
+                predicted.of(actions[stage, kind]) if predicted else None, times.medians.get((stage, kind))
+            )
+            for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+            if (stage, kind) in actions
+        }
+        for stage in range(run.schedule.stages)
     )
 
 
