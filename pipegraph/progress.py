@@ -1,4 +1,4 @@
-"""How far long work has come: whoever does it reports, and one listener hears it, if there is one.
+"""Progress of long work: the code that works reports it to the listener, if there is one.
 
 report_progress("compiling kernels", 3, 12)           anywhere below
 with listen(bar.update): …                            the command line, on a terminal
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 Listener = Callable[[str, int, int], None]
-"""(what is being done, how many are done, of how many; 0 if nobody knows). It may be called from any thread."""
+"""Called with (what is being done, how many are done, of how many; 0 if unknown), from any thread."""
 
 _Item = TypeVar("_Item")
 _listener: Listener | None = None
@@ -43,5 +43,5 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def current_listener() -> Listener | None:
-    """Return whoever listens now."""
+    """Return the listener; None if there is none."""
     return _listener

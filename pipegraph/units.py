@@ -1,7 +1,7 @@
-"""Figures for people: the one place that formats and reads bytes, counts, times and percentages.
+"""Formatting and reading bytes, counts, times and percentages: the one place that does.
 
-A figure alone has the unit in which it is a number from 1 on. Figures of one column share a unit and have equally many
-decimals (`TimeFormat.of_column`), or have one decimal and a unit each (`format_bytes`, `format_count`).
+A single figure has the largest unit in which it is 1 or more. Times of one column share a unit and have equally many
+decimals (`TimeFormat.of_column`); bytes and counts have one decimal and a unit each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 UNKNOWN = "—"
-"""What stands for a figure that is not known."""
+"""Written for a figure that is not known."""
 
 _SI = ("", "k", "M", "G", "T", "P", "E")
 _PLAIN = ("", "k", "M", "B", "T")  # of things that are counted: a model of 8 billion parameters is an 8 B model
@@ -54,7 +54,7 @@ def format_bytes(number: float | None, decimals: int = 1) -> str:
 
 
 def bytes_option(needed: int) -> str:
-    """Write the least amount of memory with four digits that is enough for ``needed`` bytes, as `parse_bytes` reads it.
+    """Format bytes as `parse_bytes` reads them, rounded up to four digits.
 
     >>> bytes_option(85_047_905_485)
     '79.21GiB'
@@ -69,14 +69,14 @@ def bytes_option(needed: int) -> str:
 def parse_bytes(text: str) -> int:
     """Read ``80GiB`` (1024³), ``16GB`` (1000³), ``500MB``, or plain bytes: the memory of a device.
 
-    Raises ValueError for anything else, and for less than 1 MiB or more than 1 PiB, which nobody means.
+    Raises ValueError for anything else, and for less than 1 MiB or more than 1 PiB.
     """
     found = _BYTES.fullmatch(text.strip())
     if found is None or found[2].casefold() not in _FACTORS:
         raise ValueError(f"{text!r} is no amount of memory: write 80GiB, 16GB, 500MB or plain bytes.")
     number = float(found[1]) * _FACTORS[found[2].casefold()]
     if not _LEAST <= number <= _MOST:
-        raise ValueError(f"{text!r} is not what a rank has: give 1MiB to 1PiB, such as 80GiB.")
+        raise ValueError(f"{text!r} is not the memory of a rank: give 1MiB to 1PiB, such as 80GiB.")
     return int(number)
 
 
@@ -194,7 +194,7 @@ def tick_marks(end: float, largest_number: int) -> list[float]:
 
 
 def _scaled(number: float, base: int, prefixes: tuple[str, ...], decimals: int = 1) -> tuple[str, str]:
-    """(the number in the largest prefix of which it is 1 or more, that prefix); a number without one has no decimal."""
+    """Return the number in the largest prefix in which it is 1 or more, and that prefix. The lowest has no decimals."""
     power, scaled = 0, float(number)
     while round(scaled, decimals if power else 0) >= base and power < len(prefixes) - 1:
         power, scaled = power + 1, scaled / base

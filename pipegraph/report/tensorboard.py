@@ -1,6 +1,6 @@
-"""What TensorBoard shows of a run: scalars of every step, the plan, timelines, and the run's settings.
+"""Writing a run for TensorBoard: scalars of every step, the plan, timelines, and the run's settings.
 
-All of it is in one folder and is one run there; the process of rank 0 writes it.
+Rank 0's process writes all of it into one folder, which TensorBoard shows as one run.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pipegraph.schedule import Schedule, Timeline
 from pipegraph.tracing.recording.step_figures import StepFigures, batch_sizes
 
 _MIB = 2**20
-_FLUSHED = 5  # seconds after which a figure is on disk; to wait for it at every step would take time of the steps
+_FLUSHED = 5  # seconds until a figure is on disk; flushing it at every step would slow the steps
 
 
 def check_tensorboard() -> None:
-    """Raise PipegraphError if tensorboard is not installed. Every rank calls it, so that none waits for another."""
+    """Raise PipegraphError if tensorboard is not installed. Call it on every rank, so that none waits for another."""
     if importlib.util.find_spec("tensorboard") is None:
         raise PipegraphError(
-            "What TensorBoard shows of a run cannot be written: tensorboard is not installed.\n"
+            "A run cannot be written for TensorBoard: tensorboard is not installed.\n"
             "Try: pip install 'pipegraph[tensorboard]'"
         )
 
 
 class TensorBoardWriter:
-    """Writes `StepFigures` and timelines, which all ranks have gathered, into a run's folder.
+    """Writes `StepFigures` and timelines of all ranks into a run's folder.
 
     Scalars, by step: ``loss``, ``bubble``, ``time/step`` and ``time/step_predicted``, ``time/iteration`` (with the
     optimizer), ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` of whole iterations,
@@ -85,7 +85,7 @@ class TensorBoardWriter:
         self._add_timeline("measured", timeline, step, f"measured, step {step}")
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Flush and close the file."""
         self._writer.close()
 
     def _add_timeline(self, what: str, timeline: Timeline, step: int, title: str) -> None:
@@ -104,7 +104,7 @@ class TensorBoardWriter:
 
 
 def _settings(pipe: Pipeline, processes: int) -> dict[str, str | float]:
-    """What a run's figures depend on."""
+    """Return the settings on which a run's figures depend."""
     schedule = pipe.schedule
     return {
         "model": pipe.package.manifest.model.class_name or "model",

@@ -1,4 +1,4 @@
-"""The names of actions in traces, and back: `F stage 1 microbatch 3`, `SEND_F stage 0 microbatch 3 to stage 1`."""
+"""Names of actions in traces, written and read: `F stage 1 microbatch 3`, `SEND_F stage 0 microbatch 3 to stage 1`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _NAME = re.compile(rf"({'|'.join(Kind)}) stage (\d{{1,9}}) microbatch (\d{{1,9}}
 
 @cache
 def action_name(action: Action) -> str:
-    """What an action is called in a trace."""
+    """Return the name of an action in a trace."""
     text = f"{action.kind.value} stage {action.stage} microbatch {action.microbatch}"
     return text if action.peer is None else f"{text} {'to' if action.sends else 'from'} stage {action.peer}"
 
 
 def parse_action_name(text: str) -> Action | None:
-    """The action that is called this; None where the name is another's."""
+    """Return the action of this name; None if it is no name of an action."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""All ranks of a run in one Chrome trace, for Perfetto: a process per rank, measured and predicted.
+"""Writing one Chrome trace of all ranks, for Perfetto: a process per rank, measured and predicted.
 
 rank 1: stages 1, 2    compute   │ F stage 1 microbatch 0 │ …     with the operations of torch below, if they are wanted
                        sends     │ SEND_F … │                     ┐ a flow arrow from each SEND
@@ -28,9 +28,9 @@ from pipegraph.units import format_seconds
 
 COMPUTE, SENDS, RECEIVES, HOST = 1, 2, 3, 4
 _THREADS = {COMPUTE: "compute", SENDS: "sends", RECEIVES: "receives"}
-_LATER = 16  # threads of predicted steps that overlap, and then those of the GPU's streams
-_BELOW = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
-_DEVICE = _BELOW[2:]
+_LATER = 16  # the first thread of predicted steps that overlap
+_OPERATIONS = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
+_DEVICE = _OPERATIONS[2:]
 
 Event = dict[str, Any]
 _Slice = tuple[int, int, Event]  # (start, end, event) with times in nanoseconds
@@ -38,12 +38,12 @@ _Slice = tuple[int, int, Event]  # (start, end, event) with times in nanoseconds
 
 @dataclass(frozen=True)
 class MergedTrace:
-    """What was written.
+    """Counts of what was written.
 
     Attributes:
         slices, flows: measured slices, and arrows between them.
-        left_out: operations that begin in one slice and end in another, which no trace can show.
-        early: messages that arrive, by these clocks, before they were sent.
+        left_out: operations that begin in one slice and end in another, which a trace cannot show.
+        early: messages that arrive, by the ranks' clocks, before they were sent.
     """
 
     slices: int
@@ -55,10 +55,16 @@ class MergedTrace:
 def merge_traces(
     run: RecordedRun, file: Path, expected: Timeline | None = None, operations: bool = False
 ) -> MergedTrace:
-    """Write a run as one Chrome trace, whole or not at all, compressed if the name ends in ``.gz``.
+    """Write a run as one Chrome trace. Times are microseconds of rank 0's clock since the first event.
 
-    ``expected`` is the predicted step; ``operations`` keeps what torch recorded besides the actions. Times are
-    microseconds of rank 0's clock from the first event on. Raises PipegraphError if the file cannot be written.
+    Args:
+        run: the recorded run.
+        file: written wholly or not at all; compressed if the name ends in ``.gz``.
+        expected: the predicted step, to show it with each measured one.
+        operations: whether to keep what torch recorded besides the actions.
+
+    Raises:
+        PipegraphError: the file cannot be written.
     """
     merge = _Merge(run, measured_steps(run), operations)
 
@@ -82,7 +88,7 @@ def describe_rank(run: RecordedRun, rank: int) -> str:
 
 @dataclass
 class _Merge:
-    """The events of a merged trace, and how many of them were yielded."""
+    """Makes the events of a merged trace, and counts them."""
 
     run: RecordedRun
     steps: Sequence[MeasuredStep]
@@ -115,7 +121,7 @@ class _Merge:
                 yield from _process(ranks + rank, f"predicted {name}", {COMPUTE: "compute"})
 
     def rank(self, trace: RankTrace) -> Iterator[Event]:
-        """The actions of a rank and, if they are wanted, the operations below them."""
+        """Yield the actions of a rank and, if wanted, the operations below them."""
         slices: dict[int, list[_Slice]] = {thread: [] for thread in _THREADS}
         for span in trace.spans:
             args: Event = {"step": span.step, "stage": span.action.stage, "microbatch": span.action.microbatch}
@@ -124,7 +130,7 @@ class _Merge:
             thread, times = _thread(span), (span.start, span.end)
             slices[thread].append(self.slice(trace.rank, thread, action_name(span.action), "action", times, args))
         if self.operations:
-            for thread, name, found in self.below(trace):
+            for thread, name, found in self.operation_slices(trace):
                 if thread not in slices:
                     slices[thread] = []
                     yield from _threads(trace.rank, {thread: name})
@@ -132,17 +138,17 @@ class _Merge:
         for of_thread in slices.values():
             yield from self.nested(of_thread)
 
-    def below(self, trace: RankTrace) -> Iterator[tuple[int, str, _Slice]]:
-        """(thread, its name, slice) of what torch recorded besides the actions.
+    def operation_slices(self, trace: RankTrace) -> Iterator[tuple[int, str, _Slice]]:
+        """Yield (thread, its name, slice) for everything that torch recorded besides the actions.
 
-        On a GPU the actions are the device's, and the host's operations are on threads of their own.
+        On a GPU the actions are the device's, and the host's operations get threads of their own.
         """
         threads: dict[tuple[bool, Any], tuple[int, str]] = {}
         for file in trace.files:
             main = _main_thread(file.events())
             for start, end, event in file.events():
                 args = event.get("args") or {}
-                if event.get("cat") not in _BELOW or ("kind" in args and "microbatch" in args):
+                if event.get("cat") not in _OPERATIONS or ("kind" in args and "microbatch" in args):
                     continue
                 device, own = event["cat"] in _DEVICE, event.get("tid")
                 if not device and not trace.on_gpu and (event.get("pid"), own) == main:
@@ -155,9 +161,9 @@ class _Merge:
                 yield *place, self.slice(trace.rank, place[0], name, category, (start, end), kept)
 
     def nested(self, slices: Sequence[_Slice]) -> Iterator[Event]:
-        """The slices of a thread, outer before inner, without operations that begin in one and end after it.
+        """Yield the slices of a thread, outer before inner, without operations that begin in one and end after it.
 
-        An action is never left out: if clocks or files give two that overlap, the first ends where the second starts.
+        An action is never left out: if two overlap, because of clocks or files, the first ends when the second starts.
         """
         actions = sorted((each for each in slices if each[2]["cat"] == "action"), key=lambda each: each[:2])
         for at, (start, end, event) in enumerate(actions[:-1]):
@@ -183,7 +189,7 @@ class _Merge:
             yield event
 
     def flows(self) -> Iterator[Event]:
-        """An arrow from the start of each SEND to the end of its RECV: within both slices, because that ties it."""
+        """Yield an arrow from the start of each SEND to the end of its RECV: its ends have to lie within the slices."""
         for step in self.steps:
             for send, receive in messages(step):
                 start, begin, end = (
@@ -197,7 +203,7 @@ class _Merge:
                 yield {"ph": "f", "bp": "e", **both, "pid": receive.rank, "tid": RECEIVES, "ts": arrives}
 
     def predicted(self, expected: Timeline) -> Iterator[Event]:
-        """The predicted step from where each measured one starts; on a thread of its own while another one lasts."""
+        """Yield the predicted step at the start of each measured one, on another thread if the last one still runs."""
         free: list[float] = []
         for step in self.steps:
             lane = next((n for n, until in enumerate(free) if until <= step.start), len(free))
@@ -244,7 +250,7 @@ def _thread(span: RecordedSpan) -> int:
 
 
 def _main_thread(events: Iterable[tuple[float, float, Event]]) -> tuple[Any, Any] | None:
-    """(pid, tid) of the thread whose actions a file holds."""
+    """Return (pid, tid) of the thread whose actions a file holds."""
     for _, _, event in events:
         if event.get("cat") == "user_annotation" and "microbatch" in (event.get("args") or {}):
             return event.get("pid"), event.get("tid")
@@ -269,7 +275,7 @@ def _metadata(run: RecordedRun) -> Event:
 
 
 def _write(file: Path, events: Iterable[Event], metadata: Mapping[str, Any]) -> None:
-    """Write event by event into a new file, which then replaces the old one."""
+    """Write the events to a new file, which then replaces the old one."""
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -114,7 +114,7 @@ def test_without_costs_it_is_said_what_would_give_them() -> None:
     assert "saved activations are not known: --balance time predicts them" in texts
     assert texts.count("5.0 GFLOP") == 2
     texts = said(drawn(package(2, StageCost())))
-    assert "nothing is known of what stages take" in texts
+    assert "the costs of the stages are not known" in texts
     assert any(text.startswith("not known: this package has no sizes") for text in texts)
 
 

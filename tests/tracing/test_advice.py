@@ -94,7 +94,7 @@ def test_where_nothing_helps_it_is_said() -> None:
 
 
 def test_ranks_that_take_turns_are_told_what_a_process_each_would_do() -> None:
-    advice = advise(with_edges(build("1f1b", 2, 4)), Times.equal(2), in_turn=True)
+    advice = advise(with_edges(build("1f1b", 2, 4)), Times.equal(2), shared_process=True)
     assert advice.sentence.startswith("With a process for each rank, running zb-h1")
 
 

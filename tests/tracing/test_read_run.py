@@ -102,7 +102,7 @@ def test_a_truncated_file_is_named_and_read_as_far_as_it_goes(part: float, folde
 def test_a_file_that_does_not_say_when_it_was_is_left_out(folder: Path) -> None:
     changed(file_of(folder, 1), lambda trace: trace.pop("baseTimeNanoseconds"))
     assert read_run(folder).problems == (
-        f"{file_of(folder, 1).name} does not say when it was, and is left out",
+        f"{file_of(folder, 1).name} has no time base, and is left out",
         "rank 1 of 2 has no trace",
     )
 

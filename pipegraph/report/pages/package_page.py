@@ -1,4 +1,4 @@
-"""A package as a page: the picture, and every figure in tables. It loads nothing from elsewhere."""
+"""A package as one HTML page that loads nothing: the picture, and every figure in tables."""
 
 from __future__ import annotations
 

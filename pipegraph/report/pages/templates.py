@@ -1,6 +1,6 @@
-"""The pages' templates, styles and scripts, which are the other files of this folder.
+"""Loading the pages' templates, styles and scripts, which are in this folder.
 
-Names of a model may hold anything: the templates escape them, and in a script's data nothing is left that could end it.
+Names of a model may hold anything: templates escape them, and JSON in a script cannot end the script.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FOLDER = Path(__file__).parent
 
 @lru_cache(maxsize=1)
 def templates() -> jinja2.Environment:
-    """Return the templates of this folder; they escape what they are given."""
+    """Return the templates of this folder; they escape their values."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         undefined=jinja2.StrictUndefined,

@@ -1,4 +1,4 @@
-"""A recorded run as one HTML page that needs nothing else: timeline, tables and advice."""
+"""A recorded run as one HTML page that loads nothing: timeline, tables and advice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipegraph.tracing.analysis.run_analysis import RunAnalysis
 from pipegraph.units import UNKNOWN, TimeFormat, format_percent, format_seconds
 
 _PARTS = {"computes": colour(Kind.F), **dict(zip(CAUSES, ("#aab4c2", "#8a5bb5", "#1f9e8f", "#4b5262"), strict=True))}
-"""What the time of a rank goes into, each with its colour."""
+"""The parts of a rank's time, each with its colour."""
 
 
 def trace_page(analysis: RunAnalysis) -> str:
@@ -58,7 +58,7 @@ def _title(analysis: RunAnalysis) -> str:
 
 
 def _alternative(analysis: RunAnalysis) -> str:
-    """What the timeline shows, for readers who do not see it."""
+    """Describe the timeline for screen readers."""
     return (
         f"Timeline of a step on {analysis.run.schedule.ranks} ranks: what each one computes over time, measured above "
         "what was predicted. Arrow keys go from action to action. The tables below have the figures. "
@@ -67,12 +67,12 @@ def _alternative(analysis: RunAnalysis) -> str:
 
 
 def _figures(analysis: RunAnalysis) -> Iterator[dict[str, str]]:
-    """The key figures, each with its name and a remark."""
+    """Yield the key figures, each with its name and a remark."""
 
     def figure(name: str, value: str, aside: str) -> dict[str, str]:
         return {"name": name, "value": value, "aside": aside}
 
-    in_turn, count, expected = analysis.run.takes_turns, len(analysis.steps), analysis.expected
+    in_turn, count, expected = analysis.run.shares_process, len(analysis.steps), analysis.expected
     measured = analysis.simulated.makespan if in_turn else analysis.makespan
     unit = TimeFormat.of(measured)
     if in_turn:
@@ -112,7 +112,13 @@ def _idle(analysis: RunAnalysis) -> dict[str, Any]:
         for each in analysis.idle
     ]
     count = len([each for each in analysis.idle_by_step if each])
-    of = "the simulated step" if analysis.run.takes_turns else f"a step (mean of {count})" if count > 1 else "the step"
+    of = (
+        "the simulated step"
+        if analysis.run.shares_process
+        else f"a step (mean of {count})"
+        if count > 1
+        else "the step"
+    )
     return {
         "bubble": [{"rank": row[0], "parts": bar, "cells": row[1:]} for row, bar in zip(rows, bars, strict=True)],
         "bubble_of": of,

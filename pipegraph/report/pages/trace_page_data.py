@@ -24,7 +24,7 @@ def page_data(analysis: RunAnalysis) -> dict[str, Any]:
         ("predicted", "predicted", analysis.expected),
         ("simulated", "simulated with measured times", analysis.simulated),
     ]
-    if analysis.run.takes_turns:
+    if analysis.run.shares_process:
         timelines.reverse()
     tones = {kind: [colour(kind, chunk, colours.most) for chunk in range(colours.most)] for kind in colours.kinds}
     return {
@@ -44,7 +44,7 @@ def page_data(analysis: RunAnalysis) -> dict[str, Any]:
 
 
 def _kept(analysis: RunAnalysis) -> list[MeasuredStep]:
-    """The shown step and those after and before it, as many as a page can hold."""
+    """Return the shown step and its neighbours, as many as a page can hold."""
     sizes = [sum(map(len, (*step.events, *step.transfers))) for step in analysis.steps]
     room = _MOST
     kept: list[int] = []
@@ -58,7 +58,7 @@ def _kept(analysis: RunAnalysis) -> list[MeasuredStep]:
 
 def _step(step: MeasuredStep, analysis: RunAnalysis) -> dict[str, Any]:
     critical: list[tuple[int, int]] = []
-    if step.complete and not analysis.run.takes_turns:
+    if step.complete and not analysis.run.shares_process:
         places = {event.action: (rank, n) for rank, row in enumerate(step.events) for n, event in enumerate(row)}
         timeline = measured_timeline(step, analysis.run.schedule, analysis.times.hops)
         critical = [places[event.action] for event in timeline.critical_path]

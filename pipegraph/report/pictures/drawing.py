@@ -39,7 +39,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Label:
-    """A line of text, whose baseline has its start, middle or end at (x, y); ``lead`` stands before it in bold."""
+    """A line of text with the start, middle or end of its baseline at (x, y). ``lead`` is bold text before it."""
 
     x: float
     y: float
@@ -70,7 +70,7 @@ Shape = Rectangle | Label | Line
 
 @dataclass(frozen=True)
 class Drawing:
-    """Shapes between (0, 0) and (width, height), the later ones above."""
+    """Shapes between (0, 0) and (width, height). Later ones cover earlier ones."""
 
     width: float
     height: float
@@ -96,7 +96,7 @@ class Drawing:
                 )
 
     def to_svg(self, name: str) -> str:
-        """Return the text of a file on a white ground; ``name`` is for readers that see no pictures."""
+        """Return the text of an SVG file with a white background; screen readers read ``name``."""
         width, height = px(self.width), px(self.height)
         size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         font = f'font-family="{_FONT}" font-size="{_SIZE}" fill="{DARK}"'
@@ -110,7 +110,7 @@ class Drawing:
         return "\n".join(lines)
 
     def to_image(self) -> Image:
-        """Paint it with Pillow, larger and then smaller, so that edges are smooth. Titles are left out."""
+        """Paint it with Pillow, enlarged and then reduced to smooth edges. Titles are left out."""
         from PIL.Image import Resampling, new
         from PIL.ImageDraw import Draw
 
@@ -132,7 +132,7 @@ def px(number: float) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text for XML, without control characters, which it has no place for: a model's name may hold anything."""
+    """Escape text for XML, and replace control characters: a model's name may hold anything."""
     return escape("".join(character if character.isprintable() else "\ufffd" for character in text))
 
 

@@ -25,7 +25,7 @@ from pipegraph.units import TimeFormat, format_bytes, format_count
 _CARD, _HEIGHT, _GAP = 440, 62, 44  # width and height of a stage, and the way to the next one
 _LANE = 24  # of a value that goes around stages
 _BAR, _SPACE = 26, 36  # height of a bar, and its distance from the stage
-_LETTERS, _SAID = 66, 72  # letters that fit into a stage's line, and beside an arrow
+_CARD_LETTERS, _ARROW_LETTERS = 66, 72  # that fit into a stage's line, and next to an arrow
 _FILL, _EDGE, _ARROW = "#f8fafc", "#94a3b8", "#475569"
 _FLOPS = "#7c8aa0"
 _RANKS = ("#1d4ed8", "#b45309", "#047857", "#7e22ce", "#be123c", "#0e7490", "#4d7c0f", "#475569")
@@ -35,7 +35,7 @@ def stages_drawing(manifest: Manifest, schedule: Schedule, width: float) -> Draw
     """Draw the stages and what crosses between them at the left, and a bar for what each costs at the right."""
     lanes = _lanes(manifest)
     left = _LANE * (1 + max(lanes.values(), default=-1)) + (10 if lanes else 0)
-    shapes = [*_arrow(left, 0, _given(manifest, 0), ""), *_skips(manifest, lanes, left)]
+    shapes = [*_arrow(left, 0, _caller_values(manifest, 0), ""), *_skips(manifest, lanes, left)]
     for stage in manifest.stages:
         shapes += _card(manifest, stage, schedule.placement[stage.index], left)
         shapes += _crossing(manifest, schedule, stage.index, left)
@@ -45,14 +45,14 @@ def stages_drawing(manifest: Manifest, schedule: Schedule, width: float) -> Draw
 
 
 def rank_mark(rank: int, x: float, y: float, size: float = 10.5) -> Iterator[Shape]:
-    """A rank's name on its colour, of which there are eight, from x to the right."""
+    """Draw a rank's name on its colour (one of eight), from x to the right."""
     width, height = size * (0.56 * len(f"rank {rank}") + 1.3), 1.62 * size
     yield Rectangle(x, y, width, height, _RANKS[rank % len(_RANKS)], height / 2)
     yield Label(x + width / 2, y + 1.15 * size, f"rank {rank}", size, "#ffffff", "middle", bold=True)
 
 
 def bars(parts: Sequence[tuple[str, str, float, str]], x: float, y: float, height: float) -> Iterator[Shape]:
-    """Boxes one behind the other: (name, fill, width, figure), with the figure inside if it fits."""
+    """Draw boxes side by side: (name, fill, width, figure), with the figure inside if it fits."""
     for name, fill, width, figure in parts:
         yield Rectangle(x, y, width, height, fill, title=f"{name} {figure}")
         if width > LETTER * len(figure) + 8:
@@ -70,22 +70,22 @@ def _card(manifest: Manifest, stage: StageEntry, rank: int, left: float) -> Iter
     yield Rectangle(left, y, 6, _HEIGHT, _RANKS[rank % len(_RANKS)], 3)
     yield Label(left + 18, y + 20, f"stage {stage.index}", 13, bold=True)
     yield from rank_mark(rank, left + _CARD - 66, y + 8)
-    yield Label(left + 18, y + 37, clip(held, _LETTERS), 11.5)
+    yield Label(left + 18, y + 37, clip(held, _CARD_LETTERS), 11.5)
     yield Label(left + 18, y + 53, _sizes(stage), 10.5, GREY)
 
 
 def _sizes(stage: StageEntry) -> str:
-    cost, said = stage.cost, [f"{len(stage.parameters)} parameter tensors"]
+    cost, sizes = stage.cost, [f"{len(stage.parameters)} parameter tensors"]
     if cost.parameters is not None:
-        said[0] = format_count(cost.parameters, "parameters")
+        sizes[0] = format_count(cost.parameters, "parameters")
     if cost.flops is not None:
-        said.append(f"{format_count(cost.flops, 'FLOP')} forward")
+        sizes.append(f"{format_count(cost.flops, 'FLOP')} forward")
     if cost.saved_bytes is not None:
-        said.append(f"keeps {format_bytes(cost.saved_bytes)} for its backward")
-    return "  ·  ".join(said)
+        sizes.append(f"keeps {format_bytes(cost.saved_bytes)} for its backward")
+    return "  ·  ".join(sizes)
 
 
-def _given(manifest: Manifest, stage: int) -> list[Value]:
+def _caller_values(manifest: Manifest, stage: int) -> list[Value]:
     """The tensors that the caller gives to a stage."""
     values = [manifest.values[name] for name in manifest.stages[stage].inputs]
     return [value for value in values if value.producer == CALLER and not value.is_constant]
@@ -98,15 +98,15 @@ def _crossing(manifest: Manifest, schedule: Schedule, stage: int, left: float) -
         yield from _arrow(left, stage + 1, last, "the model's output")
         return
     values = [manifest.values[name] for name in manifest.edge_values(stage, stage + 1)]
-    given = [clip(value.name, 20) for value in _given(manifest, stage + 1)]
+    names = [clip(value.name, 20) for value in _caller_values(manifest, stage + 1)]
     stays = schedule.placement[stage] == schedule.placement[stage + 1]
     notes = [f"on rank {schedule.placement[stage]}"] if stays and values else []
-    notes += [f"and {', '.join(given[:3])}{' …' if len(given) > 3 else ''} of the caller"] if given else []
+    notes += [f"and {', '.join(names[:3])}{' …' if len(names) > 3 else ''} of the caller"] if names else []
     yield from _arrow(left, stage + 1, values, ", ".join(notes), stays)
 
 
 def _arrow(left: float, to: int, values: Sequence[Value], note: str, dashed: bool = False) -> Iterator[Shape]:
-    """Downwards to where stage ``to`` is, or would be; without values only the note is written."""
+    """Draw an arrow down to the place of stage ``to``; without values only the note."""
     x, end = left + 40, _top(to) - 4
     start = end - _GAP + 8
     if not values:
@@ -120,9 +120,9 @@ def _arrow(left: float, to: int, values: Sequence[Value], note: str, dashed: boo
     if first.producer != CALLER and back and first.consumers:
         amount += f", {'as much' if back == total else format_bytes(back)} back"
     name, shape = clip(first.name, 20), clip(f"{first.dtype}{list(first.shape)}", 30)
-    said = f"  {shape}{more}  ·  {amount}{f', {note}' if note else ''}"
+    text = f"  {shape}{more}  ·  {amount}{f', {note}' if note else ''}"
     every = "; ".join(map(str, values))
-    yield Label(x + 14, start + 21, clip(said, _SAID - len(name)), fill=_ARROW, lead=name, title=every)
+    yield Label(x + 14, start + 21, clip(text, _ARROW_LETTERS - len(name)), fill=_ARROW, lead=name, title=every)
 
 
 def _lanes(manifest: Manifest) -> dict[tuple[int, int], int]:
@@ -176,7 +176,7 @@ def _times(manifest: Manifest, left: float, width: float) -> Iterator[Shape]:
 def _flops(manifest: Manifest, left: float, width: float) -> Iterator[Shape]:
     """Without times: the work of each stage's forward, and how to get times."""
     work = [float(stage.cost.flops or 0) for stage in manifest.stages]
-    name = "work of one microbatch's forward" if any(work) else "nothing is known of what stages take"
+    name = "work of one microbatch's forward" if any(work) else "the costs of the stages are not known"
     yield Label(left, 14, name, 13, bold=True)
     yield Label(left, 30, "No times were predicted: pipegraph split … --balance time predicts them.", 10.5, GREY)
     for stage, flops in enumerate(work if any(work) else []):

@@ -80,8 +80,8 @@ class _Lanes:
         if makespan <= 0:
             return 0.0
         lasting = sorted(event.end - event.start for row in self.timeline.events for event in row)
-        shortest = next((each for each in lasting if each > 0), makespan)  # nothing if only messages take time
-        if self.widest < _WIDEST:  # of a measured one the shortest may be far too short
+        shortest = next((each for each in lasting if each > 0), makespan)  # only messages may take time
+        if self.widest < _WIDEST:  # the shortest measured action may be far too short
             shortest = max(shortest, lasting[len(lasting) // 4])
         wanted = self.number_width / shortest * makespan
         return min(max(wanted, self.narrowest), self.widest) / makespan

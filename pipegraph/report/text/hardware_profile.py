@@ -1,4 +1,4 @@
-"""A hardware profile for people: what the device attains, how sure that is, and the links."""
+"""A hardware profile as text: what the device attains, its links, and the sources of the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A package at a glance: its stages and their costs, what crosses between them, and the schedule's grid."""
+"""The tables of a package: its stages and their costs, its boundaries, and the schedule's grid; as text and data."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def held_modules(manifest: Manifest, stage: int) -> str:
 def bytes_of(value: Value) -> int:
     """Return the bytes of a value of one microbatch."""
     bits = re.search("[0-9]+", value.dtype)  # the first number: float8_e4m3fn has 8
-    return math.prod(value.shape_at()) * (int(bits[0]) if bits else 8) // 8  # a bool has 8, and does not say so
+    return math.prod(value.shape_at()) * (int(bits[0]) if bits else 8) // 8  # "bool" has no number, and 8 bits
 
 
 def package_title(manifest: Manifest) -> str:
@@ -135,7 +135,7 @@ def boundary_table(manifest: Manifest) -> Table:
 
 
 def explain_cuts(manifest: Manifest) -> list[str]:
-    """Return lines: what a step is expected to take, and why each cut is where it is; none if nothing was predicted."""
+    """Return lines: the predicted step, and the reason of each cut; empty if nothing was predicted."""
     prediction = manifest.prediction
     if prediction is None:
         return []
@@ -162,6 +162,6 @@ def _costs(package: Package, stage: StageEntry) -> list[str]:
 
 
 def _crossing(manifest: Manifest) -> list[Value]:
-    """The tensors that cross: from the caller first, then by producer."""
+    """Return the tensors that cross, those from the caller first, then by producer."""
     found = [value for value in manifest.values.values() if not value.is_constant and value.consumers]
     return sorted(found, key=lambda value: (value.producer, value.name))

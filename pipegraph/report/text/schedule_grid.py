@@ -23,7 +23,7 @@ from pipegraph.schedule.simulated_schedule import SimulatedSchedule
 from pipegraph.units import TimeFormat, tick_marks
 
 _MOST_LINES = 100  # of a folded grid; a longer one is drawn in one block, without the numbers that do not fit
-_WIDEST = 12  # columns of all boxes ÷ columns that their texts need; what is more is waiting for a slow link
+_WIDEST = 12  # columns of all boxes ÷ columns of their texts; more would be waiting for a slow link
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def render_legend(schedule: Schedule) -> Text:
 
 
 def _scale(schedule: Schedule, timeline: Timeline, coloured: bool) -> tuple[float, int]:
-    """(columns per time, columns of a text and the space behind it): wide enough for the text of the shortest action,
-    unless most are far longer."""
+    """Return (columns per time, columns of a text and a space): wide enough for the text of the shortest action,
+    unless most actions are far longer."""
     longest = schedule.microbatches - 1 if coloured else f"{schedule.stages - 1}F{schedule.microbatches - 1}"
     cell = 1 + len(str(longest))
     lasting = [event.end - event.start for row in timeline.events for event in row if event.end > event.start]
@@ -112,7 +112,7 @@ def _columns(time: float, scale: float) -> int:
 def _boxes(schedule: Schedule, timeline: Timeline, scale: float, coloured: bool) -> list[list[_Box]]:
     colours = ActionColours.of(schedule)
     critical = {event.action for event in timeline.critical_path}
-    styles: dict[str, Style] = {}  # to make one takes longer than all else
+    styles: dict[str, Style] = {}  # making one takes longer than everything else
     rows = []
     for events in timeline.events:
         row = []
@@ -131,7 +131,7 @@ def _boxes(schedule: Schedule, timeline: Timeline, scale: float, coloured: bool)
 
 
 def _text(action: Action, width: int, coloured: bool) -> str:
-    """The text of a box of this width: its action, as much of it as fits."""
+    """Return the text of a box of this width: as much of its action as fits."""
     if coloured:
         number = str(action.microbatch)
         return f" {number}" if len(number) < width else number if len(number) == width else ""
@@ -145,7 +145,7 @@ def _style(background: str) -> Style:
 
 
 def _line(label: str, row: list[_Box], first: int, last: int) -> Text:
-    """The part of a rank's row from one column to another, with nothing after its last box."""
+    """Return the part of a rank's row between two columns, without space after its last box."""
     line = Text(label)
     column = first
     for box in row:
@@ -165,7 +165,7 @@ def _line(label: str, row: list[_Box], first: int, last: int) -> Text:
 
 
 def _axis(timeline: Timeline, scale: float, first: int, last: int, unit: TimeFormat) -> str:
-    """Round times, each above the column where it begins."""
+    """Return round times, each above the column where it begins."""
     line = ""
     for tick in tick_marks(timeline.makespan / unit.size, max(2, _columns(timeline.makespan, scale) // 10)):
         column = _columns(tick * unit.size, scale)

@@ -1,4 +1,4 @@
-"""Plain-text tables and numbers that a person reads, the same on a terminal and in a file."""
+"""Tables as plain text and as Markdown, and text that is safe in them."""
 
 from __future__ import annotations
 

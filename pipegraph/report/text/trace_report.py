@@ -1,4 +1,4 @@
-"""A recorded run: measured against predicted, why ranks were idle, and what to change; as text and as data."""
+"""The report of a recorded run: predicted and measured times, idle time by cause, and advice; as text and data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def render_trace_report(analysis: RunAnalysis) -> str:
     stages = stage_time_table(analysis.stages, analysis.run.schedule.placement)
     parts += [f"a microbatch of each stage, in {stage_time_format(analysis.stages).unit} (medians)\n{table(*stages)}"]
     if analysis.idle:
-        of = "the simulated step" if analysis.run.takes_turns else "a step (mean)"
+        of = "the simulated step" if analysis.run.shares_process else "a step (mean)"
         unit = idle_times(analysis).unit
         parts.append(f"what each rank does in {of}, in {unit}, and why it is idle\n{table(*idle_table(analysis))}")
     else:
@@ -51,26 +51,26 @@ def heading(analysis: RunAnalysis) -> str:
     what = describe_step(run.schedule.name, run.schedule.microbatches, run.schedule.ranks)
     where = "" if info.processes is None else format_number_of("process", info.processes)
     where += f" on {info.device}" if where and info.device else ""
-    said = ", ".join(filter(None, [where, f"kernels: {info.kernels}" if info.kernels else ""]))
-    return one_line(f"{run.folder.name}: {what}{f'; {said}' if said else ''}")
+    details = ", ".join(filter(None, [where, f"kernels: {info.kernels}" if info.kernels else ""]))
+    return one_line(f"{run.folder.name}: {what}{f'; {details}' if details else ''}")
 
 
 def _step_line(analysis: RunAnalysis) -> str:
-    """What a step took, and what was expected of it."""
+    """Return what a step took, and what was predicted."""
     count = len(analysis.steps)
-    if analysis.run.takes_turns:
+    if analysis.run.shares_process:
         unit = TimeFormat.of(analysis.simulated.makespan)
         took = unit.text(analysis.simulated.makespan)
-        said = f"the ranks took turns in one process; a step with a process each, simulated with measured times: {took}"
+        line = f"the ranks took turns in one process; a step with a process each, simulated with measured times: {took}"
     else:
         unit = TimeFormat.of(analysis.makespan)
         of = f"median of {count} steps" if count > 1 else "one step"
-        said = f"a step took {unit.text(analysis.makespan)} from its first action to its last ({of})"
+        line = f"a step took {unit.text(analysis.makespan)} from its first action to its last ({of})"
     if analysis.expected is not None:
-        said += f"; predicted {unit.text(analysis.expected.makespan)}"
+        line += f"; predicted {unit.text(analysis.expected.makespan)}"
     if analysis.iteration is not None:
-        said += f"; with data and optimizer {unit.text(analysis.iteration)}"
-    return said
+        line += f"; with data and optimizer {unit.text(analysis.iteration)}"
+    return line
 
 
 def critical_step(analysis: RunAnalysis) -> str:
@@ -79,15 +79,15 @@ def critical_step(analysis: RunAnalysis) -> str:
 
 
 def remarks(analysis: RunAnalysis) -> Iterator[str]:
-    """Yield what was chosen, assumed, and is wrong; and how well the ranks' clocks agree."""
+    """Yield notes and problems: what was chosen, assumed, and is wrong; and how well the ranks' clocks agree."""
     run = analysis.run
     yield from (f"note: {note}" for note in run.notes)
-    if run.takes_turns:
-        yield "note: ranks that take turns wait for each other, which is no bubble: theirs is of the simulated step"
+    if run.shares_process:
+        yield "note: ranks in one process wait for each other, which is no bubble: the bubble is of the simulated step"
     elif run.clock_error is not None and len(run.ranks) > 1:
         yield f"note: the ranks' clocks agree to ± {format_seconds(run.clock_error)}"
         if any(hop < run.clock_error for hop in analysis.times.hops.values()):
-            yield "note: messages took less than that, so that transfers and overhead are hardly told apart"
+            yield "note: messages took less than that, so transfers and overhead can hardly be separated"
     yield from (f"note: {each}" for each in analysis.times.assumed)
     if analysis.expected is not None and run.manifest is not None and pricing_profile(run.manifest) is None:
         yield "note: the links of the profile that priced the package are not known: predicted messages take no time"
@@ -110,7 +110,7 @@ def idle_table(analysis: RunAnalysis) -> Table:
     unit, rows = idle_times(analysis), []
     for each in analysis.idle:
         causes = [unit.number(cause) for cause in astuple(each.causes)]
-        if analysis.run.takes_turns:
+        if analysis.run.shares_process:
             causes[2:] = [UNKNOWN, UNKNOWN]
         part = format_percent(each.idle / each.makespan if each.makespan else 0.0)
         rows.append([str(each.rank), unit.number(each.busy), unit.number(each.idle), part, *causes])
@@ -137,9 +137,9 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
         "problems": list(run.problems),
         "notes": [*run.notes, *analysis.times.assumed],
         "clocks": _clocks(run),
-        "takes_turns": run.takes_turns,
+        "takes_turns": run.shares_process,
         "step": {
-            "measured": None if run.takes_turns else analysis.makespan,
+            "measured": None if run.shares_process else analysis.makespan,
             "simulated": analysis.simulated.makespan,
             "predicted": None if analysis.expected is None else analysis.expected.makespan,
             "with_data_and_optimizer": analysis.iteration,

@@ -1,4 +1,4 @@
-"""What to change, and what it would save: every change is simulated with the measured times."""
+"""Advice on what to change, and what it would save: each change is simulated with the measured times."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _GainOf = Callable[[float], float]  # of a makespan
 
 @dataclass(frozen=True)
 class SimulatedChange:
-    """A change; ``gain`` is the part of the time that it saves: of a step, or of a microbatch if there are more.
+    """A change, and its ``gain``: the part of a step's time that it saves, or of a microbatch's if there are more.
 
-    The overhead, which is what a step takes beyond the simulation, is assumed to stay.
+    The overhead, by which a step takes longer than its simulation, is assumed to stay.
     """
 
     change: str
@@ -39,33 +39,36 @@ class SimulatedChange:
 class Advice:
     """The changes that were tried, the best first.
 
-    ``in_turn``: the ranks of the run shared a process. ``hindrance`` says why nothing could be tried.
+    Attributes:
+        changes: each with its gain.
+        shared_process: whether the ranks of the run shared a process.
+        hindrance: why nothing could be tried; empty if something was.
     """
 
     changes: tuple[SimulatedChange, ...]
-    in_turn: bool = False
+    shared_process: bool = False
     hindrance: str = ""
 
     @property
     def best(self) -> SimulatedChange | None:
-        """The change with the largest gain, if one is worth it."""
+        """Return the change with the largest gain; None if no gain is worth a change."""
         return next((each for each in self.changes if each.gain >= WORTH), None)
 
     @property
     def sentence(self) -> str:
-        """The best change; if that makes the batch larger, also the best that keeps it."""
+        """Return the advice: the best change and, if that enlarges the batch, also the best that keeps it."""
         if self.hindrance:
             return f"There is none: {self.hindrance}."
         if not self.changes:
             return "There is nothing to try: no rank waits for another."
         if self.best is None:
             return f"Nothing that was tried would save more than {WORTH:.0%}: other cuts, schedules, more microbatches."
-        said = [str(self.best)]
+        sentences = [str(self.best)]
         same = next((each for each in self.changes if each.same_batch and each.gain >= WORTH), None)
         if same is not None and same is not self.best:
-            said.append(f"with the batch as it is, {same}")
-        text = "; ".join(said)
-        if self.in_turn:
+            sentences.append(f"with the batch as it is, {same}")
+        text = "; ".join(sentences)
+        if self.shared_process:
             text = f"with a process for each rank, {text}"
         return f"{text[0].upper()}{text[1:]}."
 
@@ -75,7 +78,7 @@ def advise(
     times: Times,
     manifest: Manifest | None = None,
     shares: str = "",
-    in_turn: bool = False,
+    shared_process: bool = False,
     measured: float = 0.0,
 ) -> Advice:
     """Simulate every change.
@@ -85,28 +88,28 @@ def advise(
         times: as measured.
         manifest: of the package, for changes of its cuts.
         shares: how B was divided into I and W if only B was measured.
-        in_turn: whether ranks shared a process.
+        shared_process: whether ranks shared a process.
         measured: seconds of the step, if they were measured.
     """
     step = simulate(schedule, times).makespan
     if schedule.ranks < 2 or step <= 0:
-        return Advice((), in_turn)
+        return Advice((), shared_process)
 
     def gain_of(makespan: float) -> float:
         return (step - makespan) / max(step, measured)
 
     found = [*_cuts(schedule, times, manifest, gain_of), *_schedules(schedule, times, gain_of, shares)]
     found += _more_microbatches(schedule, times, gain_of)
-    return Advice(tuple(sorted(found, key=lambda each: -each.gain)), in_turn)
+    return Advice(tuple(sorted(found, key=lambda each: -each.gain)), shared_process)
 
 
 def _cuts(schedule: Schedule, times: Times, manifest: Manifest | None, gain_of: _GainOf) -> Iterator[SimulatedChange]:
-    """For each cut and direction, as many layers as it takes."""
+    """Yield for each cut and direction the best number of layers to move."""
     if manifest is None or len(manifest.stages) != schedule.stages:
         return
-    for more_and_more in cut_moves(manifest, times):
+    for moves in cut_moves(manifest, times):
         best: SimulatedChange | None = None
-        for move in more_and_more:
+        for move in moves:
             gain = gain_of(simulate(schedule, move.times).makespan)
             if best is not None and gain <= best.gain:
                 break
@@ -116,7 +119,7 @@ def _cuts(schedule: Schedule, times: Times, manifest: Manifest | None, gain_of: 
 
 
 def _schedules(schedule: Schedule, times: Times, gain_of: _GainOf, shares: str) -> Iterator[SimulatedChange]:
-    """Other orders of the same stages on the same ranks; of those that take equally long, the one that holds least."""
+    """Yield other orders of the same stages on the same ranks; of equally fast ones, the one that holds least."""
     if not schedule.trains:
         return
     held, divided = max(peak_activations(schedule)), _divides_backward(schedule)
@@ -146,7 +149,7 @@ def _divides_backward(schedule: Schedule) -> bool:
 
 
 def _rebuilt(name: str, schedule: Schedule, microbatches: int) -> Schedule | None:
-    """The schedule of this name for the same stages on the same ranks; None if there is none."""
+    """Build the schedule of this name for the same stages on the same ranks; None if there is none."""
     try:
         made = build(name, schedule.ranks, microbatches, schedule.stages // schedule.ranks)
     except ScheduleError:

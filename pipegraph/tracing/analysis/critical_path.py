@@ -41,5 +41,5 @@ def measured_timeline(step: MeasuredStep, schedule: Schedule, hops: Mapping[Edge
 
 
 def _value(kind: Kind) -> Kind:
-    """What an action makes: F a value, I and B a gradient, W nothing that others need."""
+    """Return the kind that makes the same: B makes a gradient, as I does."""
     return Kind.I if kind is Kind.B else kind

@@ -1,4 +1,4 @@
-"""What stages would take if whole layers moved over a cut, estimated from what they took."""
+"""Times of stages if whole layers moved over a cut, estimated from the measured ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _StageTimes = tuple[float, float, float]  # F, I, W
 
 @dataclass(frozen=True)
 class CutMove:
-    """A change of one cut, what is assumed of it, and the times with it."""
+    """A change of one cut, what it assumes, and the times with it."""
 
     change: str
     assuming: str
@@ -55,9 +55,9 @@ def _moves(
 
 
 def _moved(times: Times, source: int, target: int, part: _StageTimes) -> Times:
-    """Times with a part of one stage in another.
+    """Return the times with a part of one stage in another.
 
-    Each stage divides a backward into I and W in its own way: the first has no I, because its input has no gradient.
+    Each stage keeps its own share of I in a backward: the first has no I, because its input has no gradient.
     """
     rows = [list(_times_of(times, stage)) for stage in range(times.stages)]
     for stage, sign in ((source, -1), (target, 1)):

@@ -1,18 +1,18 @@
 """Why a rank computes nothing for part of a step: its idle time, split by cause.
 
-The schedule is simulated three times, each time with one thing more that is real:
+The schedule is simulated three times, each time with one more measured quantity:
 
-1. all stages take equally long and messages no time: what is idle then lies in the schedule, which has to fill and
-   drain (``warmup_and_drain``);
-2. every stage takes what it took, by its medians: what is added is ``imbalance``;
-3. so do messages: what is added is ``transfers``.
+1. All stages take equally long and messages take no time. Idle time is then due to the schedule, which has to fill and
+   drain the pipeline (``warmup_and_drain``).
+2. Every stage takes its medians. The added idle time is ``imbalance``.
+3. Messages take theirs. The added idle time is ``transfers``.
 
-What is idle in the measured step beyond the third is ``overhead``: the host between two actions, and actions that took
+Idle time of the measured step beyond the third is ``overhead``: the host between two actions, and actions that took
 longer than their medians.
 
-A rank may be idle for less in a later simulation: the one with the longest stage waits for nobody. So a cause is
-charged only with what stays idle in every later simulation as well (the least of these), which leaves no cause below 0,
-and the causes add up to the measured idle time.
+A rank may be idle for less time in a later simulation: the one with the longest stage waits for nobody. A cause gets
+only the time that stays idle in every later simulation (their minimum). So no cause is negative, and the causes add up
+to the measured idle time.
 """
 
 from __future__ import annotations
@@ -103,5 +103,5 @@ def _mean(found: Sequence[RankIdleTime]) -> RankIdleTime:
 
 
 def _at_most(time: float, limit: float) -> float:
-    """The lesser of two times; the limit if they differ by no more than additions round."""
+    """Return the smaller of two times; the limit if they differ by rounding only."""
     return limit if time > limit - _ROUNDING else time

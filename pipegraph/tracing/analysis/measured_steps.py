@@ -18,7 +18,7 @@ class MeasuredStep:
         start: of the step, in seconds of the run.
         events: of each rank, the actions that compute, in seconds from ``start``.
         transfers: of each rank, its SENDs and RECVs, likewise.
-        whole: of each rank, whether it did just the schedule's actions, in their order.
+        whole: of each rank, whether it ran exactly the schedule's actions, in order.
         iterations: of each rank, seconds of the step with data and optimizer; None if no trace has them.
     """
 
@@ -35,12 +35,12 @@ class MeasuredStep:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks are whole."""
+        """Return whether all ranks are whole."""
         return all(self.whole)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The seconds that each rank computed."""
+        """Return the seconds that each rank computed."""
         return tuple(sum(event.end - event.start for event in row) for row in self.events)
 
 

@@ -1,4 +1,4 @@
-"""How long actions and messages took, for simulating what might have been."""
+"""Medians of what actions and messages took, for simulating a step."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class MeasuredTimes:
 
 
 def measured_times(
-    steps: Sequence[MeasuredStep], schedule: Schedule, predicted: Times | None, in_turn: bool = False
+    steps: Sequence[MeasuredStep], schedule: Schedule, predicted: Times | None, shared_process: bool = False
 ) -> MeasuredTimes:
     """Return medians of everything that was recorded.
 
-    B is divided into I and W as predicted, or else halved. A stage without a trace takes what was predicted, corrected
-    as the other stages have to be, or else their mean. If ranks take turns, no hop is measured.
+    B is divided into I and W as predicted, or else halved. A stage without a trace takes what was predicted, scaled by
+    the error of the other stages, or else their mean. If ranks share a process, no hop is measured.
     """
     taken: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for step in steps:
@@ -62,7 +62,7 @@ def measured_times(
         for stage, row in enumerate(measured)
         if row is None
     )
-    hops = {} if in_turn else _hops(steps, schedule)
+    hops = {} if shared_process else _hops(steps, schedule)
     forward, input_grad, weight_grad = zip(*filled, strict=True)
     every = {edge: hops.get(edge, 0.0) for edge in schedule.dependencies.edges}
     return MeasuredTimes(medians, Times(forward, input_grad, weight_grad, hop=every), hops, assumed, shares)
@@ -71,7 +71,7 @@ def measured_times(
 def _of_stage(
     stage: int, taken: Mapping[tuple[int, Kind], Sequence[float]], predicted: Times | None
 ) -> _StageTimes | None:
-    """If some backwards are one B and others I and W, all take their mean: the time of the stage stays the same."""
+    """Return the medians of a stage. If it has both B and I with W, all backwards take their mean time."""
     median = {kind: statistics.median(found) for (n, kind), found in taken.items() if n == stage and found}
     if Kind.F not in median:
         return None
@@ -88,7 +88,7 @@ def _of_stage(
 
 
 def _expected(stage: int, measured: Sequence[_StageTimes | None], predicted: Times | None) -> _StageTimes:
-    """The times of a stage that was not measured."""
+    """Estimate the times of a stage that was not measured."""
     known = {n: row for n, row in enumerate(measured) if row is not None}
     if predicted is None:
         forward, input_grad, weight_grad = (sum(column) / len(known) for column in zip(*known.values(), strict=True))
@@ -100,10 +100,7 @@ def _expected(stage: int, measured: Sequence[_StageTimes | None], predicted: Tim
 
 
 def _hops(steps: Sequence[MeasuredStep], schedule: Schedule) -> dict[Edge, float]:
-    """Edge → the median time of the messages that were waited for when they were handed over.
-
-    Of the others it is only known that they came in time.
-    """
+    """Return edge → the median time of the messages that the receiver waited for. Others only came in time."""
     found: dict[Edge, list[float]] = defaultdict(list)
     for step in steps:
         for send, receive in messages(step):

@@ -1,4 +1,4 @@
-"""Everything that a recorded run says, together."""
+"""The whole analysis of a recorded run."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from pipegraph.tracing.reading.recorded_run import RecordedRun
 
 @dataclass(frozen=True)
 class RunAnalysis:
-    """What a run says.
+    """Everything that is known of a run.
 
     Attributes:
         steps: all that were recorded.
         shown: the index of the complete step with the median makespan, or else of the first.
-        idle_by_step: of each step, the idle time of each whole rank; empty if ranks took turns, because a rank that
-            waits for its turn is not idle for a cause.
-        idle: the mean over steps; if ranks took turns, that of the ``simulated`` step.
+        idle_by_step: of each step, the idle time of each whole rank; empty if ranks shared a process, because they then
+            wait for each other.
+        idle: the mean over steps; if ranks shared a process, that of the ``simulated`` step.
         stages: of each stage, seconds of each kind of action that the schedule has; measured: the median.
         simulated: the schedule with the measured times, hops included.
         expected: the same with the predicted times; None if nothing was predicted.
-        critical: the shown step, with what waited for what; None if that is not complete, or ranks took turns.
+        critical: the shown step, with what waited for what; None if that is not complete, or ranks shared a process.
     """
 
     run: RecordedRun
@@ -59,19 +59,19 @@ class RunAnalysis:
 
     @cached_property
     def makespan(self) -> float:
-        """The median over complete steps, or else over all."""
+        """Return the median makespan of complete steps, or else of all."""
         return _median(self.steps)
 
     @cached_property
     def iteration(self) -> float | None:
-        """The median time of a step of the slowest rank, with data and optimizer; None if no trace has it."""
+        """Return the median seconds of a step with data and optimizer, on the slowest rank; None if not recorded."""
         known = [[seconds for seconds in step.iterations if seconds is not None] for step in self.steps]
         found = [max(each) for each in known if any(each)]
         return statistics.median(found) if found else None
 
     @property
     def critical_path(self) -> str:
-        """The critical path in words: of the measured step or, if that has none, of the simulated one."""
+        """Return the critical path as text: of the measured step or, if that has none, of the simulated one."""
         if self.critical is not None:
             return self.critical.describe_critical_path("transfers and overhead")
         return self.simulated.describe_critical_path()
@@ -79,17 +79,17 @@ class RunAnalysis:
 
 def analyse_run(run: RecordedRun) -> RunAnalysis:
     """Analyse a run. Raises PipegraphError if no action that computes was recorded."""
-    steps, schedule, in_turn = measured_steps(run), run.schedule, run.takes_turns
+    steps, schedule, shared_process = measured_steps(run), run.schedule, run.shares_process
     if not steps:
         raise PipegraphError(f"{run.folder} holds no action that computes.\nTry: a longer run, with more active steps.")
     predicted = run.prediction.times if run.prediction else None
-    times = measured_times(steps, schedule, predicted, in_turn)
+    times = measured_times(steps, schedule, predicted, shared_process)
     simulated = simulate(schedule, times.times)
     simulated_idle = SimulatedIdleTimes.of(schedule, times)
-    idle_by_step = tuple(() if in_turn else idle_of_step(step, simulated_idle) for step in steps)
+    idle_by_step = tuple(() if shared_process else idle_of_step(step, simulated_idle) for step in steps)
     complete = sorted((step.makespan, index) for index, step in enumerate(steps) if step.complete)
     shown = complete[(len(complete) - 1) // 2][1] if complete else 0
-    has_critical_path = steps[shown].complete and not in_turn
+    has_critical_path = steps[shown].complete and not shared_process
     return RunAnalysis(
         run=run,
         steps=steps,
@@ -97,7 +97,7 @@ def analyse_run(run: RecordedRun) -> RunAnalysis:
         stages=_stages(run, times, predicted),
         times=times,
         idle_by_step=idle_by_step,
-        idle=idle_of_timeline(simulated, simulated_idle) if in_turn else mean_idle(idle_by_step),
+        idle=idle_of_timeline(simulated, simulated_idle) if shared_process else mean_idle(idle_by_step),
         simulated=simulated,
         expected=run.prediction.timeline if run.prediction else None,
         critical=measured_timeline(steps[shown], schedule, times.hops) if has_critical_path else None,
@@ -106,11 +106,11 @@ def analyse_run(run: RecordedRun) -> RunAnalysis:
 
 
 def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep]) -> Advice:
-    """No advice rests on what a stage is only expected to take: advice is about how stages compare."""
+    """Advise only if all stages were measured: advice is about how they compare."""
     if times.assumed:
-        return Advice((), run.takes_turns, "it takes the times of all stages, and not all were recorded")
-    step = 0.0 if run.takes_turns else _median(steps)
-    return advise(run.schedule, times.times, run.manifest, times.shares, run.takes_turns, step)
+        return Advice((), run.shares_process, "it takes the times of all stages, and not all were recorded")
+    step = 0.0 if run.shares_process else _median(steps)
+    return advise(run.schedule, times.times, run.manifest, times.shares, run.shares_process, step)
 
 
 def _stages(

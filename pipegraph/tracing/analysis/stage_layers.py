@@ -21,10 +21,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of a stage: how many there are, and the structures that stand more than once in the model.
+    """The layers of a stage.
 
-    ``first`` and ``last`` are the equal layers that the stage begins and ends with, from its border on; empty if
-    something else is at the border.
+    Attributes:
+        count: of its layers.
+        structures: those that the model has more than once.
+        first, last: the equal layers at its begin and at its end, from the border on; empty if the stage begins or
+            ends with something else.
     """
 
     count: int
@@ -51,7 +54,7 @@ def stage_layers(stages: Sequence[Sequence[str]]) -> list[StageLayers]:
 
 
 def _equal(layers: Sequence[Layer | None]) -> tuple[Layer, ...]:
-    """The layers at the beginning that equal the first one."""
+    """Return the layers at the begin that equal the first one."""
     found: list[Layer] = []
     for layer in layers:
         if layer is None or (found and layer.structure != found[0].structure):

@@ -1,4 +1,4 @@
-"""A Chrome trace as a file holds it, compressed or not; of a truncated one, as far as it goes."""
+"""Reading a Chrome trace, compressed or not; a truncated one as far as it goes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipegraph.errors import PipegraphError
 
 _GZIP = b"\x1f\x8b"
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_TRIES = 32  # ends at which a truncated trace may be closed
+_TRIES = 32  # objects from the end after which a truncated trace may be closed
 
 
 class TraceError(PipegraphError):
@@ -22,9 +22,9 @@ class TraceError(PipegraphError):
 
 
 class ChromeTrace(msgspec.Struct):
-    """A trace in JSON's object format. Its events stay text until they are asked for: a trace may be large.
+    """A trace in JSON's object format. Its events are decoded one by one, because a trace may be large.
 
-    ``problem`` says why this is not all of it.
+    ``problem`` says why it is not complete; empty if it is.
     """
 
     traceEvents: list[msgspec.Raw] = []
@@ -33,7 +33,7 @@ class ChromeTrace(msgspec.Struct):
     problem: str = ""
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events, without those that are damaged."""
+        """Yield the events, without damaged ones."""
         decoder = msgspec.json.Decoder(dict[str, Any])
         for text in self.traceEvents:
             with suppress(*_DAMAGE):
@@ -45,7 +45,7 @@ def read_trace(file: Path) -> ChromeTrace:
     data = file.read_bytes()
     if data.startswith(_GZIP):
         try:
-            data = zlib.decompressobj(wbits=31).decompress(data)  # as much as there is of it
+            data = zlib.decompressobj(wbits=31).decompress(data)  # as much as there is
         except zlib.error:
             raise TraceError("it is no gzip file, or damaged") from None
     try:
@@ -53,11 +53,11 @@ def read_trace(file: Path) -> ChromeTrace:
     except _DAMAGE as error:
         if "truncated" not in str(error):
             raise TraceError(f"it is no Chrome trace: {error}") from None
-    return _closed(data)
+    return _read_truncated(data)
 
 
-def _closed(data: bytes) -> ChromeTrace:
-    """Close a truncated trace behind the last object that makes it one."""
+def _read_truncated(data: bytes) -> ChromeTrace:
+    """Read a truncated trace up to the last object after which closing brackets make it valid."""
     end = len(data)
     for _ in range(_TRIES):
         end = data.rfind(b"}", 0, max(end, 0))

@@ -1,4 +1,4 @@
-"""One rank's file of one window: its spans, its steps, and whose it is."""
+"""Reading one rank's file of one window: its spans, its steps, and its rank and run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class RawSpan:
 
 @dataclass
 class RankFile:
-    """What was found in a file; ``problem`` says why it is not all of it.
+    """The content of a file. ``problem`` says why it is not complete; empty if it is.
 
     Attributes:
         run, ranks: of the run that wrote it; "" and None if it does not say.
-        base: what its times count from, in nanoseconds on its rank's clock; None if it does not say.
+        base: the time from which its times count, in nanoseconds on its rank's clock; None if it does not say.
         host, gpu: actions by (step, action), as the host and as the GPU took them.
         steps: step → (start, end).
     """
@@ -55,14 +55,14 @@ class RankFile:
 
     @property
     def offset(self) -> int:
-        """Nanoseconds to add to its times for rank 0's clock."""
+        """Nanoseconds to add to its times to get rank 0's clock."""
         return (self.base or 0) + round(self.clock.offset * 1e9)
 
     def spans(self) -> list[RawSpan]:
         """Return each action once, by its start: the GPU's span if there is one.
 
-        If there are spans of the GPU, those of the host say when work was launched. So a transfer without a span of the
-        GPU is left out, and a computation without one, which launched nothing, takes no time after the one before.
+        If the GPU has spans, those of the host only say when work was launched. A transfer without a span of the GPU is
+        then left out. A computation without one launched nothing: it takes no time, after the one before.
         """
         if not self.gpu:
             return sorted(self.host.values(), key=lambda span: (span.start, span.end))
@@ -80,9 +80,9 @@ class RankFile:
 
 
 def read_rank_file(path: Path) -> RankFile:
-    """Read a file as far as it goes. Its name gives rank and window if its text does not."""
+    """Read a file as far as possible. If its text does not name rank and window, its name does."""
     match = NAME.fullmatch(path.name)
-    assert match is not None, "files are found by this name"
+    assert match is not None, "callers list files by this pattern"
     found = RankFile(path, int(match[1]), match[2])
     try:
         trace = read_trace(path)
@@ -116,7 +116,7 @@ def _read_header(found: RankFile, header: Mapping[str, Any]) -> None:
 
 
 def _read_event(found: RankFile, event: Mapping[str, Any]) -> None:
-    """Keep an event if it is an action or a step."""
+    """Store an event if it is an action or a step."""
     if event.get("ph") != "X" or event.get("cat") not in (_HOST, _GPU):
         return
     try:
@@ -138,5 +138,5 @@ def _read_event(found: RankFile, event: Mapping[str, Any]) -> None:
         found.host[key] = span
     elif (earlier := found.gpu.get(key)) is None:
         found.gpu[key] = span
-    else:  # a GPU that did it in several streams has a span in each
+    else:  # a GPU has a span for each stream that worked on it
         found.gpu[key] = replace(span, start=min(earlier.start, span.start), end=max(earlier.end, span.end))

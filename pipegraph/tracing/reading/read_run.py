@@ -1,4 +1,4 @@
-"""A run's folder, read as far as it can be: what is missing or wrong is listed, the rest is there."""
+"""Reading a run's folder. Missing and damaged parts are listed as problems, and the rest is returned."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _traces(folder: Path) -> list[Path]:
 
 
 def _choose(path: Path) -> tuple[Path, list[str]]:
-    """The folder of a run, and what to say of the choice."""
+    """Return the folder of a run, and notes on the choice."""
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise PipegraphError(f"{path} {what}, and a run is a folder.\n{_TRY}")
@@ -64,7 +64,7 @@ def _choose(path: Path) -> tuple[Path, list[str]]:
 
 
 def _read_info(folder: Path, problems: list[str]) -> RunInfo:
-    """``run.json``, as far as it is understood."""
+    """Read ``run.json`` as far as it can be."""
     try:
         found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         windows = tuple(str(window["digits"]) for window in found.get("windows", []))
@@ -82,14 +82,14 @@ def _read_manifest(folder: Path, problems: list[str]) -> Manifest | None:
     try:
         return Manifest.from_json((folder / MANIFEST).read_bytes(), MANIFEST)
     except OSError as error:
-        problems.append(f"{MANIFEST} cannot be read ({error.strerror}): nothing is known of what was predicted")
+        problems.append(f"{MANIFEST} cannot be read ({error.strerror}): no predictions are known")
     except PackageError as error:
         problems.append(str(error))
     return None
 
 
 def _of_one_run(files: Sequence[RankFile], run: str, problems: list[str]) -> Iterator[RankFile]:
-    """The files of the run that ``run.json`` names, or else that most belong to."""
+    """Yield the files of the run that ``run.json`` names, or else of the run that most files name."""
     named = Counter(file.run for file in files if file.run)
     if run not in named and named:
         run = named.most_common(1)[0][0]
@@ -101,7 +101,7 @@ def _of_one_run(files: Sequence[RankFile], run: str, problems: list[str]) -> Ite
 
 
 def _read_schedule(folder: Path, name: str, files: Sequence[RankFile], problems: list[str]) -> Schedule:
-    """The schedule as its file has it; else as the first recorded step shows it."""
+    """Read the schedule's file or, if that fails, take the order of the first recorded step."""
     try:
         return from_csv((folder / "schedule.csv").read_text(encoding="utf-8"), name)
     except (OSError, UnicodeDecodeError) as error:
@@ -121,7 +121,7 @@ def _read_schedule(folder: Path, name: str, files: Sequence[RankFile], problems:
 
 
 def _with_edges(schedule: Schedule, manifest: Manifest | None, problems: list[str]) -> Schedule:
-    """The computing actions alone, with the package's edges; with the manifest of another package, those of a chain."""
+    """Return the schedule without transfers, and with the package's edges; a chain's if the manifest is another's."""
     rows = [tuple(action for action in row if not action.kind.is_transfer) for row in schedule.actions]
     edges: dict[str, Any] = {}
     if manifest is not None and len(manifest.stages) != schedule.stages:
@@ -134,13 +134,13 @@ def _with_edges(schedule: Schedule, manifest: Manifest | None, problems: list[st
 
 
 def _ranks(files: Sequence[RankFile], schedule: Schedule, problems: list[str]) -> dict[int, RankTrace]:
-    """What the files of each rank hold, with times from the first span of all on."""
+    """Join the files of each rank. Times count from the first span of all ranks."""
     parts: dict[int, list[RankFile]] = {}
     for file in sorted(files, key=lambda file: (file.rank, file.window)):
         if file.base is None:
-            problems.append(f"{file.path.name} does not say when it was, and is left out")
-        elif unfit := _unfit(file, schedule):
-            problems.append(f"{file.path.name} is of another plan: {unfit}; it is left out")
+            problems.append(f"{file.path.name} has no time base, and is left out")
+        elif mismatch := _mismatch(file, schedule):
+            problems.append(f"{file.path.name} is of another plan: {mismatch}; it is left out")
         else:
             parts.setdefault(file.rank, []).append(file)
     if not parts:
@@ -149,8 +149,8 @@ def _ranks(files: Sequence[RankFile], schedule: Schedule, problems: list[str]) -
     return {rank: _rank(rank, found, origin) for rank, found in parts.items()}
 
 
-def _unfit(file: RankFile, schedule: Schedule) -> str:
-    """Why a file cannot be of this schedule; empty if it can."""
+def _mismatch(file: RankFile, schedule: Schedule) -> str:
+    """Return why a file cannot be of this schedule; empty if it can."""
     if file.rank >= schedule.ranks or (file.ranks or schedule.ranks) != schedule.ranks:
         return f"it is of rank {file.rank} of {file.ranks or '?'}, and the schedule has {schedule.ranks} ranks"
     known = set(schedule.actions[file.rank])

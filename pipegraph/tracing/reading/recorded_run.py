@@ -1,4 +1,4 @@
-"""A recorded run as data: who did what, when."""
+"""A recorded run as data: the actions of each rank, with their times."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipegraph.tracing.reading.chrome_trace import TraceError, read_trace
 
 
 class RecordedSpan(NamedTuple):
-    """An action of a step, from ``start`` to ``end`` in seconds on rank 0's clock, from the run's first span on.
+    """An action of a step, from ``start`` to ``end``: seconds on rank 0's clock since the run's first span.
 
-    The span of a RECV is the wait for its message, that of a SEND the hand-over; ``bytes`` is the size of the message.
+    A RECV lasts while its message is waited for, a SEND while it is handed over; ``bytes`` is the size of the message.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class RecordedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class RankClock:
-    """Rank 0's clock is this rank's clock + ``offset`` ± ``error``, in seconds; an error of None: not measured."""
+    """Rank 0's clock is this rank's clock + ``offset`` ± ``error``, in seconds. An error of None was not measured."""
 
     offset: float = 0.0
     error: float | None = None
@@ -38,7 +38,7 @@ class RankClock:
 
 @dataclass(frozen=True)
 class TraceFile:
-    """One rank's file of one window. Nanosecond ``shift`` + 1000 · an event's ``ts`` is the time on the run's axis."""
+    """One rank's file of one window. ``shift`` + 1000 · an event's ``ts`` is its time in the run, in nanoseconds."""
 
     path: Path
     window: str
@@ -46,14 +46,14 @@ class TraceFile:
     shift: int
 
     def events(self) -> Iterator[tuple[float, float, dict[str, Any]]]:
-        """Yield (start, end, event) of every complete event that torch recorded; the file is read anew."""
+        """Yield (start, end, event) of every complete event that torch recorded; the file is read again."""
         try:
             for event in read_trace(self.path).events():
                 if event.get("ph") == "X":
                     start = round(float(event["ts"]) * 1000) + self.shift
                     yield start / 1e9, (start + round(float(event["dur"]) * 1000)) / 1e9, event
         except (TraceError, KeyError, TypeError, ValueError):
-            return  # a problem of the run already
+            return  # already among the run's problems
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,14 @@ class RecordedRun:
         return predict_step(self.manifest, self.schedule)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether several ranks shared a process, and so never computed at the same time."""
+    def shares_process(self) -> bool:
+        """Return whether several ranks shared a process, and so never computed at the same time."""
         return self.info.processes is not None and self.info.processes < self.schedule.ranks
 
     @property
     def clock_error(self) -> float | None:
         """Seconds by which two ranks' times may differ: the sum of their errors. None if an error is not known."""
-        if self.takes_turns:
+        if self.shares_process:
             return 0.0
         errors = [trace.clock.error for rank, trace in self.ranks.items() if rank != 0]
         known = sorted(error for error in errors if error is not None)
