@@ -86,7 +86,7 @@ def candidates(
     for each in recompute:
         check_recompute(each)
     recipes = [find_recipe(name) for name in schedules] if schedules else [each for each in RECIPES if each.trains]
-    found = []
+    plans = []
     for recipe in recipes:
         numbers = [recipe.chunks]
         if recipe.any_chunks:
@@ -95,19 +95,19 @@ def candidates(
         elif chunks and recipe.chunks not in chunks:
             continue
         again = recompute if recipe.trains else recompute[:1]  # without a backward it does not matter
-        found += [
+        plans += [
             PlanCandidate(recipe.name, number, count, each)
             for number in numbers
             for count in microbatches or (2 * ranks, 4 * ranks)
             for each in again
         ]
-    if not found:
+    if not plans:
         several = ", ".join(recipe.name for recipe in RECIPES if recipe.any_chunks)
         raise ArgumentError(
             f"{', '.join(f'{recipe.name} has {recipe.chunks}' for recipe in recipes)} to a rank, and --stages-per-rank "
             f"{','.join(map(str, chunks or ()))} was given.\nTry: --schedule with one of {several}."
         )
-    return tuple(found)
+    return tuple(plans)
 
 
 def compare_model(

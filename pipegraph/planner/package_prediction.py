@@ -1,4 +1,4 @@
-"""What the plan and the prices of a package say of a step: its schedule, time, bubble and memory."""
+"""The prediction of a step from the plan and the prices of a package: schedule, time, bubble and memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PlannedStep:
 
     @classmethod
     def of(cls, manifest: Manifest) -> PlannedStep | None:
-        """Return None if the package was cut without a plan: at given points, or into equal numbers of segments."""
+        """Return the step; None if the package was cut at given points, or into equal numbers of segments."""
         plan = manifest.prediction
         return None if plan is None else cls(plan.schedule, plan.placement, plan.microbatches)
 
@@ -181,12 +181,12 @@ def memory_by_kind(manifest: Manifest, schedule: Schedule) -> tuple[RankMemoryBy
     costs = [stage.cost for stage in manifest.stages]
     if any(cost.parameter_bytes is None for cost in costs):
         return ()
-    memory, found = predict_step(manifest, schedule).memory, []
+    memory, ranks = predict_step(manifest, schedule).memory, []
     for rank in range(schedule.ranks):
         own = [cost for cost, place in zip(costs, schedule.placement, strict=True) if place == rank]
         trained = sum((cost.parameter_bytes or 0) if cost.trained_bytes is None else cost.trained_bytes for cost in own)
         trained = trained if schedule.trains else 0
-        found.append(
+        ranks.append(
             RankMemoryByKind(
                 rank=rank,
                 parameters=sum(cost.parameter_bytes or 0 for cost in own),
@@ -196,4 +196,4 @@ def memory_by_kind(manifest: Manifest, schedule: Schedule) -> tuple[RankMemoryBy
                 buffers=sum(cost.buffer_bytes or 0 for cost in own) + (memory[rank].buffers if memory else 0),
             )
         )
-    return tuple(found)
+    return tuple(ranks)

@@ -1,4 +1,4 @@
-"""The file of a plan: which model it is of, its split points, and what it is expected to take."""
+"""The file of a plan: its model, its split points, and the prediction of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipegraph.schedule.recipes import find_recipe
 from pipegraph.units import format_bytes
 
 SCHEMA_VERSION: Final = 1
-_AGAIN: Final = "Try: pipegraph plan MODEL --ranks 4 -o plan.json, which writes a plan."
+_ADVICE: Final = "Try: pipegraph plan MODEL --ranks 4 -o plan.json, which writes a plan."
 
 
 class ModelInput(Entry, frozen=True):
@@ -35,14 +35,14 @@ class ModelInput(Entry, frozen=True):
 
 
 class ModelSummary(Entry, frozen=True, rename={"class_name": "class"}):
-    """The class of a model, and the elements of its parameters, a tied one once."""
+    """The class of a model, and the number of elements of its parameters, a tied one counted once."""
 
     class_name: Text
     parameters: Count
 
 
 class PlanFile(Prediction, frozen=True, kw_only=True):
-    """A plan for a model of this class with so many parameters and these inputs, wherever that comes from."""
+    """A plan for every model of this class with so many parameters and these inputs."""
 
     schema_version: int = SCHEMA_VERSION
     model: ModelSummary
@@ -76,12 +76,12 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
 
     @property
     def prediction(self) -> Prediction:
-        """What the plan is expected to take."""
+        """The prediction of a step."""
         return Prediction(**{name: getattr(self, name) for name in Prediction.__struct_fields__})
 
     @classmethod
     def of(cls, made: Plan) -> PlanFile:
-        """The file of a plan that was priced."""
+        """Return the file of a plan. The plan must be priced."""
         assert made.prediction is not None
         return cls(
             model=ModelSummary(made.captured.model_name, _parameters(made.captured)),
@@ -91,7 +91,7 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The file as data."""
+        """Return the content of the file."""
         return {
             "schema_version": SCHEMA_VERSION,
             "model": msgspec.to_builtins(self.model),
@@ -101,12 +101,12 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
         }
 
     def to_json(self) -> str:
-        """The text of the file, the same for the same plan."""
+        """Return the text of the file, which is the same for the same plan."""
         return json_text(self.to_dict()) + "\n"
 
     @classmethod
     def read(cls, file: Path) -> PlanFile:
-        """Raises SourceError for a file that cannot be read, is none of a plan, or is damaged: it says where."""
+        """Read a file. Raises SourceError with the path in the file if it is not a sound plan."""
         return _KIND.read(file)
 
     @classmethod
@@ -124,8 +124,8 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
         if captured.model_name != self.model.class_name:
             problem = f"is of a {self.model.class_name}, and this model is a {captured.model_name}"
         elif _parameters(captured) != self.model.parameters:
-            found = _parameters(captured)
-            problem = f"is of a model with {self.model.parameters:,} parameters, and this one has {found:,}"
+            count = _parameters(captured)
+            problem = f"is of a model with {self.model.parameters:,} parameters, and this one has {count:,}"
         elif _inputs(captured) != self.inputs:
             problem = f"is for the inputs {_listed(self.inputs)}, and this model has {_listed(_inputs(captured))}"
             instead = "the same inputs (--batch and --seq for hf: models), or pipegraph plan with these"
@@ -142,16 +142,16 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """What every plan has, of any version and damaged or not."""
+    """The fields by which a plan of any version is recognised."""
 
     schema_version: int
     points: Any
 
 
 def is_plan(file: Path) -> bool:
-    """Whether a file is one of a plan, of any version and damaged or not."""
+    """Return whether a file holds a plan, of any version, damaged or not."""
     try:
-        FileKind(_Header, "a plan", SourceError, _AGAIN).read(file)
+        FileKind(_Header, "a plan", SourceError, _ADVICE).read(file)
     except PipegraphError:
         return False
     return True
@@ -162,13 +162,14 @@ def _prepare(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-_KIND: Final = FileKind(PlanFile, "a plan", SourceError, _AGAIN, SCHEMA_VERSION, _prepare)
+_KIND: Final = FileKind(PlanFile, "a plan", SourceError, _ADVICE, SCHEMA_VERSION, _prepare)
 
 
 def _inputs(captured: Captured) -> tuple[ModelInput, ...]:
-    found = ((node.name, node.meta["val"]) for node in captured.inputs)
+    values = {node.name: node.meta["val"] for node in captured.inputs}
     return tuple(
-        ModelInput(name, tuple(map(int, value.shape)), str(value.dtype).removeprefix("torch.")) for name, value in found
+        ModelInput(name, tuple(map(int, value.shape)), str(value.dtype).removeprefix("torch."))
+        for name, value in values.items()
     )
 
 
@@ -177,6 +178,6 @@ def _listed(inputs: Sequence[ModelInput]) -> str:
 
 
 def _parameters(captured: Captured) -> int:
-    """Elements of the parameters, a tied one once."""
+    """Return the number of elements of the parameters, a tied one counted once."""
     entries = [entry for entry in captured.state.values() if entry.kind == "parameter"]
     return sum(entry.numel for entry in {entry.canonical: entry for entry in entries}.values())

@@ -1,4 +1,4 @@
-"""What was predicted of a run's stages, step and memory, compared with what was measured."""
+"""The prediction of a run's stages, step and memory, compared with the measurement."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pipegraph.runtime.measurements import COMPUTING, MeasuredRun
 from pipegraph.schedule import Kind, Schedule
 from pipegraph.units import format_factor
 
-_FAR = 0.3
-"""The part of what was predicted by which stages may take more or less before there is a hint."""
+_LARGE_ERROR = 0.3
+"""If all stages together take so much more or less than predicted, as a part of the prediction, a hint says so."""
 
 
 @dataclass(frozen=True)
 class PredictedAndMeasured:
-    """A figure as it was predicted and as it was measured; None if it was not."""
+    """A figure as predicted and as measured; None for one that is not known."""
 
     predicted: float | None
     measured: float | None
 
     @property
     def error(self) -> float | None:
-        """The error of the prediction, as a part of what was measured; None if one of both is missing or 0."""
+        """The error of the prediction, as a part of the measured figure; None if one of the two is missing or 0."""
         if not self.predicted or not self.measured:
             return None
         return self.predicted / self.measured - 1
@@ -35,18 +35,18 @@ class PredictedAndMeasured:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """A run, compared with what was predicted of it.
+    """A run, compared with its prediction.
 
     Attributes:
-        stages: of each stage, seconds of each kind of action that the schedule has; B is compared with I + W.
+        stages: for each stage, the seconds of each kind of action in the schedule; B is compared with I + W.
         step: seconds; if all ranks run in one process, in turn, the sum of theirs.
         bubble: the part of a step in which even the busiest rank computes nothing, measured step by step; None if
             ranks run in turn.
         state, saved: bytes of each rank.
         buffers: predicted bytes of each rank to receive into.
         measured: the run.
-        basis: what priced it: ``time on h100``; empty if nothing did.
-        hints: what to know or to do if figures are missing, or cannot be compared.
+        basis: what the prices rest on: ``time on h100``; empty without prices.
+        hints: why figures are missing or cannot be compared, and what to try.
     """
 
     schedule: Schedule
@@ -64,7 +64,7 @@ class RunComparison:
 def compare_run(
     manifest: Manifest, schedule: Schedule, measured: MeasuredRun, hardware: Hardware | None = None
 ) -> RunComparison:
-    """Compare a run with what its package's prices come to under the run's schedule.
+    """Compare a run with the prediction of its package for the run's schedule.
 
     ``hardware`` is the profile with the links; see `predict_step`.
     """
@@ -81,7 +81,7 @@ def compare_run(
         }
         for stage in range(schedule.stages)
     )
-    hints = [_unplanned(manifest, schedule), *_hints(manifest, stages, measured, expected.links_known)]
+    hints = [_other_plan_hint(manifest, schedule), *_hints(manifest, stages, measured, expected.links_known)]
     states = [rank.state for rank in memory] if memory else [None] * schedule.ranks
     saved = [rank.saved for rank in memory] if memory else [None] * schedule.ranks
     return RunComparison(
@@ -99,7 +99,7 @@ def compare_run(
 
 
 def _seconds(cost: SegmentCost, kind: Kind) -> float:
-    """Predicted seconds of one action."""
+    """Return the predicted seconds of one action."""
     return {
         Kind.F: cost.forward,
         Kind.I: cost.input_grad,
@@ -108,8 +108,8 @@ def _seconds(cost: SegmentCost, kind: Kind) -> float:
     }[kind]
 
 
-def _unplanned(manifest: Manifest, schedule: Schedule) -> str:
-    """A hint if the plan was made for another step than the one that ran."""
+def _other_plan_hint(manifest: Manifest, schedule: Schedule) -> str:
+    """Return a hint if the plan was made for another step than the one that ran, else an empty string."""
     planned = PlannedStep.of(manifest)
     if planned is None or planned.is_of(schedule):
         return ""
@@ -135,23 +135,23 @@ def _hints(
         what = "Times and bytes were predicted" if timed else "Bytes were predicted"
         yield f"{what} for compiled kernels, and this run used --kernels {measured.kernels}."
     elif timed and manifest.prediction is not None:
-        yield _far_off(manifest.prediction.balance, stages)
+        yield _error_hint(manifest.prediction.balance, stages)
     if timed and not links_known and manifest.prediction is not None:
         name = one_line(manifest.prediction.hardware)
         yield f"The links of {name} are not known here and were left out. Try: --hardware with the profile's file"
 
 
-def _far_off(balance: str, stages: Sequence[Mapping[Kind, PredictedAndMeasured]]) -> str:
-    """A hint if all stages together took much more or much less than predicted."""
+def _error_hint(balance: str, stages: Sequence[Mapping[Kind, PredictedAndMeasured]]) -> str:
+    """Return a hint if all stages together took much more or less than predicted, else an empty string."""
     figures = [each for stage in stages for each in stage.values() if each.predicted and each.measured]
     predicted, measured = sum(each.predicted or 0.0 for each in figures), sum(each.measured or 0.0 for each in figures)
     factor = measured / predicted if figures else 1.0
-    if abs(factor - 1) <= _FAR:
+    if abs(factor - 1) <= _LARGE_ERROR:
         return ""
-    said = f"Stages took {format_factor(factor)} times what was predicted."
+    message = f"Stages took {format_factor(factor)} times what was predicted."
     if balance != "time":
-        return f"{said} Their times were measured: was it on this device, and was nothing else running on it?"
+        return f"{message} Their times were measured: was it on this device, and was nothing else running on it?"
     return (
-        f"{said} Try, while nothing else runs: pipegraph calibrate -o hardware.json and pipegraph split … "
+        f"{message} Try, while nothing else runs: pipegraph calibrate -o hardware.json and pipegraph split … "
         "--hardware hardware.json, or pipegraph run … --recalibrate corrected.json"
     )

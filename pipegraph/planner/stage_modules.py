@@ -1,4 +1,4 @@
-"""The modules of a stage, as a person would list them."""
+"""The modules of a stage, as a short list of names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pipegraph.graph.partition.stages import StageGraph
 
 
 def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
-    """The modules of a stage as a person would list them: ``embed``, ``layers.0 – layers.3``.
+    """Return the names of a stage's modules: ``embed``, ``layers.0 – layers.3``.
 
-    One without parameters is listed only where it is the point at which the stage begins.
+    A module without parameters is listed only if the stage begins with it.
     """
     cuts = captured.graph.find_nodes(op="call_function", target=split_point)
     fqn, side = cuts[stage.index - 1].args if stage.index else (None, None)
@@ -24,8 +24,10 @@ def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
 
 
 def _whole(captured: Captured, root: CallTree, begins: str | None) -> Iterator[str]:
-    """FQNs of the calls that stay whole and hold parameters, or are that of the module at which the stage begins; of a
-    call that was cut, those of the calls inside."""
+    """Yield the FQNs of calls that hold parameters, and of the one with which the stage begins.
+
+    A call that was cut is replaced with the calls inside it.
+    """
 
     def parts(call: CallTree) -> Iterator[CallTree]:
         inner = list(call.calls())
@@ -40,7 +42,7 @@ def _whole(captured: Captured, root: CallTree, begins: str | None) -> Iterator[s
 
 
 def _runs(names: Sequence[str]) -> list[list[str]]:
-    """Group neighbours that count up: layers.0, layers.1, …"""
+    """Group neighbours whose numbers count up: layers.0, layers.1, …"""
     runs: list[list[str]] = []
     for name in names:
         if runs and _follows(runs[-1][-1], name):

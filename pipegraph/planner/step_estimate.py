@@ -1,4 +1,4 @@
-"""What a step of given stages takes."""
+"""The time and the memory of a step with given stages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RankMemory:
 
     Attributes:
         state: parameters, their gradients and the optimizer's state; buffers and constants.
-        saved: what is kept for backwards, at the moment when it is the most.
+        saved: what is kept for backwards, at the moment of its peak.
         buffers: to receive into.
     """
 
@@ -62,5 +62,5 @@ def improve_cuts(
     """Return cuts near these from which no small move makes a step shorter, whatever memory they need."""
     makespan = Makespan(PrefixSums(segments), schedule, link)
     incumbents = Incumbents(makespan, lambda cuts: np.ones(len(cuts), bool), kept=1)
-    found, _ = hill_climb(incumbents, np.array(cuts, np.int64), len(segments))
-    return tuple(found.tolist())
+    improved, _ = hill_climb(incumbents, np.array(cuts, np.int64), len(segments))
+    return tuple(improved.tolist())

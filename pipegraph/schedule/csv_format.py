@@ -5,14 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import re
-from os import PathLike
-from pathlib import Path
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind, unit_text
-from pipegraph.schedule.check import check
 from pipegraph.schedule.schedule import Schedule
-from pipegraph.schedule.text_file import read_text
 
 # torch writes two actions that run at the same time as (0F7;7B3)OVERLAP_F_B.
 _OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
@@ -44,26 +40,11 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     A stage is placed on the rank whose line has its actions. Microbatches count from 0 to the largest in the text.
     Raises a ScheduleError that names line and action. `check` decides whether the schedule can run.
     """
-    schedule, _ = _parse_csv(text, name, name)
+    schedule, _ = parse_csv(text, name, name)
     return schedule
 
 
-def read_csv(path: str | PathLike[str]) -> Schedule:
-    """Read a schedule from a file, as `from_csv` does, and `check` it. Its name is the file's, without the ending.
-
-    Raises a ScheduleError that names the file, and line and action in it.
-    """
-    path = Path(path)
-    schedule, columns = _parse_csv(read_text("schedule", path), path.stem, path.name)
-    try:
-        check(schedule)
-    except ScheduleError as error:
-        what, picture = str(error).split("\n", 1)
-        raise ScheduleError(f"{what} ({path.name}, {_where(error, columns)})\n{picture}", error.places) from None
-    return schedule
-
-
-def _parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
+def parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
     """Read a schedule and the cells of its actions. Line n is that of rank n − 1. Errors name the text ``source``."""
     orders: list[list[Action]] = []
     columns: list[list[int]] = []
@@ -100,15 +81,6 @@ def _parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
     ranks_of_stages = tuple(placement[stage] for stage in range(len(placement)))
     schedule = Schedule(name, ranks_of_stages, microbatches, tuple(map(tuple, orders)), frozenset(overlapped))
     return schedule, tuple(map(tuple, columns))
-
-
-def _where(error: ScheduleError, columns: Columns) -> str:
-    """Name the lines and actions at fault; only the line if an action is missing at its end."""
-    places = []
-    for rank, position in sorted(error.places.items()):
-        action = f", action {columns[rank][position]}" if position < len(columns[rank]) else ""
-        places.append(f"line {rank + 1}{action}")
-    return " and ".join(places)
 
 
 def _place(action: Action, rank: int, placement: dict[int, int]) -> None:

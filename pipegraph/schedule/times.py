@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.dependencies import Edge
-from pipegraph.schedule.text_file import read_text
 
 PerBoundary = float | Sequence[float] | Mapping[Edge, float]
 """One figure for all boundaries, one per boundary (stage s to s + 1), or one per (producer, consumer) edge."""
@@ -120,16 +117,6 @@ class Times:
     def transfer_of(self, edge: Edge) -> float:
         """Return how long a value of this edge occupies its link."""
         return _of_edge("transfer", self.transfer, edge)
-
-
-def read_times(path: str | PathLike[str]) -> Times:
-    """Read times from a file, as `Times.from_json` does. Raises ScheduleError that names the file."""
-    path = Path(path)
-    text = read_text("times", path)
-    try:
-        return Times.from_json(text)
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from None
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,28 +17,28 @@ def resolve_schedule(
         schedule: a name, which gets as many ranks as the stages need; or a schedule, which has its own ranks and
             microbatches.
         stages, microbatches: of a step.
-        placement, ranks: those that the schedule must have, if they are given.
+        placement, ranks: what the schedule must have; None for any.
 
     Raises:
         ScheduleError: an unknown name, numbers that the schedule cannot have, or a schedule that is wrong.
         PlanError: the schedule has another placement, or another number of ranks.
     """
     if isinstance(schedule, Schedule):  # costs say what crosses boundaries, so transfers and edges are left out
-        rows = tuple(tuple(action for action in row if action.peer is None) for row in schedule.actions)
-        schedule = schedule.changed(actions=rows, edges=None, gradient_edges=None)
+        actions = tuple(tuple(action for action in row if action.peer is None) for row in schedule.actions)
+        schedule = schedule.changed(actions=actions, edges=None, gradient_edges=None)
         check(schedule)
-    found = schedule_for_stages(schedule, stages, microbatches, ranks)
-    if ranks not in (None, found.ranks):
+    resolved = schedule_for_stages(schedule, stages, microbatches, ranks)
+    if ranks not in (None, resolved.ranks):
         other = ""
         if type(ranks) is int and ranks > 0:
-            other = f", or {format_number_of('stage', ranks * found.stages // found.ranks)}"
+            other = f", or {format_number_of('stage', ranks * resolved.stages // resolved.ranks)}"
         raise PlanError(
-            f"{found.name} has {format_number_of('stage', stages)} on {format_number_of('rank', found.ranks)}, not on "
-            f"{ranks}.\nTry: ranks={found.ranks}{other}."
+            f"{resolved.name} has {format_number_of('stage', stages)} on "
+            f"{format_number_of('rank', resolved.ranks)}, not on {ranks}.\nTry: ranks={resolved.ranks}{other}."
         )
     if placement is not None:
-        _check_placement(found, placement)
-    return found
+        _check_placement(resolved, placement)
+    return resolved
 
 
 def _check_placement(schedule: Schedule, placement: str) -> None:

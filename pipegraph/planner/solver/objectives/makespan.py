@@ -77,7 +77,7 @@ class Makespan:
 
     def initial_bounds(self) -> list[LinearBound]:
         """Return for each rank the way to its first action and then all its actions."""
-        found = []
+        bounds = []
         for order in self._schedule.actions:
             work = np.zeros((len(TIMES), self._schedule.stages))
             first = order[0].stage
@@ -85,8 +85,8 @@ class Makespan:
             for action in order:
                 work[list(PARTS[action.kind]), action.stage] += 1.0
             hops = np.arange(self._schedule.stages - 1) < first
-            found.append(self._linear_bound(work, float(hops @ self._latency), np.zeros(len(hops))))
-        return found
+            bounds.append(self._linear_bound(work, float(hops @ self._latency), np.zeros(len(hops))))
+        return bounds
 
     def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
         times, transfers = self.times(cuts) @ mixture, self.transfers(cuts) @ mixture

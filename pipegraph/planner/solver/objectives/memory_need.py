@@ -30,7 +30,7 @@ class MemoryParts(NamedTuple):
 
     Attributes:
         state: parameters, their gradients and the optimizer's state; buffers and constants.
-        saved: what is kept for backwards, at the moment when it is the most.
+        saved: what is kept for backwards, at the moment of its peak.
         buffers: to receive into.
     """
 

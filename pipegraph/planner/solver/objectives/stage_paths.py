@@ -69,8 +69,8 @@ def _paths(order: Order) -> Iterator[StagePath]:
             yield StagePath(passed[0], passed[1], passed[2], turns, returns, leaves=False)
 
 
-def _not_dominated(found: Sequence[StagePath]) -> list[StagePath]:
+def _not_dominated(paths: Sequence[StagePath]) -> list[StagePath]:
     """Return the paths of which no other contains as much of everything."""
-    every = np.unique(np.array(found, np.int64), axis=0)
+    every = np.unique(np.array(paths, np.int64), axis=0)
     covered = (every[:, None] <= every).all(axis=2) & ~np.eye(len(every), dtype=bool)
     return [StagePath(*row) for row in every[~covered.any(axis=1)].tolist()]

@@ -36,8 +36,8 @@ def most_even_cuts(costs: Sequence[SegmentCost], stages: int, largest: float) ->
         return allowed
 
     def squares(stage: int, begins: Integers, ends: Integers) -> Floats:
-        found: Floats = (weight[ends][:, None] - weight[begins]) ** 2
-        return found + _FLOPS_SHARE * (work[ends][:, None] - work[begins]) ** 2
+        unevenness: Floats = (weight[ends][:, None] - weight[begins]) ** 2
+        return unevenness + _FLOPS_SHARE * (work[ends][:, None] - work[begins]) ** 2
 
     return tuple(CutSpace.all_cuts(len(costs), stages).restrict(is_light).cheapest(squares, np.add).tolist())
 

@@ -99,7 +99,7 @@ def equilibrium(payoff: Floats) -> tuple[Floats, Floats]:
 
     rows, columns = payoff.shape
     scale = float(np.abs(payoff).max()) or 1.0
-    found = linprog(
+    solution = linprog(
         np.append(np.zeros(rows), -1.0),  # maximise the value, which is the last variable
         A_ub=np.column_stack([-payoff.T / scale, np.ones(columns)]),
         b_ub=np.zeros(columns),
@@ -108,7 +108,7 @@ def equilibrium(payoff: Floats) -> tuple[Floats, Floats]:
         bounds=[(0, None)] * rows + [(None, None)],
         method="highs-ds",
     )
-    return _normalised(found.x[:-1]), _normalised(-found.ineqlin.marginals)
+    return _normalised(solution.x[:-1]), _normalised(-solution.ineqlin.marginals)
 
 
 def _normalised(weights: Floats) -> Floats:
