@@ -8,7 +8,10 @@ from pipegraph.graph.internals import OpOverload
 
 
 def defining_module(target: OpOverload) -> str | None:
-    """The module in which ``torch.library.custom_op`` made an operator; publicly none is found by its name."""
+    """Return the module in which ``torch.library.custom_op`` defined an operator; None if it was defined otherwise.
+
+    ``OPDEFS`` is private. Publicly, nothing finds the definition of an operator by its name.
+    """
     from torch._library.custom_ops import OPDEFS
 
     definition = OPDEFS.get(target._schema.name)
@@ -16,5 +19,8 @@ def defining_module(target: OpOverload) -> str | None:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether calling a module does more than its ``forward``; hooks can only be added and removed publicly."""
+    """Return whether calling a module does more than its ``forward``.
+
+    The dictionaries of hooks are private. The public interface only adds and removes hooks.
+    """
     return bool(module._forward_hooks or module._forward_pre_hooks)

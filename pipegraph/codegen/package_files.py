@@ -1,4 +1,4 @@
-"""What a package holds: its source files and its manifest, made from a plan; nothing is written here."""
+"""The files of a package, built from a plan: source and manifest. Nothing is written to disk here."""
 
 from __future__ import annotations
 
@@ -33,14 +33,25 @@ from pipegraph.version import __version__
 
 
 def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None) -> tuple[dict[str, str], Manifest]:
-    """The source files of a package by name, and its manifest; nothing is written."""
+    """Generate a package without writing it.
+
+    Args:
+        plan: the stages.
+        weights: whether shards will hold parameters, or only buffers.
+        source: where the model came from.
+
+    Returns:
+        the text of each source file by its name, and the manifest.
+
+    Raises:
+        CaptureError: an operation comes from a library that a package could not import.
+    """
     captured = plan.captured
     blocks = BlockClasses(captured)
-    words = _source_names(plan, blocks)
-    names = _unique(words, set(captured.constants))
-    stages = [stage_class(plan, blocks, stage, words) for stage in plan.stages]
+    source_names = _source_names(plan, blocks)
+    stages = [stage_class(plan, blocks, stage, source_names) for stage in plan.stages]
     shared, stages = merge_classes(blocks.used_by(stages), stages)
-    requires = libraries(captured)
+    requires = _libraries(captured)
     model = source.name if source is not None else captured.model_name
     about = f"{prose(captured.model_name)} ({prose(model)})"
     count = f"{len(stages)} stages" if len(stages) > 1 else "one stage"
@@ -54,6 +65,7 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     for index, stage in enumerate(stages):
         header = f"Stage {index} of {len(stages)} of {about}."
         files[f"stage_{index}.py"] = render_stage(stage, shared, header, requires)
+    names = _unique(source_names, set(captured.constants))
     return files, _manifest(plan, names, files, weights, tuple(requires), source)
 
 
@@ -113,7 +125,7 @@ def _manifest(
 
 
 def _plan_entry(plan: Plan) -> PlanEntry:
-    """Where the cuts are and, if that is known, why. What each stage costs stands in its own entry."""
+    """The cuts and, if the plan has one, the prediction. The cost of each stage is in the entry of the stage."""
     return PlanEntry(
         points=tuple(str(point) for point in plan.points),
         stages=tuple(line.partition(": ")[2] for line in plan.describe()),
@@ -137,8 +149,10 @@ def _value(name: str, boundary: Boundary) -> Value:
 
 
 def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:
-    """What everything that crosses is called: the model's own name for its arguments, the key for what it returns in a
-    dict, and else what its source calls the value. Several may have one name."""
+    """The name of each value that crosses between stages; several values may have the same name.
+
+    It is the name of the model's argument, the key of a dict that the model returns, or else the name in its source.
+    """
     captured = plan.captured
     keys: dict[str, str] = {}
     for path, label in pytree.tree_flatten_with_path(captured.outputs)[0]:
@@ -159,7 +173,7 @@ def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:
 
 
 def _unique(wanted: Mapping[fx.Node, str], taken: set[str]) -> dict[fx.Node, str]:
-    """The names of values in the manifest, where each value of the whole model has its own."""
+    """Make the names of values unique, as the manifest needs them: ``h``, ``h_1``."""
     names: dict[fx.Node, str] = {}
     for node, name in wanted.items():
         names[node] = unused(name, taken | set(names.values()))
@@ -169,16 +183,16 @@ def _unique(wanted: Mapping[fx.Node, str], taken: set[str]) -> dict[fx.Node, str
 _BUILT_IN = frozenset({"aten", "prim", "prims"})
 
 
-def libraries(captured: Captured) -> dict[str, str]:
-    """Namespace of operations → the module that defines them when it is imported.
+def _libraries(captured: Captured) -> dict[str, str]:
+    """The libraries outside torch whose operations a model uses: namespace of the operations → module to import.
 
     Raises:
-        CaptureError: no importable module does, as for an operation that is defined in the model's own file.
+        CaptureError: no module that can be imported defines an operation, for example one of the model's own file.
     """
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for node in captured.nodes:
         target = node.target
-        if not isinstance(target, OpOverload) or target.namespace in (_BUILT_IN | found.keys()):
+        if not isinstance(target, OpOverload) or target.namespace in (_BUILT_IN | modules.keys()):
             continue
         module = defining_module(target) or target.namespace
         try:
@@ -190,5 +204,5 @@ def libraries(captured: Captured) -> dict[str, str]:
                 f"The model uses {target}, which is defined in {module}: a package could not import it.\n"
                 f"Try: move the definition of the operation into a module that is installed."
             )
-        found[target.namespace] = module
-    return dict(sorted(found.items()))
+        modules[target.namespace] = module
+    return dict(sorted(modules.items()))

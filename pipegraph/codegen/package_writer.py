@@ -1,4 +1,4 @@
-"""A plan becomes a folder of source, weights and a manifest, or is compared with one."""
+"""Write a plan as a folder of source, weights and a manifest, or compare it with a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Manifest, Package, checkpoint_folder, file_digest
 from pipegraph.planner.plan import Plan
 
-_OF_A_PACKAGE = re.compile(
+_PACKAGE_FILE = re.compile(
     r"(__init__|blocks|weights|stage_\d+)\.py|stage-\d{5}-of-\d{5}\.safetensors|__pycache__|"
     rf"{re.escape(MANIFEST)}|{re.escape(WEIGHTS_INDEX)}"
 )
@@ -35,20 +35,20 @@ def write_package(
 ) -> Package:
     """Write the stages of a plan.
 
-    The folder appears complete or not at all: everything is written beside it and renamed.
+    The folder appears complete or not at all: everything is written into another one, which is renamed at the end.
 
     Args:
         plan: from :func:`pipegraph.plan`.
-        out: the folder. It must not exist, be empty, or hold a package that pipegraph wrote.
-        weights: write parameters: the model's own or, with a path, those of a Hugging Face checkpoint, with the buffers
-            of ``state_dict()``; the model may then be on the meta device. All other buffers are the model's, and are
-            written in any case.
-        overwrite: replace a package that stands there, edited by hand or not.
+        out: the folder. It must be new, or empty, or hold a package that pipegraph wrote.
+        weights: whether to write parameters: the model's own or, if this is a path, those of the Hugging Face
+            checkpoint there, with the buffers of ``state_dict()``; the model may then be on the meta device. All other
+            buffers are the model's, and are always written.
+        overwrite: replace a package in the folder, even if it was edited by hand.
         source: where the model came from, for the manifest.
 
     Raises:
-        PackageError: the folder holds other files, or a package and ``overwrite`` is not given; or there are no
-        weights, or not those of this model.
+        PackageError: the folder holds other files, or a package while ``overwrite`` is false; or the weights are
+            missing, or those of another model.
         CaptureError: an operation comes from a library that a package could not import.
     """
     folder = Path(out)
@@ -56,13 +56,13 @@ def write_package(
     checkpoint = None if isinstance(weights, bool) else checkpoint_folder(weights)
     files, manifest = generate(plan, bool(weights), source)
     shards = shard_plan(plan.captured, plan.stages, bool(weights))
-    with _beside(folder) as staging:
+    with _staging_folder(folder) as staging:
         for name, text in files.items():
             (staging / name).write_text(text, encoding="utf-8")
         if checkpoint is None:
             write_weights(plan.captured, shards, staging)
         else:
-            (staging / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")  # to load stages by
+            (staging / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")  # stages are loaded with it
             write_weights(plan.captured, shard_plan(plan.captured, plan.stages, False), staging)
             copy_weights(plan.captured, shards, staging, checkpoint)
         written = structs.replace(manifest, shards={name: file_digest(staging / name) for name in shards})
@@ -71,7 +71,11 @@ def write_package(
 
 
 def require_writable(folder: Path, overwrite: bool) -> None:
-    """Refuse, before any work, a folder that could not be written or must not be replaced. Raises PackageError."""
+    """Check, before any work, that a folder can be written and may be replaced.
+
+    Raises:
+        PackageError: it cannot be written, holds other files, or holds a package while ``overwrite`` is false.
+    """
     if folder.is_file():
         raise PackageError(f"{folder} is a file.\nTry: -o with another folder.")
     above = next(parent for parent in folder.absolute().parents if parent.exists())
@@ -88,17 +92,17 @@ def require_writable(folder: Path, overwrite: bool) -> None:
             f"{', …' if len(foreign) > 4 else ''}); it is left alone.\nTry: -o with a new folder."
         )
     if not overwrite:
-        held = _held(folder)
-        raise PackageError(f"{folder} already holds {held}.\nTry: --overwrite to replace it, or -o with a new folder.")
+        state = _package_state(folder)
+        raise PackageError(f"{folder} already holds {state}.\nTry: --overwrite to replace it, or -o with a new folder.")
 
 
 def _unwritable(folder: Path, above: Path, error: OSError) -> PackageError:
-    """``above`` is what stands of the path to the folder."""
+    """The error for a folder that cannot be written; ``above`` is the part of its path that exists."""
     why = f"takes no new folder ({error.strerror})" if above.is_dir() else "is a file, not a folder"
     return PackageError(f"{folder} cannot be written: {above} {why}.\nTry: -o with another folder.")
 
 
-def _held(folder: Path) -> str:
+def _package_state(folder: Path) -> str:
     try:
         edited = Package.open(folder).edited()
     except PackageError:
@@ -107,16 +111,16 @@ def _held(folder: Path) -> str:
 
 
 def _foreign_files(folder: Path) -> list[str]:
-    """What stands in a folder beside the files of a package, whole or damaged; all of it where there is no package."""
+    """The names in a folder that are no files of a package; all names, if pipegraph wrote no package there."""
     names = sorted(entry.name for entry in folder.iterdir())
     source = folder / "__init__.py"
     ours = source.is_file() and "written by pipegraph" in source.read_text(encoding="utf-8", errors="replace")
-    return [name for name in names if not (ours and _OF_A_PACKAGE.fullmatch(name))]
+    return [name for name in names if not (ours and _PACKAGE_FILE.fullmatch(name))]
 
 
 @contextmanager
-def _beside(folder: Path) -> Iterator[Path]:
-    """A new folder next to ``folder``, which takes its place at the end; nothing is left behind after an error."""
+def _staging_folder(folder: Path) -> Iterator[Path]:
+    """A new folder next to ``folder``, which replaces it at the end. An error leaves nothing behind."""
     above = next(parent for parent in folder.absolute().parents if parent.exists())
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +129,7 @@ def _beside(folder: Path) -> Iterator[Path]:
         raise _unwritable(folder, above, error) from None
     try:
         yield staging
-        # As the user's umask wants it: mkdtemp and safetensors write for the owner alone.
+        # Set the permissions of the user's umask, because mkdtemp and safetensors write for the owner alone.
         mode = (staging / MANIFEST).stat().st_mode & 0o777
         for file in staging.iterdir():
             file.chmod(mode)
@@ -142,15 +146,15 @@ def _beside(folder: Path) -> Iterator[Path]:
 
 
 def compare_package(out: str | PathLike[str], files: Mapping[str, str], manifest: Manifest) -> dict[str, str]:
-    """Compare the folder ``out`` with what :func:`~pipegraph.codegen.package_files.generate` gave; nothing is written.
+    """Compare a folder with the files and manifest of :func:`~pipegraph.codegen.package_files.generate`.
 
     Weights are not compared: `pipegraph verify` does that.
 
     Returns:
-        file → unified diff from what stands there to what would be written, for each file that would change.
+        for each file that would change: its name → unified diff from the folder's file to the generated one.
 
     Raises:
-        PackageError: there is no package.
+        PackageError: there is no package in the folder.
     """
     folder = Path(out)
     require_package(folder)
@@ -158,18 +162,21 @@ def compare_package(out: str | PathLike[str], files: Mapping[str, str], manifest
         shards = Manifest.read(folder / MANIFEST).shards
     except PackageError:
         shards = {}
-    wanted = {**files, MANIFEST: structs.replace(manifest, shards=shards).to_json()}
-    there = {path.name for path in folder.glob("*.py")} | {MANIFEST}
-    found: dict[str, str] = {}
-    for name in sorted({*wanted, *there}):
-        before, after = _lines(folder / name), wanted.get(name, "").splitlines(keepends=True)
+    generated = {**files, MANIFEST: structs.replace(manifest, shards=shards).to_json()}
+    changes: dict[str, str] = {}
+    for name in sorted({*generated, *(path.name for path in folder.glob("*.py"))}):
+        before, after = _lines(folder / name), generated.get(name, "").splitlines(keepends=True)
         if before != after:
-            found[name] = "".join(difflib.unified_diff(before, after, f"{folder / name}", f"{name}, as it would be"))
-    return found
+            changes[name] = "".join(difflib.unified_diff(before, after, f"{folder / name}", f"{name}, as it would be"))
+    return changes
 
 
 def require_package(folder: Path) -> None:
-    """Refuse, before any work, a folder without a package. Raises PackageError."""
+    """Check, before any work, that a folder holds a package.
+
+    Raises:
+        PackageError: it holds none.
+    """
     if not (folder / MANIFEST).is_file():
         raise PackageError(f"{folder} holds no package to check.\nTry: the same command without --check writes it.")
 

@@ -16,10 +16,10 @@ from pipegraph.codegen.syntax.line_breaks import wrap
 from pipegraph.codegen.syntax.statements import ClassSource, lines
 
 _DOCSTRING_WIDTH = 112
-# A name and its shape stay on one line, and so do an arrow and what follows: their spaces are no-break spaces while a
-# docstring is filled.
-_SIZES = re.compile(r"(?:\w+ )?\w+\[[\d, ]*\]")
-_JOINED = "\u00a0"
+# A name and its shape stay on one line, and so do an arrow and the word after it: while a docstring is filled, their
+# spaces are no-break spaces.
+_NAMED_SHAPE = re.compile(r"(?:\w+ )?\w+\[[\d, ]*\]")
+_NO_BREAK_SPACE = "\u00a0"
 
 
 @lru_cache(maxsize=1)
@@ -35,16 +35,19 @@ def _environment() -> jinja2.Environment:
 
 
 def templates_folder() -> Path:
-    """``codegen_templates``: inside the installed package, or at the top of a checkout."""
+    """The folder ``codegen_templates``: inside the installed package, or at the top of a checkout."""
     package = Path(__file__).parent.parent
     inside = package / "codegen_templates"
     return inside if inside.is_dir() else package.parent / "codegen_templates"
 
 
 def render_stage(source: ClassSource, blocks: Sequence[ClassSource], header: str, libraries: Mapping[str, str]) -> str:
-    """``stage_0.py``.
+    """Render ``stage_0.py`` and the like.
 
     Args:
+        source: the class of the stage.
+        blocks: the classes of ``blocks.py``.
+        header: the docstring of the file.
         libraries: namespace of operators → the module that defines them.
     """
     used = source.uses() & {block.name for block in blocks}
@@ -58,19 +61,19 @@ def render_stage(source: ClassSource, blocks: Sequence[ClassSource], header: str
 
 
 def render_blocks(blocks: Sequence[ClassSource], header: str, libraries: Mapping[str, str]) -> str:
-    """``blocks.py``."""
+    """Render ``blocks.py``; the arguments are those of ``render_stage``."""
     texts = ["\n".join(_class_lines(block)) for block in blocks]
     imports = _imports(blocks, libraries) if blocks else []
     return _render("blocks.py.jinja", header=_docstring(header, 0), classes=texts, imports=imports)
 
 
 def render_init(stages: Sequence[ClassSource], header: str) -> str:
-    """``__init__.py``."""
+    """Render ``__init__.py``."""
     return _render("init.py.jinja", header=_docstring(header, 0), stages=[stage.name for stage in stages])
 
 
 def render_weights(header: str) -> str:
-    """``weights.py``."""
+    """Render ``weights.py``."""
     return _render("weights.py.jinja", header=_docstring(header, 0))
 
 
@@ -97,15 +100,15 @@ def _class_lines(source: ClassSource) -> list[str]:
 
 
 def _docstring(text: str, indent: int) -> list[str]:
-    """A docstring as lines without indentation, broken if it is too long."""
+    """A docstring as lines without indentation; two spaces in the text separate its parts if it is too long for one."""
     if len(text) + indent + 6 <= _DOCSTRING_WIDTH + 8:
         return [f'"""{text}"""']
-    joined = _SIZES.sub(lambda found: found[0].replace(" ", _JOINED), text)
-    head, *parts = joined.replace("→ ", f"→{_JOINED}").split("  ")
+    joined = _NAMED_SHAPE.sub(lambda match: match[0].replace(" ", _NO_BREAK_SPACE), text)
+    head, *parts = joined.replace("→ ", f"→{_NO_BREAK_SPACE}").split("  ")
     first, *others = _filled(head, _DOCSTRING_WIDTH - indent - 3)
     body = [line for part in parts for line in _filled(part, _DOCSTRING_WIDTH - indent)]
     filled = [f'"""{first}', *others, *([""] if body else []), *body, '"""']
-    return [line.replace(_JOINED, " ") for line in filled]
+    return [line.replace(_NO_BREAK_SPACE, " ") for line in filled]
 
 
 def _filled(text: str, width: int) -> list[str]:
@@ -115,13 +118,13 @@ def _filled(text: str, width: int) -> list[str]:
 def _imports(classes: Sequence[ClassSource], libraries: Mapping[str, str]) -> list[str]:
     """The imports that classes need, in isort's order."""
     names = {node.name for source in classes for node in source.walk() if isinstance(node, Name)}
-    found = {"torch": "import torch"} if any(name.startswith("torch.") for name in names) else {}
+    imports = {"torch": "import torch"} if any(name.startswith("torch.") for name in names) else {}
     if any(name.startswith("F.") for name in names):
-        found["torch.nn.functional"] = "import torch.nn.functional as F"
+        imports["torch.nn.functional"] = "import torch.nn.functional as F"
     for namespace, module in libraries.items():
         if any(name.startswith(f"torch.ops.{namespace}.") for name in names):
-            found[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"
-    return [*(found[module] for module in sorted(found)), "from torch import nn"]
+            imports[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"
+    return [*(imports[module] for module in sorted(imports)), "from torch import nn"]
 
 
 def _import_order(name: str) -> tuple[int, list[tuple[int, str]]]:

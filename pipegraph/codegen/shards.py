@@ -1,4 +1,4 @@
-"""The tensors of a package: one safetensors file per stage and an index over them."""
+"""The weights of a package: one safetensors file (shard) per stage and an index of them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,29 @@ from pathlib import Path
 import torch
 
 from pipegraph.errors import PackageError
-from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.captured import Captured
 from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.package import WEIGHTS_INDEX, Package
 from pipegraph.progress import track
 
 
 def shard_plan(captured: Captured, stages: Sequence[StageGraph], weights: bool) -> dict[str, tuple[str, ...]]:
-    """Shard file → the names that it holds.
+    """Assign tensors to shards.
 
-    Every tensor stands once, in the first stage that has it, under the first of its names. Without ``weights`` only
-    buffers and constants are written: they hold values (a rotary table) that nothing else could restore.
+    Every tensor is written once: in the first stage that has it, under the first of its names.
+
+    Args:
+        weights: without them, only buffers and constants are written, because nothing else could restore their values
+            (a rotary table).
+
+    Returns:
+        file name of each shard → names of the tensors in it.
     """
     shards: dict[str, tuple[str, ...]] = {}
     placed: set[str] = set()
     for stage in stages:
-        names = [captured.state[fqn].canonical for fqn in stage.state if weights or _is_value(captured.state[fqn])]
+        entries = map(captured.state.__getitem__, stage.state)
+        names = [entry.canonical for entry in entries if weights or entry.kind != "parameter"]
         new = tuple(name for name in dict.fromkeys(names) if name not in placed)
         placed.update(new)
         if new:
@@ -35,19 +42,15 @@ def shard_plan(captured: Captured, stages: Sequence[StageGraph], weights: bool) 
 
 
 def shard_name(stage: int, stages: int) -> str:
-    """The file that holds a stage's tensors."""
+    """The name of the file that holds a stage's tensors."""
     return f"stage-{stage:05}-of-{stages:05}.safetensors"
-
-
-def _is_value(entry: StateEntry) -> bool:
-    return entry.kind != "parameter"
 
 
 def write_weights(captured: Captured, shards: dict[str, tuple[str, ...]], folder: Path) -> None:
     """Write the shards and ``model.safetensors.index.json``, from the model's own tensors.
 
     Raises:
-        PackageError: a tensor is on the meta device, so that there is no value to write.
+        PackageError: a tensor is on the meta device, and has no value to write.
     """
     from safetensors.torch import save_file
 
@@ -60,13 +63,13 @@ def write_weights(captured: Captured, shards: dict[str, tuple[str, ...]], folder
 def copy_weights(
     captured: Captured, shards: dict[str, tuple[str, ...]], folder: Path, checkpoint: str | PathLike[str]
 ) -> None:
-    """Write the weights of a Hugging Face checkpoint into a package without any, one stage at a time.
+    """Write the weights of a Hugging Face checkpoint into a package that has none, one stage at a time.
 
-    Each stage reads them as it would to be run; tensors that the checkpoint has as they are go from file to file
-    without being held in memory.
+    Each stage reads the checkpoint as it would before a run. Tensors that the checkpoint stores in the same form are
+    copied from file to file and not held in memory.
 
     Raises:
-        PackageError: the checkpoint is not one of this model, or damaged.
+        PackageError: the checkpoint belongs to another model, or is damaged.
     """
     from safetensors.torch import save_file
 
@@ -76,13 +79,11 @@ def copy_weights(
         if file not in shards:
             continue
         module = package.load_stage(stage.index, weights=checkpoint)
-        found = dict(
-            chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-        )
-        tensors = {captured.state[name].canonical: tensor.detach() for name, tensor in found.items()}
-        written = folder / f".{file}"  # a stage may read what stands there now
+        state = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        tensors = {captured.state[name].canonical: tensor.detach() for name, tensor in state}
+        written = folder / f".{file}"  # not yet in place of the shard, from which the stage may still read buffers
         save_file({name: tensors[name] for name in shards[file]}, written)
-        del module, found, tensors
+        del module, state, tensors
         written.replace(folder / file)
     _write_index(captured, shards, folder)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipegraph.codegen.expressions.reshapes import expanded, merged, reshaped, spelled
+from pipegraph.codegen.expressions.reshapes import expand_sizes, flatten_dims, reshape_sizes, shortest_reshape
 from tests.codegen.layers import Row, batch
 from tests.codegen.parity import differences, split
 
@@ -40,7 +40,7 @@ def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[in
 def test_words_give_what_a_reshape_gives(case: tuple[tuple[int, ...], tuple[int, ...], list[int]]) -> None:
     before, after, sizes = case
     x = torch.arange(torch.Size(before).numel()).reshape(before)
-    words = reshaped(before, after, sizes) or ("reshape", [tuple(spelled(before, after, sizes))])
+    words = shortest_reshape(before, after, sizes) or ("reshape", [tuple(reshape_sizes(before, after, sizes))])
     method, arguments = words
     found = getattr(x, method)(*arguments)
     assert found.shape == after
@@ -52,7 +52,7 @@ def test_a_batch_that_stays_may_have_another_size(
     case: tuple[tuple[int, ...], tuple[int, ...], list[int]], factor: int
 ) -> None:
     before, after, sizes = case
-    words = reshaped((2, *before), (2, *after), [2, *sizes])
+    words = shortest_reshape((2, *before), (2, *after), [2, *sizes])
     x = torch.zeros(2 * factor, *before)
     if words is not None and before and (-1 not in sizes or after[sizes.index(-1)] != 1):
         assert getattr(x, words[0])(*words[1]).shape == (2 * factor, *after)
@@ -64,13 +64,13 @@ def test_dimensions_that_are_merged(before: tuple[int, ...], data: st.DataObject
     end = data.draw(st.integers(start, len(before) - 1))
     x = torch.zeros(before)
     for last in (end, end - len(before)):
-        assert x.flatten(*merged(start, last, before)).shape == x.flatten(start, end).shape
+        assert x.flatten(*flatten_dims(start, last, before)).shape == x.flatten(start, end).shape
 
 
 @given(shapes, shapes, st.data())
 def test_sizes_that_an_expand_leaves(new: tuple[int, ...], old: tuple[int, ...], data: st.DataObject) -> None:
     before = tuple(1 if data.draw(st.booleans()) else size for size in old)
-    assert torch.zeros(before).expand(expanded(before, new + old)).shape == new + old
+    assert torch.zeros(before).expand(expand_sizes(before, new + old)).shape == new + old
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_sizes_that_an_expand_leaves(new: tuple[int, ...], old: tuple[int, ...],
     ],
 )
 def test_words(before: tuple[int, ...], after: tuple[int, ...], given: tuple[int, ...], text: str) -> None:
-    method, arguments = reshaped(before, after, given) or ("reshape", spelled(before, after, given))
+    method, arguments = shortest_reshape(before, after, given) or ("reshape", reshape_sizes(before, after, given))
     assert f"{method}({', '.join(map(str, arguments))})" == text
 
 

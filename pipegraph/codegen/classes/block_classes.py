@@ -1,4 +1,4 @@
-"""From a stage's operations to classes: one per distinct structure, nested as the model nests its modules."""
+"""The classes of blocks: one per distinct structure, nested as the model nests its modules."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.segments import opened_calls
 from pipegraph.graph.partition.stages import StageGraph, local_name
 
-# A call without state is written where it is if it has no more operations than this, or is only a part of one.
+# A call that reads no parameters gets no class if it has at most this many operations, or is only a part of one.
 _SMALL = 2
 
 
 class BlockClasses:
-    """The classes of a package, collected stage by stage; equal structures share one class."""
+    """Collects the classes of a package, stage by stage. Equal structures share one class."""
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self.source = SourceStatements(captured)
         self._opened = opened_calls(captured)
         self.names = ModelNames(captured, self.source, self._opened)
-        self._below: dict[str, list[str]] = {"": list(captured.state)}  # module → its state and that of modules in it
+        self._below: dict[str, list[str]] = {"": list(captured.state)}  # module → parameters and buffers inside
         for fqn in captured.state:
             for module in outer_names(fqn):
                 self._below.setdefault(module, []).append(fqn)
@@ -48,7 +48,7 @@ class BlockClasses:
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
 
     def used_by(self, stages: Sequence[ClassSource]) -> tuple[ClassSource, ...]:
-        """The classes that stages use, directly or inside others; a class comes after those that it uses itself."""
+        """The classes that stages use, directly or through other classes, in an order in which each can be defined."""
         used = {name for stage in stages for name in stage.uses()}
         blocks: list[ClassSource] = []
         for block in reversed(self._by_structure.values()):
@@ -58,7 +58,7 @@ class BlockClasses:
         return tuple(reversed(blocks))
 
     def stage(self, stage: StageGraph) -> tuple[ClassContents, ModuleTree]:
-        """What a stage's own class holds; the classes that it uses are collected."""
+        """The contents of a stage's own class. The classes that it uses are added to the collection."""
         members = _StageMembers(frozenset(stage.nodes), frozenset(stage.outputs), frozenset(stage.state))
         root = call_tree(stage.nodes)
         return self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
@@ -74,8 +74,8 @@ class BlockClasses:
     ) -> tuple[ClassContents, ModuleTree]:
         inlined: frozenset[str] = frozenset()
         items = self._items(members, prefix, calls, inlined)
-        while found := conflicts(items):
-            inlined |= found
+        while conflicting := conflicts(items):
+            inlined |= conflicting
             items = self._items(members, prefix, calls, inlined)
         constructors = {relative(item.fqn, prefix): item.constructor for item in items if isinstance(item, ModuleCall)}
         below = [fqn for fqn in self._below.get(prefix, ()) if fqn in members.state]
@@ -104,7 +104,7 @@ class BlockClasses:
     def _items(
         self, members: _StageMembers, prefix: str, calls: Iterable[fx.Node | CallTree], inlined: frozenset[str]
     ) -> list[Item]:
-        """Operations and calls in order; a call that cannot stay one is replaced by what is in it."""
+        """Operations and calls in order. A call that cannot stay a call is replaced by its contents."""
         items: list[Item] = []
         for each in calls:
             if isinstance(each, fx.Node):
@@ -117,7 +117,7 @@ class BlockClasses:
         return items
 
     def _module_call(self, members: _StageMembers, prefix: str, tree: CallTree) -> ModuleCall | None:
-        """A call of a torch.nn module, or of a class that is written for it; None if its operations read better."""
+        """The call of a torch.nn module or of a class for the module; None if its operations read better."""
         called = self._values(members, tree)
         if not called.makes:
             return None
@@ -152,7 +152,7 @@ class BlockClasses:
         return ModuleCall(fqn, constructor, model_class, called.reads, called.makes, called.nodes, modules, arguments)
 
     def _values(self, members: _StageMembers, tree: CallTree) -> _CallValues:
-        """The values that a call takes and gives, in the order of its arguments and results if that is known."""
+        """The values that a call takes and returns, in the order of its arguments and results as far as known."""
         nodes = tuple(tree.nodes())
         inner = set(nodes)
         read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes if node not in inner)
@@ -171,7 +171,7 @@ class BlockClasses:
         )
 
     def _sequential(self, members: _StageMembers, called: _CallValues) -> tuple[FunctionCall | None, frozenset[str]]:
-        """``nn.Sequential(…)``, or a subclass that adds only its name, and the modules in it; else None."""
+        """The constructor and modules of a ``nn.Sequential``, or of a subclass that only adds a name; else None."""
         nothing = None, frozenset[str]()
         fqn = called.tree.fqn
         module = self._captured.modules[fqn].module
@@ -205,8 +205,8 @@ class BlockClasses:
         return call(self._add(called, ("nn.Sequential", *children), lambda: parts).name), frozenset(inside)
 
     def _does_nothing(self, fqn: str) -> bool:
-        """Whether a module left no operation anywhere in the model. In a part of a Sequential, they may be in another
-        stage."""
+        """Return whether a module runs no operation. The whole model counts: of a Sequential that is cut in two, the
+        operations may be in another stage."""
         return fqn not in self._called and isinstance(self._captured.modules[fqn].module, (nn.Identity, nn.Dropout))
 
     # ---- classes -----------------------------------------------------------------------------------------------------
@@ -230,10 +230,11 @@ class BlockClasses:
     def _add(
         self, called: _CallValues, structure: tuple[object, ...], parts: Callable[[], Mapping[str, object]]
     ) -> ClassSource:
-        """The class of a structure: the one that is there, or a new one under an unused name.
+        """The class of a structure: the one that was collected before, or a new one under an unused name.
 
         Args:
-            parts: gives the statements of a new class, as arguments of ``ClassSource``.
+            structure: everything in which two classes must agree to be one.
+            parts: returns the statements of a new class, as arguments of ``ClassSource``.
         """
         module = self._captured.modules[called.tree.fqn]
         structure = (module.class_name, *structure)
@@ -253,26 +254,26 @@ class BlockClasses:
     def _uncalled_leaves(
         self, prefix: str, state: Mapping[str, StateEntry], constructors: Mapping[str, FunctionCall]
     ) -> dict[str, FunctionCall]:
-        """torch.nn modules whose weights are read although the module is not called (an attention's ``out_proj``)."""
-        found: dict[str, FunctionCall] = {}
+        """Modules of torch.nn that are not called although their weights are read (an attention's ``out_proj``)."""
+        leaves: dict[str, FunctionCall] = {}
         for name in state:
             owner, _, _ = name.rpartition(".")
-            if not owner or owner in found or not constructors.keys().isdisjoint(outer_names(name)):
+            if not owner or owner in leaves or not constructors.keys().isdisjoint(outer_names(name)):
                 continue
             module = self._module_at(prefix, owner)
             is_leaf = module is not None and not any(True for _ in module.children())
             constructor = module_constructor(module) if module is not None and is_leaf else None
             if module is None or constructor is None:
                 continue
-            held = {f"{owner}.{each}" for each, _ in (*module.named_parameters(), *module.named_buffers())}
-            if held <= set(state):
-                found[owner] = constructor
-        return found
+            own = {f"{owner}.{each}" for each, _ in (*module.named_parameters(), *module.named_buffers())}
+            if own <= set(state):
+                leaves[owner] = constructor
+        return leaves
 
     def _state_names(
         self, members: _StageMembers, prefix: str, items: Sequence[Item], outputs: Sequence[fx.Node]
     ) -> dict[fx.Node, str]:
-        """State that ``forward`` reads itself → its name relative to the class."""
+        """The parameters and buffers that ``forward`` reads itself → their names relative to the class."""
         names = self._captured.names_of
         wanted: dict[fx.Node, str] = {}
         for item in items:
@@ -282,13 +283,13 @@ class BlockClasses:
         for node in outputs:
             if node.op == "get_attr":
                 wanted.setdefault(node, str(node.target))
-        found: dict[fx.Node, str] = {}
+        state_names: dict[fx.Node, str] = {}
         for node, name in wanted.items():
-            inside = (each for each in (name, *names[str(node.target)]) if each in members.state)
-            held = next((each for each in inside if is_within(each, prefix)), None)
-            if held is not None:
-                found[node] = relative(held, prefix)
-        return found
+            in_stage = (each for each in (name, *names[str(node.target)]) if each in members.state)
+            fqn = next((each for each in in_stage if is_within(each, prefix)), None)
+            if fqn is not None:
+                state_names[node] = relative(fqn, prefix)
+        return state_names
 
 
 @dataclass(frozen=True)
@@ -300,13 +301,13 @@ class _StageMembers:
     state: frozenset[str]
 
     def read_outside(self, node: fx.Node, inner: set[fx.Node]) -> bool:
-        """Whether something of the stage or behind it reads a value, apart from ``inner``."""
+        """Return whether an operation outside ``inner``, in this stage or a later one, reads a value."""
         return node in self.outputs or any(user in self.nodes and user not in inner for user in node.users)
 
 
 @dataclass(frozen=True)
 class _CallValues:
-    """A call with its operations, the values that it takes, and those that it gives."""
+    """A call: its operations, the values that it takes, and the values that it returns."""
 
     tree: CallTree
     nodes: tuple[fx.Node, ...]
@@ -315,7 +316,7 @@ class _CallValues:
 
 
 def modules_of(contents: ClassContents, tree: ModuleTree) -> frozenset[str]:
-    """FQNs of all modules that a class has, those inside others included."""
+    """The FQNs of all modules of a class, directly or inside others."""
     paths = (_join(contents.prefix, path) for path in tree.paths())
     return frozenset(paths).union(*map(modules_in, contents.items))
 
@@ -325,7 +326,11 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _numbers(module: nn.Module) -> dict[str, Expression]:
-    """The numbers that a module holds, by name; those that its constructor takes come first."""
-    held = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float))}
-    order = [*inspect.signature(type(module).__init__).parameters, *held]
-    return {name: literal(held[name]) for name in order if name in held and name != "training" and name[0] != "_"}
+    """The numbers among the attributes of a module. Arguments of the constructor come first."""
+    numbers = {
+        name: literal(value)
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float)) and name != "training" and not name.startswith("_")
+    }
+    order = (*inspect.signature(type(module).__init__).parameters, *numbers)
+    return {name: numbers[name] for name in order if name in numbers}

@@ -1,4 +1,4 @@
-"""Classes that differ in numbers only become one class, and the numbers become arguments of its constructor."""
+"""Merge classes that differ in numbers only. The numbers become arguments of the constructor."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pipegraph.codegen.syntax.expressions import (
 )
 from pipegraph.codegen.syntax.statements import Assign, ClassSource
 
-# A class with more arguments than this says less than two copies of it do. Each further copy is worth two more.
+# Two copies of a class read better than one class with more arguments than this. Each further copy allows two more.
 _MAX_ARGUMENTS, _PER_COPY = 6, 2
-# Stands for any number in what classes have in common.
+# Replaces every number when classes are compared.
 _ANY_NUMBER = Name("…")
 
-# Takes a number and the name of the parameter that it is for; gives what stands in its place.
+# Takes a number and the name of the parameter that it is passed for; returns its replacement.
 _Change = Callable[[Literal, str], Expression]
 
 
@@ -34,18 +34,22 @@ def merge_classes(
 ) -> tuple[list[ClassSource], list[ClassSource]]:
     """Merge the classes of blocks.
 
-    The result is ``Conv1D(nf=96, nx=32)`` and ``Conv1D(nf=32, nx=32)`` instead of a ``Conv1D`` and a ``Conv1D2``. Inner
-    classes come first: the classes that hold them differ in numbers only once they are merged.
+    The result is ``Conv1D(nf=96, nx=32)`` and ``Conv1D(nf=32, nx=32)`` instead of a ``Conv1D`` and a ``Conv1D2``. The
+    classes around them can be merged only after them, so that this goes in rounds until no class is merged.
+
+    Args:
+        blocks: the classes that stages share, each after those that it uses.
+        stages: the classes of the stages.
 
     Returns:
-        fewer blocks, with arguments; stages that make them.
+        the merged classes, and the stages with the new constructor calls.
     """
     classes, users = list(blocks), list(stages)
     while groups := _mergeable(classes):
         calls = {member.name: group.call(index) for group in groups for index, member in enumerate(group.members)}
         merged = {group.members[0].name: group.merged() for group in groups}
-        gone = {member.name for group in groups for member in group.members[1:]}
-        kept = [merged.get(each.name, each) for each in classes if each.name not in gone]
+        removed = {member.name for group in groups for member in group.members[1:]}
+        kept = [merged.get(each.name, each) for each in classes if each.name not in removed]
 
         def with_arguments(made: FunctionCall, calls: Mapping[str, FunctionCall] = calls) -> FunctionCall:
             return made if made.arguments else calls.get(made.function.text, made)
@@ -73,35 +77,34 @@ def _with_calls(source: ClassSource, change: Callable[[FunctionCall], FunctionCa
     return replace(source, children=tuple(map(walk, source.children)), init=tuple(map(walk, source.init)))
 
 
-def _mergeable(classes: Sequence[ClassSource]) -> list[_Group]:
+def _mergeable(classes: Sequence[ClassSource]) -> list[_MergeGroup]:
     groups: dict[object, list[ClassSource]] = {}
     for each in classes:
         if not each.init_parameters:
-            made = _with_numbers(each, lambda number, name: _ANY_NUMBER)
-            common = (each.model_class, each.base, each.parameters, made.children, made.init, made.forward)
+            source = _with_numbers(each, lambda number, name: _ANY_NUMBER)
+            common = (each.model_class, each.base, each.parameters, source.children, source.init, source.forward)
             groups.setdefault(common, []).append(each)
-    found = [_Group(tuple(members), _varying(members)) for members in groups.values() if len(members) > 1]
-    return [group for group in found if len(group.varying) <= _MAX_ARGUMENTS + _PER_COPY * (len(group.members) - 2)]
+    equal = [_MergeGroup(tuple(members), _varying(members)) for members in groups.values() if len(members) > 1]
+    return [group for group in equal if len(group.varying) <= _MAX_ARGUMENTS + _PER_COPY * (len(group.members) - 2)]
 
 
 def _varying(members: Sequence[ClassSource]) -> dict[tuple[Literal, ...], str]:
-    """Numbers that differ, one of each member → the argument that they become."""
+    """The numbers that differ: their values in all members → the name of the argument that replaces them."""
     first = members[0]
     attributes = {target.text for each in first.init if isinstance(each, Assign) for target in each.targets}
     taken = {*first.parameters, *(attribute.removeprefix("self.") for attribute in attributes)}
-    found: dict[tuple[Literal, ...], str] = {}
-    for row in zip(*map(_numbers, members), strict=True):
-        values = tuple(value for value, _ in row)
-        if len(set(values)) > 1 and values not in found:
-            numbers = [member.numbers for member in members]
-            own = [name for name in first.numbers if tuple(each.get(name) for each in numbers) == values]
-            name = row[0][1] if row[0][1] in own or not own else own[0]
-            found[values] = unused(variable(name, "size"), {*taken, *found.values()})
-    return found
+    names: dict[tuple[Literal, ...], str] = {}
+    for numbers in zip(*map(_numbers, members), strict=True):
+        values, parameter = tuple(value for value, _ in numbers), numbers[0][1]
+        if len(set(values)) > 1 and values not in names:
+            own = [name for name in first.numbers if tuple(each.numbers.get(name) for each in members) == values]
+            name = parameter if parameter in own or not own else own[0]
+            names[values] = unused(variable(name, "size"), {*taken, *names.values()})
+    return names
 
 
 @dataclass(frozen=True)
-class _Group:
+class _MergeGroup:
     """Classes that are equal except for the numbers in ``varying``."""
 
     members: tuple[ClassSource, ...]
@@ -116,13 +119,13 @@ class _Group:
         return FunctionCall(Name(self.members[0].name), tuple(arguments))
 
     def merged(self) -> ClassSource:
-        """The class of the first member, with arguments for numbers; ``forward`` reads them as attributes."""
-        columns = [[value for value, _ in _numbers(member)] for member in self.members]
-        rows = iter(list(zip(*columns, strict=True)))
+        """The class of the first member, with arguments for the numbers. ``forward`` reads them as attributes."""
+        per_member = [[value for value, _ in _numbers(member)] for member in self.members]
+        values = zip(*per_member, strict=True)
         stored: dict[str, None] = {}
 
         def in_init(number: Literal, name: str) -> Expression:
-            argument = self.varying.get(next(rows))
+            argument = self.varying.get(next(values))
             return number if argument is None else Name(argument)
 
         def in_forward(number: Literal, name: str) -> Expression:
@@ -138,19 +141,19 @@ class _Group:
 
 
 def _numbers(source: ClassSource) -> Iterator[tuple[Literal, str]]:
-    """Every number with the name of the parameter that it is for, in an order that equal classes share."""
-    found: list[tuple[Literal, str]] = []
+    """Every number, with the name of the parameter that it is passed for, in the order of the source."""
+    numbers: list[tuple[Literal, str]] = []
 
     def collect(number: Literal, name: str) -> Expression:
-        found.append((number, name))
+        numbers.append((number, name))
         return number
 
     _with_numbers(source, collect)
-    return iter(found)
+    return iter(numbers)
 
 
 def _with_numbers(source: ClassSource, change: _Change, change_in_forward: _Change | None = None) -> ClassSource:
-    """A class with its numbers changed, those included that are left to a default."""
+    """A class with its numbers changed, including those that a call leaves to a default."""
 
     def walk(node: Any, change: _Change, name: str = "size") -> Any:
         if isinstance(node, Literal):

@@ -25,11 +25,14 @@ _TIES_LISTED = 4
 
 
 def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapping[fx.Node, str]) -> ClassSource:
-    """``class Stage1``: its attributes, and a ``forward`` over blocks with loops rolled.
+    """``class Stage1``: its modules, and a ``forward`` that calls them.
 
     Args:
-        names: what the model's source calls the values that cross. ``forward`` takes and returns them by their
-            position in the manifest, so that only two of one stage need different names.
+        plan: the stages of the model.
+        blocks: the classes of the package, to which those that the stage uses are added.
+        stage: the stage.
+        names: the names of the values that cross between stages, as in the model's source. The manifest lists them by
+            their position, so that only the values of one stage need different names.
     """
     contents, tree = blocks.stage(stage)
     parameters = _parameters(blocks, stage, names)
@@ -50,7 +53,7 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
 
 
 def _parameters(blocks: BlockClasses, stage: StageGraph, names: Mapping[fx.Node, str]) -> list[str]:
-    """The arguments of ``forward``. Of values with one name, some may get the name under which modules take them."""
+    """The parameters of ``forward``. If two would have one name, each gets the name under which a module takes it."""
     count = Counter(names[node] for node in stage.inputs)
     parameters: list[str] = []
     for node in stage.inputs:
@@ -74,7 +77,7 @@ def _docstring(plan: Plan, stage: StageGraph, parameters: Sequence[str], results
 
 
 def _ties_to_other_stages(plan: Plan, stage: StageGraph) -> list[str]:
-    """``lm_head.weight is tied to embed_tokens.weight of stage 0.``, for each parameter that other stages hold too."""
+    """``lm_head.weight is tied to embed_tokens.weight of stage 0.``, for each parameter that other stages have too."""
     others: dict[str, list[str]] = {}
     for other in plan.stages:
         if other is not stage:
@@ -84,13 +87,13 @@ def _ties_to_other_stages(plan: Plan, stage: StageGraph) -> list[str]:
         (name, others[tensor]) for tensor, name in _parameter_names(plan.captured, stage).items() if tensor in others
     ]
     ties = [f"{prose(name)} is tied to {prose(', '.join(places))}." for name, places in shared]
-    left = len(ties) - _TIES_LISTED
-    more = f"{left} more {'are' if left > 1 else 'is'} tied; pipeline.json lists their names."
-    return ties if left <= 0 else [*ties[:_TIES_LISTED], more]
+    count = len(ties) - _TIES_LISTED
+    more = f"{count} more {'are' if count > 1 else 'is'} tied; pipeline.json lists their names."
+    return ties if count <= 0 else [*ties[:_TIES_LISTED], more]
 
 
 def _parameter_names(captured: Captured, stage: StageGraph) -> dict[str, str]:
-    """A stage's parameters: the tensor under its first name in the model → under its first name in the stage."""
+    """The parameters of a stage: the first name of each in the model → its first name in the stage."""
     names: dict[str, str] = {}
     for entry in map(captured.state.__getitem__, stage.state):
         if entry.kind == "parameter":
@@ -115,7 +118,7 @@ def _ties(captured: Captured, stage: StageGraph, tree: ModuleTree) -> Iterator[S
 
 
 def _frozen(captured: Captured, stage: StageGraph, tree: ModuleTree) -> Iterator[Statement]:
-    """``self.embed.requires_grad_(False)``, for the largest modules in which nothing is trained."""
+    """``self.embed.requires_grad_(False)``, for the outermost modules without a trained parameter."""
     parameters = [captured.state[fqn] for fqn in stage.state if captured.state[fqn].kind == "parameter"]
     frozen = {entry.fqn for entry in parameters if not entry.requires_grad and entry.dtype.is_floating_point}
     trained = {entry.fqn for entry in parameters} - frozen
@@ -133,7 +136,7 @@ def _frozen(captured: Captured, stage: StageGraph, tree: ModuleTree) -> Iterator
 
 
 def _modes(captured: Captured, modules: frozenset[str], tree: ModuleTree) -> Iterator[Statement]:
-    """``self.eval()`` and the like, for modules in another mode than the one around them."""
+    """``self.eval()`` and the like, for modules in another mode than the module around them."""
     modes: dict[str, bool] = {}
     for fqn, module in captured.modules.items():
         if fqn and fqn not in modules:
@@ -147,7 +150,7 @@ def _modes(captured: Captured, modules: frozenset[str], tree: ModuleTree) -> Ite
 
 
 def _module(tree: ModuleTree, fqn: str) -> Expression:
-    """The expression for a module of the stage; one inside a block is found by its name."""
+    """The expression of a module of the stage; ``self.get_submodule("…")`` for one inside a block."""
     path = fqn.split(".") if fqn else []
     if not path or tree.at(path) is not None:
         return tree.access(path)

@@ -1,5 +1,6 @@
-"""Operations and calls of torch's own modules as the expressions that a person would write.
+"""Operations, modules of torch and the tree of modules as the expressions that a person would write.
 
-In: a node of a captured graph, or a call of a module. Out: an expression, or the constructor of the module. The
-spelling of another operator is one line of the table in ``operator_spellings``.
+In: a node of a captured graph, a call of a module, or the modules of a class. Out: expressions and constructors. To
+spell another operator, fill the column ``spelling`` of its row in ``graph/operators.py``; a spelling that is new needs
+a function in ``operator_spellings``.
 """

@@ -1,4 +1,4 @@
-"""Tests of a loop's index as a person would write them: every second one, every sixth, the first three."""
+"""Tests of a loop's index as a person would write them: ``i < 3``, ``i in (2, 7)``, ``i % 6 == 5``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from pipegraph.codegen.syntax.expressions import Binary, Expression, literal
 
-# So many indices are named one by one.
-_NAMED = 3
+# The most indices that a test lists.
+_LISTED = 3
 
 Kind = TypeVar("Kind", bound=Hashable)
 
@@ -31,7 +31,7 @@ class IndexTest:
 def separating_test(indices: Sequence[int], kinds: Sequence[Kind]) -> tuple[IndexTest, Kind] | None:
     """A test that holds for the indices of one kind only, and that kind.
 
-    None if there are not just two kinds, or if no such test tells them apart.
+    None if there are not exactly two kinds, or if no test separates them.
 
     Args:
         indices: in ascending order.
@@ -47,18 +47,21 @@ def separating_test(indices: Sequence[int], kinds: Sequence[Kind]) -> tuple[Inde
     if of_kind[first][-1] < of_kind[second][0]:
         return IndexTest("<", of_kind[second][0]), first
     periodic = periodic_test(indices, kinds)
-    if periodic is None and len(of_kind[rarer]) <= _NAMED:
+    if periodic is None and len(of_kind[rarer]) <= _LISTED:
         return IndexTest("in", tuple(of_kind[rarer])), rarer
     return periodic
 
 
 def periodic_test(indices: Sequence[int], kinds: Sequence[Kind]) -> tuple[IndexTest, Kind] | None:
-    """The same, if one kind comes back at a fixed distance and the indices span that distance twice at least."""
+    """A test with a modulus, and the kind for which it holds; None if no kind returns after a fixed period.
+
+    The indices must cover the period at least twice.
+    """
     for kind in dict.fromkeys(kinds) if len(set(kinds)) == 2 else ():
         chosen = [index for index, each in zip(indices, kinds, strict=True) if each == kind]
         period = chosen[1] - chosen[0] if len(chosen) > 1 else 1
         rest = chosen[0] % period
-        even = (period, rest) == (2, 0)  # of two that alternate, the test is for the odd ones
-        if 2 <= period <= len(indices) / 2 and not even and chosen == [i for i in indices if i % period == rest]:
+        is_even = (period, rest) == (2, 0)  # if two kinds alternate, the test is for the odd indices
+        if 2 <= period <= len(indices) / 2 and not is_even and chosen == [i for i in indices if i % period == rest]:
             return IndexTest(modulus=period) if period == 2 else IndexTest("==", rest, period), kind
     return None

@@ -1,4 +1,4 @@
-"""The tree of modules in a generated class, and the expressions that reach them: ``self.layers[0].norm``."""
+"""The tree of modules in a class: expressions of modules, ``self.layers[0].norm``, and statements that make them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass
 class ModuleTree:
-    """A module that only holds others (and, rarely, state of its own).
+    """A module that only holds other modules (and, rarely, parameters and buffers).
 
     Attributes:
-        children: other such modules, or the constructors of modules, by name.
+        children: trees of the same kind, or the constructors of modules, by name.
         state: parameters and buffers by name.
         is_class: whether it is the generated class itself.
-        model_class: the container of ``torch.nn`` that the model has there, if it is one.
+        model_class: the container of ``torch.nn`` at the same place in the model, if there is one.
     """
 
     children: dict[str, ModuleTree | FunctionCall] = field(default_factory=dict)
@@ -51,11 +51,13 @@ class ModuleTree:
 
     @property
     def container(self) -> type[nn.Module]:
-        """The class that it is written as: the model's own container if its keys allow that, else a ModuleList for 0,
-        1, …, a ModuleDict for other numbers and non-names, and ``nn.Module`` for names."""
+        """Its class in generated source.
+
+        It is the model's own container if the names of the children allow that. Otherwise it is a ModuleList for 0, 1,
+        …, a ``nn.Module`` for identifiers, and a ModuleDict for all other names.
+        """
         names = [] if self.is_class or self.state else list(self.children)
-        free = not any(hasattr(nn.ModuleDict, name) for name in names)
-        if not names or not free:
+        if not names or any(hasattr(nn.ModuleDict, name) for name in names):
             return nn.Module
         if self.model_class is nn.ModuleDict:
             return nn.ModuleDict
@@ -75,14 +77,14 @@ class ModuleTree:
         return Subscript(owner, (Literal(name, is_number=True) if self.is_indexed else string(name),))
 
     def at(self, path: Sequence[str]) -> ModuleTree | FunctionCall | None:
-        """The holder or the constructor at a path."""
+        """The tree or the constructor at a path."""
         here: ModuleTree | FunctionCall | None = self
         for name in path:
             here = here.children.get(name) if isinstance(here, ModuleTree) else None
         return here
 
     def access(self, path: Sequence[str]) -> Expression:
-        """The expression for what stands at a path: ``self.model.layers["4"].norm``."""
+        """The expression of the module at a path: ``self.model.layers["4"].norm``."""
         here: ModuleTree | FunctionCall | None = self
         owner: Expression = SELF
         for name in path:
@@ -91,7 +93,7 @@ class ModuleTree:
         return owner
 
     def paths(self, prefix: str = "") -> Iterator[str]:
-        """The names of all modules, relative to the class; an outer one stands before those in it."""
+        """The names of all modules, relative to the class; each before those inside it."""
         for name, child in self.children.items():
             yield f"{prefix}{name}"
             if isinstance(child, ModuleTree):
@@ -106,7 +108,7 @@ def build_tree(
     """Arrange constructors and state by their names relative to the class.
 
     Args:
-        module_at: gives the model's own module of a name.
+        module_at: returns the model's own module of a name.
     """
     root = ModuleTree(is_class=True)
     for name, constructor in constructors.items():
@@ -131,13 +133,13 @@ def _descend(tree: ModuleTree, path: Sequence[str]) -> ModuleTree:
     return tree
 
 
-# Modules of two classes are listed one by one up to this number.
+# Up to this number, modules of two classes are listed one by one.
 _LISTED = 4
 _INDEX = Name("i")
 
 
 def init_statements(tree: ModuleTree, owner: Expression = SELF) -> Iterator[Statement]:
-    """The statements that make the attributes of a class, in the model's order."""
+    """The statements of ``__init__`` that make modules, parameters and buffers, in the model's order."""
     for name, entry in tree.state.items():
         yield _register_state(owner, name, entry)
     for name, child in tree.children.items():
@@ -193,17 +195,18 @@ def _container(tree: ModuleTree) -> FunctionCall:
 
 
 def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Expression | None:
-    """The expression that makes each of several modules: their constructor or, of many, one of two by a test of ``i``.
+    """The expression that makes each module of a comprehension: ``Block()`` or, for many modules of two classes,
+    ``Block() if i % 2 else Other()``.
 
-    None if they are not numbered consecutively, or differ in another way.
+    None if the modules are not numbered consecutively, or if no test of ``i`` separates their constructors.
     """
     if len(numbers) != len(constructors) or len(numbers) < 2 or numbers != list(range(numbers[0], numbers[-1] + 1)):
         return None
     if len(set(constructors)) == 1:
         return constructors[0]
-    found = separating_test(numbers, constructors) if len(constructors) > _LISTED else None
-    if found is None:
+    separation = separating_test(numbers, constructors) if len(constructors) > _LISTED else None
+    if separation is None:
         return None
-    test, chosen = found
+    test, chosen = separation
     other = next(each for each in constructors if each != chosen)
     return conditional(chosen, test.of(_INDEX), other)

@@ -1,4 +1,4 @@
-"""One operation of a captured graph as the expression or the statement that a person would write."""
+"""One operation of a captured graph as an expression or a statement, and the ``with`` blocks around operations."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pipegraph.graph.operators import operator_of
 
 
 def express(node: fx.Node, value: Callable[[fx.Node], Expression], device: Expression) -> Expression:
-    """The expression of an operation: an operator, a method, a function of ``torch`` or ``F``, or, if there is none,
-    ``torch.ops``.
+    """The expression of an operation: an operator, a method, a function of ``torch`` or ``F``, or else ``torch.ops``.
 
     Args:
-        value: gives the expression of a value.
+        node: the operation.
+        value: returns the expression of a value.
         device: the expression of the device that the class runs on.
     """
     if node.target is operator.getitem:
@@ -41,23 +41,26 @@ def express(node: fx.Node, value: Callable[[fx.Node], Expression], device: Expre
 def write(node: fx.Node, value: Callable[[fx.Node], Expression], device: Expression) -> Statement:
     """The statement of an operation that changes a tensor in place; the arguments are those of ``express``."""
     called = OperatorCall.of(node, value, device)
-    given = dict(called.arguments)
+    named = dict(called.arguments)
     spelling = operator_of(node).spelling
-    owner = called.expression(given.get("self"))
+    owner = called.expression(named.get("self"))
     if spelling == "x[…] = y" and isinstance(owner, Subscript):
         return Assign((owner,), called.expression(node.args[1]))
-    if spelling == "x[indices] = y" and "accumulate" not in given and (place := index(called)) is not None:
-        return Assign((place,), called.expression(given["values"]))
-    if called.target.namespace != "aten" or "self" not in given or "out" in given:
+    if spelling == "x[indices] = y" and "accumulate" not in named and (place := index(called)) is not None:
+        return Assign((place,), called.expression(named["values"]))
+    if (
+        called.target.namespace != "aten"
+        or "self" not in named
+        or "out" in named
+        or not hasattr(torch.Tensor, called.name)
+    ):
         return Evaluate(_by_overload(called))
-    if not hasattr(torch.Tensor, called.name):
-        return Evaluate(_by_overload(called))
-    tensor = given.pop("self")
-    positional = [given.pop(name) for name in list(given) if name in called.required]
-    return Evaluate(called.method(tensor, called.name, *positional, **given))
+    tensor = named.pop("self")
+    positional = [named.pop(name) for name in list(named) if name in called.required]
+    return Evaluate(called.method(tensor, called.name, *positional, **named))
 
 
-# Where Python has an operator, how it is called there, and how the names of such operators begin.
+# The places where Python has operators: the object, its name in source, and the beginning of the operators' names.
 _LIBRARIES: tuple[tuple[Any, str, str], ...] = (
     (torch.linalg, "torch.linalg", "linalg_"),
     (torch.special, "torch.special", "special_"),
@@ -69,13 +72,16 @@ _LIBRARIES: tuple[tuple[Any, str, str], ...] = (
 
 
 def _by_name(called: OperatorCall) -> Expression | None:
-    """A call of ``F.name``, of the method or of ``torch.name``: the first that exists and, run on meta tensors, gives
-    what the operation gives. Arguments with a default go by name."""
-    given, schema = called.arguments, schema_arguments(called.target)
-    if TRAINING in given.values() or called.name.startswith("_"):
+    """A call of a function or method with the operator's name.
+
+    It is the first of ``_LIBRARIES`` that exists and, tried on meta tensors, returns what the operation returns.
+    Arguments with a default are passed by name.
+    """
+    arguments, schema = called.arguments, schema_arguments(called.target)
+    if TRAINING in arguments.values() or called.name.startswith("_"):
         return None
-    positional = [_single(called, name, given.get(name)) for name in called.required]
-    named = {name: value for name, value in given.items() if name not in called.required}
+    positional = [_single(called, name, arguments.get(name)) for name in called.required]
+    named = {name: value for name, value in arguments.items() if name not in called.required}
     is_method = bool(schema) and schema[0].name == "self"
     for owner, library, start in _LIBRARIES:
         if not called.name.startswith(start) or (library == "F" and operator_of(called.node).spelling != "F.name"):
@@ -84,7 +90,7 @@ def _by_name(called: OperatorCall) -> Expression | None:
         function = getattr(owner, name, None)
         if (not library and not is_method) or function is None:
             continue
-        if _gives_the_same(called.node, function, positional, named):
+        if _returns_the_same(called.node, function, positional, named):
             if library:
                 return called.function(f"{library}.{name}", *positional, **named)
             return called.method(positional[0], name, *positional[1:], **named)
@@ -92,14 +98,14 @@ def _by_name(called: OperatorCall) -> Expression | None:
 
 
 def _single(called: OperatorCall, name: str, value: Any) -> Any:
-    """``[-1]`` as ``-1`` if the schema spreads one number (``int[1] dim``)."""
+    """``-1`` for ``[-1]`` if the schema takes one number for all dimensions (``int[1] dim``)."""
     argument = next(entry for entry in schema_arguments(called.target) if entry.name == name)
     one = isinstance(value, list) and len(value) == 1 and isinstance(value[0], int)
     return value[0] if one and argument.N is not None else value
 
 
-def _gives_the_same(node: fx.Node, function: Any, positional: Sequence[Any], named: dict[str, Any]) -> bool:
-    """Whether a Python function, tried on meta tensors, takes these arguments and gives what the operation gives."""
+def _returns_the_same(node: fx.Node, function: Any, positional: Sequence[Any], named: dict[str, Any]) -> bool:
+    """Return whether a Python function, tried on meta tensors, returns what the operation returns."""
     try:
         arguments, keywords = fx.map_arg((tuple(positional), named), on_meta)
         devices = {name: torch.device("meta") for name, value in named.items() if isinstance(value, torch.device)}
@@ -117,7 +123,7 @@ def _signature(value: Any) -> Any:
 
 
 def _by_overload(called: OperatorCall) -> FunctionCall:
-    """``torch.ops.aten.name.overload(…)``, which takes just what the graph holds."""
+    """``torch.ops.aten.name.overload(…)``, which takes the arguments as they are in the graph."""
     node, target = called.node, called.target
     positional: list[Expression] = []
     named: dict[str, Expression] = {}
@@ -131,7 +137,7 @@ def _by_overload(called: OperatorCall) -> FunctionCall:
 
 
 def common_regions(nodes: Sequence[fx.Node]) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    """The ``with`` blocks that all of ``nodes`` stand in, outermost first."""
+    """The ``with`` blocks around all of ``nodes``, outermost first, as (kind, settings)."""
     common = nodes[0].meta["regions"] if nodes else ()
     for node in nodes:
         depth = 0
@@ -142,23 +148,24 @@ def common_regions(nodes: Sequence[fx.Node]) -> tuple[tuple[str, tuple[object, .
 
 
 def contexts(nodes: Sequence[fx.Node], outer: int, device: Expression) -> tuple[Expression, ...]:
-    """The context managers around some operations, outermost first; a ``no_grad`` that changes nothing is left out.
+    """The context managers around operations, outermost first. A ``no_grad`` that changes nothing is left out.
 
     Args:
-        outer: so many of the outermost blocks stand around the whole class, and are left out too.
+        nodes: the operations.
+        outer: the number of outermost blocks that are around the whole class. They are left out too.
         device: the expression of a device, for ``autocast``.
     """
-    found: list[Expression] = []
+    managers: list[Expression] = []
     for kind, settings in common_regions(nodes)[outer:]:
         if kind == "autocast":
             _, dtype, enabled, cache = settings
             options = {"dtype": literal(dtype)} if enabled and dtype is not None else {}
             options |= {} if enabled else {"enabled": literal(enabled)}
             options |= {"cache_enabled": literal(False)} if enabled and cache is False else {}
-            found.append(call("torch.autocast", Attribute(device, "type"), **options))
+            managers.append(call("torch.autocast", Attribute(device, "type"), **options))
         elif any("writes" in node.meta or node.meta["cut_off"] or _gradient_flows_in(node) for node in nodes):
-            found.append(call("torch.enable_grad" if settings[0] else "torch.no_grad"))
-    return tuple(found)
+            managers.append(call("torch.enable_grad" if settings[0] else "torch.no_grad"))
+    return tuple(managers)
 
 
 def _gradient_flows_in(node: fx.Node) -> bool:

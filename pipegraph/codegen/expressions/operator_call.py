@@ -1,4 +1,4 @@
-"""A call of an operator in a captured graph, with what its spellings need."""
+"""A call of an operator in a captured graph: its arguments by name, and their expressions."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pipegraph.graph.nodes import on_meta
 TRAINING = Attribute(SELF, "training")
 """Stands for an argument that follows the mode of the module."""
 
-# What Python's numbers become, and float32 as in every other constructor of a package.
-_USUAL_DTYPES = (torch.float32, torch.int64, torch.bool)
+# The dtypes that torch gives to Python's numbers. Constructors in a package never name float32.
+_DEFAULT_DTYPES = (torch.float32, torch.int64, torch.bool)
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class OperatorCall:
 
     Attributes:
         node: the node.
-        arguments: its arguments by name; those equal to their default are left out, and a flag that follows the mode of
+        arguments: its arguments by name, without those that are equal to their default. A flag that follows the mode of
             the module is ``TRAINING``.
-        value: gives the expression of a value.
+        value: returns the expression of a value.
         device: the expression of the device that the class runs on.
     """
 
@@ -66,7 +66,7 @@ class OperatorCall:
 
     @property
     def required(self) -> list[str]:
-        """The names of the arguments that have no default and may be given by position."""
+        """The names of the arguments that have no default and can be passed by position."""
         schema = schema_arguments(self.target)
         return [entry.name for entry in schema if not entry.has_default_value() and not entry.kwarg_only]
 
@@ -87,20 +87,20 @@ class OperatorCall:
         return literal(argument)
 
     def function(self, name: str, *positional: Any, **named: Any) -> FunctionCall:
-        """``name(positional…, named=…)``; of a function of ``F``, numbers that are defaults are known as well."""
+        """``name(positional…, named=…)``. The call of a function of ``F`` also knows the numbers that are defaults."""
         made = call(name, *map(self.expression, positional), **self._expressions(named))
         return replace(made, arguments=self._with_defaults(made.arguments)) if name.startswith("F.") else made
 
     def _with_defaults(self, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
-        found = list(arguments)
+        complete = list(arguments)
         schema = schema_arguments(self.target)
         order = {entry.name: position for position, entry in enumerate(schema)}
         for entry in schema:
             if entry.name not in self.arguments and isinstance(entry.default_value, (bool, int, float)):
-                before = (order.get(each.name, -1) < order[entry.name] for each in found)
+                before = (order.get(each.name, -1) < order[entry.name] for each in complete)
                 place = max((position for position, is_before in enumerate(before, 1) if is_before), default=0)
-                found.insert(place, Argument(literal(entry.default_value), entry.name, Passing.DEFAULT))
-        return tuple(found)
+                complete.insert(place, Argument(literal(entry.default_value), entry.name, Passing.DEFAULT))
+        return tuple(complete)
 
     def method(self, owner: Any, name: str, *positional: Any, **named: Any) -> FunctionCall:
         """``owner.name(positional…, named=…)``."""
@@ -112,7 +112,7 @@ class OperatorCall:
 
 
 def follows_mode(node: fx.Node, argument: str, value: Any) -> bool:
-    """Whether an argument is a flag for training that differs between the modes of the module."""
+    """Return whether an argument is the training flag of an operation that differs between the modes."""
     return argument in ("train", "training") and isinstance(value, bool) and not node.meta["in_every_mode"]
 
 
@@ -132,13 +132,13 @@ def _bind(node: fx.Node) -> dict[str, Any]:
         if argument.name == "pin_memory" or (argument.name == "layout" and value == torch.strided):
             continue
         bound[argument.name] = TRAINING if follows_mode(node, argument.name, value) else value
-    if bound.get("dtype") in _USUAL_DTYPES and _has_dtype_without(node, bound):
+    if bound.get("dtype") in _DEFAULT_DTYPES and _has_dtype_without(node, bound):
         del bound["dtype"]
     return bound
 
 
 def _has_dtype_without(node: fx.Node, bound: dict[str, Any]) -> bool:
-    """Whether an operator gives the dtype that it is asked for in any case, as ``arange(10)`` gives integers."""
+    """Return whether an operator gives the same dtype without this argument, as ``arange(10)`` gives integers."""
     others = {name: torch.device("meta") if name == "device" else value for name, value in bound.items()}
     others.pop("dtype")
     try:

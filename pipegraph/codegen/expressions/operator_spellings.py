@@ -1,8 +1,9 @@
-"""What the column ``spelling`` of ``graph/operators.py`` stands for.
+"""The spellings of operators: how a call of an operator becomes an expression of Python.
 
-``x + y``, ``-x`` and ``x.T`` are read as they are, with any operator or attribute. Every other spelling is a function
-in ``SPELLINGS``. It gives None if the node uses the operator in a way that it cannot say. "F.name" needs no function,
-and an assignment such as ``x[indices] = y`` is written in ``operation``.
+The column ``spelling`` of ``graph/operators.py`` names the spelling of an operator. ``x + y``, ``-x`` and ``x.T`` are
+read as they are, with any operator or attribute. Every other spelling is a function in ``SPELLINGS``; it returns None
+for a call that it cannot express. "F.name" needs no function, and ``operation`` writes assignments such as
+``x[indices] = y``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.expressions.operator_call import TRAINING, OperatorCall
-from pipegraph.codegen.expressions.reshapes import expanded, merged, reshaped, spelled
+from pipegraph.codegen.expressions.reshapes import expand_sizes, flatten_dims, reshape_sizes, shortest_reshape
 from pipegraph.codegen.syntax.expressions import (
     ATOM,
     Attribute,
@@ -33,7 +34,7 @@ Spelling = Callable[[OperatorCall], Expression | None]
 
 
 def spelling_function(spelling: str) -> Spelling | None:
-    """The function behind a spelling, if it has one."""
+    """The function of a spelling; None if it has none."""
     match spelling.split():
         case ["interpolate", mode, *options]:
             return partial(_interpolate, mode=mode, antialias=bool(options))
@@ -101,17 +102,17 @@ def index(operator: OperatorCall) -> Subscript | None:
     return Subscript(operator.expression(operator.arguments["self"]), tuple(indices)) if indices else None
 
 
-# ---- functions whose arguments torch.nn.functional orders otherwise --------------------------------------------------
+# ---- functions whose arguments have another order in torch.nn.functional ---------------------------------------------
 
 
 def _embedding(operator: OperatorCall) -> Expression:
-    given = operator.arguments
-    named = {"padding_idx": given["padding_idx"]} if given.get("padding_idx", -1) >= 0 else {}
-    return operator.function("F.embedding", given["indices"], given["weight"], **named)
+    arguments = operator.arguments
+    named = {"padding_idx": arguments["padding_idx"]} if arguments.get("padding_idx", -1) >= 0 else {}
+    return operator.function("F.embedding", arguments["indices"], arguments["weight"], **named)
 
 
 def _normalization(*names: str) -> Spelling:
-    """``F.layer_norm(x, (512,), weight, bias, eps=…)``; cuDNN's switch is left out."""
+    """``F.layer_norm(x, (512,), weight, bias, eps=…)``, without the switch for cuDNN."""
 
     def spell(operator: OperatorCall) -> Expression:
         switches = ("cudnn_enable", "cudnn_enabled")
@@ -127,37 +128,40 @@ def _linear(operator: OperatorCall) -> Expression:
 
 
 def _batch_norm(operator: OperatorCall) -> Expression:
-    given = operator.arguments
-    positional = [given.get(name) for name in ("input", "running_mean", "running_var")]
-    named = {name: given[name] for name in ("weight", "bias") if given.get(name) is not None}
+    arguments = operator.arguments
+    positional = [arguments.get(name) for name in ("input", "running_mean", "running_var")]
+    named = {name: arguments[name] for name in ("weight", "bias") if arguments.get(name) is not None}
     # Without running statistics there is only one mode.
-    named["training"] = TRAINING if given.get("running_mean") is not None else True
-    return operator.function("F.batch_norm", *positional, **named, momentum=given["momentum"], eps=given["eps"])
+    named["training"] = TRAINING if arguments.get("running_mean") is not None else True
+    named |= {name: arguments[name] for name in ("momentum", "eps")}
+    return operator.function("F.batch_norm", *positional, **named)
 
 
 def _dropout(operator: OperatorCall) -> Expression:
     library = "torch" if operator.name == "feature_dropout" else "F"
     always = operator.node.meta["in_every_mode"]
     mode = [] if always and operator.name == "dropout" else [True if always else TRAINING]
-    given = operator.arguments
-    return operator.function(f"{library}.{operator.name}", given["input"], given["p"], *mode)
+    values = (operator.arguments["input"], operator.arguments["p"])
+    return operator.function(f"{library}.{operator.name}", *values, *mode)
 
 
 def _attention(operator: OperatorCall) -> Expression:
-    given = dict(operator.arguments)
-    positional = [given.pop(name) for name in ("query", "key", "value")]
-    probability = given.pop("dropout_p", 0.0)
-    if _is_default_scale(operator.arguments["query"], given.get("scale")):
-        del given["scale"]
+    named = dict(operator.arguments)
+    positional = [named.pop(name) for name in ("query", "key", "value")]
+    probability = named.pop("dropout_p", 0.0)
+    if _is_default_scale(operator.arguments["query"], named.get("scale")):
+        del named["scale"]
     if probability:
         always = operator.node.meta["in_every_mode"]
-        given["dropout_p"] = probability if always else conditional(literal(probability), TRAINING, literal(0.0))
-    return operator.function("F.scaled_dot_product_attention", *positional, **given)
+        named["dropout_p"] = probability if always else conditional(literal(probability), TRAINING, literal(0.0))
+    return operator.function("F.scaled_dot_product_attention", *positional, **named)
 
 
 def _is_default_scale(query: fx.Node, scale: float | None) -> bool:
-    """Whether attention uses this scale if none is given: one over the root of the size of a head. Its kernels compute
-    in float32, or in float64."""
+    """Return whether attention has this scale by default: one over the square root of the size of a head.
+
+    The kernels compute the scale in float32, or in float64 for float64.
+    """
     value = query.meta["val"]
     dtype = torch.promote_types(value.dtype, torch.float32)
     default = value.shape[-1] ** -0.5
@@ -177,7 +181,7 @@ def _softmax(operator: OperatorCall) -> Expression:
 
 
 def _sizes_spread(operator: OperatorCall) -> Expression | None:
-    """``x.permute(0, 2, 1)``: sizes as arguments of their own."""
+    """``x.permute(0, 2, 1)``: each size is an argument."""
     owner, sizes, *others = operator.arguments.values()
     if others or not isinstance(sizes, list):
         return None
@@ -186,43 +190,42 @@ def _sizes_spread(operator: OperatorCall) -> Expression | None:
 
 def _filled(operator: OperatorCall) -> Expression | None:
     """``torch.zeros(2, 3, device=…)``, ``x.new_full((2, 3), 1.0)``."""
-    given = dict(operator.arguments)
-    sizes = given.pop("size")
+    named = dict(operator.arguments)
+    sizes = named.pop("size")
     if not all(isinstance(size, int) for size in sizes):
         return None
-    value = [given.pop("fill_value")] if "fill_value" in given else []
+    value = [named.pop("fill_value")] if "fill_value" in named else []
     positional = [tuple(sizes), *value] if value or not sizes else sizes
-    if "self" in given:
-        return operator.method(given.pop("self"), operator.name, *positional, **given)
-    return operator.function(f"torch.{operator.name}", *positional, **given)
+    if "self" in named:
+        return operator.method(named.pop("self"), operator.name, *positional, **named)
+    return operator.function(f"torch.{operator.name}", *positional, **named)
 
 
 def _arange(operator: OperatorCall) -> Expression | None:
-    """``torch.arange(10)``, which needs no start."""
-    given = operator.arguments
-    if given.get("start") != 0 or "step" in given:
+    """``torch.arange(10)``, without the start 0."""
+    named = dict(operator.arguments)
+    if named.pop("start", None) != 0 or "step" in named:
         return None
-    named = {name: value for name, value in given.items() if name not in ("start", "end")}
-    return operator.function("torch.arange", given["end"], **named)
+    return operator.function("torch.arange", named.pop("end"), **named)
 
 
 def _interpolate(operator: OperatorCall, mode: str, antialias: bool) -> Expression | None:
     """``F.interpolate(x, scale_factor=2, mode="bilinear")``, to a size or by a factor."""
-    given = operator.arguments
-    size, factors = given.get("output_size"), given.get("scale_factors")
+    arguments = operator.arguments
+    size, factors = arguments.get("output_size"), arguments.get("scale_factors")
     named: dict[str, Any] = {}
     if factors is not None and size is None:
         short = [int(each) if float(each).is_integer() else each for each in factors]
         named["scale_factor"] = short[0] if len(set(short)) == 1 else tuple(short)
-    elif size is not None and "scale_factors" in given and all(isinstance(each, int) for each in size):
+    elif size is not None and "scale_factors" in arguments and all(isinstance(each, int) for each in size):
         named["size"] = tuple(size)
     else:
         return None
     if mode != "nearest":
         named["mode"] = mode
-    named |= {"align_corners": True} if given.get("align_corners") else {}
+    named |= {"align_corners": True} if arguments.get("align_corners") else {}
     named |= {"antialias": True} if antialias else {}
-    return operator.function("F.interpolate", given["input"], **named)
+    return operator.function("F.interpolate", arguments["input"], **named)
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -230,28 +233,28 @@ def _interpolate(operator: OperatorCall, mode: str, antialias: bool) -> Expressi
 
 def _reshape(operator: OperatorCall) -> Expression | None:
     """``x.unflatten(-1, (-1, 64))``, or ``x.view(…)`` with its sizes."""
-    owner, *dim, given = operator.arguments.values()
-    if not isinstance(given, list) or not all(isinstance(size, int) for size in given):
+    owner, *dim, sizes = operator.arguments.values()
+    if not isinstance(sizes, list) or not all(isinstance(size, int) for size in sizes):
         return None
     before, after = operator.shapes
     if dim:  # an unflatten in the model's source
         position = dim[0] % len(before)
-        given = [*before[:position], *given, *before[position + 1 :]]
-    words = reshaped(before, after, given)
-    name, arguments = words or (operator.name, spelled(before, after, given) or [()])
+        sizes = [*before[:position], *sizes, *before[position + 1 :]]
+    name, arguments = shortest_reshape(before, after, sizes) or (operator.name, reshape_sizes(before, after, sizes))
+    arguments = arguments or [()]
     return operator.method(owner, name, *arguments)
 
 
 def _flatten(operator: OperatorCall) -> Expression | None:
-    given = operator.arguments
-    if "out_dim" in given:
+    arguments = operator.arguments
+    if "out_dim" in arguments:
         return None
-    dims = merged(given.get("start_dim", 0), given.get("end_dim", -1), operator.shapes[0])
-    return operator.method(given["self"], "flatten", *dims)
+    dims = flatten_dims(arguments.get("start_dim", 0), arguments.get("end_dim", -1), operator.shapes[0])
+    return operator.method(arguments["self"], "flatten", *dims)
 
 
 def _expand(operator: OperatorCall) -> Expression:
-    sizes: list[Any] = [*expanded(*operator.shapes)]
+    sizes: list[Any] = [*expand_sizes(*operator.shapes)]
     return operator.method(operator.arguments["self"], "expand", *(sizes or [()]))
 
 

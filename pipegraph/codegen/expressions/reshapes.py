@@ -1,7 +1,7 @@
-"""A change of shape in words that name no more sizes than they must: ``x.unflatten(-1, (-1, 64))``, ``x.flatten(2)``.
+"""Reshapes as the method that names the fewest sizes: ``x.unflatten(-1, (-1, 64))``, ``x.flatten(2)``.
 
-Which words fit is decided from the shapes before and after alone. Reshaping keeps the order of the elements, so that
-all words that give the shape give the same tensor.
+The shapes before and after decide which methods fit. A reshape keeps the order of the elements. Therefore all methods
+that give the shape give the same tensor.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ Sizes = tuple[int, ...]
 MethodCall = tuple[str, list[Any]]
 
 
-def reshaped(before: Sizes, after: Sizes, given: Sequence[int]) -> MethodCall | None:
-    """A method and its arguments that bring a tensor from one shape to another; None where only a reshape does.
+def shortest_reshape(before: Sizes, after: Sizes, sizes: Sequence[int]) -> MethodCall | None:
+    """A method and its arguments that bring a tensor from one shape to another; None if only ``reshape`` does.
 
     Args:
-        given: ``after`` as the model's source has it, with −1 for the size that it leaves open. That one is the size
-            of something, even if it is 1.
+        before, after: the shapes.
+        sizes: ``after`` as the model's source has it, with −1 for the size that it leaves open. That dimension has a
+            meaning even if its size is 1.
     """
-    left_open = list(given).index(-1) if -1 in given else None
-    forms = (_unsqueezed, _squeezed, _flattened, _unflattened)
-    return next((words for form in forms for words in form(before, after, left_open)), None)
+    left_open = list(sizes).index(-1) if -1 in sizes else None
+    methods = (_unsqueezed, _squeezed, _flattened, _unflattened)
+    return next((call for method in methods for call in method(before, after, left_open)), None)
 
 
-# Each gives the words of one method that fit. The batch comes first, even a batch of 1, and stays if it can: later
-# dimensions are tried before it.
+# Each of these yields the calls of one method that fit. Later dimensions are tried first, because the first dimension
+# is the batch, even if its size is 1, and should stay as it is.
 
 
 def _unsqueezed(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[MethodCall]:
@@ -61,26 +62,26 @@ def _unflattened(before: Sizes, after: Sizes, left_open: int | None) -> Iterator
             yield "unflatten", [_from_end(dim, before), _with_one_open(sizes, position)]
 
 
-def spelled(before: Sizes, after: Sizes, given: Sequence[int]) -> list[int]:
-    """The sizes for a reshape that has no other words: the batch is left open, unless something else was."""
-    is_batch = before[:1] == after[:1] and after[:1] != (1,) if -1 in given else len(before) > 1
-    return list(_with_one_open(after, 0)) if is_batch and after else list(given)
+def reshape_sizes(before: Sizes, after: Sizes, sizes: Sequence[int]) -> list[int]:
+    """The arguments of ``reshape``: −1 for the batch, unless the source leaves another size open."""
+    is_batch = before[:1] == after[:1] and after[:1] != (1,) if -1 in sizes else len(before) > 1
+    return list(_with_one_open(after, 0)) if is_batch and after else list(sizes)
 
 
-def expanded(before: Sizes, after: Sizes) -> list[int]:
-    """The sizes for an ``expand``: −1 for those that stay."""
+def expand_sizes(before: Sizes, after: Sizes) -> list[int]:
+    """The arguments of ``expand``: −1 for each size that stays."""
     new = len(after) - len(before)
     return [size if dim < new or size != before[dim - new] else -1 for dim, size in enumerate(after)]
 
 
-def merged(start: int, end: int, before: Sizes) -> list[int]:
+def flatten_dims(start: int, end: int, before: Sizes) -> list[int]:
     """The arguments of ``flatten`` for dimensions ``start`` … ``end``."""
     size = max(len(before), 1)
     return _range(start % size, end % size + 1, before)
 
 
 def _from_end(dim: int, sizes: Sizes) -> int:
-    """The last dimension is −1."""
+    """The number of a dimension; −1 for the last."""
     return -1 if dim == len(sizes) - 1 else dim
 
 
@@ -91,6 +92,6 @@ def _range(start: int, stop: int, sizes: Sizes) -> list[int]:
 
 
 def _with_one_open(sizes: Sizes, position: int) -> Sizes:
-    """−1 for one of the sizes, where the others tell it."""
+    """The sizes with −1 for one of them, if the others determine it (none of them is 0)."""
     others = prod(sizes[:position] + sizes[position + 1 :])
     return (*sizes[:position], -1, *sizes[position + 1 :]) if others else sizes

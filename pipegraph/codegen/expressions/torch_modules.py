@@ -1,6 +1,6 @@
-"""Modules of ``torch.nn`` that come back as themselves: ``nn.Linear(512, 10000)``, ``nn.MultiheadAttention(512, 8)``.
+"""Modules of ``torch.nn`` that are written as themselves: ``nn.Linear(512, 10000)``, ``nn.MultiheadAttention(512, 8)``.
 
-A call of such a module is written as a call if the record of capture shows all arguments and results of it.
+A call of such a module is written as a call if capture recorded all its arguments and results.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _constructor_arguments(cls: type[nn.Module], module: nn.Module) -> dict[str,
 
 
 def _shortened(cls: type[nn.Module], name: str, value: Any) -> Any:
-    """``(3, 3)`` as ``3``: a constructor that spreads one number over all dimensions takes it back."""
+    """``3`` for ``(3, 3)``, if the constructor takes one number for all dimensions."""
     spread = isinstance(value, tuple) and value and len(set(value)) == 1 and isinstance(value[0], int)
     if spread and name in ("kernel_size", "stride", "padding", "dilation", "output_padding") and "Conv" in cls.__name__:
         return value[0]
@@ -112,7 +112,7 @@ def _shortened(cls: type[nn.Module], name: str, value: Any) -> Any:
 
 
 def _makes_equal(cls: type[nn.Module], arguments: dict[str, Any], module: nn.Module) -> bool:
-    """Whether the constructor with these arguments gives the same settings and the same state."""
+    """Return whether the constructor with these arguments makes a module of the same settings and state."""
     try:
         with torch.device("meta"):
             twin = cls(**arguments)
@@ -140,7 +140,7 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """How the values that a call of a module reads stand in the call.
+    """The arguments of a call of a module.
 
     Attributes:
         values: for each argument that is a value, its keyword ("" for a positional one) and its position among the
@@ -212,11 +212,8 @@ def _recorded_arguments(
     positions = {name: at for at, place in enumerate(places) if place is not None for name in place.names}
     recorded, parameters = dict(first.arguments), inspect.signature(type(module).forward).parameters
     values = [name for name, value in recorded.items() if value is ...]
-    if (
-        positions.keys() != set(values)
-        or len(set(positions.values())) < len(reads)
-        or not recorded.keys() <= parameters.keys()
-    ):
+    is_complete = positions.keys() == set(values) and len(set(positions.values())) == len(reads)
+    if not is_complete or not recorded.keys() <= parameters.keys():
         return None
     defaults = {name: parameters[name].default for name in recorded}
     return CallArguments(

@@ -31,19 +31,21 @@ from pipegraph.codegen.syntax.line_breaks import reads_well
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
 
-# An expression that was put together from several is no longer than this; one that goes into another, than that.
-_LONGEST, _FOLDED_LENGTH = 96, 88
-# One that was a single statement in the model's source may be longer.
-_LONGEST_STATEMENT = 108
-# One that the model's source writes on a line before it gives it another shape.
-_RESHAPED_LENGTH = 72
+# The greatest lengths of an expression: of one that contains the expressions of other items, of one that goes inside
+# another, of one that was a single statement of the model's source, and of one whose result is only reshaped.
+_LONGEST, _FOLDED_LENGTH, _LONGEST_STATEMENT, _RESHAPED_LENGTH = 96, 88, 108, 72
 _INDENT = 8
 
 
 @dataclass(frozen=True)
 class WrittenForward:
-    """A ``forward``: its statements, the names of what it returns, and the names that values did not get because
-    another value had them."""
+    """A ``forward``.
+
+    Attributes:
+        statements: its statements.
+        results: the names of the values that it returns.
+        clashes: the names that values did not get because another value had them.
+    """
 
     statements: tuple[Statement, ...]
     results: tuple[str, ...]
@@ -59,14 +61,16 @@ def write_forward(
 ) -> WrittenForward:
     """Write one ``forward``.
 
-    If two values of one name are needed at once, one of them gets the name under which the modules that read it take
-    it, if that helps, or else a number.
+    If two values of one name are needed at once, one of them gets another name: the name of the parameter under which a
+    module takes it, if that helps, or else one with a number.
 
     Args:
-        parameters: names of the arguments.
-        source: gives names and line breaks of the model's own source. Without it every value has a line and a neutral
-            name: two classes of equal structure then have equal statements.
-        wanted: names for values that the source leaves unnamed.
+        contents: the items of the class.
+        tree: the modules of the class.
+        parameters: the names of the parameters.
+        source: finds names and line breaks in the model's source. Without it, every value has a line of its own and a
+            neutral name, so that two classes of equal structure have equal statements.
+        wanted: names for values that have none in the source.
     """
     written = _Forward(contents, tree, parameters, source, wanted or {}, ()).write()
     if not written.clashes:
@@ -111,15 +115,15 @@ class _Forward:
         return WrittenForward(nested(self._values.statements), results, tuple(self._values.clashes))
 
     def _return(self) -> tuple[str, ...]:
-        """Write ``return``; a single result that was assigned a line before is returned by its expression.
+        """Write ``return``. A single result that the line before assigned is returned as its expression.
 
         Returns:
-            the names of the results: those of the variables, or those that the expressions would have been given.
+            the names of the results. A result that is an expression has the name that its variable would have.
         """
         values, outputs = self._values, self._contents.outputs
         for node in outputs:
             if node in values.deferred and values.deferred[node].contexts:
-                values.settle(node)
+                values.write(node)
         results = [values.expression(node) for node in outputs]
         names: list[str] = []
         for node, result in zip(outputs, results, strict=True):
@@ -160,15 +164,15 @@ class _Forward:
         self._emit(item, Assign(tuple(targets), expression))
 
     def _write(self, item: Operation) -> None:
-        """An operation in place is a statement; its result is the tensor that it wrote into."""
+        """Write an operation in place as a statement. Its result is the tensor that it wrote into."""
         node, values, around = item.node, self._values, self._contexts(item)
         read = operands(item)
         kept = [each for each in read if each in values.deferred and values.deferred[each].contexts == around]
-        values.flush(except_for=kept)
+        values.write_all(except_for=kept)
         target = node.kwargs.get("out", node.args[0])
         assert isinstance(target, fx.Node)
-        if values.left[node] > 0:
-            values.settle(target, kept=kept)
+        if values.uses_left[node] > 0:
+            values.write(target, kept=kept)
         owner = values.expression(target)
         statement = write(node, values.expression, self._device)
         values.consume(read)
@@ -197,8 +201,8 @@ class _Forward:
         begin = {made: item.reads[position] for position, made in item.carried}
         for position, node in enumerate(item.reads):
             if position not in carried:
-                values.settle(node)
-        # All names are chosen while what every iteration reads still counts as needed.
+                values.write(node)
+        # Names are chosen before the values that every iteration reads are consumed, so that they stay in use.
         names: dict[int, str] = {}
         for made, node in sorted(begin.items()):
             names[made] = self._carry(item, made, node, set(names.values()))
@@ -218,31 +222,32 @@ class _Forward:
         ]
         values.consume(node for pattern in item.patterns for node, made in pattern if made is None)
 
-        def iteration(called: Expression, given: Sequence[Expression]) -> Statement:
-            return Assign(targets, call(called, *given))
+        def iteration(called: Expression, values: Sequence[Expression]) -> Statement:
+            return Assign(targets, call(called, *values))
 
         self._emit(item, loop_statement(item, self._tree, container, (module, number), iteration, arguments))
 
     def _carry(self, item: ModuleLoop, made: int, begin: fx.Node, others: AbstractSet[str]) -> str:
-        """The variable that is assigned in each iteration, holding ``begin`` before the first one.
+        """Choose the variable that each iteration assigns, and assign ``begin`` to it before the loop if necessary.
 
         Args:
-            made: the position of the result that it is assigned.
+            made: the position of the result that each iteration assigns to it.
+            begin: the value that the first iteration reads.
             others: the variables of other results.
         """
         values = self._values
         wanted = variable(self._name(item, item.makes[made]), "x")
         deferred = values.deferred.pop(begin, None)
-        values.left[begin] -= sum(result == made for _, result in item.carried)
+        values.uses_left[begin] -= sum(result == made for _, result in item.carried)
         if deferred is not None:
             name = unused(wanted, values.taken() | others)
             values.statements.append((deferred.contexts, Assign((Name(name),), deferred.expression)))
         else:
-            held = values.written[begin].text
-            free = values.left[begin] == 0 and held in values.variables
-            if free and (held.startswith(wanted) or begin in self._contents.inputs):
-                return held
-            name = unused(wanted, values.taken() | {held, *others})
+            current = values.written[begin].text
+            is_free = values.uses_left[begin] == 0 and current in values.variables
+            if is_free and (current.startswith(wanted) or begin in self._contents.inputs):
+                return current
+            name = unused(wanted, values.taken() | {current, *others})
             self._emit(item, Assign((Name(name),), values.written[begin]))
         values.variables[name] = begin
         return name
@@ -253,19 +258,19 @@ class _Forward:
         return self._names.of(item, node) if self._names else "v"
 
     def _build(self, item: Item, build: Callable[[], Expression]) -> Expression:
-        """Build the expression of an item, with the deferred values that it reads inside.
+        """Build the expression of an item. The deferred values that it reads go inside.
 
-        Those are written on lines of their own if the expression would grow too long, or if the item has effects that
-        must come after.
+        They are written on lines of their own if the expression would become too long. If the item has effects, all
+        other deferred values are written before it.
         """
         values, read = self._values, operands(item)
         if has_effects(item):
-            values.flush(except_for=read)
+            values.write_all(except_for=read)
         around = self._contexts(item)
         inside = [node for node in values.deferred if node in read]
         if any(values.deferred[node].contexts != around for node in inside):
             for node in inside:
-                values.settle(node)
+                values.write(node)
         while True:
             inside = [node for node in inside if node in values.deferred]
             expression = build()
@@ -273,13 +278,13 @@ class _Forward:
             if self._names is None or not parts or self._fits(item, parts, expression):
                 values.consume(read)
                 return expression
-            # What the source names stands better on a line of its own.
+            # A value that has a name in the source reads better on a line of its own.
             named = [node for node in inside if self._names.is_named(node)]
             for node in named or inside:
-                values.settle(node, kept=read)
+                values.write(node, kept=read)
 
     def _fits(self, item: Item, inside: Sequence[Item], expression: Expression) -> bool:
-        """Whether an expression with others inside is short enough; one statement of the source may be longer."""
+        """Return whether an expression with others inside is short enough."""
         assert self._names is not None
         one = all(self._names.statement(each) == self._names.statement(item) for each in inside)
         line = f"{self._name(item, item.makes[0])} = {expression.text}"
@@ -287,10 +292,10 @@ class _Forward:
         return len(expression.text) <= (_LONGEST_STATEMENT if one else _LONGEST) and reads_well(line, indent)
 
     def _place(self, item: Item, node: fx.Node, expression: Expression) -> None:
-        """Keep an expression for its only reader, or write it on a line."""
+        """Defer an expression for its only reader, or write it on a line."""
         if self._may_fold(item, node, expression):
             self._values.deferred[node] = DeferredValue(expression, self._contexts(item), item)
-        elif self._values.left[node] == 0:
+        elif self._values.uses_left[node] == 0:
             self._emit(item, Evaluate(expression))
         else:
             self._emit(item, Assign((self._bind(item, node, expression),), expression))
@@ -300,12 +305,15 @@ class _Forward:
         return Name(self._values.bind(node, self._name(item, node), value))
 
     def _may_fold(self, item: Item, node: fx.Node, expression: Expression) -> bool:
-        """A value with one reader stands inside its expression, unless the model's source gives it a name that is
-        free: with a number behind it, it says no more than the expression."""
+        """Return whether a value may go inside the expression of its only reader.
+
+        It may if it has no name in the model's source, or if that name is in use: a name with a number says no more
+        than the expression.
+        """
         length = len(expression.text)
-        if not self._names or self._values.left[node] != 1 or length > _FOLDED_LENGTH:
+        if not self._names or self._values.uses_left[node] != 1 or length > _FOLDED_LENGTH:
             return False
-        if is_written(node) and not is_view(node):  # written out again, it would be other memory
+        if is_written(node) and not is_view(node):  # the reader would write into another tensor
             return False
         if self._names.is_nameless(item, node):
             return True

@@ -1,4 +1,4 @@
-"""What a generated ``forward`` is made of, in order: operations, calls of modules, loops over calls."""
+"""The items of a generated ``forward``, in order: operations, calls of modules, loops over calls."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Operation:
 
     @property
     def reads(self) -> tuple[fx.Node, ...]:
-        """Values that it takes."""
+        """The values that it takes."""
         return tuple(self.node.all_input_nodes)
 
     @property
     def makes(self) -> tuple[fx.Node, ...]:
-        """Values that it gives."""
+        """The values that it returns."""
         return (self.node,)
 
     @property
@@ -43,13 +43,13 @@ class ModuleCall:
 
     Attributes:
         fqn: of the module.
-        constructor: builds the module.
-        model_class: name of the model's own class.
-        reads: values that it takes, in the order of the arguments.
-        makes: values that it gives, in the order of the results.
-        nodes: operations in it.
-        modules: FQNs of all modules that ``constructor`` builds.
-        arguments: how the values stand in the call, if not one after the other.
+        constructor: makes the module.
+        model_class: the name of the model's own class.
+        reads: the values that it takes, in the order of the arguments.
+        makes: the values that it returns, in the order of the results.
+        nodes: the operations in it.
+        modules: the FQNs of all modules that ``constructor`` makes.
+        arguments: the arguments of the call, if they are more than the values one after the other.
     """
 
     fqn: str
@@ -63,7 +63,7 @@ class ModuleCall:
 
     @property
     def argument_values(self) -> tuple[fx.Node, ...]:
-        """Values in the order in which they stand in the call; one may stand there twice."""
+        """The values in the order of the arguments; a value may be two arguments."""
         if self.arguments is None:
             return self.reads
         return tuple(self.reads[position] for _, position in self.arguments.values)
@@ -71,12 +71,12 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class AlternateCall:
-    """How a loop calls its modules in some iterations.
+    """The call of a loop in the iterations that are not like the first one.
 
     Attributes:
-        test: tells the iterations apart by the module's number.
-        holds_first: whether the test holds for the iterations that are like the first one, and not for these.
-        reads, carried: as in the loop, of a call in such an iteration.
+        test: separates the two kinds of iterations by the module's number.
+        holds_first: whether the test holds for the iterations that are like the first one.
+        reads, carried: as in the loop, but for these iterations.
     """
 
     test: IndexTest
@@ -87,13 +87,13 @@ class AlternateCall:
 
 @dataclass(frozen=True, eq=False)
 class ModuleLoop:
-    """Consecutive calls of modules of one class, each fed by the one before.
+    """Consecutive calls of modules of one class, each of which reads results of the call before.
 
     Attributes:
         calls: one per iteration.
-        carried: (position in ``reads``, position in ``makes`` of the call before that it takes). Every other position
-            takes the same value in each iteration that is like the first one.
-        alternate: how the other iterations call their modules, if there are any.
+        carried: (position in ``reads``, position in ``makes`` of the call before) for each argument that is a result of
+            the call before. Every other argument is the same in all iterations that are like the first one.
+        alternate: the call of the other iterations, if there are any.
     """
 
     calls: tuple[ModuleCall, ...]
@@ -102,8 +102,11 @@ class ModuleLoop:
 
     @property
     def patterns(self) -> list[list[tuple[fx.Node, int | None]]]:
-        """The arguments of the first call, and then of an alternate one: each value, and the position in ``makes`` of
-        the one that takes its place from the second iteration on."""
+        """The arguments of the first call, then those of the alternate call if there is one.
+
+        Each argument is a value, and the position in ``makes`` of the result that replaces it after the first
+        iteration; None if it stays.
+        """
         calls = [(self.calls[0].reads, dict(self.carried))]
         if self.alternate is not None:
             calls.append((self.alternate.reads, dict(self.alternate.carried)))
@@ -111,13 +114,13 @@ class ModuleLoop:
 
     @property
     def reads(self) -> tuple[fx.Node, ...]:
-        """Values that come from outside: those of the first call, then what others take in their place."""
+        """The values that come from outside: those of the first call, then those that only alternate calls take."""
         first, *others = self.patterns
         return (*(node for node, _ in first), *(node for other in others for node, made in other if made is None))
 
     @property
     def makes(self) -> tuple[fx.Node, ...]:
-        """Values that the last call leaves."""
+        """The values that the last call returns."""
         return self.calls[-1].makes
 
     @property
@@ -130,42 +133,42 @@ Item = Operation | ModuleCall | ModuleLoop
 
 
 def fqn_of(item: Item) -> str | None:
-    """The module that an item calls; of a loop, the first one."""
+    """The module that an item calls, or the first one of a loop; None for an operation."""
     if isinstance(item, Operation):
         return None
     return item.calls[0].fqn if isinstance(item, ModuleLoop) else item.fqn
 
 
 def modules_in(item: Item) -> frozenset[str]:
-    """FQNs of the modules that an item builds."""
+    """The FQNs of the modules that an item needs."""
     if isinstance(item, ModuleLoop):
         return frozenset[str]().union(*(call.modules for call in item.calls))
     return item.modules if isinstance(item, ModuleCall) else frozenset()
 
 
 def conflicts(items: Iterable[Item]) -> frozenset[str]:
-    """Modules that cannot be called as wholes: one class cannot serve two of their calls, or a part of them is also
-    called from outside."""
+    """The modules whose calls cannot stay calls: two of them need different classes, or a module inside is called from
+    outside as well."""
     constructors: dict[str, FunctionCall] = {}
-    found = set()
+    modules = set()
     for item in items:
         if isinstance(item, ModuleCall) and constructors.setdefault(item.fqn, item.constructor) != item.constructor:
-            found.add(item.fqn)
-    found.update(outer for inner in constructors for outer in outer_names(inner) if outer in constructors)
-    return frozenset(found)
+            modules.add(item.fqn)
+    modules.update(outer for inner in constructors for outer in outer_names(inner) if outer in constructors)
+    return frozenset(modules)
 
 
 def operands(item: Item) -> list[fx.Node]:
-    """Values that an item mentions, as often as it does."""
+    """The values that the source of an item mentions, each as often as it does."""
     if isinstance(item, Operation):
-        found: list[fx.Node] = []
-        fx.map_arg((item.node.args, item.node.kwargs), found.append)
-        return found
+        nodes: list[fx.Node] = []
+        fx.map_arg((item.node.args, item.node.kwargs), nodes.append)
+        return nodes
     return list(item.reads if isinstance(item, ModuleLoop) else item.argument_values)
 
 
 def has_effects(item: Item) -> bool:
-    """Whether the place of an item in the order matters: it draws random numbers or changes state."""
+    """Return whether the order of an item matters, because it draws random numbers or writes into a tensor."""
     return any(
         "writes" in node.meta or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         for node in item.nodes
@@ -174,15 +177,15 @@ def has_effects(item: Item) -> bool:
 
 @dataclass(frozen=True)
 class ClassContents:
-    """What a class holds and does.
+    """The contents of a class.
 
     Attributes:
-        prefix: FQN of the module that it stands for, "" for a stage.
-        items: its ``forward``.
-        inputs, outputs: what ``forward`` takes and returns.
+        prefix: the FQN of the module whose class it is, "" for a stage.
+        items: the items of ``forward``.
+        inputs, outputs: the values that ``forward`` takes and returns.
         state: parameters and buffers by their name relative to ``prefix``.
-        state_names: state that ``forward`` reads itself → relative name.
-        outer_regions: how many ``no_grad`` and ``autocast`` blocks stand around the call and not in it.
+        state_names: the parameters and buffers that ``forward`` reads itself → their relative names.
+        outer_regions: the number of ``no_grad`` and ``autocast`` blocks around the whole call.
     """
 
     prefix: str

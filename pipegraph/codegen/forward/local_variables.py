@@ -1,4 +1,4 @@
-"""Where the values of a ``forward`` are while it is written: in a variable, in an attribute, or not written yet."""
+"""The local variables of a ``forward`` while it is written, and the values that are not written yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Contexts = tuple[Expression, ...]
 
 @dataclass(frozen=True)
 class DeferredValue:
-    """A value that is not written yet, because it may stand inside the expression of its only reader."""
+    """A value that is not written yet, because it may go inside the expression of its only reader."""
 
     expression: Expression
     contexts: Contexts
@@ -26,21 +26,21 @@ class DeferredValue:
 
 
 class LocalVariables:
-    """The statements of a ``forward`` so far, and where each value is.
+    """The statements of a ``forward`` so far, and the place of each value: a variable, an attribute, or deferred.
 
     Args:
-        name: gives the name of a value that an item makes.
-        uses: how often each is mentioned.
-        attributes: the expressions of state.
-        parameters: the names of arguments.
+        name: returns the name of a value that an item makes.
+        uses: how often each value is mentioned.
+        attributes: the expressions of parameters and buffers.
+        parameters: the names of the parameters of ``forward``.
 
     Attributes:
         statements: each with the ``with`` blocks around it.
-        left: how often each value is still to be mentioned.
-        variables: variable → the value that it holds.
-        written: value → its expression, once it has one.
-        deferred: values that are not written yet.
-        clashes: names that values did not get because another value was still needed under them.
+        uses_left: how often each value will still be mentioned.
+        variables: variable → the value in it.
+        written: value → its expression, if a statement or parameter has made it.
+        deferred: the values that are not written yet.
+        clashes: the names that values did not get because another value was still needed under them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LocalVariables:
     ) -> None:
         self._name = name
         self.statements: list[tuple[Contexts, Statement]] = []
-        self.left = uses
+        self.uses_left = uses
         self.variables = {name: node for node, name in parameters.items()}
         self.written: dict[fx.Node, Expression] = {
             **attributes,
@@ -60,24 +60,24 @@ class LocalVariables:
         }
         self.deferred: dict[fx.Node, DeferredValue] = {}
         self.clashes: list[str] = []
-        self._reserved: frozenset[str] = frozenset()  # mentioned by statements that are about to be written
+        self._reserved: frozenset[str] = frozenset()  # variables that statements about to be written mention
 
     def expression(self, node: fx.Node) -> Expression:
         """The expression of a value."""
         return self.deferred[node].expression if node in self.deferred else self.written[node]
 
     def consume(self, nodes: Iterable[fx.Node]) -> None:
-        """Count one mention of each value; a deferred one stands in the expression of its reader now."""
+        """Count one mention of each value. A deferred value is inside the expression of its reader now."""
         for node in nodes:
-            self.left[node] -= 1
+            self.uses_left[node] -= 1
             self.deferred.pop(node, None)
 
     def bind(self, node: fx.Node, wanted: str, value: Expression | None = None, kept: Collection[fx.Node] = ()) -> str:
-        """A variable for a value: the wanted name, or that with a number while the name is still needed.
+        """Make a variable for a value. It gets the wanted name, with a number if that name is still needed.
 
         Args:
             value: the expression that the variable will be assigned.
-            kept: deferred values that must not be written to make the name free.
+            kept: deferred values that must stay deferred, even if the name does not become free.
         """
         name = variable(wanted, "x")
         self._free(name, self._variables_in(value), kept)
@@ -89,16 +89,16 @@ class LocalVariables:
         return name
 
     def _free(self, name: str, mentioned: frozenset[str], kept: Collection[fx.Node]) -> None:
-        """Write the deferred values that keep a variable alive, if nothing else does."""
-        holders = [node for node, value in self.deferred.items() if name in self._variables_in(value.expression)]
-        if name in self._live() or name in self._reserved or any(node in kept for node in holders):
+        """Write the deferred values that read a variable, if nothing else keeps its name in use."""
+        readers = [node for node, value in self.deferred.items() if name in self._variables_in(value.expression)]
+        if name in self._live() or name in self._reserved or any(node in kept for node in readers):
             return
         before, self._reserved = self._reserved, self._reserved | mentioned
-        for node in holders:
-            self.settle(node)
+        for node in readers:
+            self.write(node)
         self._reserved = before
 
-    def settle(self, node: fx.Node, kept: Collection[fx.Node] = ()) -> None:
+    def write(self, node: fx.Node, kept: Collection[fx.Node] = ()) -> None:
         """Write a deferred value as a statement of its own."""
         value = self.deferred.pop(node, None)
         if value is None:
@@ -106,19 +106,19 @@ class LocalVariables:
         name = self.bind(node, self._name(value.item, node), value.expression, kept)
         self.statements.append((value.contexts, Assign((Name(name),), value.expression)))
 
-    def flush(self, except_for: Iterable[fx.Node]) -> None:
+    def write_all(self, except_for: Iterable[fx.Node]) -> None:
         """Write all deferred values as statements of their own."""
         kept = set(except_for)
         for node in [node for node in self.deferred if node not in kept]:
-            self.settle(node)
+            self.write(node)
 
     def taken(self) -> set[str]:
-        """Variables that something still reads, directly or inside a deferred expression."""
+        """The variables that later code reads, directly or inside a deferred expression."""
         inside = (self._variables_in(value.expression) for value in self.deferred.values())
         return self._live() | self._reserved.union(*inside)
 
     def _live(self) -> set[str]:
-        return {name for name, node in self.variables.items() if self.left[node] > 0 and self._is_in(name, node)}
+        return {name for name, node in self.variables.items() if self.uses_left[node] > 0 and self._is_in(name, node)}
 
     def _is_in(self, name: str, node: fx.Node) -> bool:
         return node not in self.written or self.written[node] == Name(name)

@@ -1,4 +1,4 @@
-"""Consecutive calls of modules of one class become loops, also if their arguments alternate."""
+"""Roll consecutive calls of modules of one class into loops, even if their arguments alternate."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from pipegraph.codegen.names.identifiers import is_number
 from pipegraph.codegen.syntax.expressions import Expression, Name, Subscript, call, conditional, literal, method, part
 from pipegraph.codegen.syntax.statements import For, If, Statement
 
-# A loop whose iterations differ must have more of them than it has lines: one line more if a single argument
-# alternates, three more if calls do.
+# A loop whose iterations differ must have at least this many of them, so that it is shorter than its calls: four if one
+# argument alternates (two lines), six if whole calls do (four lines).
 _ITERATIONS, _ITERATIONS_OF_CALLS = 4, 6
 
-# What a call takes at each position: the number of a result of the call before, or a value.
+# The argument of a call at each position: the number of a result of the call before, or a value.
 _Pattern = tuple[int | fx.Node, ...]
+_Arguments = Sequence[Expression]
 
 
 def roll_loops(items: Sequence[Item], outputs: Iterable[fx.Node]) -> tuple[Item, ...]:
-    """Replace consecutive calls by loops, from the first item on, each as long as it can be.
+    """Replace consecutive calls by loops, each as long as possible, from the first item on.
 
     Args:
-        outputs: what the ``forward`` of the items returns.
+        items: the items of a ``forward``.
+        outputs: the values that it returns.
     """
     rolled: list[Item] = []
     position = 0
@@ -45,7 +47,7 @@ def _longest_loop(items: Sequence[Item], start: int, outputs: Iterable[fx.Node])
             break
         calls.append(item)
     patterns = [_pattern(*pair) for pair in pairwise(calls)]
-    # The first call may be like any that takes the same values; the positions that are carried have no call before.
+    # Carried positions of the first call have no call before. It may begin every pattern whose other values it takes.
     firsts = [pattern for pattern in dict.fromkeys(patterns) if _can_begin(calls[0], pattern)]
     for count in range(len(calls), 1, -1):
         for first in firsts:
@@ -57,7 +59,7 @@ def _longest_loop(items: Sequence[Item], start: int, outputs: Iterable[fx.Node])
 
 
 def _follows(before: ModuleCall, after: ModuleCall) -> bool:
-    """Whether two calls run modules of one class that follow each other in one container."""
+    """Return whether two calls run neighbouring modules of one class in one container."""
     (container, _, name), (other, _, next_name) = before.fqn.rpartition("."), after.fqn.rpartition(".")
     if before.arguments is not None or after.arguments is not None:
         return False
@@ -71,40 +73,44 @@ def _pattern(before: ModuleCall, after: ModuleCall) -> _Pattern:
 
 
 def _carried(pattern: _Pattern) -> tuple[tuple[int, int], ...]:
-    """The positions that take a result of the call before, and which result."""
+    """(Position, result) for each position that takes a result of the call before."""
     return tuple((position, made) for position, made in enumerate(pattern) if isinstance(made, int))
 
 
 def _can_begin(first: ModuleCall, pattern: _Pattern) -> bool:
-    """Whether a first call takes what those with a pattern take. Positions that carry one result must also begin with
-    one value, so that one variable serves them."""
+    """Return whether a first call can begin a loop of calls with a pattern: it takes the same values.
+
+    Positions that carry the same result must begin with the same value, because one variable holds both.
+    """
+    if len(pattern) != len(first.reads):
+        return False
     begin: dict[int, fx.Node] = {}
     same = (
         begin.setdefault(taken, node) is node if isinstance(taken, int) else taken is node
-        for taken, node in zip(pattern, first.reads, strict=False)
+        for taken, node in zip(pattern, first.reads, strict=True)
     )
-    return len(pattern) == len(first.reads) and all(same) and bool(begin)
+    return all(same) and bool(begin)
 
 
 def _alternate(calls: Sequence[ModuleCall], patterns: Sequence[_Pattern]) -> AlternateCall | None:
-    """The arguments of the calls that are not like the first one, if they come periodically."""
+    """The calls that are not like the first one, if there are two patterns and one of them comes periodically."""
     changes = sum(before != after for before, after in pairwise(patterns))
     numbers = [int(call.fqn.rpartition(".")[2]) for call in calls]
-    found = periodic_test(numbers, patterns) if changes > 1 else None
-    if found is None:
+    separation = periodic_test(numbers, patterns) if changes > 1 else None
+    if separation is None:
         return None
-    test, chosen = found
+    test, chosen = separation
     first, position = patterns[0], next(place for place, each in enumerate(patterns) if each != patterns[0])
     other = patterns[position]
     if {made for _, made in _carried(first)} != {made for _, made in _carried(other)}:
         return None
-    if len(calls) < (_ITERATIONS if differ_in_one(first, other) else _ITERATIONS_OF_CALLS):
+    if len(calls) < (_ITERATIONS if _differ_in_one(first, other) else _ITERATIONS_OF_CALLS):
         return None
     return AlternateCall(test, chosen == first, calls[position].reads, _carried(other))
 
 
 def _is_private(items: Sequence[Item], start: int, stop: int, outputs: Iterable[fx.Node]) -> bool:
-    """Whether only the next call reads what a call of ``items[start:stop]`` makes, except for the last one."""
+    """Return whether only the next call reads the results of each call of ``items[start:stop]`` but the last."""
     inner = {node for item in items[start : stop - 1] for node in item.makes}
     outside = [node for item in (*items[:start], *items[stop:]) for node in item.reads]
     later = zip(items[start:stop], items[start + 2 : stop], strict=False)
@@ -112,24 +118,23 @@ def _is_private(items: Sequence[Item], start: int, stop: int, outputs: Iterable[
     return not skipped and inner.isdisjoint(outside) and inner.isdisjoint(outputs)
 
 
-Arguments = Sequence[Expression]
-
-
 def loop_statement(
     loop: ModuleLoop,
     tree: ModuleTree,
     container: Sequence[str],
     names: tuple[str, str],
-    iteration: Callable[[Expression, Arguments], Statement],
-    arguments: Sequence[Arguments],
+    iteration: Callable[[Expression, _Arguments], Statement],
+    arguments: Sequence[_Arguments],
 ) -> For:
     """``for layer in self.layers: …``.
 
     Args:
-        container: the path of what holds the modules.
-        names: what a module and its number are called in the loop.
-        iteration: the statement that calls a module with certain arguments.
-        arguments: those of a call like the first one, and those of an alternate call.
+        loop: the calls.
+        tree: the modules of the class.
+        container: the path of the module that holds those of the loop.
+        names: the variables for a module and its number.
+        iteration: returns the statement that calls a module with the given arguments.
+        arguments: the arguments of a call like the first one, then those of an alternate call.
     """
     module, number = map(Name, names)
     holder, owner = tree.at(container), tree.access(container)
@@ -154,27 +159,27 @@ def loop_statement(
         called = Subscript(owner, (call("str", number),))
     else:
         called = call("getattr", owner, call("str", number))
-    body = _iteration(loop.alternate, number, lambda given: iteration(called, given), arguments)
+    body = _iteration(loop.alternate, number, lambda values: iteration(called, values), arguments)
     return For(tuple(variable.name for variable in variables), iterable, (body,))
 
 
 def _iteration(
     alternate: AlternateCall | None,
     number: Name,
-    statement: Callable[[Arguments], Statement],
-    arguments: Sequence[Arguments],
+    statement: Callable[[_Arguments], Statement],
+    arguments: Sequence[_Arguments],
 ) -> Statement:
-    """One statement if the calls differ in one argument: ``x = layer(x, a if i % 2 else b)``; else one for each."""
+    """One statement if the calls differ in one argument, ``x = layer(x, a if i % 2 else b)``; else an ``if``."""
     if alternate is None:
         return statement(arguments[0])
     test = alternate.test.of(number)
     first, other = arguments if alternate.holds_first else reversed(arguments)
-    if differ_in_one(first, other):
+    if _differ_in_one(first, other):
         pairs = zip(first, other, strict=True)
         return statement([one if one == two else conditional(one, test, two) for one, two in pairs])
     return If(test, (statement(first),), (statement(other),))
 
 
-def differ_in_one(first: Sequence[object], other: Sequence[object]) -> bool:
-    """Whether two calls have the same arguments except for one."""
+def _differ_in_one(first: Sequence[object], other: Sequence[object]) -> bool:
+    """Return whether two calls have the same arguments except for one."""
     return len(first) == len(other) and sum(one != two for one, two in zip(first, other, strict=True)) == 1

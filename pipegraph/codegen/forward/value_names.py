@@ -1,4 +1,4 @@
-"""What the values of a ``forward`` are called: as in the model's source, wherever it says."""
+"""Names for the values of a ``forward``: those of the model's source, if it has some."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class ValueNames:
     Args:
         contents: the class.
         source: the statements of the model's source.
-        wanted: names for values that the source leaves unnamed.
-        parameters: names of the arguments of ``forward``.
-        clashes: values whose name is one of these are called as the modules that take them call them, if that differs.
+        wanted: names for values that have none in the source.
+        parameters: the names of the parameters of ``forward``.
+        clashes: names to avoid: their values get the name of the parameter under which a module takes them, if there
+            is one.
     """
 
     def __init__(
@@ -63,24 +64,23 @@ class ValueNames:
         return self._wanted.get(node) or "output"
 
     def is_named(self, node: fx.Node) -> bool:
-        """Whether the source gives a value a name of its own."""
+        """Return whether the source has a name for a value."""
         return node in self._assigned or self._helper_name(node) is not None
 
     def is_nameless(self, item: Item, node: fx.Node) -> bool:
-        """Whether the source makes a value inside an expression, so that it may stand inside one again."""
+        """Return whether the source makes a value inside a larger expression."""
         known = isinstance(item, Operation) or bool(self._chain.get(item))
         return node not in self._assigned and known
 
     def is_reshaped(self, node: fx.Node) -> bool:
-        """Whether a value is only used to make the same in another shape under the same name:
-        ``position_ids = position_ids.unsqueeze(0)``."""
+        """Return whether a value is only reshaped, under the same name: ``mask = mask.unsqueeze(0)``."""
         (user,) = node.users if len(node.users) == 1 else (None,)
         maker = self._makers.get(user) if user is not None and operator_of(user).keeps_values else None
         chain = self._chain.get(maker, ()) if maker is not None else ()
         return bool(chain) and chain[-1].targets == (self._assigned.get(node),)
 
     def statement(self, item: Item) -> SourceStatement | None:
-        """The innermost statement of the source that an item is a part of."""
+        """The innermost statement of the source that led to an item."""
         return next(reversed(self._statements(item)), None)
 
     def _statements(self, item: Item) -> tuple[SourceStatement, ...]:
@@ -95,10 +95,10 @@ class ValueNames:
         call = item.calls[-1] if isinstance(item, ModuleLoop) else item
         return self._source.of_call(call.fqn, call.nodes[-1])
 
-    # ---- the ways in which the source names a value ------------------------------------------------------------------
+    # ---- names in the source -----------------------------------------------------------------------------------------
 
     def _assigned_names(self, contents: ClassContents) -> dict[fx.Node, str]:
-        """The values that statements of ``forward`` leave for others → the names that they assign them to."""
+        """The results of the statements of ``forward`` → the names that the statements assign."""
         readers: dict[fx.Node, list[Item]] = {}
         for item in contents.items:
             for node in dict.fromkeys(item.reads):
@@ -110,8 +110,8 @@ class ValueNames:
                 if isinstance(item, Operation) and isinstance(node.meta.get("val"), (tuple, list)):
                     continue
                 inside = [reader for reader in readers.get(node, ()) if chain[-1] in self._chain[reader]]
-                again = (iteration[reader] != iteration[item] for reader in inside)
-                if all(again) and all(self._chain[reader][-1] is chain[-1] for reader in inside):
+                later = (iteration[reader] != iteration[item] for reader in inside)
+                if all(later) and all(self._chain[reader][-1] is chain[-1] for reader in inside):
                     results.setdefault((chain[-1], iteration[item]), []).append(node)
         names: dict[fx.Node, str] = {}
         for (statement, _), nodes in results.items():
@@ -127,14 +127,17 @@ class ValueNames:
         return names
 
     def _inner_name(self, item: Item, node: fx.Node) -> str | None:
-        """If a call gives several values, what its own source calls this one."""
+        """The name of a value in the source of the module that returns it, if that returns several values."""
         outside = self._chain.get(item, ())
         several = len(item.makes) > 1 or (outside and len(outside[-1].targets) > 1)
         return self._source.own_name(node) if several and not isinstance(item, Operation) else None
 
     def _helper_name(self, node: fx.Node, innermost: bool = False) -> str | None:
-        """What a function that ``forward`` calls names the result of one of its statements; for what a function
-        returns, what the function that calls it names that."""
+        """The name of a value in a function that ``forward`` calls. If the function returns it, its caller names it.
+
+        Args:
+            innermost: look at the innermost function only.
+        """
         for statement in self._source.of_helpers(node)[::-1][: 1 if innermost else None]:
             if any(self._is_within(user, statement) for user in node.users):
                 return None
@@ -143,7 +146,7 @@ class ValueNames:
         return None
 
     def _name_in_tuple(self, node: fx.Node, statement: SourceStatement) -> str | None:
-        """The name of one of the operations of ``x1, x2 = x[::2], x[1::2]``, which may run several times."""
+        """The name of a result of ``x1, x2 = x[::2], x[1::2]``; the statement may run several times."""
         made = [each for each in self._makers if self._source.of_helpers(each)[-1:] == (statement,)]
         results = [each for each in made if not any(self._is_within(user, statement) for user in each.users)]
         targets = statement.targets
@@ -154,7 +157,7 @@ class ValueNames:
         return node.op == "call_function" and self._source.is_within(node, statement)
 
     def _name_before_reshaping(self, node: fx.Node) -> str | None:
-        """A tensor in another shape keeps its name: ``cos = cos.unsqueeze(1)``."""
+        """The name of the value of which this one is a reshape: ``cos = cos.unsqueeze(1)``."""
         while operator_of(node).keeps_values and isinstance(node.args[0], fx.Node):
             node = node.args[0]
             name = self._assigned.get(node) or self._wanted.get(node) or self._parameters.get(node)
@@ -165,14 +168,14 @@ class ValueNames:
         return None
 
     def _name_of_statement(self, item: Item) -> str | None:
-        """A step within a statement is called like what the statement makes, if it works on values itself."""
+        """The name that the statement around an item assigns. An item that reads no values gets none."""
         if not item.reads:
             return None
         return next((each.targets[0] for each in reversed(self._statements(item)) if len(each.targets) == 1), None)
 
 
 def _default_name(item: Item) -> str:
-    """A name for what the model's source leaves unnamed: that of the operator or of the module."""
+    """The name of the operator or of the module, for a value that has none in the source."""
     if isinstance(item, Operation):
         if not isinstance(item.node.target, OpOverload):
             return "part"
@@ -186,38 +189,38 @@ StatementChain = tuple[SourceStatement, ...]
 
 
 def loop_iterations(chains: Mapping[Item, StatementChain]) -> dict[Item, int]:
-    """Item → the iteration, counted from 0, in which the statement that made it ran; 0 for one outside of loops.
+    """The iteration of the model's loop, counted from 0, in which each item ran; 0 outside loops.
 
-    A statement is taken to run again if another statement of the same ``forward`` ran in between, if it calls the same
-    module again, or if it calls another of the same list: ``for layer in self.layers: x = x + layer(x)``.
+    A statement starts its next iteration if another statement of the same ``forward`` ran in between, if it calls the
+    same module again, or if it calls another module of the same list: ``for layer in self.layers: x = x + layer(x)``.
 
     Args:
         chains: the items in order, each with the statements that led to it, outermost first.
     """
-    found: dict[Item, int] = {}
+    iteration_of: dict[Item, int] = {}
     runs: dict[SourceStatement, list[list[Item]]] = {}  # the items of each statement, in uninterrupted groups
     latest: dict[StatementChain, SourceStatement] = {}
     for item, chain in chains.items():
-        found[item] = 0
+        iteration_of[item] = 0
         if chain:
-            again = latest.get(chain[:-1]) is not chain[-1]
+            is_new = latest.get(chain[:-1]) is not chain[-1]
             latest[chain[:-1]] = chain[-1]
             if chain[-1].in_loop:
                 groups = runs.setdefault(chain[-1], [])
-                groups.extend([[]] if again else [])
+                groups.extend([[]] if is_new else [])
                 groups[-1].append(item)
     for statement, groups in runs.items():
         iterations = [iteration for group in groups for iteration in _split(group, statement.calls)]
         for number, iteration in enumerate(iterations):
-            found |= dict.fromkeys(iteration, number)
-    return found
+            iteration_of |= dict.fromkeys(iteration, number)
+    return iteration_of
 
 
 def _split(group: Sequence[Item], called: AbstractSet[str]) -> list[Sequence[Item]]:
-    """The iterations in a group of items of one statement: each begins like the first, up to the module that it calls.
+    """Split a group of items of one statement into iterations. Each calls the same module, or the next one of a list.
 
     Args:
-        called: the attributes that the statement calls; any other module was in a variable of the loop.
+        called: the attributes that the statement calls. It reaches any other module through a variable of the loop.
     """
     calls = [
         (position, fqn.rpartition(".")) for position, item in enumerate(group) if (fqn := fqn_of(item)) is not None

@@ -1,6 +1,6 @@
 """Names and docstrings, taken from the model and its source and made safe.
 
 In: names, nodes of a captured graph, and the source lines that made them. Out: identifiers, names of arguments and
-values, docstrings. A new source of names goes into ``source_statements`` (what the source says) or ``model_names``
-(which of it is used); a new rule for what Python allows into ``identifiers``.
+values, docstrings. ``source_statements`` finds the names that the model's source has, ``model_names`` chooses among
+them, ``identifiers`` makes them valid Python.
 """

@@ -1,4 +1,4 @@
-"""Names that come from a model and must become safe Python."""
+"""Turn names of a model into valid Python identifiers that clash with nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import unicodedata
 from collections.abc import Container, Iterator
 from itertools import accumulate
 
-# What the generated source itself calls; a local variable must not shadow it.
-_TAKEN = frozenset({"torch", "nn", "F", "self", "str", "float", "range", "getattr", "super", "slice", "bool", "int"})
+# Names that generated source uses; a local variable must not shadow them.
+_RESERVED = frozenset({"torch", "nn", "F", "self", "str", "float", "range", "getattr", "super", "slice", "bool", "int"})
 
-# The classes of stages, which import the others.
+# Names of the classes of stages. Their files import the other classes.
 _STAGE = re.compile(r"Stage\d+")
 
 # Letters that look like digits (pycodestyle's E741).
@@ -19,19 +19,22 @@ _AMBIGUOUS = frozenset({"l", "O", "I"})
 
 
 def is_plain(name: str) -> bool:
-    """Whether ``self.<name>`` means the attribute of that name: an identifier that Python does not normalise to
-    another, no keyword, and not a name that a class body mangles (``__x``)."""
+    """Return whether ``self.<name>`` reads the attribute of that name.
+
+    It does for an identifier that is no keyword, that Python does not normalise to another, and that a class body does
+    not mangle (``__x``).
+    """
     identifier = name.isidentifier() and unicodedata.normalize("NFKC", name) == name
     mangled = name.startswith("__") and not name.endswith("__")
     return identifier and not keyword.iskeyword(name) and not mangled
 
 
 def variable(name: str, default: str) -> str:
-    """A name for a local variable, made from any text; ``default`` where nothing of it can be kept."""
+    """A name for a local variable, made from any text; ``default`` if nothing of the text can be kept."""
     clean = re.sub(r"[^0-9a-zA-Z_]+", "_", name).strip("_")
     if not clean or not clean.isidentifier():
         clean = default
-    avoided = keyword.iskeyword(clean) or keyword.issoftkeyword(clean) or clean in _TAKEN or clean in _AMBIGUOUS
+    avoided = keyword.iskeyword(clean) or keyword.issoftkeyword(clean) or clean in _RESERVED | _AMBIGUOUS
     return f"{clean}_" if avoided else clean
 
 
@@ -39,7 +42,7 @@ def class_name(name: str) -> str:
     """A name for a class, made from any text."""
     clean = re.sub(r"[^0-9a-zA-Z_]+", "_", name).strip("_")
     clean = clean if clean.isidentifier() and not keyword.iskeyword(clean) else "Block"
-    return f"{clean}_" if clean in _TAKEN or _STAGE.fullmatch(clean) else clean
+    return f"{clean}_" if clean in _RESERVED or _STAGE.fullmatch(clean) else clean
 
 
 def unused(name: str, taken: Container[str]) -> str:
@@ -63,20 +66,20 @@ def unused_class(name: str, taken: Container[str]) -> str:
 
 
 def is_number(name: str) -> bool:
-    """Whether ``str(i)`` of some ``i`` is the name: not for ``01``, nor for digits of other scripts."""
+    """Return whether the name is ``str(i)`` of some ``i``; ``01`` and digits of other scripts are not."""
     return name.isdecimal() and str(int(name)) == name
 
 
 def is_within(name: str, prefix: str) -> bool:
-    """Whether a dotted name stands for something inside ``prefix``; everything is inside the model, ""."""
+    """Return whether a dotted name is inside ``prefix``; everything is inside the model, whose name is ""."""
     return not prefix or name.startswith(f"{prefix}.")
 
 
 def outer_names(name: str) -> Iterator[str]:
-    """What a dotted name stands inside of: ``a`` and ``a.b`` for ``a.b.c``."""
+    """The names of the modules around a dotted name: ``a`` and ``a.b`` for ``a.b.c``."""
     return accumulate(name.split(".")[:-1], "{}.{}".format)
 
 
 def relative(fqn: str, prefix: str) -> str:
-    """A dotted name without ``prefix``, in which it is."""
+    """A dotted name relative to ``prefix``, inside which it is."""
     return fqn.removeprefix(f"{prefix}.") if prefix else fqn

@@ -1,4 +1,4 @@
-"""What a package calls things: the names of values and arguments from the model's source, and docstrings of classes."""
+"""Names of values and arguments, chosen from the model's source, and the docstrings of classes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from pipegraph.graph.operators import operator_of
 
 
 class ModelNames:
-    """Looks names up in the model's source.
+    """Chooses names from the model's source.
 
     Args:
-        opened: the calls that stages replace by what is in them.
+        opened: the calls that stages replace by their contents.
 
     Attributes:
-        returned_together: the values of calls that return several. The caller's statement does not name each of them.
+        returned_together: the values of calls that return several values. The statement with the call does not name
+            each of them.
     """
 
     def __init__(self, captured: Captured, source: SourceStatements, opened: AbstractSet[str]) -> None:
@@ -35,7 +36,7 @@ class ModelNames:
         self.returned_together: set[fx.Node] = set()
 
     def parameters(self, call: CallTree, reads: Sequence[fx.Node]) -> list[str]:
-        """Names for the arguments of ``forward``: the module's own names, or else those of the values."""
+        """Names for the parameters of ``forward``: the module's own names, or else the names of the values."""
         names: list[str] = []
         for node in reads:
             place = argument_place(node, call.call)
@@ -44,14 +45,14 @@ class ModelNames:
         return names
 
     def value_name(self, node: fx.Node, default: str | None = None) -> str:
-        """What the model's source calls a value; if it does not say, ``default`` or the operation's name."""
+        """The name of a value in the model's source; if it has none, ``default`` or the name of the operation."""
         if node.op != "call_function":
             return str(node.target).rpartition(".")[2]
         for _, fqn in node.meta["path"]:
             name = self._source.unpacked_name(fqn, node)
             if name is not None:
                 return name
-        # The outermost call that ends with the value names it best: it speaks the caller's language.
+        # The statement around the outermost call that ends with the value has the name that says most to the caller.
         for call, fqn in node.meta["path"] if node not in self.returned_together else ():
             ends = all(call not in dict(user.meta.get("path", ())) for user in node.users)
             chain = self._source.of_call(fqn, node) if ends and call not in self._opened else ()
@@ -69,7 +70,7 @@ class ModelNames:
         return len(list(call.nodes())) == self._captured.operations_of[call.call]
 
     def docstring(self, call: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:
-        """What a class is, where it stands in the model, and the shapes that it takes and gives there."""
+        """The docstring of a class: its origin, a place in the model, and the shapes of inputs and outputs there."""
         module = self._captured.modules[call.fqn]
         source = f" ({prose(module.source)})" if module.source else ""
         where = "as in" if self.is_whole(call) else "a part of it, as in"
@@ -78,7 +79,7 @@ class ModelNames:
 
 
 def prose(text: str) -> str:
-    """Text for a docstring or a comment: ASCII and our own signs as they are, everything else escaped."""
+    """Text for a docstring or a comment: ASCII, … – and → stay, and all else is escaped."""
     return "".join(_prose_character(character) for character in text)
 
 

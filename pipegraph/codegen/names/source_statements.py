@@ -1,4 +1,4 @@
-"""The statement of the model's own source that made a value: its names and line breaks are the ones to keep."""
+"""Find the statements of the model's source that made a value. Their names and line breaks are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipegraph.graph.nodes import path_of
 from pipegraph.graph.passes.tie_casts_to_buffers import FOLLOWS_BUFFER
 
 _TORCH = str(Path(torch.__file__).parent)
-# Layers of torch.nn that become classes of their own are written with the names of torch's source.
+# Layers of torch.nn that become classes of a package keep the names of torch's source.
 _LAYERS = str(Path(torch.__file__).parent / "nn")
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 
@@ -31,10 +31,10 @@ class SourceStatement:
     """A statement of the model's source.
 
     Attributes:
-        file, line, end: where it is.
+        file, line, end: its place: the file, and its first and last line.
         targets: the names that it assigns to; none for a ``return``.
         calls: the attributes that it calls, such as ``norm`` in ``self.norm(x)``.
-        in_loop: whether a loop stands around it.
+        in_loop: whether it is inside a loop.
     """
 
     file: str
@@ -46,18 +46,18 @@ class SourceStatement:
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether it stands in a layer of ``torch.nn``."""
+        """Whether it is in a layer of ``torch.nn``."""
         return self.file.startswith(_TORCH)
 
     def target_of(self, node: fx.Node) -> str | None:
-        """The name that it gives to a value that it makes: its only target, or the one for a part of a tuple."""
+        """The name that it assigns to a value that it makes: its only target, or the target of one part of a tuple."""
         if node.target is operator.getitem and len(self.targets) == len(node.args[0].meta["val"]):  # type: ignore[union-attr]
             return self.targets[int(node.args[1])]  # type: ignore[arg-type]
         return self.targets[0] if len(self.targets) == 1 else None
 
 
 class SourceStatements:
-    """Looks statements up; nothing is found for a model whose source is not at hand."""
+    """Finds statements; there are none for a model without source files."""
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
@@ -77,14 +77,14 @@ class SourceStatements:
         return statement in _known(_frames(node.meta["stack_trace"]))
 
     def own_name(self, node: fx.Node) -> str | None:
-        """What the innermost ``forward`` calls a value."""
+        """The name of a value in the innermost ``forward``."""
         chain = self.of_operation(node)
         if not (chain and chain[-1].targets) and FOLLOWS_BUFFER in node.meta and isinstance(node.args[0], fx.Node):
             return self.own_name(node.args[0])  # ``return cos.to(x.dtype)``
         return chain[-1].target_of(node) if chain else None
 
     def unpacked_name(self, fqn: str, node: fx.Node) -> str | None:
-        """What the caller of a module calls one of several values that the module returns:
+        """The name that the caller of a module gives to one of several values that the module returns:
         ``_, weights, chosen = self.router(x)``."""
         call = next((call for call, inner in path_of(node) if inner == fqn), None)
         place = result_place(node, call) if call is not None else None
@@ -95,7 +95,7 @@ class SourceStatements:
         return None if name == "_" else name
 
     def parameter_name(self, node: fx.Node, name: str) -> str | None:
-        """What a ``forward`` of the model's own that takes a value as an argument calls it, other than ``name``."""
+        """The parameter of a ``forward`` of the model's own source that takes a value, if it is not called ``name``."""
         for fqn, parameter in parameter_names(node):
             module = self._captured.modules.get(fqn)
             own = module is not None and not type(module.module).forward.__module__.startswith("torch.nn")
@@ -111,7 +111,7 @@ class SourceStatements:
             module = self._captured.modules.get(inner)
             entered = None if module is None else _entered(type(module.module).forward, frames, position + 1)
             if inner == fqn:
-                # A forward that was put in the place of the class's own is not found: the caller's is.
+                # If an instance replaced its forward, that one is not found, and the caller's statement counts.
                 return _known(frames[: position + 1 if entered is None else entered])
             position = entered if entered is not None else position
         return ()
@@ -129,8 +129,8 @@ class _Frame(NamedTuple):
 @cache
 def _frames(stack_trace: str) -> tuple[_Frame, ...]:
     """The frames of a trace, outermost first."""
-    found = filter(None, map(_FRAME.match, stack_trace.splitlines()))
-    return tuple(_Frame(match["file"], int(match["line"]), match["function"] == "forward") for match in found)
+    matches = filter(None, map(_FRAME.match, stack_trace.splitlines()))
+    return tuple(_Frame(match["file"], int(match["line"]), match["function"] == "forward") for match in matches)
 
 
 def _forward_frames(node: fx.Node) -> list[_Frame]:
@@ -138,10 +138,12 @@ def _forward_frames(node: fx.Node) -> list[_Frame]:
 
 
 def _entered(forward: Callable[..., object], frames: list[_Frame], start: int) -> int | None:
-    """The position of the first frame, from ``start`` on, that lies in a ``forward``."""
+    """The position of the first frame, from ``start`` on, that is inside ``forward``."""
     file, first, last = _lines_of(forward)
-    inside = (at for at in range(start, len(frames)) if frames[at].file == file and first <= frames[at].line <= last)
-    return next(inside, None)
+    for position, frame in enumerate(frames[start:], start):
+        if frame.file == file and first <= frame.line <= last:
+            return position
+    return None
 
 
 @cache
@@ -157,7 +159,8 @@ def _lines_of(function: Callable[..., object]) -> tuple[str, int, int]:
 def _known(frames: Iterable[_Frame]) -> tuple[SourceStatement, ...]:
     """The statements of frames in the model's source."""
     own = (frame for frame in frames if not frame.file.startswith(_TORCH) or frame.file.startswith(_LAYERS))
-    return tuple(found for frame in own if (found := _statements(frame.file).get(frame.line)) is not None)
+    statements = (_statements(frame.file).get(frame.line) for frame in own)
+    return tuple(each for each in statements if each is not None)
 
 
 # ---- source files ----------------------------------------------------------------------------------------------------
@@ -165,12 +168,12 @@ def _known(frames: Iterable[_Frame]) -> tuple[SourceStatement, ...]:
 
 @cache
 def _statements(file: str) -> dict[int, SourceStatement]:
-    """The simple statement, or the header of a ``for``, on each line of a file; nothing if it cannot be read."""
+    """The simple statement, or the header of a ``for``, on each line of a file; none if it cannot be read."""
     try:
         tree = ast.parse(Path(file).read_text())
     except (OSError, SyntaxError, UnicodeDecodeError):
         return {}
-    found: dict[int, SourceStatement] = {}
+    statements: dict[int, SourceStatement] = {}
     waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
     while waiting:
         node, in_loop = waiting.pop()
@@ -183,10 +186,10 @@ def _statements(file: str) -> dict[int, SourceStatement]:
         if header is not None:
             first, last = node.lineno, header.end_lineno or header.lineno  # type: ignore[attr-defined]
             statement = SourceStatement(file, first, last, targets, _attributes_called(header), in_loop)
-            found |= dict.fromkeys(range(first, last + 1), statement)
+            statements |= dict.fromkeys(range(first, last + 1), statement)
         inside = not isinstance(node, ast.FunctionDef) and (in_loop or isinstance(node, (ast.For, ast.While)))
         waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
-    return found
+    return statements
 
 
 def _attributes_called(node: ast.AST) -> frozenset[str]:
@@ -195,7 +198,7 @@ def _attributes_called(node: ast.AST) -> frozenset[str]:
 
 
 def _targets(node: ast.stmt) -> tuple[str, ...]:
-    """The names that a statement assigns to; nothing if not all targets are names."""
+    """The names that a statement assigns to; none if some target is no name."""
     if isinstance(node, ast.Assign):
         target = node.targets[-1]
     elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):

@@ -1,5 +1,5 @@
-"""Python source: literals, expressions and line breaks.
+"""Python source as data: expressions, statements, classes, and the line breaks of their text.
 
 In: values and parts of expressions. Out: text as a formatter would leave it. A new kind of literal or expression goes
-here; which operation is written with it is decided in ``expressions``.
+here. The folder ``expressions`` decides which operation is written with it.
 """

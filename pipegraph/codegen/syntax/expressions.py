@@ -1,4 +1,4 @@
-"""Python expressions as data: built from parts, compared as wholes, turned into text when they are written."""
+"""Python expressions as data: built from parts, compared as a whole, and turned into text when they are written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from pipegraph.codegen.names.identifiers import is_plain
 
-# How strongly Python's operators bind; an operand that binds less strongly is put into brackets.
+# How strongly Python's operators bind. An operand that binds less strongly needs brackets.
 ATOM, _POWER, _UNARY, _SUM, _COMPARISON, _CONDITIONAL, _NONE = 20, 15, 14, 12, 7, 1, 0
 _STRENGTHS = {
     **dict.fromkeys(("in", "==", "!=", "<", "<=", ">", ">="), _COMPARISON),
@@ -31,7 +31,7 @@ class Node:
     """A part of a program: a frozen dataclass whose fields hold other nodes, or tuples of them."""
 
     def walk(self) -> Iterator[Node]:
-        """This node and all inside it, in the order of the source."""
+        """This node and all nodes inside it, in the order of the source."""
         yield self
         for entry in fields(self):  # type: ignore[arg-type]
             value = getattr(self, entry.name)
@@ -69,13 +69,13 @@ class Expression(Node):
         return self.text if self.strength >= strength else f"({self.text})"
 
     def names(self) -> set[str]:
-        """The variables, modules and functions that it mentions."""
+        """The variables, modules and functions that it reads."""
         return {node.name for node in self.walk() if isinstance(node, Name)}
 
 
 @dataclass(frozen=True)
 class Name(Expression):
-    """A variable, or something of a module under its dotted name: ``x``, ``torch.float32``."""
+    """A variable, or a member of a module by its dotted name: ``x``, ``torch.float32``."""
 
     name: str
 
@@ -122,7 +122,7 @@ class Passing(Enum):
 
 @dataclass(frozen=True)
 class Argument(Node):
-    """An argument of a call. ``name`` is that of the parameter, "" if it is not known."""
+    """An argument of a call. ``name`` is the name of the parameter, "" if it is not known."""
 
     value: Expression
     name: str = ""
@@ -216,12 +216,12 @@ SELF = Name("self")
 
 
 def attribute(owner: Expression, name: str) -> Expression:
-    """The attribute of that name, whatever it is called: ``owner.name`` or ``getattr(owner, "…")``."""
+    """The attribute of any name: ``owner.name`` or, if the name is no identifier, ``getattr(owner, "…")``."""
     return Attribute(owner, name) if is_plain(name) else call("getattr", owner, string(name))
 
 
 def call(function: str | Expression, *positional: Expression, **named: Expression) -> FunctionCall:
-    """``function(positional…, name=value…)``; a function is also known by its dotted name."""
+    """``function(positional…, name=value…)``; a function may be given by its dotted name."""
     keywords = (Argument(value, name, Passing.KEYWORD) for name, value in named.items())
     called = Name(function) if isinstance(function, str) else function
     return FunctionCall(called, (*map(Argument, positional), *keywords))
@@ -233,7 +233,7 @@ def method(owner: Expression, name: str, *positional: Expression, **named: Expre
 
 
 def string(text: str) -> Literal:
-    """A string literal: ASCII, on one line, in the quotes that a formatter would choose."""
+    """A string literal in ASCII, on one line, with the quotes that a formatter would choose."""
     body = text.encode("unicode_escape").decode("ascii")
     if '"' in body and "'" not in body:
         return Literal(f"'{body}'")
@@ -258,10 +258,10 @@ def part(start: Expression | None = None, stop: Expression | None = None, step: 
 
 
 def literal(value: Any) -> Expression:
-    """The expression that evaluates to ``value`` with only ``torch`` imported; an expression is its own.
+    """The expression that evaluates to ``value`` if only ``torch`` is imported; an expression is returned as it is.
 
     Raises:
-        TypeError: the value is of a kind that an ATen argument never has.
+        TypeError: the value is of a type that no ATen argument has.
     """
     if isinstance(value, Expression):
         return value

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 LINE_LENGTH = 120
 _OPEN, _CLOSE = "([{", ")]}"
-# From the loosest to the strongest.
+# From those that bind least strongly to those that bind most strongly.
 _OPERATORS = (
     ("==", "!=", "<=", ">=", "<", ">"),
     ("|",),
@@ -23,11 +23,11 @@ _OPERATOR = re.compile(f" ({'|'.join(re.escape(symbol) for symbols in _OPERATORS
 
 
 def wrap(line: str, indent: int) -> list[str]:
-    """``line`` at ``indent`` spaces, broken if it is too long.
+    """The lines of a statement at ``indent`` spaces, broken if it is too long for one.
 
-    The value of an assignment or a ``return`` that is a row of operators or of methods goes into brackets. All else is
-    broken inside its last bracket: first the content goes on a line of its own (arguments of a call only), then every
-    element on its own line with a trailing comma.
+    The value of an assignment or a ``return`` goes into brackets if it is a chain of operators or of methods. All else
+    is broken inside its last bracket. The arguments of a call go on one line of their own if they fit; otherwise every
+    element gets a line with a trailing comma.
     """
     pad = " " * indent
     if len(pad + line) <= LINE_LENGTH:
@@ -57,13 +57,13 @@ def wrap(line: str, indent: int) -> list[str]:
 
 
 def reads_well(line: str, indent: int) -> bool:
-    """Whether a line fits, or can be broken so that no method follows behind the break: not at ``x.view(…).to(…)``."""
+    """Return whether a line fits, or can be broken so that no method follows a broken call: ``x.view(…).to(…)``."""
     value = _statement(line)[1]
     return len(line) + indent <= LINE_LENGTH or not _methods(value) or _goes_into_brackets(value)
 
 
 def _statement(line: str) -> tuple[str, str]:
-    """``x = `` and the value, ``return `` and the value; nothing and the line for all else."""
+    """Split a statement into ``x = `` or ``return ``, and its value. All else is a value, after an empty text."""
     if line.startswith("return "):
         return "return ", line.removeprefix("return ")
     positions = [position for position, depth in _depths(line) if not depth and line.startswith(" = ", position)]
@@ -71,8 +71,7 @@ def _statement(line: str) -> tuple[str, str]:
 
 
 def _goes_into_brackets(value: str) -> bool:
-    """Whether a formatter breaks a value at its operators or its methods, and not inside the bracket where it ends (or
-    begins)."""
+    """Return whether a formatter breaks a value at its operators or methods, not inside its last (or first) bracket."""
     if "," in (value[position] for position, depth in _depths(value) if not depth):
         return False
     operators = _loosest_operators(value)
@@ -83,7 +82,7 @@ def _goes_into_brackets(value: str) -> bool:
 
 
 def _methods(value: str) -> list[int]:
-    """The positions of the brackets, outside of others, behind which a method follows."""
+    """The positions of closing brackets that a method follows, outside other brackets."""
     return [at for at, depth in _depths(value) if not depth and value[at] in _CLOSE and value[at + 1 : at + 2] == "."]
 
 
@@ -97,65 +96,46 @@ def _in_brackets(value: str, indent: int) -> list[str]:
 
 
 def _loosest_operators(value: str) -> list[int]:
-    """The positions of the blanks before the operators that bind loosest, outside brackets."""
-    found: dict[int, list[int]] = {}
+    """The positions of the spaces before the operators that bind least strongly, outside brackets."""
+    by_strength: dict[int, list[int]] = {}
     for position, depth in _depths(value):
         match = _OPERATOR.match(value, position) if not depth else None
         if match:
             strength = next(row for row, symbols in enumerate(_OPERATORS) if match[1] in symbols)
-            found.setdefault(strength, []).append(position)
-    return found[min(found)] if found else []
+            by_strength.setdefault(strength, []).append(position)
+    return by_strength[min(by_strength)] if by_strength else []
 
 
 def _last_bracket(line: str, width: int) -> tuple[int, int]:
-    """Positions of the outermost bracket pair that closes last, of those whose line up to it is no longer than
-    ``width``."""
-    start, found = -1, (-1, -1)
+    """The positions of the last outermost pair of brackets that begins before ``width``, or else of the first pair;
+    −1 if there is none. Empty brackets do not count."""
+    start, pair = -1, (-1, -1)
     for position, depth in _depths(line):
         if line[position] in _OPEN and not depth:
             start = position
-        elif line[position] in _CLOSE and not depth and position - start > 1 and (start < width or found[0] < 0):
-            found = (start, position)
-    return found
-
-
-def _depths(text: str) -> Iterator[tuple[int, int]]:
-    """The characters outside string literals: their positions, and how many brackets stand around each (a bracket
-    itself counts as outside)."""
-    depth = 0
-    for position, character in _code(text):
-        depth -= character in _CLOSE
-        yield position, depth
-        depth += character in _OPEN
+        elif line[position] in _CLOSE and not depth and position - start > 1 and (start < width or pair[0] < 0):
+            pair = (start, position)
+    return pair
 
 
 def _split(content: str) -> list[str]:
-    """Elements between commas outside brackets and strings."""
-    depth, first, elements = 0, 0, []
-    for position, character in _code(content):
-        if character in _OPEN:
-            depth += 1
-        elif character in _CLOSE:
-            depth -= 1
-        elif character == "," and depth == 0:
-            elements.append(content[first:position].strip())
-            first = position + 1
-    elements.append(content[first:].strip())
+    """The elements between commas outside brackets and strings."""
+    commas = [position for position, depth in _depths(content) if not depth and content[position] == ","]
+    elements = [content[start + 1 : stop].strip() for start, stop in pairwise((-1, *commas, len(content)))]
     return [element for element in elements if element]
 
 
-def _code(text: str) -> Iterator[tuple[int, str]]:
-    """The characters outside string literals, with their positions."""
-    quote, escaped = "", False
+def _depths(text: str) -> Iterator[tuple[int, int]]:
+    """The characters outside string literals: the position of each, and the number of brackets around it. A bracket is
+    not inside itself."""
+    depth, quote, escaped = 0, "", False
     for position, character in enumerate(text):
         if quote:
-            if escaped:
-                escaped = False
-            elif character == "\\":
-                escaped = True
-            elif character == quote:
-                quote = ""
+            quote = "" if character == quote and not escaped else quote
+            escaped = character == "\\" and not escaped
         elif character in "\"'":
             quote = character
         else:
-            yield position, character
+            depth -= character in _CLOSE
+            yield position, depth
+            depth += character in _OPEN

@@ -1,4 +1,4 @@
-"""Python statements as data, and their lines of source."""
+"""Python statements and classes as data, and their lines of source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import groupby
 from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Node
 from pipegraph.codegen.syntax.line_breaks import wrap
 
-# More than one result stand in brackets if they are longer than this.
+# Several results get brackets if they are longer than this.
 _LONGEST_RESULTS = 96
 _STEP = 4
 
@@ -19,7 +19,7 @@ class Statement(Node):
 
     @property
     def text(self) -> str:
-        """The statement on one line; of one with a body, its header."""
+        """The statement on one line; the header of a statement with a body."""
         raise NotImplementedError
 
     def lines(self, indent: int) -> list[str]:
@@ -138,16 +138,15 @@ class ClassSource:
     """A class to be rendered.
 
     Attributes:
-        name: of the class.
-        docstring: of the class.
+        name, docstring: of the class.
         base: the class that it derives from.
-        init_parameters: those of ``__init__``.
-        children: the arguments that ``__init__`` hands to its base class.
-        init: the statements of ``__init__`` behind that.
-        parameters: those of ``forward``.
-        forward: its statements.
+        init_parameters: the parameters of ``__init__``.
+        children: the arguments of ``super().__init__``.
+        init: the statements of ``__init__`` after that.
+        parameters: the parameters of ``forward``.
+        forward: the statements of ``forward``.
         model_class: the model's own class.
-        numbers: what a module of that class holds, under the names of the model.
+        numbers: the numbers that a module of that class holds, by the name of the attribute.
     """
 
     name: str
@@ -163,7 +162,7 @@ class ClassSource:
 
     @property
     def constructors(self) -> tuple[Node, ...]:
-        """What makes the modules that it holds."""
+        """The code that makes the modules in it."""
         return *self.children, *self.init
 
     def walk(self) -> Iterator[Node]:
