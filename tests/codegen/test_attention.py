@@ -75,6 +75,53 @@ def test_dropout_of_attention_follows_the_mode(tmp_path: Path) -> None:
         assert differences(package, model, args, train=training) == []
 
 
+class Doubled(nn.Module):
+    """A result that a hook changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.attention.register_forward_hook(lambda module, args, result: (result[0] * 2, result[1]))
+        self.after = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_a_hook_on_attention_is_kept(tmp_path: Path) -> None:
+    model, args = Doubled(), (batch(2, 3, 8),)
+    package = split(tmp_path, model, args, cut="after")
+    assert differences(package, model, args, train=True) == []
+
+
+def test_a_causal_hint_may_leave_the_mask_unread(tmp_path: Path) -> None:
+    mask = nn.Transformer.generate_square_subsequent_mask(3)
+    model = Attending({}, {**NO_WEIGHTS, "attn_mask": mask, "is_causal": True})
+    args = (batch(2, 3, 8),) * 3
+    package = split(tmp_path, model, args, cut="attention")
+    assert differences(package, model, args, train=True) == []
+
+
+class Pairs(nn.Module):
+    """A module of two arguments, of which one is passed by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Bilinear(8, 8, 4)
+        self.cell = nn.GRUCell(4, 8)
+        self.after = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.after(self.cell(self.pair(y.tanh(), x.tanh()), hx=x))
+
+
+def test_a_module_of_torch_takes_several_arguments(tmp_path: Path) -> None:
+    model, args = Pairs(), (batch(2, 8), batch(2, 8) + 1)
+    package = split(tmp_path, model, args, cut="after")
+    assert "self.cell(self.pair(y.tanh(), x.tanh()), hx=x)" in source(package)
+    assert differences(package, model, args, train=True) == []
+
+
 def test_a_cut_inside_attention_leaves_two_classes(tmp_path: Path) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

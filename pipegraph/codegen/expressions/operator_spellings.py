@@ -240,8 +240,8 @@ def _reshape(operator: OperatorCall) -> Expression | None:
     if dim:  # an unflatten in the model's source
         position = dim[0] % len(before)
         sizes = [*before[:position], *sizes, *before[position + 1 :]]
-    name, arguments = shortest_reshape(before, after, sizes) or (operator.name, reshape_sizes(before, after, sizes))
-    arguments = arguments or [()]
+    in_full: list[Any] = [*reshape_sizes(before, after, sizes)]
+    name, arguments = shortest_reshape(before, after, sizes) or (operator.name, in_full or [()])
     return operator.method(owner, name, *arguments)
 
 
