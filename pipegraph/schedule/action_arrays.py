@@ -148,7 +148,7 @@ class ActionArrays:
     def needs(self) -> tuple[Integers, Integers]:
         """Every result that an action waits for, as (action, the action that makes it), sorted by the first.
 
-        ``count`` stands for a result that no action makes. An action of an unknown stage needs nothing.
+        The number ``count`` means that no action makes the result. An action of an unknown stage needs nothing.
         """
         pairs = [*self._own_needs(), *self._needs_of_others()]
         action = np.concatenate([first for first, _ in pairs])

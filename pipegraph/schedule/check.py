@@ -63,7 +63,7 @@ def _check_each(schedule: Schedule) -> None:
         rank, position = schedule.arrays.place(first)
         action = schedule.arrays.action(first)
         why, advice = next((why(action), advice(action)) for broken, why, advice in rules if broken[first])
-        raise _fault(schedule, f"{action} cannot stand on rank {rank}: {why}.", {rank: position}, advice)
+        raise _fault(schedule, f"{action} cannot be on rank {rank}: {why}.", {rank: position}, advice)
 
 
 def _action_rules(schedule: Schedule) -> Iterator[Violations]:
@@ -87,7 +87,7 @@ def _action_rules(schedule: Schedule) -> Iterator[Violations]:
     again = arrays.index.repeated()
     firsts = arrays.index.find(arrays.results[again])
     repeated[again[arrays.kind[again] == arrays.kind[firsts]]] = True
-    yield repeated, lambda action: "it stands there already", lambda action: "Remove one of the two."
+    yield repeated, lambda action: "it is there already", lambda action: "Remove one of the two."
 
 
 def _transfer_rules(schedule: Schedule) -> Iterator[Violations]:
@@ -132,7 +132,7 @@ def _check_divided(schedule: Schedule) -> None:
         whole = int(wholes[task[wholes] == task[parts[0]]][0])
         (rank, first), (_, second) = arrays.place(whole), arrays.place(int(parts[0]))
         one, other = arrays.action(whole), arrays.action(int(parts[0]))
-        what = f"{one} and {other} cannot both stand on rank {rank}: B is I and W in one."
+        what = f"{one} and {other} cannot both be on rank {rank}: B is I and W in one."
         raise _fault(schedule, what, {rank: max(first, second)}, f"Keep either {one}, or an I and a W.")
 
 
@@ -163,7 +163,7 @@ def _missing(schedule: Schedule, microbatch: int) -> ScheduleError:
         advice = f"Add {action} to rank {rank}."
     else:
         partner = action.partner
-        also = f"though {partner} stands" if partner in there else f"and so is {partner}"
+        also = f"although {partner} is" if partner in there else f"and so is {partner}"
         what = f"{action} is missing on rank {rank}, {also} on rank {schedule.placement[partner.stage]}."
         advice = f"Add {action} to rank {rank}, or let lower() place all transfers."
     return _fault(schedule, what, {rank: len(schedule.actions[rank])}, advice)

@@ -66,7 +66,7 @@ def parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
             columns[rank] += [column] * len(actions)
         if not order:
             raise ScheduleError(
-                f"{source}, line {rank + 1}: no action stands here. Every rank has a line with actions."
+                f"{source}, line {rank + 1}: there is no action here. Every rank has a line with actions."
             )
         orders.append(order)
     if not orders:

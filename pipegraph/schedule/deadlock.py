@@ -38,8 +38,8 @@ def explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[i
                 continue  # it is available: a transfer when its rank arrives, another action when it ends
             if holder == rank:
                 first, second = arrays.action(number), arrays.action(other)
-                what = f"On rank {rank}, {first} stands before {second}, which it needs."
-                return what, {rank: arrays.place(number)[1]}, f"Move {first} behind {second}."
+                what = f"On rank {rank}, {first} comes before {second}, which it needs."
+                return what, {rank: arrays.place(number)[1]}, f"Move {first} after {second}."
             waits[rank] = other
     circle: list[int] = []
     rank = min(waits)
@@ -57,7 +57,7 @@ def explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[i
     if not schedule.lowered:
         advice = "Order the actions of these ranks so that one of them can go on."
     if at_pair:
-        advice += " Two actions overlap only where both can begin: or unmark the pair."
+        advice += " Or unmark the pair: two actions overlap only if both can begin."
     return f"This deadlocks: {steps}.", {rank: reached[rank] for rank in circle}, advice
 
 

@@ -37,7 +37,7 @@ def two_ranks(first: str, second: str) -> Schedule:
 
 def test_a_whole_message() -> None:
     assert refused(changed(build("1f1b", 3, 3), lambda rows: rows[1].insert(4, Action.parse("1F1")))) == (
-        "1f1b: 1F1 cannot stand on rank 1: it stands there already.\n"
+        "1f1b: 1F1 cannot be on rank 1: it is there already.\n"
         "rank 0  0F0 0F1 0F2         0B0         0B1\n"
         "rank 1      1F0 1F1     1B0 1F2 1F1 <-- ERROR HERE\n"
         "rank 2          2F0 2B0 2F1 2B1 2F2 2B2\n"
@@ -59,28 +59,28 @@ def test_what_the_faults_are_planted_in_is_sound() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "message", "marked"),
     [
-        ("0F0 0F1 0B0 0B1 0F0", SOUND[1], "0F0 cannot stand on rank 0: it stands there already.", "0B1 0F0"),
+        ("0F0 0F1 0B0 0B1 0F0", SOUND[1], "0F0 cannot be on rank 0: it is there already.", "0B1 0F0"),
         ("0F0 0B0 0B1", SOUND[1], "0F1 is missing on rank 0: stage 0 needs it for every microbatch.", "0B1"),
         (SOUND[0], "1F0 1B0 1F1", "1B1 is missing on rank 1: stage 1 needs it for every microbatch.", "1F1"),
         ("", SOUND[1], "0F0 is missing on rank 0: stage 0 needs it for every microbatch.", "rank 0"),
-        (SOUND[0], "1B0 1F0 1F1 1B1", "On rank 1, 1B0 stands before 1F0, which it needs.", "1B0"),
-        ("0F0 0F1 0B0 0B1 1B1", "1F0 1B0 1F1", "1B1 cannot stand on rank 0: stage 1 is placed on rank 1.", "1B1"),
-        ("0F0 0F1 0B0 0B1 2F0", SOUND[1], "2F0 cannot stand on rank 0: there are only stages 0 to 1.", "2F0"),
-        ("0F0 0F1 0B0 0B1 0F2", SOUND[1], "0F2 cannot stand on rank 0: there are only microbatches 0 to 1.", "0F2"),
-        (SOUND[0], "1F0 1B0 1W0 1F1 1B1", "1B0 and 1W0 cannot both stand on rank 1: B is I and W in one.", "1W0"),
+        (SOUND[0], "1B0 1F0 1F1 1B1", "On rank 1, 1B0 comes before 1F0, which it needs.", "1B0"),
+        ("0F0 0F1 0B0 0B1 1B1", "1F0 1B0 1F1", "1B1 cannot be on rank 0: stage 1 is placed on rank 1.", "1B1"),
+        ("0F0 0F1 0B0 0B1 2F0", SOUND[1], "2F0 cannot be on rank 0: there are only stages 0 to 1.", "2F0"),
+        ("0F0 0F1 0B0 0B1 0F2", SOUND[1], "0F2 cannot be on rank 0: there are only microbatches 0 to 1.", "0F2"),
+        (SOUND[0], "1F0 1B0 1W0 1F1 1B1", "1B0 and 1W0 cannot both be on rank 1: B is I and W in one.", "1W0"),
         (SOUND[0], "1F0 1I0 1F1 1B1", "1W0 is missing on rank 1: stage 1 needs it for every microbatch.", "1B1"),
         (SOUND[0], "1F0 1W0 1F1 1B1", "1I0 is missing on rank 1: stage 1 needs it for every microbatch.", "1B1"),
-        (SOUND[0], "1F0 1W0 1I0 1F1 1B1", "On rank 1, 1W0 stands before 1I0, which it needs.", "1W0"),
+        (SOUND[0], "1F0 1W0 1I0 1F1 1B1", "On rank 1, 1W0 comes before 1I0, which it needs.", "1W0"),
         ("0F0 0F1", "1F0 1F1 1B0", "0B0 is missing on rank 0: stage 0 needs it for every microbatch.", "0F1"),
-        ("0SEND_F0 0F0 0F1 0SEND_F1", SENT[1], "On rank 0, 0SEND_F0 stands before 0F0, which it needs.", "0SEND_F0"),
-        (SENT[0], "1F0 1RECV_F0 1RECV_F1 1F1", "On rank 1, 1F0 stands before 1RECV_F0, which it needs.", "1F0"),
-        ("0F0 0SEND_F0 0F1", SENT[1], "0SEND_F1 is missing on rank 0, though 1RECV_F1 stands on rank 1.", "0F1"),
-        (SENT[0], "1RECV_F0 1F0 1F1", "1RECV_F1 is missing on rank 1, though 0SEND_F1 stands on rank 0.", "1F1"),
+        ("0SEND_F0 0F0 0F1 0SEND_F1", SENT[1], "On rank 0, 0SEND_F0 comes before 0F0, which it needs.", "0SEND_F0"),
+        (SENT[0], "1F0 1RECV_F0 1RECV_F1 1F1", "On rank 1, 1F0 comes before 1RECV_F0, which it needs.", "1F0"),
+        ("0F0 0SEND_F0 0F1", SENT[1], "0SEND_F1 is missing on rank 0, although 1RECV_F1 is on rank 1.", "0F1"),
+        (SENT[0], "1RECV_F0 1F0 1F1", "1RECV_F1 is missing on rank 1, although 0SEND_F1 is on rank 0.", "1F1"),
         ("0F0 0SEND_F0 0F1", "1RECV_F0 1F0 1F1", "0SEND_F1 is missing on rank 0, and so is 1RECV_F1 on rank 1.", "0F1"),
-        (f"{SENT[0]} 0SEND_F1", SENT[1], "0SEND_F1 cannot stand on rank 0: it stands there already.", "0SEND_F1"),
-        (f"{SENT[0]} 1RECV_F1", SENT[1], "1RECV_F1 cannot stand on rank 0: stage 1 is placed on rank 1.", "1RECV_F1"),
-        (f"{SENT[0]} 0SEND_F1>5", SENT[1], "0SEND_F1>5 cannot stand on rank 0: there are only stages 0 to 1.", ">5"),
-        (f"{SENT[0]} 0RECV_B0", SENT[1], "0RECV_B0 cannot stand on rank 0: the schedule has no backward.", "0RECV_B0"),
+        (f"{SENT[0]} 0SEND_F1", SENT[1], "0SEND_F1 cannot be on rank 0: it is there already.", "0SEND_F1"),
+        (f"{SENT[0]} 1RECV_F1", SENT[1], "1RECV_F1 cannot be on rank 0: stage 1 is placed on rank 1.", "1RECV_F1"),
+        (f"{SENT[0]} 0SEND_F1>5", SENT[1], "0SEND_F1>5 cannot be on rank 0: there are only stages 0 to 1.", ">5"),
+        (f"{SENT[0]} 0RECV_B0", SENT[1], "0RECV_B0 cannot be on rank 0: the schedule has no backward.", "0RECV_B0"),
     ],
 )
 def test_planted_faults(first: str, second: str, message: str, marked: str) -> None:
@@ -181,7 +181,7 @@ def test_an_overlapped_pair_begins_when_both_can() -> None:
         "rank 0  0F0     0F1 <-- ERROR HERE\n"
         "rank 1      1F0 1F1 <-- ERROR HERE\n"
         "Order the actions of these ranks so that one of them can go on. "
-        "Two actions overlap only where both can begin: or unmark the pair."
+        "Or unmark the pair: two actions overlap only if both can begin."
     )
 
 

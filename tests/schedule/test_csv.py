@@ -129,7 +129,7 @@ def test_an_overlapped_pair_is_an_f_then_a_b() -> None:
         ("0F0,0X1\n1F0\n", "csv, line 1, action 2: There is no action of the kind 'X'."),
         ("0F0\n1F0,,what\n", "csv, line 2, action 3: 'what' is no action."),
         ("0F0\n0F1\n", "csv, line 2, action 1: 0F1 is of stage 0, which line 1 holds."),
-        ("0F0\n\n1F0\n", "csv, line 2: no action stands here."),
+        ("0F0\n\n1F0\n", "csv, line 2: there is no action here."),
         ("", "csv: there is no action. A schedule has a line per rank"),
         ("\n,,\n", "csv: there is no action."),
         ("0F0\n2F0\n", "csv: stage 1 has no action, but stage 2 has."),
@@ -165,7 +165,7 @@ def test_a_byte_order_mark_means_nothing() -> None:
         ("0F0,0B0\n1F0,1I0\n", "mine: 1W0 is missing on rank 1: … (mine.csv, line 2)"),
         (
             "0F0,,0B0\n1F0,,1B0,,1F0\n",
-            "mine: 1F0 cannot stand on rank 1: it stands there already. (mine.csv, line 2, action 5)",
+            "mine: 1F0 cannot be on rank 1: it is there already. (mine.csv, line 2, action 5)",
         ),
         (
             "0F0,2F0,(0F1;0B0)OVERLAP_F_B,2F1,2B0,2B1,0B1\n1F0,1F1,1B0,1B1\n",

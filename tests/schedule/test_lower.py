@@ -142,5 +142,5 @@ def test_edges_that_do_not_fit(arguments: dict, message: str) -> None:
 def test_only_a_sound_schedule_without_transfers_is_lowered() -> None:
     with pytest.raises(ScheduleError, match="has transfers already"):
         lower(lower(build("gpipe", 2, 1)))
-    with pytest.raises(ScheduleError, match="0B0 stands before 0F0"):
+    with pytest.raises(ScheduleError, match="0B0 comes before 0F0"):
         lower(Schedule("wrong", (0,), 1, ((Action(0, Kind.B, 0), Action(0, Kind.F, 0)),)))

@@ -41,7 +41,7 @@ def test_a_duplicate(name: str, data: st.DataObject) -> None:
     action = schedule.actions[rank][at]
     again = data.draw(st.integers(at + 1, len(schedule.actions[rank])))
     message, places = planted(schedule, lambda rows: rows[rank].insert(again, action))
-    assert message == f"{action} cannot stand on rank {rank}: it stands there already."
+    assert message == f"{action} cannot be on rank {rank}: it is there already."
     assert places == {rank: again}
 
 
@@ -58,7 +58,7 @@ def test_a_missing_action(name: str, data: st.DataObject) -> None:
         assert message == f"{action} is missing on rank {rank}: stage {action.stage} needs it for every microbatch."
     else:
         other = schedule.placement[action.partner.stage]
-        assert message == f"{action} is missing on rank {rank}, though {action.partner} stands on rank {other}."
+        assert message == f"{action} is missing on rank {rank}, although {action.partner} is on rank {other}."
     assert places == {rank: len(schedule.actions[rank]) - 1}
 
 
@@ -71,7 +71,7 @@ def test_an_action_on_the_wrong_rank(name: str, data: st.DataObject) -> None:
     action = schedule.actions[rank][at]
     other = (rank + data.draw(st.integers(1, schedule.ranks - 1))) % schedule.ranks
     message, places = planted(schedule, lambda rows: rows[other].insert(0, rows[rank].pop(at)))
-    assert message == f"{action} cannot stand on rank {other}: stage {action.stage} is placed on rank {rank}."
+    assert message == f"{action} cannot be on rank {other}: stage {action.stage} is placed on rank {rank}."
     assert places == {other: 0}
 
 
@@ -93,7 +93,7 @@ def test_two_actions_of_a_microbatch_in_the_wrong_order(name: str, data: st.Data
         rows[rank][first], rows[rank][second] = action, needed
 
     message, places = planted(schedule, swap)
-    assert message == f"On rank {rank}, {action} stands before {needed}, which it needs."
+    assert message == f"On rank {rank}, {action} comes before {needed}, which it needs."
     assert places == {rank: first}
 
 

@@ -123,19 +123,19 @@ def test_nothing_takes_time() -> None:
 def test_orders_that_cannot_run() -> None:
     with pytest.raises(ScheduleError, match="This deadlocks"):
         simulate(from_csv("0F0,2F0,0F1,2F1\n1F1,1F0\n"), Times.equal(3))
-    with pytest.raises(ScheduleError, match="0W0 stands before 0I0"):
+    with pytest.raises(ScheduleError, match="0W0 comes before 0I0"):
         simulate(from_csv("0F0,0W0,0I0\n"), Times.equal(1))
-    with pytest.raises(ScheduleError, match="0SEND_F0 stands before 0F0"):
+    with pytest.raises(ScheduleError, match="0SEND_F0 comes before 0F0"):
         simulate(from_csv("0SEND_F0,0F0\n1RECV_F0,1F0\n"), UNIT)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ("0F0", "1F7", "1F7 cannot stand on rank 1: there are only microbatches 0 to 1"),
-        ("0F0", "9F0", "9F0 cannot stand on rank 1: there are only stages 0 to 1"),
-        ("1F0", "0F0", "1F0 cannot stand on rank 0: stage 1 is placed on rank 1"),
-        ("0F0 0F1 0F0", "1F0 1F1", "0F0 cannot stand on rank 0: it stands there already"),
+        ("0F0", "1F7", "1F7 cannot be on rank 1: there are only microbatches 0 to 1"),
+        ("0F0", "9F0", "9F0 cannot be on rank 1: there are only stages 0 to 1"),
+        ("1F0", "0F0", "1F0 cannot be on rank 0: stage 1 is placed on rank 1"),
+        ("0F0 0F1 0F0", "1F0 1F1", "0F0 cannot be on rank 0: it is there already"),
         ("0F0 0F1", "1F0", "1F1 is missing on rank 1"),
     ],
 )
