@@ -126,7 +126,7 @@ def test_either_points_or_stages(pipegraph: Command, tmp_path: Path, options: tu
         ("tests", ("--check",), ("tests holds no package to check",)),
     ],
 )
-def test_a_folder_that_will_not_do_is_told_before_any_work(
+def test_a_bad_folder_is_refused_before_any_work(
     pipegraph: Command, out: str, options: tuple[str, ...], said: tuple[str, ...]
 ) -> None:
     result = pipegraph("split", "absent.py", "--stages", 2, "-o", out, *options)
@@ -165,7 +165,7 @@ def test_folder_with_other_files_is_never_touched(pipegraph: Command, tmp_path: 
         assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.tex"]
 
 
-def test_other_file_beside_a_package_is_never_touched(pipegraph: Command, tmp_path: Path, copied: Path) -> None:
+def test_other_files_in_a_package_are_never_touched(pipegraph: Command, tmp_path: Path, copied: Path) -> None:
     (copied / "notes.txt").write_text("mine")
     before = _contents(copied)
     fails(pipegraph("split", CHAIN, "--stages", 3, "-o", copied, "--overwrite"), 2, "notes.txt")

@@ -26,7 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_profile_is_written_and_told(pipegraph: Command, asked: list[Any], tmp_path: Path) -> None:
+def test_a_profile_is_written_and_printed(pipegraph: Command, asked: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "mine.json"
     done = pipegraph("calibrate", "-o", out, "--threads", 2, "--ranks", 4)
     assert (done.code, done.err) == (0, "")

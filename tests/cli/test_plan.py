@@ -49,7 +49,7 @@ def test_only_a_plan_is_replaced(pipegraph: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("out", "said"), [("/proc/plan.json", "it is no regular file"), ("README.md/plan.json", "is a file, not a folder")]
 )
-def test_where_no_plan_can_be_written_nothing_is_searched(
+def test_nothing_is_searched_if_no_plan_can_be_written(
     pipegraph: Command, monkeypatch: pytest.MonkeyPatch, out: str, said: str
 ) -> None:
     monkeypatch.setattr("pipegraph.graph.capture.capture", None)
@@ -65,7 +65,7 @@ def test_where_no_plan_can_be_written_nothing_is_searched(
         ("README.md/x", "README.md is a file, not a folder"),
     ],
 )
-def test_where_no_package_can_be_written(pipegraph: Command, out: str, said: str) -> None:
+def test_no_package_can_be_written(pipegraph: Command, out: str, said: str) -> None:
     done = pipegraph("split", CHAIN, "--points", "layers.2", "-o", out)
     assert (done.code, done.out) == (2, "")
     assert said in done.err and "Errno" not in done.err and "/.foo-" not in done.err
@@ -100,7 +100,7 @@ def test_plan_json(pipegraph: Command) -> None:
     assert result["considered"] == 6
 
 
-def test_split_tells_what_a_step_takes(pipegraph: Command) -> None:
+def test_split_prints_the_predicted_step(pipegraph: Command) -> None:
     done = pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "--microbatches", 6, "--dry-run")
     assert (done.code, done.err) == (0, "")
     first, second, predicted, memory = done.out.splitlines()
@@ -170,7 +170,7 @@ def test_bad_input(pipegraph: Command, arguments: tuple[object, ...], code: int,
     assert said in " ".join(done.err.replace("│", " ").split())
 
 
-def test_show_tells_what_was_predicted_and_why(pipegraph: Command, tmp_path: Path) -> None:
+def test_show_prints_predictions_and_reasons(pipegraph: Command, tmp_path: Path) -> None:
     out = tmp_path / "out"
     split = pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "-o", out)
     shown = pipegraph("show", out).out.splitlines()

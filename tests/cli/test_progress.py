@@ -153,20 +153,20 @@ def test_nothing_is_shown_without_a_terminal(pipegraph: Command, chain: Path, mo
 
 def test_kernels_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals, "compile_graph", lambda module: module)
-    told: list[tuple[str, int, int]] = []
-    with listen(lambda *each: told.append(each)):
+    reports: list[tuple[str, int, int]] = []
+    with listen(lambda *each: reports.append(each)):
         assert compile_graphs(["one", "two"]) == ["one", "two"]  # type: ignore[list-item, comparison-overlap]
-    assert told == [(what, done, 2) for what in ("writing kernels", "compiling kernels") for done in range(3)]
+    assert reports == [(what, done, 2) for what in ("writing kernels", "compiling kernels") for done in range(3)]
 
 
-def test_who_listens_is_told() -> None:
-    told: list[tuple[str, int, int]] = []
+def test_a_listener_gets_reports() -> None:
+    reports: list[tuple[str, int, int]] = []
     report_progress("nobody hears this")
-    with listen(lambda *each: told.append(each)):
+    with listen(lambda *each: reports.append(each)):
         assert list(track("items", "ab")) == ["a", "b"]
         report_progress("something")
     report_progress("nobody hears this")
-    assert told == [("items", 0, 2), ("items", 1, 2), ("items", 2, 2), ("something", 0, 0)]
+    assert reports == [("items", 0, 2), ("items", 1, 2), ("items", 2, 2), ("something", 0, 0)]
 
 
 def relay_of(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> ProgressRelay | None:
@@ -193,7 +193,7 @@ def test_what_a_child_says_arrives_in_order(monkeypatch: pytest.MonkeyPatch) -> 
         assert relay_of(environment, monkeypatch) is None  # nobody listens
 
 
-def test_who_reads_no_more_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_stdout_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def say(line: str) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
@@ -211,15 +211,15 @@ def test_who_reads_no_more_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None
     assert time.monotonic() - began < 30
 
 
-def test_a_quiet_rank_shows_nothing_and_tells_no_parent(
+def test_a_quiet_rank_shows_and_relays_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PIPEGRAPH_PROGRESS", str(tmp_path / "told"))
+    monkeypatch.setenv("PIPEGRAPH_PROGRESS", str(tmp_path / "reports"))
     terminal = on_terminal(monkeypatch)
     with progress_bar.progress("beginning", quiet=True) as say:
         report_progress("counting", 3, 7)
         say("a line")
         assert "PIPEGRAPH_PROGRESS" not in os.environ
     assert terminal.getvalue() == ""
-    assert not (tmp_path / "told").exists()
+    assert not (tmp_path / "reports").exists()
     assert capsys.readouterr().out == "a line\n"

@@ -95,7 +95,7 @@ def test_too_few_steps(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_folder_that_cannot_be_made_is_told_before_the_training(
+def test_a_folder_that_cannot_be_made_fails_before_the_training(
     pipegraph: Command, chain: Path, tmp_path: Path, nproc: int
 ) -> None:
     (tmp_path / "file").write_text("no folder")

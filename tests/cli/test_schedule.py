@@ -141,7 +141,7 @@ def test_a_lowered_file_is_drawn_without_its_transfers(pipegraph: Command, tmp_p
     ]
 
 
-def test_colour_where_it_is_asked_for(pipegraph: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_colour(pipegraph: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["schedule", "1f1b", "--ranks", 2, "--microbatches", 2]
     without = pipegraph(*command).out
     monkeypatch.setenv("FORCE_COLOR", "1")

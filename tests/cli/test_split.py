@@ -105,7 +105,7 @@ def test_show_json(pipegraph: Command, chain: Path) -> None:
     assert [value["bytes"] for value in result["boundaries"]] == [128, 128]
 
 
-def test_show_tells_what_is_edited_and_what_is_missing(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+def test_show_lists_edited_and_missing_files(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(chain, tmp_path / "copied"))
     (copied / "stage_0.py").unlink()
     (copied / "stage-00001-of-00002.safetensors").unlink()

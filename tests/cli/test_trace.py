@@ -26,7 +26,7 @@ def test_merge_writes_a_trace_and_says_how_well_clocks_agree(pipegraph: Command,
     read_strictly(tmp_path / "trace.json.gz")
 
 
-def test_merge_tells_the_same_as_json(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
+def test_merge_as_json(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
     result = pipegraph("trace", "merge", folder, "-o", tmp_path / "trace.json", "--json")
     found = json.loads(result.out)
     assert (found["schema_version"], found["slices"], found["flows"], found["problems"]) == (1, 16, 4, [])
@@ -41,7 +41,7 @@ def test_merge_replaces_no_file_unasked(pipegraph: Command, folder: Path, tmp_pa
     assert pipegraph("trace", "merge", folder, "-o", tmp_path / "trace.json", "--overwrite").code == 0
 
 
-def test_report_tells_and_writes_a_page(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
+def test_report_prints_and_writes_a_page(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
     result = pipegraph("trace", "report", folder.parent, "--html", tmp_path / "pages" / "run.html")
     assert (result.code, result.err) == (0, "")
     assert "why it is idle" in result.out and result.out.endswith(f"wrote {tmp_path / 'pages' / 'run.html'}\n")

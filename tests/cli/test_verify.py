@@ -62,9 +62,9 @@ def test_unseeded_model_is_suspected(pipegraph: Command, tmp_path: Path) -> None
     assert "Try: seed build_model" in done.err
 
 
-def test_another_model_than_the_one_that_was_split_is_told(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+def test_another_model_than_the_one_that_was_split(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
     other = "tests/models/late_input.py"
-    told = "error: The package is of Chain (chain.py), and this is LateInput (late_input.py): "
+    errors = "error: The package is of Chain (chain.py), and this is LateInput (late_input.py): "
     advice = "\nTry: the model that was split, or the package of this one.\n"
     run = ("run", chain, "--model", other, "--nproc", 1, "--kernels", "autograd")
     empty = tmp_path / "empty"
@@ -72,7 +72,7 @@ def test_another_model_than_the_one_that_was_split_is_told(pipegraph: Command, c
     for command in (("verify", chain, other), ("verify", empty, other), run):
         done = pipegraph(*command)
         assert done.code == 2
-        assert done.err.startswith(told) and done.err.endswith(advice), done.err
+        assert done.err.startswith(errors) and done.err.endswith(advice), done.err
 
 
 def test_json(pipegraph: Command, chain: Path) -> None:

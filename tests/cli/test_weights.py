@@ -57,14 +57,12 @@ def test_every_rank_reads_its_own_weights(pipegraph: Command, package: Path, che
     assert first_loss(pipegraph("run", inside, "--nproc", 1, *run).out) == first_loss(ranks.out)
 
 
-def test_show_tells_that_a_file_holds_no_weights(pipegraph: Command, package: Path) -> None:
+def test_show_says_that_a_file_holds_no_weights(pipegraph: Command, package: Path) -> None:
     stages = pipegraph("show", package).out.splitlines()[3:5]
     assert [stage.rpartition("FLOP")[2].strip() for stage in stages] == ["buffers only", "none"]
 
 
-def test_verify_tells_whether_a_checkpoint_is_read_right(
-    pipegraph: Command, package: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_verify_compares_a_checkpoint(pipegraph: Command, package: Path, checkpoint: Path, tmp_path: Path) -> None:
     model = f"hf:{checkpoint}"
     same = pipegraph("verify", package, model, *SIZES, "--weights", checkpoint)
     assert same.code == 0 and "equal in training mode" in same.out
@@ -85,7 +83,7 @@ def test_check_knows_the_weights(pipegraph: Command, package: Path, checkpoint: 
 
 
 @pytest.mark.parametrize("verb", ["split", "run", "verify"])
-def test_what_is_no_checkpoint_is_told(verb: str, pipegraph: Command, package: Path, checkpoint: Path) -> None:
+def test_a_folder_that_is_no_checkpoint(verb: str, pipegraph: Command, package: Path, checkpoint: Path) -> None:
     arguments = {
         "split": [f"hf:{checkpoint}", "--stages", 2, "--dry-run"],
         "run": [package],

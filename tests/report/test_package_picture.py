@@ -66,7 +66,7 @@ def drawn(made: Package, schedule: str = "1f1b", ranks: int | None = None) -> El
 
 
 def said(root: Element) -> list[str]:
-    """What stands in the picture, without what is only told where the mouse points."""
+    """The text in the picture, without titles that a browser shows on hover."""
     texts = root.iter(f"{SVG}text")
     return ["".join(each.itertext()).removeprefix(each.findtext(f"{SVG}title") or "") for each in texts]
 

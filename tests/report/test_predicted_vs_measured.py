@@ -1,4 +1,4 @@
-"""Predicted beside measured: what is told of a run, from fixed numbers."""
+"""Predicted and measured figures of a run, from fixed numbers."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_package_without_prices() -> None:
     ]
 
 
-def test_bytes_are_compared_where_only_they_were_priced() -> None:
+def test_bytes_are_compared_if_only_they_were_priced() -> None:
     found = compare_run(manifest(cost(), cost(), balance="parameters"), build("1f1b", 2, 2), MEASURED)
     assert (found.basis, found.step.predicted) == ("", None)
     assert [pair.predicted for pair in found.saved] == [6 * MIB, 3 * MIB]

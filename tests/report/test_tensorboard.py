@@ -121,7 +121,7 @@ def test_the_plan_and_the_timeline(run: Path) -> None:
 
 
 @needs_tensorboard
-def test_what_was_predicted_stands_beside(priced: Path, tmp_path: Path) -> None:
+def test_predicted_times_are_written_too(priced: Path, tmp_path: Path) -> None:
     pipe = made(priced)
     with pipegraph.profile(pipe, tmp_path, warmup=1, active=1) as profiler:
         for _ in range(2):

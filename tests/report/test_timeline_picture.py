@@ -78,12 +78,12 @@ def test_numbers_stand_in_boxes_that_have_room() -> None:
     assert "2999" not in [text.text for text in root.iter(f"{SVG}text")]
 
 
-def test_where_nothing_but_hops_takes_time() -> None:
+def test_only_hops_take_time() -> None:
     _, root = picture(build("1f1b", 2, 2), Times.equal(2, 0, 0, 0, hop=1.0))
     assert len(boxes(root)) == 8
 
 
-def test_the_head_tells_the_figures() -> None:
+def test_the_head_shows_the_figures() -> None:
     _, root = picture(build("1f1b", 2, 2))
     said = "\n".join(text.text or "" for text in root.iter(f"{SVG}text"))
     assert "1f1b: 2 ranks, 2 stages, 2 microbatches" in said
@@ -91,7 +91,7 @@ def test_the_head_tells_the_figures() -> None:
     assert "lower bound 7 (gap 28.6 %)" in said
 
 
-def test_values_on_their_way_are_drawn_where_they_are_few() -> None:
+def test_messages_are_drawn_if_they_are_few() -> None:
     lines = re.compile(r'<path d="M[^"]*" fill="none" stroke="#6b7280"')
     few = lines.findall(schedule_svg(SimulatedSchedule(build("gpipe", 3, 4), Times.equal(3))))
     assert len(few) == 2 * 2 * 4  # boundaries, directions, microbatches

@@ -182,7 +182,7 @@ def test_a_hostile_name_does_not_run_in_a_browser(width: int, tmp_path: Path) ->
 
 
 @needs_chromium
-def test_the_console_would_have_told(tmp_path: Path) -> None:
+def test_a_broken_script_fails_the_check(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text("<script>nonsense()</script>")
     assert "nonsense is not defined" in opened(file).console[0]

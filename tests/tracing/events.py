@@ -1,4 +1,4 @@
-"""Events of a trace as torch writes them, and what is told of an action."""
+"""Events of a trace as torch writes them, and the arguments of an action."""
 
 from __future__ import annotations
 

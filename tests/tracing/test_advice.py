@@ -61,7 +61,7 @@ def test_as_many_layers_move_as_it_takes() -> None:
     assert best.change == "moving layers.4 – layers.5 to stage 1"
 
 
-def test_another_schedule_tells_what_it_holds_and_how_i_and_w_were_told_apart() -> None:
+def test_another_schedule_says_what_it_holds_and_how_i_and_w_were_divided() -> None:
     schedule = with_edges(build("1f1b", 2, 4))
     advice = advise(schedule, Times.equal(2), shares="I and W taken as halves of B")
     assert advice.best is not None
@@ -72,7 +72,7 @@ def test_another_schedule_tells_what_it_holds_and_how_i_and_w_were_told_apart() 
     assert [each.change.split()[1] for each in advice.changes if each.gain > 0.1] == ["zb-h1"]
 
 
-def test_more_microbatches_are_told_beside_what_keeps_the_batch() -> None:
+def test_more_microbatches_and_the_best_change_that_keeps_the_batch() -> None:
     schedule = with_edges(build("gpipe", 4, 4))
     times = Times((1.0,) * 4, (0.0,) * 4, (0.0,) * 4)
     advice = advise(build("forward", 4, 4), times)
@@ -84,7 +84,7 @@ def test_more_microbatches_are_told_beside_what_keeps_the_batch() -> None:
     assert "; with the batch as it is, running zb-h" in advice.sentence
 
 
-def test_where_nothing_helps_it_is_said() -> None:
+def test_nothing_helps() -> None:
     schedule = with_edges(build("1f1b", 2, 512))
     advice = advise(schedule, Times.equal(2))
     assert advice.best is None
@@ -93,7 +93,7 @@ def test_where_nothing_helps_it_is_said() -> None:
     )
 
 
-def test_ranks_that_take_turns_are_told_what_a_process_each_would_do() -> None:
+def test_ranks_of_one_process_are_advised_for_a_process_each() -> None:
     advice = advise(with_edges(build("1f1b", 2, 4)), Times.equal(2), shared_process=True)
     assert advice.sentence.startswith("With a process for each rank, running zb-h1")
 

@@ -31,7 +31,7 @@ def test_the_longest_stage_is_on_it(tmp_path: Path) -> None:
     assert analysis.critical_path.endswith("rank 1 80%, rank 0 20%")
 
 
-def test_what_lies_between_its_actions_is_told(tmp_path: Path) -> None:
+def test_the_path_includes_the_time_between_its_actions(tmp_path: Path) -> None:
     assert analysed(tmp_path, SLOW_HOST).critical_path.endswith("transfers and overhead 3%")
 
 

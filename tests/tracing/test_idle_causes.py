@@ -73,12 +73,17 @@ def test_each_cause(
     analysis = analysed(tmp_path, rows)
     assert analysis.makespan == pytest.approx(makespan / 1000)
     for found, computes, expected in zip(analysis.idle, busy, causes, strict=True):
-        told = (found.causes.warmup_and_drain, found.causes.imbalance, found.causes.transfers, found.causes.overhead)
+        causes_found = (
+            found.causes.warmup_and_drain,
+            found.causes.imbalance,
+            found.causes.transfers,
+            found.causes.overhead,
+        )
         assert found.busy == pytest.approx(computes / 1000)
-        assert told == pytest.approx([cause / 1000 for cause in expected], abs=1e-9)
+        assert causes_found == pytest.approx([cause / 1000 for cause in expected], abs=1e-9)
 
 
-def test_a_hop_is_measured_where_the_message_was_waited_for(tmp_path: Path) -> None:
+def test_a_hop_is_measured_if_the_message_was_waited_for(tmp_path: Path) -> None:
     assert analysed(tmp_path, FAR).times.hops == pytest.approx({(0, 1): 0.0005})
 
 

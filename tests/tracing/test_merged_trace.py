@@ -64,7 +64,7 @@ def test_arrows_lead_from_a_send_to_its_receive(folder: Path, tmp_path: Path) ->
     assert last["ts"] - first["ts"] == pytest.approx(100, abs=0.01)  # the hop, in microseconds
 
 
-def test_ranks_are_on_one_clock_and_its_error_is_told(folder: Path, tmp_path: Path) -> None:
+def test_ranks_are_on_one_clock_with_its_error(folder: Path, tmp_path: Path) -> None:
     merge_traces(read_run(folder), tmp_path / "trace.json")
     trace = read_strictly(tmp_path / "trace.json")
     starts = [slices(trace, rank, COMPUTE)[0]["ts"] for rank in range(2)]
@@ -140,7 +140,7 @@ def test_clocks_that_are_off_are_noticed(tmp_path: Path) -> None:
     assert merged.early > 0
 
 
-def test_nothing_is_left_behind_where_the_file_cannot_be_written(folder: Path, tmp_path: Path) -> None:
+def test_nothing_is_left_if_the_file_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PipegraphError, match="cannot be written"):
         merge_traces(read_run(folder), tmp_path / "file" / "trace.json")

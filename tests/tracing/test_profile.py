@@ -101,8 +101,8 @@ def test_a_loop_of_all_ranks_in_one_process(loop: Loop, tmp_path: Path) -> None:
         own = {"run": run["run"], "rank": rank, "ranks": 2, "digits": digits[0]}
         assert first["pipegraph"] == {**own, "clock": {"offset_ns": 0, "error_ns": 0}}
         assert list(first)[-1] == "traceEvents"  # behind its bracket the plugin writes what it knows of a GPU
-        told = sorted(event["name"] for event in actions(first))
-        assert told == sorted(2 * [action_name(action) for action in lowered.actions[rank]])
+        found = sorted(event["name"] for event in actions(first))
+        assert found == sorted(2 * [action_name(action) for action in lowered.actions[rank]])
 
 
 def test_a_rank_s_file(loop: Loop, tmp_path: Path) -> None:
@@ -116,11 +116,11 @@ def test_a_rank_s_file(loop: Loop, tmp_path: Path) -> None:
     spans = actions(trace)
     assert [span["name"] for span in spans] == FIRST_RANK.split("\n")[1:-1]
     assert actions(trace, "cpu_op") == [{**span, "cat": "cpu_op"} for span in spans]
-    told = [{key: span["args"][key] for key in span["args"] if " " not in key} for span in spans]
-    assert told[0] == {"stage": 0, "kind": "F", "microbatch": 0, "rank": 0, "step": 1}
+    args = [{key: span["args"][key] for key in span["args"] if " " not in key} for span in spans]
+    assert args[0] == {"stage": 0, "kind": "F", "microbatch": 0, "rank": 0, "step": 1}
     transfer = {"peer": 1, "peer_rank": 1, "bytes": 2 * WIDTH * 4}
-    assert told[1] == {"stage": 0, "kind": "SEND_F", "microbatch": 0, "rank": 0, "step": 1, **transfer}
-    assert told[4] == {"stage": 0, "kind": "RECV_B", "microbatch": 0, "rank": 0, "step": 1, **transfer}
+    assert args[1] == {"stage": 0, "kind": "SEND_F", "microbatch": 0, "rank": 0, "step": 1, **transfer}
+    assert args[4] == {"stage": 0, "kind": "RECV_B", "microbatch": 0, "rank": 0, "step": 1, **transfer}
     ends = [span["ts"] + span["dur"] for span in spans]
     assert all(end <= span["ts"] for end, span in zip(ends, spans[1:], strict=False))
     base, patience = trace["baseTimeNanoseconds"], 5_000_000
@@ -171,7 +171,7 @@ def test_a_loop_that_is_too_short_says_so_and_leaves_nothing(loop: Loop, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # as torch says of its own
-def test_who_observes_the_pipeline_goes_on(loop: Loop, tmp_path: Path) -> None:
+def test_other_observers_continue(loop: Loop, tmp_path: Path) -> None:
     class Count:
         begun = 0
 

@@ -114,16 +114,16 @@ def test_a_rank_that_fails_keeps_no_other_one_waiting(package: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_disk_that_is_full_is_told_to_all(package: Path, tmp_path: Path, failing: int) -> None:
-    told = ranks.run(fail_in_writing, 2, str(package), str(tmp_path), failing)
-    assert re.match(r"PipegraphError: no trace can be written to .*: No space left on device\.\nTry: ", told[failing])
-    assert re.match(rf"PipegraphError: rank {failing} cannot write a trace to ", told[1 - failing])
+def test_all_ranks_report_a_full_disk(package: Path, tmp_path: Path, failing: int) -> None:
+    errors = ranks.run(fail_in_writing, 2, str(package), str(tmp_path), failing)
+    assert re.match(r"PipegraphError: no trace can be written to .*: No space left on device\.\nTry: ", errors[failing])
+    assert re.match(rf"PipegraphError: rank {failing} cannot write a trace to ", errors[1 - failing])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_one_rank_cannot_make_is_told_before_the_first_step(package: Path, tmp_path: Path) -> None:
+def test_a_folder_that_one_rank_cannot_make_fails_before_the_first_step(package: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folders = [str(tmp_path / "runs"), str(tmp_path / "file" / "runs")]
-    told = ranks.run(enter, 2, str(package), folders)
-    assert told[0].startswith(f"PipegraphError: rank 1 cannot write a trace to {folders[0]}")
-    assert told[1].startswith(f"PipegraphError: no trace can be written to {folders[1]}: Not a directory.")
+    errors = ranks.run(enter, 2, str(package), folders)
+    assert errors[0].startswith(f"PipegraphError: rank 1 cannot write a trace to {folders[0]}")
+    assert errors[1].startswith(f"PipegraphError: no trace can be written to {folders[1]}: Not a directory.")

@@ -65,7 +65,7 @@ def test_the_newest_of_several_runs_is_read_and_said(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "says"), [("missing", "does not exist"), ("file", "is a file"), ("empty", "no traces")]
 )
-def test_where_there_is_no_trace_it_is_said(where: str, says: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_trace(where: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     with pytest.raises(PipegraphError, match=rf"{says}(.|\n)*Try: pipegraph run"):
@@ -162,7 +162,7 @@ def test_a_manifest_of_another_plan_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["run.json", "pipeline.json", "schedule.csv"])
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "\x00\xff", '{"schema_version": 1}'])
-def test_what_stands_beside_the_traces_may_be_missing_or_damaged(name: str, text: str | None, folder: Path) -> None:
+def test_other_files_of_a_run_may_be_missing_or_damaged(name: str, text: str | None, folder: Path) -> None:
     file = folder / name
     if text is None:
         file.unlink()
@@ -174,7 +174,7 @@ def test_what_stands_beside_the_traces_may_be_missing_or_damaged(name: str, text
     assert len(analyse_run(run).idle) == 2
 
 
-def test_without_anything_beside_them_the_traces_tell_the_schedule(folder: Path) -> None:
+def test_traces_alone_show_the_schedule(folder: Path) -> None:
     for name in ("run.json", "pipeline.json", "schedule.csv"):
         (folder / name).unlink()
     run = read_run(folder)

@@ -16,7 +16,7 @@ from tests.tracing.recordings import manifest, rows_of, write_run
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_run_that_went_as_predicted_is_told_so(name: str, tmp_path: Path) -> None:
+def test_a_run_that_went_as_predicted(name: str, tmp_path: Path) -> None:
     schedule = build(name, 2, 4)
     times = Times.equal(schedule.stages, 0.002, 0.001, 0.001)
     folder = write_run(tmp_path / "run", schedule, {7: rows_of(schedule, times)}, manifest(schedule.stages, times))

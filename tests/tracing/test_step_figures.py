@@ -51,7 +51,7 @@ def test_a_step_and_its_parts(tmp_path: Path) -> None:
     assert last.peak_bytes[0] > 2**20
 
 
-def test_parts_tell_who_was_slow(tmp_path: Path) -> None:
+def test_parts_show_the_slow_rank(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path, "zb-h1")
     kernels = pipe._training[1]._kernels[1]
     own = kernels.weight_backward

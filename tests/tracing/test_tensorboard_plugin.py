@@ -21,18 +21,18 @@ def names(events: list[Event], **having: Any) -> list[str]:
     return [event["name"] for event in events if all(event.get(key) == value for key, value in having.items())]
 
 
-def test_an_action_stands_under_both_categories_with_what_is_told_of_it() -> None:
+def test_an_action_has_both_categories_and_its_arguments() -> None:
     step = complete("user_annotation", "ProfilerStep#5", 0.0, 10.0, External_id=1)
     span = complete("user_annotation", "F stage 1 microbatch 3", 2.0, 3.0, External_id=2)
-    told = {"External id": 2, "stage": 1, "kind": "F", "microbatch": 3, "rank": 1, "step": 5}
+    args = {"External id": 2, "stage": 1, "kind": "F", "microbatch": 3, "rank": 1, "step": 5}
     assert adapt_events([step, span], arguments) == [
         step,
-        {**span, "args": told},
-        {**span, "args": told, "cat": "cpu_op"},
+        {**span, "args": args},
+        {**span, "args": args, "cat": "cpu_op"},
     ]
 
 
-def test_the_same_is_told_of_what_a_gpu_did() -> None:
+def test_an_action_of_a_gpu_has_the_same_arguments() -> None:
     found = [event for event in adapt_events(gpu_steps(), arguments) if event["cat"] == "gpu_user_annotation"]
     assert [(event["args"]["step"], event["args"]["rank"]) for event in found] == [(1, 1), (2, 1)]
 

@@ -120,8 +120,8 @@ def test_the_overview_has_the_steps(ask: Ask, run: Path) -> None:
 
 
 def test_the_distributed_view_compares_the_ranks(ask: Ask, run: Path) -> None:
-    told = ask("distributed/commops", run=run.name, worker="All", span="1", view="Distributed")["data"]
-    assert {worker: [row[:2] for row in table["rows"]] for worker, table in told.items()} == {
+    tables = ask("distributed/commops", run=run.name, worker="All", span="1", view="Distributed")["data"]
+    assert {worker: [row[:2] for row in table["rows"]] for worker, table in tables.items()} == {
         worker: [["gloo:all_reduce", 2]] for worker in WORKERS
     }
     waits = ask("distributed/waittime", run=run.name, worker="All", span="1", view="Distributed")["data"]

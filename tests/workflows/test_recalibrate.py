@@ -209,7 +209,7 @@ def test_nothing_but_a_profile_is_overwritten(
         profile_for(package(cpu[1]), Path(name), cpu[0] if named else None)
 
 
-def test_ratios_and_where_stages_disagree(cpu: tuple[Hardware, Manifest]) -> None:
+def test_ratios_and_stages_that_disagree(cpu: tuple[Hardware, Manifest]) -> None:
     hardware, manifest = cpu
     assert (
         format_ratios(replace(hardware, measured_ratio=MeasuredRatio(2.44, 15.13, 0.5))) == "F × 2.4, I × 15, W × 0.5"
