@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from pipegraph.errors import (
+    ArgumentError,
     BatchError,
     CaptureError,
     PackageError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pipegraph.workflows.profile import profile
 
 __all__ = [
+    "ArgumentError",
     "BatchError",
     "CaptureError",
     "PackageError",
