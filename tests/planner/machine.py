@@ -1,4 +1,4 @@
-"""Hardware and models whose figures can be reckoned by hand."""
+"""Hardware and models with figures that can be computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses between stages: (name, producer, consumers, whether a gradient comes back)."""
+"""The values that cross between stages: (producer, consumers, whether a gradient comes back)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split points: where they cut, what is refused and how, and the lines that say what a stage holds."""
+"""Plans with given split points: the cuts, errors, and the description of stages."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pipegraph.cost.hardware import Link as HardwareLink
 from pipegraph.errors import PlanError, ScheduleError
 from pipegraph.planner import Solution, solve
 from pipegraph.schedule import Schedule, build, from_csv, lower, simulate
-from tests.planner.brute import Link, costs, every_cut, links, makespan, slowest_stage, small_schedules
+from tests.planner.brute_force import Link, costs, every_cut, links, makespan, slowest_stage, small_schedules
 
 PUBLISHED = [SegmentCost(f, f, f) for f in (8.0, 11.0, 2.0, 1.0, 18.0, 5.0, 4.0, 11.0)]
 FOUR = [SegmentCost(1.0, 1.0, 1.0)] * 4

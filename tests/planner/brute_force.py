@@ -1,4 +1,4 @@
-"""What a planner is compared with: every cut simulated, and every rank's memory counted action by action."""
+"""A slow planner to compare with: it simulates every cut, and counts every rank's memory action by action."""
 
 from __future__ import annotations
 

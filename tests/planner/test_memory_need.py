@@ -14,7 +14,7 @@ from pipegraph.errors import PlanError
 from pipegraph.planner import solve
 from pipegraph.schedule import Schedule, from_csv
 from pipegraph.units import bytes_option, parse_bytes
-from tests.planner.brute import costs, every_cut, makespan, memory, slowest_stage, small_schedules
+from tests.planner.brute_force import costs, every_cut, makespan, memory, slowest_stage, small_schedules
 
 SAVES = [SegmentCost(1.0, 1.0, 1.0, 0, 100, 10)] * 8
 """Segments of which each saves 100 bytes, and has 10 of parameters."""

@@ -1,4 +1,4 @@
-"""Plans that choose their cuts: where, what they are predicted to take, and what is refused."""
+"""Plans that choose their cuts: the cuts, the prediction, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search over schedules, microbatches and recompute, and the file of a plan."""
+"""The comparison of plans over schedules, microbatches and recompute, and the file of a plan."""
 
 from __future__ import annotations
 

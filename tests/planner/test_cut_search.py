@@ -1,5 +1,4 @@
-"""What `solve` is made of: schedules timed for many cuts at once, bounds that hold, and the search where there are too
-many cuts to try."""
+"""The parts of `solve`: schedules timed for many cuts at once, lower bounds, and the search for cuts."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from pipegraph.planner.solver.search.local_search import neighbours
 from pipegraph.planner.solver.search.relaxation import equilibrium
 from pipegraph.schedule import Schedule, Times, build, names, simulate
 from pipegraph.schedule.recipes import trains
-from tests.planner.brute import costs, every_cut, links, makespan, memory, slowest_stage, small_schedules
+from tests.planner.brute_force import costs, every_cut, links, makespan, memory, slowest_stage, small_schedules
 
 
 @pytest.fixture
