@@ -37,23 +37,21 @@ def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
             part.use_cache = False
     builder = _architecture(transformers, config, path)
     torch.manual_seed(0)
-    checkpoint = any(path.parent.glob("*.safetensors"))
+    stored = weights and any(path.parent.glob("*.safetensors"))
     with nullcontext() if weights else parameters_on_meta(), _default_dtype(config.dtype):
         try:
-            if weights and checkpoint:
+            if stored:
                 built = builder.from_pretrained(path.parent, config=config, local_files_only=True)
-                built.train()
             else:
                 built = builder(config)
         except Exception as error:
             folder = repr(str(path.parent))
-            built_by = (
-                f".from_pretrained({folder})" if weights and checkpoint else f"(AutoConfig.from_pretrained({folder}))"
-            )
+            tried = f".from_pretrained({folder})" if stored else f"(AutoConfig.from_pretrained({folder}))"
             raise SourceError(
                 f"{path}: transformers could not build {builder.__name__}: {error}\n"
-                f"Try: {builder.__name__}{built_by} in Python."
+                f"Try: {builder.__name__}{tried} in Python."
             ) from error
+    built.train()
     return ModelSource(
         name=f"hf:{path.name}",
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
