@@ -1,0 +1,120 @@
+"""What cannot be captured: the message names the line of the model's source, and the model stays as it was."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipegraph
+from pipegraph.errors import CaptureError
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.sources.load import load
+
+ROOT = Path(__file__).parents[2]
+
+
+def captured(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
+    return pipegraph.capture(model, args, kwargs)
+
+
+class Linears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+
+def test_control_flow_on_values_names_the_users_line() -> None:
+    file = ROOT / "tests/models/data_dependent.py"
+    source = load(str(file))
+    line = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if "if x.sum()" in text)
+    with pytest.raises(CaptureError) as caught:
+        pipegraph.capture(source.model, source.args)
+    assert str(caught.value).splitlines()[1:] == [
+        f"  at {file}:{line}: if x.sum() > 0:",
+        "Try: for a branch, compute both sides and choose with torch.where; for a number, pass it as an argument.",
+    ]
+
+
+def test_an_error_of_the_model_names_the_users_line() -> None:
+    class Wrong(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).reshape(3, 3))
+
+    with pytest.raises(
+        CaptureError, match=rf"Wrong cannot be captured(.|\n)*at {re.escape(__file__)}:\d+: return self.b"
+    ):
+        captured(Wrong(), torch.ones(2, 4))
+
+
+def test_an_error_without_a_line_names_none() -> None:
+    with pytest.raises(CaptureError, match="if not, something in it is Python"):
+        captured(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 3))
+
+
+class Condition(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (self.a(x),)))
+
+
+class DataDependentShape(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h[h[:, 0] > 0]).sum()
+
+
+class ReturnsANumber(Linears):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.a(x), 3
+
+
+class TakesData(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h) + h.data
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (TakesData, r"takes the data of a tensor(.|\n)*h.data\nTry: x.detach\(\)"),
+        (Condition, r"Condition cannot be captured|The model uses cond, .*\nTry: .*torch.where"),
+        (DataDependentShape, "shape depends on values"),
+        (ReturnsANumber, "The model returns 3, which is neither a tensor nor None.\nTry: return tensors only."),
+    ],
+)
+def test_what_no_stage_could_hold_is_refused(model: type[nn.Module], message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        captured(model(), torch.ones(2, 4))
+
+
+def test_wrong_calls_of_capture() -> None:
+    with pytest.raises(CaptureError, match=r"takes a torch.nn.Module, not function"):
+        pipegraph.capture(F.relu)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"args must be a tuple, not Tensor.\nTry: args=\(tokens,\)"):
+        pipegraph.capture(Linears(), torch.ones(1))  # type: ignore[arg-type]
+
+
+def test_an_input_of_another_kind_is_refused() -> None:
+    class Complexes(Linears):
+        def forward(self, x: Tensor, y: Any) -> Tensor:
+            return self.b(self.a(x))
+
+    with pytest.raises(CaptureError):
+        captured(Complexes(), torch.ones(2, 4), object())
+
+
+def test_a_failure_leaves_the_model_as_it_was() -> None:
+    source = load(str(ROOT / "tests/models/data_dependent.py"))
+    before = {key: tensor.clone() for key, tensor in source.model.state_dict().items()}
+    source.model.second.eval()
+    with pytest.raises(CaptureError):
+        pipegraph.capture(source.model, source.args)
+    assert [module.training for module in source.model.modules()] == [True, True, False]
+    assert all(torch.equal(before[key], tensor) for key, tensor in source.model.state_dict().items())
