@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.command import Command
 
 
@@ -27,6 +29,7 @@ def test_tiny_transformer(pipegraph: Command, tmp_path: Path) -> None:
     assert json.loads(ran.out)["ranks"] == 4
 
 
+@pytest.mark.slow
 def test_llama(pipegraph: Command, tmp_path: Path) -> None:
     stages = split_and_verify(pipegraph, "hf:examples/llama", tmp_path / "out", "--stages", "2")
     assert stages[0].startswith("stage 0: model.embed_tokens, model.layers.0 – ")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.cli.command import program
 
 # The kernel's own high-water mark of this program; getrusage would count the test's process, which started it.
@@ -19,6 +21,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_an_8b_llama_is_split_without_weights(tmp_path: Path) -> None:
     out = tmp_path / "llama"
     arguments = ["split", "hf:tests/models/llama_8b", "--seq", 4096, "--stages", 4, "--no-weights", "-o", out]

@@ -64,6 +64,7 @@ def test_package_is_tidy(name: str, tmp_path: Path) -> None:
     assert untidy(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_source_does_not_depend_on_the_order_of_hashes() -> None:
     running = [
         subprocess.Popen(

@@ -89,6 +89,7 @@ def test_latency_and_bandwidth_are_those_that_explain_the_times() -> None:
     assert bandwidth > 1e9
 
 
+@pytest.mark.slow
 def test_a_whole_profile(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = MeasuredLinks(((None, 1e-5), (3e-5, None)), ((None, 1e9), (3e9, None)), "gloo")
     monkeypatch.setattr(calibrate, "measure_links", lambda ranks, device: measured)

@@ -80,6 +80,7 @@ def test_what_bounds_a_value_is_nowhere_above_it(data: st.DataObject, schedule: 
 @settings(max_examples=60)
 @pytest.mark.usefixtures("_nothing_tried")
 @given(st.data(), small_schedules(), st.sampled_from([0.0, 0.003, 0.03]))
+@pytest.mark.slow
 def test_no_cuts_are_below_the_bound(data: st.DataObject, schedule: Schedule, effort: float) -> None:
     chain, link = data.draw(costs(schedule.stages + data.draw(st.integers(1, 4)))), data.draw(links)
     limit, every = None, every_cut(len(chain), schedule.stages)

@@ -29,6 +29,7 @@ def planned(folder: Path, config: dict[str, Any], stages: int, recompute: str = 
     return pipegraph.plan(captured, stages=stages, hardware=Hardware.load("h100"), recompute=recompute, microbatches=16)
 
 
+@pytest.mark.slow
 def test_a_llama_of_405b(tmp_path: Path) -> None:
     started = time.process_time()
     plan = planned(tmp_path, LLAMA_405B | {"num_hidden_layers": 8}, stages=4)
@@ -49,6 +50,7 @@ def test_a_llama_of_405b(tmp_path: Path) -> None:
     assert first.input_grad == 0 and last.total == pytest.approx(first.total, rel=0.3)
 
 
+@pytest.mark.slow
 def test_deepseek_v3(tmp_path: Path) -> None:
     layers = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
     plan = planned(tmp_path, DEEPSEEK_V3 | layers, stages=3)

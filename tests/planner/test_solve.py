@@ -139,6 +139,7 @@ def test_names_of_torch_and_ready_schedules() -> None:
     check_best(solve(PUBLISHED, 2, own), PUBLISHED, own)
 
 
+@pytest.mark.slow
 def test_large_chains_are_solved_in_seconds() -> None:
     chain = transformer(126, spread=0.03)
     started = time.process_time()

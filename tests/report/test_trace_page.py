@@ -160,6 +160,7 @@ def test_a_browser_draws_it_and_its_controls_work(tmp_path: Path) -> None:
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_a_large_run_is_drawn_as_well(tmp_path: Path) -> None:
     page = trace_page(analysed(tmp_path, "1f1b", 16, 64))
     file = tmp_path / "page.html"

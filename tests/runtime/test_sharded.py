@@ -34,7 +34,7 @@ def folder_for(plan: str, path: Path) -> str:
         ("tensor parallel", "zb-h1", "eager", "min-cut"),
         ("tensor parallel", "1f1b", "autograd", "min-cut"),
         ("uneven", "zb-h1", "eager", "block"),
-        ("uneven", "zb-h1", "inductor", "min-cut"),
+        pytest.param("uneven", "zb-h1", "inductor", "min-cut", marks=pytest.mark.slow),
         ("sequence parallel", "1f1b", "eager", "none"),
         ("sequence parallel", "zb-h1", "eager", "min-cut"),
     ],

@@ -30,6 +30,7 @@ _KIB = 1 if sys.platform == "darwin" else 1024  # bytes in what ru_maxrss counts
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "seconds"), [(128, 512, 20)])
+@pytest.mark.slow
 def test_built_lowered_checked_and_simulated(ranks: int, microbatches: int, seconds: float) -> None:
     arguments = [sys.executable, "-c", CODE, str(ranks), str(microbatches)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)

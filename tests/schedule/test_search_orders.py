@@ -116,6 +116,7 @@ def test_twice_the_memory_comes_close_to_the_bound() -> None:
         (8, 24, (14859, 14722, 9963.5), 527, 2020610),
     ],
 )
+@pytest.mark.slow
 def test_v_is_no_worse_than_the_published_search(
     ranks: int, microbatches: int, figures: tuple[float, float, float], hop: float, published: float
 ) -> None:
@@ -123,6 +124,7 @@ def test_v_is_no_worse_than_the_published_search(
     assert found.makespan <= published
 
 
+@pytest.mark.slow
 def test_eight_ranks_and_32_microbatches_in_time() -> None:
     for placement, stages, limit in (("loop", 8, 10), ("v", 16, 16)):
         start = time.process_time()

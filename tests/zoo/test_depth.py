@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -45,5 +46,6 @@ def lines(depth: int) -> int:
     return sum(len(text.splitlines()) for text in files.values())
 
 
+@pytest.mark.slow
 def test_126_layers_take_a_fifth_more_lines_than_32_at_most() -> None:
     assert lines(126) <= 1.2 * lines(32)

@@ -16,8 +16,14 @@ from tests.zoo.visit import NAMES, STAGES, visit
 _KNOWN = "ignore:GeLUFunction of transformers.models.bloom"
 
 
+# Encoders and decoders have as many kinds of layers as two models.
+_SLOW = ("T5ForConditionalGeneration", "BartForConditionalGeneration", "DeepseekV3ForCausalLM")
+
+
 @pytest.mark.filterwarnings(_KNOWN)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in NAMES]
+)
 def test_a_step_of_three_stages_is_a_step_of_the_model(name: str, tmp_path: Path) -> None:
     visited = visit(name, tmp_path)
     assert visited.verification.training and visited.verification.equal, str(visited.verification)
