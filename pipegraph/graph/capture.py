@@ -15,6 +15,7 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.mode_comparison import same_in_both_modes
+from pipegraph.graph.export.other_dtype import mark_dtypes
 from pipegraph.graph.export.torch_export import export, export_in
 from pipegraph.graph.graph_text import graph_text, segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK
@@ -28,6 +29,7 @@ from pipegraph.graph.passes.drop_expands import drop_expands
 from pipegraph.graph.passes.drop_identities import drop_identities
 from pipegraph.graph.passes.drop_redundant_dtypes import drop_redundant_dtypes
 from pipegraph.graph.passes.drop_write_backs import drop_write_backs
+from pipegraph.graph.passes.follow_dtypes import follow_dtypes
 from pipegraph.graph.passes.functionalize_writes import functionalize_writes
 from pipegraph.graph.passes.mark_gradients import mark_gradients
 from pipegraph.graph.passes.mark_mode_differences import mark_mode_differences, may_differ_by_mode
@@ -43,6 +45,7 @@ from pipegraph.verification import InvalidGraphError, verifying
 
 PASSES: tuple[Pass, ...] = (
     tie_casts_to_buffers,
+    follow_dtypes,
     drop_assertions,
     drop_identities,
     drop_redundant_dtypes,
@@ -94,10 +97,12 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     next(phases)
     state, tensors = state_of(model)
     modules = modules_of(model)
-    exported, training = export(model, args, kwargs)
+    exported, mode = export(model, args, kwargs)
+    training = mode[model]
     dump("export", lambda: str(exported))
     next(phases)
     graph = flatten(exported, state, tensors)
+    mark_dtypes(graph, mode, model, args, kwargs)
     run_passes(graph, PASSES, state)
     next(phases)
     if training and may_differ_by_mode(graph, modules):
@@ -144,9 +149,11 @@ def run_passes(graph: fx.Graph, passes: Sequence[Pass], state: Mapping[str, Stat
 def _evaluation_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Graph | None:
     """The graph of the model in evaluation mode; None if it cannot be traced."""
     try:
-        exported = export_in(dict.fromkeys(model.modules(), False), model, args, kwargs)
+        mode = dict.fromkeys(model.modules(), False)
+        exported = export_in(mode, model, args, kwargs)
         state, tensors = state_of(model)
         graph = flatten(exported, state, tensors)
+        mark_dtypes(graph, mode, model, args, kwargs)
         run_passes(graph, PASSES, state, prefix="evaluation_")
     except InvalidGraphError:
         raise

@@ -74,6 +74,8 @@ class Captured:
     ``kind``                  of state: ``parameter``, ``buffer`` or ``constant``
     ``path``                  the module calls it ran in, outermost first, as (call, FQN) pairs
     ``regions``               the ``no_grad`` and ``autocast`` blocks around it, outermost first, as (kind, settings)
+    ``other_dtype``           the dtype of ``val`` if the model is converted to another dtype; missing if not known
+    ``relative_dtype``        whether the operation was given a dtype that follows the model's
     ``requires_grad``         whether a gradient flows through it; ``cut_off``: only a ``no_grad`` block keeps one away
     ``in_every_mode``         whether it drops values in evaluation mode too
     ``writes``                of an in-place operation: the name of the node that made the memory

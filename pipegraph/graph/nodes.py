@@ -13,6 +13,12 @@ from pipegraph.graph.internals import OpOverload, pytree, schema_arguments
 
 aten = torch.ops.aten
 
+OTHER_DTYPE = "other_dtype"
+"""Key of a node's metadata: the dtype of its value if the model is converted to another dtype."""
+
+RELATIVE_DTYPE = "relative_dtype"
+"""Key of a node's metadata: the model gives it the dtype of another value."""
+
 _FRAME = re.compile(r'File "(.*)", line (\d+), in ')
 
 
@@ -47,6 +53,12 @@ def on_meta(node: fx.Node) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
     return pytree.tree_map_only(torch.Tensor, empty, node.meta.get("val"))
+
+
+def follows_model(node: fx.Node) -> bool:
+    """Return whether a value has another dtype if the model is converted to another dtype."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and node.meta.get(OTHER_DTYPE, value.dtype) != value.dtype
 
 
 def any_layout(node: fx.Node) -> Any:

@@ -103,7 +103,7 @@ _ROWS: tuple[tuple[str, Operator], ...] = (
     ("slice_scatter select_scatter diagonal_scatter as_strided_scatter", Operator(loop=Loop.ELEMENTWISE)),
     # casts, copies and checks
     ("to", Operator(cast=True, keeps_values=True, elementwise=True, spelling="cast")),
-    ("type_as", Operator(cast=True)),
+    ("type_as", Operator(cast=True, spelling="cast")),
     ("_to_copy", Operator(cast=True, loop=Loop.ELEMENTWISE)),
     ("alias lift_fresh", Operator(identity=True)),
     ("lift_fresh_copy", Operator(identity=True, loop=Loop.ELEMENTWISE)),

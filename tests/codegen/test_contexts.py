@@ -136,7 +136,7 @@ def test_blocks_come_back_as_blocks(tmp_path: Path) -> None:
         "    mean = h.mean()",
         "    mean = mean * 2",
         "with torch.autocast(x.device.type, enabled=False):",
-        "    h = h * mean",
+        "    h = h.to(torch.float32) * mean",
         "with torch.autocast(x.device.type, dtype=torch.bfloat16, cache_enabled=False):",
         "    y = self.b(h)",
         "return h, y.to(torch.float32).detach() * 0.5",

@@ -59,11 +59,11 @@ def test_a_table_follows_its_buffer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGURATIONS["LlamaForCausalLM"]}))
     source = load(f"hf:{tmp_path}", weights=False, batch=2, seq=12)
     package = pipegraph.write_package(plan_of(source.model, (), source.kwargs), tmp_path / "out", weights=False)
-    assert "return cos.type_as(self.inv_freq), sin.type_as(self.inv_freq)" in (package.path / "blocks.py").read_text()
+    assert "return cos.to(self.inv_freq.dtype), sin.to(self.inv_freq.dtype)" in (package.path / "blocks.py").read_text()
 
 
 class Weighted(nn.Module):
-    """Casts that do nothing in float32, and all of which bfloat16 needs."""
+    """Casts that do nothing in float32, and that bfloat16 needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ class Weighted(nn.Module):
         return self.b(F.softmax(h, dim=-1, dtype=torch.float32).to(x.dtype) * h)
 
 
-def test_a_dtype_that_is_the_arguments_is_left_out(tmp_path: Path) -> None:
+def test_casts_stay_as_the_model_writes_them(tmp_path: Path) -> None:
     package = split(tmp_path, Weighted(), (batch(),), cut="b")
-    assert "F.softmax(h, dim=-1) * h" in (package.path / "stage_0.py").read_text()
+    assert "F.softmax(h, dim=-1, dtype=torch.float32).to(h.dtype) * h" in (package.path / "stage_0.py").read_text()
     x = batch().bfloat16()
     stages = [half(package.load_stage(index)) for index in range(2)]
     assert stages[1](stages[0](x)).dtype == torch.bfloat16

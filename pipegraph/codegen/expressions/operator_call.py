@@ -22,7 +22,7 @@ from pipegraph.codegen.syntax.expressions import (
     method,
 )
 from pipegraph.graph.internals import OpOverload, operator_name, schema_arguments
-from pipegraph.graph.nodes import on_meta
+from pipegraph.graph.nodes import follows_model, on_meta
 
 TRAINING = Attribute(SELF, "training")
 """Stands for an argument that follows the mode of the module."""
@@ -132,7 +132,8 @@ def _bind(node: fx.Node) -> dict[str, Any]:
         if argument.name == "pin_memory" or (argument.name == "layout" and value == torch.strided):
             continue
         bound[argument.name] = TRAINING if follows_mode(node, argument.name, value) else value
-    if bound.get("dtype") in _DEFAULT_DTYPES and _has_dtype_without(node, bound):
+    is_fixed = any(map(follows_model, node.all_input_nodes))
+    if bound.get("dtype") in _DEFAULT_DTYPES and not is_fixed and _has_dtype_without(node, bound):
         del bound["dtype"]
     return bound
 

@@ -29,6 +29,7 @@ from pipegraph.codegen.syntax.expressions import (
     part,
     unary,
 )
+from pipegraph.graph.nodes import RELATIVE_DTYPE
 
 Spelling = Callable[[OperatorCall], Expression | None]
 
@@ -169,8 +170,11 @@ def _is_default_scale(query: fx.Node, scale: float | None) -> bool:
 
 
 def _cast(operator: OperatorCall) -> Expression | None:
-    source, value = operator.node.args[0].meta["val"], operator.node.meta["val"]  # type: ignore[union-attr]
-    if set(operator.arguments) & {"copy", "memory_format", "other"} or value.dtype == source.dtype:
+    value = operator.node.meta["val"]
+    if operator.name == "type_as" and RELATIVE_DTYPE in operator.node.meta:
+        reference = operator.expression(operator.arguments["other"])
+        return method(operator.expression(operator.arguments["self"]), "to", Attribute(reference, "dtype"))
+    if set(operator.arguments) & {"copy", "memory_format", "other"} or "dtype" not in operator.arguments:
         return None
     return operator.method(operator.arguments["self"], "to", value.dtype)
 

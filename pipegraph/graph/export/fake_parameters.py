@@ -14,7 +14,7 @@ from pipegraph.graph.internals import fake_mode_of, new_fake_mode, pytree
 
 @contextmanager
 def fake_parameters(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Put fake tensors in the place of the model's parameters while it is exported, and give fake inputs.
 
@@ -22,6 +22,9 @@ def fake_parameters(
     device=x.device)``) and break code that asks for the kind of device; a fake tensor says "cpu" (or the device it
     stands for) and holds nothing. The modules get their own parameters back, also after an error, and tied
     parameters stay tied.
+
+    With ``dtype`` the model is traced as it is after ``model.to(dtype)``, on inputs of that dtype: parameters, buffers
+    and inputs of floating point have it.
     """
     mode = new_fake_mode()
     device = _device(args, kwargs)
@@ -29,11 +32,12 @@ def fake_parameters(
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         where = device if tensor.device.type == "meta" else tensor.device
         with mode:
-            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
+            own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=own, device=where)
             return twin.requires_grad_(tensor.requires_grad)
 
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: fake(leaf.detach()), (args, kwargs))
-    twins: dict[int, nn.Parameter] = {}
+    twins: dict[int, torch.Tensor] = {}
     replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
     try:
         for module in model.modules():
@@ -44,9 +48,13 @@ def fake_parameters(
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if buffer.device.type == "meta":
                     replaced.append((module, name, buffer))
+                    twins[id(buffer)] = fake(buffer)
+                elif dtype is not None and buffer.is_floating_point():
+                    replaced.append((module, name, buffer))
+                    twins[id(buffer)] = buffer.to(dtype)
         # setattr and not _parameters[name]: an nn.LSTM keeps its weights in a second list, which follows setattr only.
         for module, name, tensor in replaced:
-            setattr(module, name, twins[id(tensor)] if isinstance(tensor, nn.Parameter) else fake(tensor))
+            setattr(module, name, twins[id(tensor)])
         yield fake_args, fake_kwargs
     finally:
         for module, name, tensor in replaced:

@@ -31,8 +31,10 @@ from pipegraph.graph.internals import (
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ExportedProgram, bool]:
-    """Export in training mode, or in the first other mode that works; and whether it was training mode.
+def export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ExportedProgram, Mapping[nn.Module, bool]]:
+    """Export in training mode, or in the first other mode that works; return the mode of each module as well.
 
     Raises:
         CaptureError: no mode works; names the line of the model's own source.
@@ -53,21 +55,28 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
                 "in evaluation mode, without the dropout inside attention.",
                 stacklevel=3,
             )
-        return exported, mode[model]
+        return exported, mode
     assert first_error is not None
     raise CaptureError(_explanation(model, first_error)) from first_error
 
 
 def export_in(
-    mode: Mapping[nn.Module, bool], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Mapping[nn.Module, bool],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype | None = None,
 ) -> ExportedProgram:
-    """Export with each module in the mode that ``mode`` gives it (True: training). Raises what export raises."""
+    """Export with each module in the mode that ``mode`` gives it (True: training), as it is after ``model.to(dtype)``.
+
+    Raises what export raises.
+    """
     warned: set[type] = set()
     with (
         record_calls(),
         autograd_functions_wrapped(partial(_apply_function, warned)),
         _modes(mode),
-        fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
+        fake_parameters(model, args, kwargs, dtype) as (fake_args, fake_kwargs),
         warnings.catch_warnings(),
     ):
         # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.

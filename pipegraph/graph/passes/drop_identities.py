@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import is_stable, is_written, viewed_by
-from pipegraph.graph.nodes import arguments_of, replace_node
+from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, replace_node
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.passes.tie_casts_to_buffers import FOLLOWS_BUFFER
 
@@ -15,6 +15,8 @@ aten = torch.ops.aten
 
 def drop_identities(graph: fx.Graph) -> None:
     """Replace each operation that returns its argument: a cast to the dtype it has, a full slice, ``x + 0``.
+
+    A cast that does something in a model of another dtype stays.
 
     before:  a = to(x, torch.float32);  b = mul(a, 2)        with a float32 x
     after:   b = mul(x, 2)
@@ -32,7 +34,10 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
     before, after = source.meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
-    same = bool(before.dtype == after.dtype and before.shape == after.shape and before.device == after.device)
+    dtypes = [
+        (value.dtype, each.meta.get(OTHER_DTYPE, value.dtype)) for value, each in ((before, source), (after, node))
+    ]
+    same = bool(dtypes[0] == dtypes[1] and before.shape == after.shape and before.device == after.device)
     target, row = node.target, operator_of(node)
     if row.cast:
         return same and not _copies(node) and FOLLOWS_BUFFER not in node.meta

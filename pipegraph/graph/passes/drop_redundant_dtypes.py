@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from pipegraph.graph.internals import schema_arguments
-from pipegraph.graph.nodes import arguments_of
+from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of
 from pipegraph.graph.operators import operator_of
 
 
@@ -22,7 +22,8 @@ def drop_redundant_dtypes(graph: fx.Graph) -> None:
         if not operator_of(node).optional_dtype:
             continue
         source = node.args[0].meta["val"]
-        if source.is_floating_point() and arguments_of(node).get("dtype") == source.dtype:
+        follows = OTHER_DTYPE not in node.meta or node.meta[OTHER_DTYPE] == node.args[0].meta.get(OTHER_DTYPE)
+        if follows and source.is_floating_point() and arguments_of(node).get("dtype") == source.dtype:
             position = [argument.name for argument in schema_arguments(node.target)].index("dtype")
             node.args = node.args[:position]
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}

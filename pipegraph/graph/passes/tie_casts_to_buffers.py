@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from pipegraph.graph.nodes import OTHER_DTYPE, RELATIVE_DTYPE
+
 aten = torch.ops.aten
 
 FOLLOWS_BUFFER = "follows_buffer"
@@ -13,43 +15,51 @@ FOLLOWS_BUFFER = "follows_buffer"
 
 def tie_casts_to_buffers(graph: fx.Graph) -> None:
     """Turn the last cast of a value that is computed from buffers alone into ``value.type_as(buffer)``, if it is a cast
-    to the value's own dtype. Casts before it are how the value is computed, in the precision that the model asks for.
+    that follows the model's dtype. Casts before it are how the value is computed, in the precision that the model asks
+    for.
 
-    A model casts its tables to the dtype of its activations, ``cos.to(x.dtype)``. In the graph that is a cast to a
-    fixed dtype and, if the table has this dtype already, one that does nothing; after ``.to(torch.bfloat16)`` it would
-    be missing. The table's buffer is then bfloat16 as well, and is there without an activation.
+    A model casts its tables to the dtype of its activations, ``cos.to(x.dtype)``. In a converted model the table's
+    buffer has that dtype as well, and is there without an activation. Without marks of `mark_dtypes`, a cast to the
+    value's own dtype is taken for one that follows.
 
     before:  a = cos(table);  b = to(a, torch.float32)       with a float32 buffer ``table``
     after:   a = cos(table);  b = type_as(a, table)          # follows_buffer
     """
-    buffers = _buffers(graph)
+    buffers = values_of_buffers(graph)
     leads_to_cast: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node not in buffers:
             continue
         last = not any(user in leads_to_cast for user in node.users)
-        if not _keeps_dtype(node):
+        if not _follows(node):
             leads_to_cast |= set() if last else {node}
             continue
         leads_to_cast.add(node)
         buffer = buffers[node]
-        if last and buffer is not None and buffer.meta["val"].dtype == node.meta["val"].dtype:
+        if last and buffer is not None and _dtypes(buffer) == _dtypes(node):
             with graph.inserting_before(node):
                 cast = graph.call_function(aten.type_as.default, (node.args[0], buffer))
-            cast.meta = {**node.meta, FOLLOWS_BUFFER: True}
+            cast.meta = {**node.meta, FOLLOWS_BUFFER: True, RELATIVE_DTYPE: True}
             node.replace_all_uses_with(cast)
             graph.erase_node(node)
 
 
-def _keeps_dtype(node: fx.Node) -> bool:
-    """Return whether it is a cast of a float to the dtype that it has."""
+def _follows(node: fx.Node) -> bool:
+    """Return whether it is a cast of a float to a dtype that follows the model's."""
     if node.target not in (aten.to.dtype, aten.to.dtype_layout) or not isinstance(node.args[0], fx.Node):
         return False
+    if OTHER_DTYPE in node.meta:
+        return RELATIVE_DTYPE in node.meta
     before, after = node.args[0].meta["val"], node.meta["val"]
     return bool(after.is_floating_point() and before.dtype == after.dtype)
 
 
-def _buffers(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
+def _dtypes(node: fx.Node) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtypes of a value in the model as it is and in a converted one."""
+    return node.meta["val"].dtype, node.meta.get(OTHER_DTYPE)
+
+
+def values_of_buffers(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
     """The values that depend on no parameter and no activation → a buffer of floats that each depends on, if any."""
     found: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:

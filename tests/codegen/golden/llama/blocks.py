@@ -17,11 +17,11 @@ class LlamaRotaryEmbedding(nn.Module):
         self.register_buffer("original_inv_freq", torch.empty(8), persistent=False)
 
     def forward(self, position_ids):
-        freqs = position_ids.unsqueeze(2).to(torch.float32) * self.inv_freq
+        freqs = position_ids.unsqueeze(2).to(torch.float32) * self.inv_freq.to(torch.float32)
         emb = torch.cat([freqs, freqs], dim=-1)
         cos = emb.cos()
         sin = emb.sin()
-        return cos.type_as(self.inv_freq), sin.type_as(self.inv_freq)
+        return cos.to(self.inv_freq.dtype), sin.to(self.inv_freq.dtype)
 
 
 class LlamaRMSNorm(nn.Module):
@@ -35,9 +35,9 @@ class LlamaRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(128))
 
     def forward(self, hidden_states):
-        variance = (hidden_states**2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * (variance + 1e-05).rsqrt()
-        return self.weight * hidden_states
+        hidden_states_1 = hidden_states.to(torch.float32)
+        variance = (hidden_states_1**2).mean(-1, keepdim=True)
+        return self.weight * (hidden_states_1 * (variance + 1e-05).rsqrt()).to(hidden_states.dtype)
 
 
 class LlamaAttention(nn.Module):

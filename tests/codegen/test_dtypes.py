@@ -1,0 +1,97 @@
+"""Casts stay as the model's source means them: to one dtype always, or to the dtype of another value."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipegraph
+from pipegraph.package import Package
+from tests.codegen.layers import batch
+from tests.codegen.parity import differences, source, split
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Norm(nn.Module):
+    """A root mean square norm that computes in float32, as those of most language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden_states * torch.rsqrt(variance + 1e-6)).to(input_dtype)
+
+
+class Normed(nn.Module):
+    """What comes after a cast that does nothing reads its argument: here the residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(Norm() for _ in range(4))
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            x = x + linear(norm(x))
+        return x
+
+
+class BranchesOnDtype(Normed):
+    """Runs other operations in another dtype, so that its two graphs cannot be compared."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16:
+            x = x.relu()
+        return super().forward(x)
+
+
+def stages_in(package: Package, dtype: torch.dtype, x: Tensor) -> Tensor:
+    for index in range(len(package.manifest.stages)):
+        x = package.load_stage(index).to(dtype)(x)
+    return x
+
+
+@pytest.mark.parametrize("captured_in", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stages_compute_as_the_model_in_every_dtype(
+    captured_in: torch.dtype, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """In float16 the square of 300 is infinite, unless it is computed in float32."""
+    model = Normed()
+    package = split(tmp_path, copy.deepcopy(model).to(captured_in), (batch().to(captured_in),), cut="norms.2")
+    if captured_in == torch.bfloat16:
+        model = model.bfloat16()
+    x = 300 * batch().to(dtype)
+    assert torch.equal(stages_in(package, dtype, x), copy.deepcopy(model).to(dtype)(x))
+
+
+def test_captures_in_two_dtypes_give_the_same_forward(tmp_path: Path) -> None:
+    texts = []
+    for dtype in (torch.float32, torch.bfloat16):
+        package = split(tmp_path / str(dtype), Normed().to(dtype), (batch().to(dtype),), cut="norms.2")
+        texts.append([line for line in source(package).splitlines() if ".to(" in line or "return" in line])
+    assert texts[0] == texts[1]
+    assert "        hidden_states_1 = hidden_states.to(torch.float32)" in texts[0]
+
+
+def test_a_model_that_branches_on_the_dtype_is_the_model_in_its_own(tmp_path: Path) -> None:
+    model = BranchesOnDtype()
+    assert differences(split(tmp_path, model, (batch(),), cut="norms.2"), model, (batch(),)) == []
+
+
+def test_the_second_export_leaves_the_model_as_it_was() -> None:
+    model = Normed()
+    model.register_buffer("table", torch.ones(3))
+    held = {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    pipegraph.capture(model, (batch(),))
+    assert {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())} == held
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
