@@ -108,6 +108,13 @@ WrittenCheckpointOption = Annotated[
 NoWeightsOption = Annotated[
     bool, typer.Option("--no-weights", help="Write no weights: `pipegraph run --weights DIR` reads a checkpoint's.")
 ]
+AllowDerivativeOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-derivative",
+        help="Differentiate the forward of an autograd.Function whose own backward is another one.",
+    ),
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show the stages and write nothing.")]
 CheckOption = Annotated[
     bool, typer.Option("--check", help="Write nothing; print a diff, and exit with 1 if OUT would change.")

@@ -9,6 +9,7 @@ import typer
 
 from pipegraph.cli.option_values import check_device, parse_names, parse_numbers
 from pipegraph.cli.options import (
+    AllowDerivativeOption,
     BatchOption,
     DebugOption,
     DeviceOption,
@@ -50,6 +51,7 @@ def plan(
     ] = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    allow_derivative: AllowDerivativeOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE even if it is no plan.")] = False,
     json: JsonOption = False,
     debug: DebugOption = False,
@@ -88,7 +90,7 @@ def plan(
             setting=MeasureOptions(device),
         )
     with progress(f"capturing {source.name}"), hold_back_stderr(unless=debug):
-        captured = capture(source.model, source.args, source.kwargs)
+        captured = capture(source.model, source.args, source.kwargs, allow_derivative=allow_derivative)
     with progress("comparing plans"):
         comparison = compare_model(captured, options, ranks, plans)
         best = plan_of(comparison.best)

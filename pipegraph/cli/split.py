@@ -10,6 +10,7 @@ import typer
 
 from pipegraph.cli.option_values import check_device
 from pipegraph.cli.options import (
+    AllowDerivativeOption,
     BalanceOption,
     BatchOption,
     CheckOption,
@@ -61,6 +62,7 @@ def split(
     no_weights: NoWeightsOption = False,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    allow_derivative: AllowDerivativeOption = False,
     dry_run: DryRunOption = False,
     check: CheckOption = False,
     overwrite: OverwriteOption = False,
@@ -94,7 +96,7 @@ def split(
             require_package(folder) if check else require_writable(folder, overwrite)
         weights = not no_weights if checkpoint is None else checkpoint_folder(checkpoint)
         source = load(model, weights=weights is True and not (dry_run or check), batch=batch, seq=seq)
-    planned = _planned(source, points, stages, file, memory, settings, debug)
+    planned = _planned(source, points, stages, file, memory, settings, allow_derivative, debug)
     if check and folder is not None:
         raise typer.Exit(_check(planned, folder, bool(weights), source, json))
     _print(planned, folder, _write(planned, folder, weights, overwrite, source), json)
@@ -149,6 +151,7 @@ def _planned(
     file: PlanFile | None,
     memory: int | None,
     settings: Mapping[str, Any],
+    allow_derivative: bool,
     debug: bool,
 ) -> Plan:
     """Capture the model and cut it."""
@@ -157,7 +160,7 @@ def _planned(
     from pipegraph.workflows.batch import loss_and_target
 
     with progress(f"capturing {source.name}"), hold_back_stderr(unless=debug):
-        captured = capture(source.model, source.args, source.kwargs)
+        captured = capture(source.model, source.args, source.kwargs, allow_derivative=allow_derivative)
     with progress("looking for the best cuts"):
         if file is not None:
             return file.apply(captured, memory)

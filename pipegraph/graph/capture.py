@@ -65,7 +65,13 @@ PASSES: tuple[Pass, ...] = (
 """The passes over an exported graph, in their order. After them it reads as a person would have written it."""
 
 
-def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Captured:
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    allow_derivative: bool = False,
+) -> Captured:
     """Capture ``model`` on the inputs of one microbatch.
 
     The model is left as it was: fake tensors stand in for its parameters while it is traced, so that neither memory nor
@@ -77,9 +83,12 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     Args:
         model: any module that ``torch.export`` takes; parameters may be on the meta device.
         args, kwargs: its inputs, one microbatch; tensors may be real or on the meta device.
+        allow_derivative: whether to take the derivative of the forward of a ``torch.autograd.Function`` whose own
+            backward is another one, which ``torch.export`` drops.
 
     Raises:
-        CaptureError: ``torch.export`` cannot trace it; names the line of the model's own source.
+        CaptureError: ``torch.export`` cannot trace it, or a backward would be lost; names the line of the model's own
+            source.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
@@ -89,15 +98,15 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any]
     if not isinstance(args, tuple):
         raise CaptureError(f"args must be a tuple, not {type(args).__name__}.\nTry: args=(tokens,).")
     with CAPTURE_LOCK:
-        return _capture(model, args, dict(kwargs or {}))
+        return _capture(model, args, dict(kwargs or {}), allow_derivative)
 
 
-def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], allow_derivative: bool) -> Captured:
     phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments"))
     next(phases)
     state, tensors = state_of(model)
     modules = modules_of(model)
-    exported, mode = export(model, args, kwargs)
+    exported, mode = export(model, args, kwargs, allow_derivative)
     training = mode[model]
     dump("export", lambda: str(exported))
     next(phases)

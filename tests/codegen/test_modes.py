@@ -214,33 +214,6 @@ def test_a_branch_on_the_mode_is_told(tmp_path: Path) -> None:
         split(tmp_path, BranchesOnMode(), (batch(),), cut="b")
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        return gradient * 100
-
-
-class CustomBackward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = Block()
-        self.b = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(Doubled.apply(self.a(x)))
-
-
-def test_a_backward_that_export_drops_is_told(tmp_path: Path) -> None:
-    applied = torch.autograd.Function.__dict__["apply"]
-    with pytest.warns(UserWarning, match="Doubled of .* has a backward of its own, which torch.export drops"):
-        split(tmp_path, CustomBackward(), (batch(),), cut="b")
-    assert torch.autograd.Function.__dict__["apply"] is applied
-
-
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()

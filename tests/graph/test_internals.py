@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.fx.proxy import TracerBase
 
 import pipegraph
+from pipegraph.errors import CaptureError
 from pipegraph.graph.internals import autograd_functions_wrapped, module_calls_wrapped
 
 METHODS = (
@@ -46,7 +47,7 @@ class Double(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * 2
+        return grad * 3
 
 
 class Captures(nn.Module):
@@ -86,8 +87,9 @@ def test_replacements_nest() -> None:
 
 def test_a_capture_within_which_methods_are_replaced_still_sees_what_follows() -> None:
     before = of_torch()
-    with pytest.warns(UserWarning, match="Double of .* has a backward of its own"):
-        captured = pipegraph.capture(Captures(), (torch.ones(2, 4),))
+    with pytest.raises(CaptureError, match="the backward of Double is not the derivative"):
+        pipegraph.capture(Captures(), (torch.ones(2, 4),))
+    captured = pipegraph.capture(Captures(), (torch.ones(2, 4),), allow_derivative=True)
     assert captured.nodes[0].meta["path"][-1][1] == "linear"
     assert of_torch() == before
 

@@ -12,15 +12,10 @@ from pipegraph.package import Package
 from tests.codegen.parity import untidy
 from tests.zoo.visit import NAMES, STAGES, visit
 
-# Bloom's GELU has a backward of its own, which is the derivative of its forward: nothing is lost.
-_KNOWN = "ignore:GeLUFunction of transformers.models.bloom"
-
-
 # Encoders and decoders have as many kinds of layers as two models.
 _SLOW = ("T5ForConditionalGeneration", "BartForConditionalGeneration", "DeepseekV3ForCausalLM")
 
 
-@pytest.mark.filterwarnings(_KNOWN)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in NAMES]
 )

@@ -6,17 +6,16 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.utils.checkpoint import CheckpointFunction
 
 from pipegraph.errors import CaptureError, user_line
 from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import plain_containers
+from pipegraph.graph.export.custom_functions import CustomFunctions, LostBackwardError
 from pipegraph.graph.export.fake_parameters import fake_parameters
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
@@ -32,12 +31,13 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], allow_derivative: bool = False
 ) -> tuple[ExportedProgram, Mapping[nn.Module, bool]]:
     """Export in training mode, or in the first other mode that works; return the mode of each module as well.
 
     Raises:
-        CaptureError: no mode works; names the line of the model's own source.
+        CaptureError: no mode works, or a backward would be lost that is not the derivative of its forward and
+            ``allow_derivative`` does not say to take that; names the line of the model's own source.
     """
     modules = list(model.modules())
     own_modes = {module: module.training for module in modules}
@@ -45,7 +45,9 @@ def export(
     first_error: Exception | None = None
     for mode in modes:
         try:
-            exported = export_in(mode, model, args, kwargs)
+            exported = export_in(mode, model, args, kwargs, allow_derivative=allow_derivative)
+        except LostBackwardError as error:
+            raise CaptureError(_lost_backward(model, error)) from error
         except Exception as error:
             first_error = first_error or error
             continue
@@ -66,15 +68,15 @@ def export_in(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dtype: torch.dtype | None = None,
+    allow_derivative: bool = True,
 ) -> ExportedProgram:
     """Export with each module in the mode that ``mode`` gives it (True: training), as it is after ``model.to(dtype)``.
 
     Raises what export raises.
     """
-    warned: set[type] = set()
     with (
         record_calls(),
-        autograd_functions_wrapped(partial(_apply_function, warned)),
+        autograd_functions_wrapped(CustomFunctions(allow_derivative).apply),
         _modes(mode),
         fake_parameters(model, args, kwargs, dtype) as (fake_args, fake_kwargs),
         warnings.catch_warnings(),
@@ -96,33 +98,13 @@ def _modes(mode: Mapping[nn.Module, bool]) -> Iterator[None]:
             module.training = training
 
 
-def _apply_function(
-    warned: set[type], function: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Apply an ``autograd.Function``. Run what a reentrant ``torch.utils.checkpoint`` checkpoints instead.
-
-    Export would record that as a region without gradients. What a stage computes again is a matter of ``recompute``.
-    """
-    if function is CheckpointFunction:
-        checkpointed, _, *inputs = args
-        return checkpointed(*inputs)
-    _warn_of_backward(function, warned)
-    return apply(*args, **kwargs)
-
-
-def _warn_of_backward(function: type, warned: set[type]) -> None:
-    """Warn once of an ``autograd.Function`` of the model: export keeps its forward and silently drops its backward.
-
-    It is no error, because autograd differentiates the forward of many to the same (an explicit GELU).
-    """
-    if function.__module__.split(".")[0] == "torch" or function in warned:
-        return
-    warned.add(function)
-    warnings.warn(
-        f"{function.__qualname__} of {function.__module__} has a backward of its own, which torch.export drops: its "
-        "forward is differentiated instead. pipegraph verify shows whether the gradients are the same; if not, make "
-        "it an operation with torch.library.custom_op and register_autograd.",
-        stacklevel=6,  # the line of the model that applies it
+def _lost_backward(model: nn.Module, error: LostBackwardError) -> str:
+    where = user_line(error)
+    at = f"\n  at {where}" if where else ""
+    return (
+        f"{type(model).__name__} cannot be captured: {error}, and torch.export drops it.{at}\n"
+        "Try: torch.library.custom_op with register_autograd, which keeps the backward, or --allow-derivative "
+        "(allow_derivative=True), which takes the derivative of the forward."
     )
 
 

@@ -1,0 +1,95 @@
+"""Custom autograd Functions: those whose backward export would lose are refused, others are captured in silence."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipegraph
+from pipegraph.errors import CaptureError
+from tests.codegen.parity import differences, split
+
+
+class Doubled(torch.autograd.Function):
+    """A backward of its own making."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 100
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator, whose forward has a derivative of zero."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Squared(torch.autograd.Function):
+    """A backward that is the derivative of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return scale * x**2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 2 * ctx.scale * x * gradient, None
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.function, self.arguments = function, arguments
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.function.apply(self.a(x), *self.arguments))
+
+
+@pytest.mark.parametrize("function", [Doubled, Rounded])
+def test_a_backward_that_would_be_lost_is_refused(function: Any) -> None:
+    applied = vars(torch.autograd.Function)["apply"]
+    with pytest.raises(CaptureError) as caught:
+        pipegraph.capture(Apply(function), (torch.ones(2, 4),))
+    problem, place, advice = str(caught.value).splitlines()
+    assert f"the backward of {function.__name__} is not the derivative of its forward" in problem
+    assert place.startswith(f"  at {__file__}:") and "self.function.apply(self.a(x)" in place
+    assert "register_autograd" in advice and "--allow-derivative" in advice
+    assert vars(torch.autograd.Function)["apply"] is applied
+
+
+def test_the_derivative_is_taken_if_it_is_allowed() -> None:
+    captured = pipegraph.capture(Apply(Doubled), (torch.ones(2, 4),), allow_derivative=True)
+    assert str(captured.nodes[1].target) == "aten.mul.Tensor"
+
+
+def test_a_backward_that_is_the_derivative_is_captured_in_silence(tmp_path: Path) -> None:
+    model, x = Apply(Squared, 0.5), torch.randn(2, 4)
+    before = torch.random.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        package = split(tmp_path, model, (x,), cut="b")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert differences(package, model, (x,)) == []
