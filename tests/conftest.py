@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -19,6 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Every captured graph is checked after every pass.
 os.environ.setdefault("PIPEGRAPH_VERIFY", "1")
+
+# A shell starts jobs in the background with SIGINT ignored, which every process that they start inherits.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
