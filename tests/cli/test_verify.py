@@ -25,7 +25,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[pytest.mark.slow] if name in ("llama", "t5") else []) for name in MODELS]
+)
 def test_package_computes_what_the_model_computes(pipegraph: Command, tmp_path: Path, model: str) -> None:
     file = f"tests/models/{model}.py"
     split = pipegraph("split", file, "--points", MODELS[model], "-o", tmp_path / "out")

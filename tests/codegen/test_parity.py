@@ -34,7 +34,17 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "cut"), CUTS)
+# The longest ones, whose models other tests split as well.
+SLOW = (
+    ("tests/models/t5.py", 4),
+    ("examples/transformer.py:build_tiny_model", "layers.2,layers.4.linear1,layers.7:end"),
+    ("hf:examples/llama", "model.layers.3,model.layers.6.self_attn.o_proj"),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "cut"), [pytest.param(*cut, marks=[pytest.mark.slow] if cut in SLOW else []) for cut in CUTS]
+)
 def test_stages_equal_the_model(model: str, cut: str | int, tmp_path: Path) -> None:
     """A training step; dropout draws the same numbers, as the stages run in the model's order."""
     hf = model.startswith("hf:")

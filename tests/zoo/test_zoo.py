@@ -10,10 +10,12 @@ from transformers import PreTrainedModel
 
 from pipegraph.package import Package
 from tests.codegen.parity import untidy
+from tests.zoo.architectures import CONFIGURATIONS
 from tests.zoo.visit import NAMES, STAGES, visit
 
-# Encoders and decoders have as many kinds of layers as two models.
-_SLOW = ("T5ForConditionalGeneration", "BartForConditionalGeneration", "DeepseekV3ForCausalLM")
+# One of each kind; `make test-all` visits every model.
+_QUICK = ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM", "Gemma3ForCausalLM", "MambaForCausalLM")
+_SLOW = [name for name in CONFIGURATIONS if name not in (*_QUICK, "ResNetForImageClassification")]
 
 
 @pytest.mark.parametrize(
