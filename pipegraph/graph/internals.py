@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -186,8 +187,8 @@ def _replaced(owner: type, name: str, replacement: Callable[..., Any]) -> Iterat
     """
     with CAPTURE_LOCK:
         before = vars(owner)[name]
-        is_classmethod = isinstance(before, classmethod)
-        original = before.__func__ if is_classmethod else before
+        is_classmethod = isinstance(before, (classmethod, types.ClassMethodDescriptorType))
+        original = _function_of(before)
         thread = threading.get_ident()
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -200,3 +201,13 @@ def _replaced(owner: type, name: str, replacement: Callable[..., Any]) -> Iterat
             yield
         finally:
             setattr(owner, name, before)
+
+
+def _function_of(attribute: Any) -> Callable[..., Any]:
+    """The function behind an attribute of a class, which takes self or cls. From torch 2.15 on ``apply`` is in C."""
+    if isinstance(attribute, classmethod):
+        return attribute.__func__
+    if isinstance(attribute, types.ClassMethodDescriptorType):
+        return lambda cls, *args, **kwargs: attribute.__get__(None, cls)(*args, **kwargs)
+    function: Callable[..., Any] = attribute
+    return function
