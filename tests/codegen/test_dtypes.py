@@ -88,6 +88,21 @@ def test_a_model_that_branches_on_the_dtype_is_the_model_in_its_own(tmp_path: Pa
     assert differences(split(tmp_path, model, (batch(),), cut="norms.2"), model, (batch(),)) == []
 
 
+class CastsAtTheEnd(Normed):
+    """Asks for the dtype of a value that is far away from the last stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float().softmax(-1).to(x.dtype)
+
+
+def test_no_value_crosses_for_its_dtype_alone(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), CastsAtTheEnd(), nn.Linear(8, 8))
+    package = split(tmp_path, model, (batch(),), cut="1.norms.1,1.norms.3")
+    crossing = [value for value in package.manifest.values.values() if value.producer >= 0]
+    assert sorted((value.producer, value.consumers) for value in crossing) == [(0, (1,)), (1, (2,)), (2, ())]
+    assert ".to(x" in source(package) and ".dtype)" in source(package)
+
+
 def test_the_second_export_leaves_the_model_as_it_was() -> None:
     model = Normed()
     model.register_buffer("table", torch.ones(3))

@@ -15,8 +15,7 @@ aten = torch.ops.aten
 
 
 def follow_dtypes(graph: fx.Graph) -> None:
-    """Turn casts to a dtype that follows the model's into ``type_as`` a value that has it: an argument of the innermost
-    module call that has one.
+    """Turn casts to a dtype that follows the model's into ``type_as`` a value that has it.
 
     Values that are computed from buffers alone stay independent of activations; `tie_casts_to_buffers` is for them.
 
@@ -44,20 +43,24 @@ def _is_plain_cast(node: fx.Node) -> bool:
 def _reference(node: fx.Node, arguments: dict[str, list[tuple[int, fx.Node]]]) -> fx.Node | None:
     """Return a value that has the dtype of a cast in both dtypes.
 
-    It is the first such argument of the innermost module call that has one, as in ``x.to(input_dtype)``. Outside of
-    modules, it is the nearest such value that the cast is computed from: an argument of the model may be far away.
+    It is the nearest such value that the cast is computed from, which is there wherever the model is cut. Only if there
+    is none, it is the first such argument of the innermost module call that has one.
     """
     dtypes = node.meta["val"].dtype, node.meta[OTHER_DTYPE]
-    for call, _ in reversed(path_of(node)):
-        for _, value in sorted(arguments.get(call_name(call), []), key=lambda each: each[0]):
-            if (value.meta["val"].dtype, value.meta[OTHER_DTYPE]) == dtypes:
-                return value
     waiting, seen = deque(node.all_input_nodes), {node}
     while waiting:
         value = waiting.popleft()
-        if follows_model(value) and (value.meta["val"].dtype, value.meta[OTHER_DTYPE]) == dtypes:
+        if value.op != "get_attr" and follows_model(value) and _dtypes(value) == dtypes:
             return value
         if value not in seen:
             seen.add(value)
             waiting.extend(value.all_input_nodes)
+    for call, _ in reversed(path_of(node)):
+        for _, value in sorted(arguments.get(call_name(call), []), key=lambda each: each[0]):
+            if _dtypes(value) == dtypes:
+                return value
     return None
+
+
+def _dtypes(node: fx.Node) -> tuple[torch.dtype, torch.dtype]:
+    return node.meta["val"].dtype, node.meta[OTHER_DTYPE]
