@@ -93,3 +93,57 @@ def test_a_backward_that_is_the_derivative_is_captured_in_silence(tmp_path: Path
         package = split(tmp_path, model, (x,), cut="b")
     assert torch.equal(torch.random.get_rng_state(), before)
     assert differences(package, model, (x,)) == []
+
+
+class Twice(Apply):
+    """Applies a Function to an input of the model, which needs no gradient, and then to an activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.function.apply(x, *self.arguments))
+
+
+def test_an_application_without_gradients_says_nothing_about_the_next() -> None:
+    with pytest.raises(CaptureError, match="Doubled is not the derivative"):
+        pipegraph.capture(Twice(Doubled), (torch.ones(2, 4),))
+
+
+def test_a_function_of_large_tensors_is_tried_on_small_ones() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(2**15, 2**15), Apply(Squared, 0.5)), torch.ones(2**15, 2**15)
+        model[1].a, model[1].b = nn.Identity(), nn.Identity()
+    assert "aten.pow.Tensor_Scalar" in {str(node.target) for node in pipegraph.capture(model, (x,)).nodes}
+
+
+class Of256(Squared):
+    """Runs at one size only, which is larger than those on which Functions are tried first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        assert x.shape[-1] == 256
+        return Squared.forward(ctx, x, scale)
+
+
+class InFloat32(Squared):
+    """Cannot be compared, which is another problem than a backward that differs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        assert x.dtype == torch.float32, "a kernel of float32"
+        return Squared.forward(ctx, x, scale)
+
+
+def applied_to_256(function: Any) -> nn.Module:
+    model = Apply(function, 0.5)
+    model.a, model.b = nn.Linear(4, 256), nn.Linear(256, 4)
+    return model
+
+
+def test_a_function_that_cannot_be_made_smaller_is_tried_at_its_size() -> None:
+    captured = pipegraph.capture(applied_to_256(Of256), (torch.ones(3, 4),))
+    assert "aten.pow.Tensor_Scalar" in {str(node.target) for node in captured.nodes}
+
+
+def test_a_function_that_cannot_be_compared_is_refused_with_the_reason() -> None:
+    with pytest.raises(CaptureError, match=r"InFloat32 could not be compared .*a kernel of float32") as caught:
+        pipegraph.capture(applied_to_256(InFloat32), (torch.ones(3, 4),))
+    assert "--allow-derivative" in str(caught.value)

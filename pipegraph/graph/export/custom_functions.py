@@ -6,6 +6,7 @@ the forward: the same for an explicit GELU, something else for a straight-throug
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,14 +19,12 @@ from torch.utils.checkpoint import CheckpointFunction
 from pipegraph.graph.internals import pytree
 
 _TOLERANCE = 1e-4
-_LARGEST = 2**22  # elements of an argument on which a Function is tried
+_SMALL = 64  # the largest dimension of the arguments on which a Function is tried first
+_LARGEST = 2**26  # elements of an argument on which it is tried
 
 
 class LostBackwardError(Exception):
-    """The backward of a Function is not the derivative of its forward."""
-
-    def __init__(self, function: type) -> None:
-        super().__init__(f"the backward of {function.__qualname__} is not the derivative of its forward")
+    """The backward of a Function is not the derivative of its forward, or could not be compared with it."""
 
 
 class CustomFunctions:
@@ -52,30 +51,51 @@ class CustomFunctions:
             checkpointed, _, *inputs = args
             return checkpointed(*inputs)
         of_torch = function.__module__.split(".")[0] == "torch"
-        if not of_torch and not self._allow_derivative and function not in self._checked:
+        differentiated = torch.is_grad_enabled() and any(map(_requires_grad, args))
+        if differentiated and not of_torch and not self._allow_derivative and function not in self._checked:
+            _check_derivative(function, apply, args)
             self._checked.add(function)
-            if not _is_derivative(function, apply, args):
-                raise LostBackwardError(function)
         return apply(*args, **kwargs)
 
 
-def _is_derivative(function: Any, apply: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Return whether both give the same gradients for random arguments; False if either cannot be run on them."""
+def _requires_grad(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.requires_grad
 
-    def compare() -> bool:
+
+def _check_derivative(function: Any, apply: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Compare the gradients of both for random arguments.
+
+    Their dimensions are those of the real arguments up to a limit, so that the comparison takes no time to speak of.
+    If a Function cannot be run on such, it is tried at its real sizes.
+
+    Raises:
+        LostBackwardError: they differ, or one of them cannot be run.
+    """
+
+    def compare(limit: float) -> bool:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            inputs = [_sample(argument) for argument in args]
+            inputs = [_sample(argument, limit) for argument in args]
             own = _gradients(apply, inputs)
             torch.manual_seed(0)
             derived = _gradients(lambda *values: _run_forward(function, values), inputs)
             return all(map(_are_close, own, derived))
 
-    try:
-        with ThreadPoolExecutor(1) as pool:  # the modes in which torch.export traces are of its own thread
-            return pool.submit(compare).result()
-    except Exception:  # whatever a Function raises on values that it was not written for
-        return False
+    equal, failure = None, None
+    for limit in (_SMALL, math.inf):
+        try:
+            with ThreadPoolExecutor(1) as pool:  # the modes in which torch.export traces are of its own thread
+                equal = pool.submit(compare, limit).result()
+            break
+        except Exception as error:  # whatever a Function raises on values that it was not written for
+            failure = error
+    if equal is None:
+        raise LostBackwardError(
+            f"the backward of {function.__qualname__} could not be compared with the derivative of its forward on "
+            f"random values in float64 on the CPU ({type(failure).__name__}: {failure})"
+        )
+    if not equal:
+        raise LostBackwardError(f"the backward of {function.__qualname__} is not the derivative of its forward")
 
 
 def _run_forward(function: Any, values: tuple[Any, ...]) -> Any:
@@ -85,15 +105,16 @@ def _run_forward(function: Any, values: tuple[Any, ...]) -> Any:
     return function.forward(FunctionCtx(), *values)
 
 
-def _sample(argument: Any) -> Any:
-    """A tensor with values in the place of one without."""
+def _sample(argument: Any, limit: float) -> Any:
+    """A tensor with values in the place of one without, with no dimension larger than `limit`."""
     if not isinstance(argument, Tensor):
         return argument
-    if argument.numel() > _LARGEST:
-        raise ValueError("too large to be tried")
+    shape = [int(min(size, limit)) for size in argument.shape]
+    if math.prod(shape) > _LARGEST:
+        raise ValueError(f"an argument has {math.prod(shape):,} elements")
     if not argument.is_floating_point():
-        return torch.zeros(argument.shape, dtype=argument.dtype)
-    return torch.randn(argument.shape, dtype=torch.float64).requires_grad_(argument.requires_grad)
+        return torch.zeros(shape, dtype=argument.dtype)
+    return torch.randn(shape, dtype=torch.float64).requires_grad_(argument.requires_grad)
 
 
 def _gradients(run: Callable[..., Any], inputs: list[Any]) -> list[Tensor | None]:
