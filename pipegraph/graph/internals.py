@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._decomp import decompositions
 from torch._export.utils import _compiling_state_context
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -27,8 +28,8 @@ __all__ = ["HigherOrderOperator", "OpOverload", "TorchDispatchMode", "pytree"]
 _TORCH = str(Path(torch.__file__).parent)
 
 CAPTURE_LOCK = threading.RLock()
-"""Held while a model is captured: ``torch.export``, and what `_replaced` puts in the place of methods, are of the whole
-process. A thread may hold it several times."""
+"""Held while a model is captured: ``torch.export``, and what `_replaced` puts in the place of functions, are of the
+whole process. A thread may hold it several times."""
 
 RunModule = Callable[[Any, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(tracer, module, run, args, kwargs) → the module's result, where ``run(*args, **kwargs)`` runs its ``forward``."""
@@ -179,10 +180,25 @@ def autograd_functions_wrapped(wrapper: ApplyFunction) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: type, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Let ``replacement(original, self or cls, …)`` stand for a method of a class, in this thread alone.
+def lstm_states_in_their_shapes() -> Iterator[None]:
+    """Let fake tensors of an LSTM's final states have the shapes of the real ones.
 
-    Another thread that wants to replace a method waits, so that methods are put back in the reverse order. Within a
+    Before torch 2.13 its decomposition squeezes the batch dimension instead of the one that it added.
+    """
+
+    def one_layer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, states = original(*args, **kwargs)
+        return output, tuple(state.squeeze(0) if state.dim() == 3 else state for state in states)
+
+    with _replaced(decompositions, "one_layer_lstm", one_layer):
+        yield
+
+
+@contextmanager
+def _replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Let ``replacement(original, *arguments)`` stand for a method of a class or function of a module, in this thread.
+
+    Another thread that wants to replace a method waits, so that they are put back in the reverse order. Within a
     thread replacements nest.
     """
     with CAPTURE_LOCK:

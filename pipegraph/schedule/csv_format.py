@@ -25,9 +25,10 @@ def to_csv(schedule: Schedule) -> str:
 
     torch reads a schedule without transfers with ``_load_csv`` of _PipelineScheduleRuntime, and adds its own. With
     transfers it needs format="compute_comms", and then sums gradients over microbatches without dividing by their
-    number. It cannot read a schedule without a backward, nor a transfer that skips stages, such as 0SEND_F0>3, because
-    it knows only chains of stages. An overlapped pair is written as one cell if its two actions are adjacent; otherwise
-    the mark is lost, because torch has no other form for it.
+    number; from 2.15 it also wants a WAIT_SEND for each send, which a Schedule lacks. It cannot read a schedule without
+    a backward, nor a transfer that skips stages, such as 0SEND_F0>3, because it knows only chains of stages. An
+    overlapped pair is written as one cell if its two actions are adjacent; otherwise the mark is lost, because torch
+    has no other form for it.
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"to_csv takes a Schedule, not {schedule!r}. build makes one from a name.")

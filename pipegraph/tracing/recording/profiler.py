@@ -87,7 +87,8 @@ class LoopProfiler:
             if self._reporter is not None:
                 self._reporter.open(self._run, self._clock)
                 stack.callback(self._reporter.close)
-            self._torch.__enter__()
+            with _no_warning_of_cleared_events():
+                self._torch.__enter__()
             self._cleanup = stack.pop_all()
         self._observe(self._is_profiled(0))
         return self
@@ -110,7 +111,8 @@ class LoopProfiler:
                 self._share_loss(result)
             if self._is_recorded(self._step + 1):
                 self._set_clock(self._pipe.clock_offset())
-        self._torch.step()  # which calls `_write` after the last step of a window
+        with _no_warning_of_cleared_events():
+            self._torch.step()  # which calls `_write` after the last step of a window
         self._step += 1
         self._observe(self._is_profiled(self._step))
         if self._reporter is not None:
@@ -265,3 +267,11 @@ def exclusive_profiling(pipe: Pipeline) -> Iterator[None]:
     finally:
         if is_ours:
             _profiler_lock.release()
+
+
+@contextmanager
+def _no_warning_of_cleared_events() -> Iterator[None]:
+    """torch 2.11 warns at the first window that events are cleared at its end, which is what this profiler wants."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+        yield
