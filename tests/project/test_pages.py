@@ -14,6 +14,7 @@ import pytest
 import pipegraph
 from pipegraph.schedule import Times, build, names, simulate
 from tests.project.pages import LANGUAGES, PAGES, ROOT, Page, Runner, agree, read_pages
+from tests.torch_version import is_tested_version
 
 IMAGES = ROOT / "docs" / "images"
 
@@ -53,7 +54,7 @@ def test_page(page: Page, folder: Path, capfd: pytest.CaptureFixture[str], reque
     renew, wrong = request.config.getoption("renew_golden"), []
     for block in page.blocks:
         for command, expected, printed in runner.run(block):
-            if not agree(command, expected, printed):
+            if is_tested_version() and not agree(command, expected, printed):
                 where = f"{page.name}:{block.line}: $ {command}"
                 wrong.append(f"{where}\n--- shown\n{expected}--- printed\n{printed}")
                 if renew:

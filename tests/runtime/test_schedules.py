@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipegraph.errors import ScheduleError
 from pipegraph.runtime.schedule_choice import resolve_schedule
@@ -15,9 +14,9 @@ from tests.runtime import rank_functions, ranks
 from tests.runtime.packages import write
 from tests.runtime.parity import assert_parity
 from tests.runtime.sketches import chain, skips, tied
+from tests.torch_version import TORCH
 
 TRAINING = [name for name in names() if trains(name)]
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 # Of torch's runtime: 2.11 sends itself a first message, which gloo cannot; 2.15 wants a WAIT_SEND for each send.
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v") if TORCH >= (2, 13) else ()
 torch_waits_for_sends = pytest.mark.skipif(TORCH >= (2, 15), reason="torch wants a WAIT_SEND for each send")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Action, Kind, Schedule, build, check, from_csv, lower, peak_activations
 from tests.schedule.strategies import schedules
+from tests.torch_version import TORCH
 
 Rows = list[list[Action]]
 
@@ -115,6 +116,7 @@ def test_ranks_that_wait_in_a_circle_without_transfers() -> None:
     assert message.count("<-- ERROR HERE") == 2
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch defers no order yet")
 def test_orders_that_torch_defers_into_a_deadlock() -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
