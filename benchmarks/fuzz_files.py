@@ -75,11 +75,11 @@ def kinds() -> dict[str, Kind]:
     captured = pipegraph.capture(Model(), (torch.zeros(4, 6, dtype=torch.long), torch.ones(4, 6), 0.5))
     plan = pipegraph.plan(captured, stages=2, microbatches=4, hardware="cpu")
     manifest = generate(plan, weights=True)[1]
-    tokens = structs.replace(manifest.values["tokens"], shape=("batch", "seq // 2 * 2"))
+    tokens = structs.replace(manifest.values["tokens"], shape=("batch", "tokens_1 // 2 * 2"))
     manifest = structs.replace(
         manifest,
         values=manifest.values | {"tokens": tokens},
-        sizes={"batch": Size(captured=4, min=1), "seq": Size(captured=6, max=64)},
+        sizes=manifest.sizes | {"tokens_1": Size(captured=6, max=64)},
         shards={"stage-00000-of-00002.safetensors": f"sha256 {64 * 'a'}"},
         checkpoint=CheckpointNames("model", {"embed.weight": ("a", "b.*")}),
         tp_plan={"layers.*": "colwise"},

@@ -23,11 +23,13 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.index_bounds import index_bound
 from pipegraph.graph.internals import OpOverload, pytree
-from pipegraph.graph.nodes import label_of
+from pipegraph.graph.nodes import label_of, shape_of
 from pipegraph.graph.partition.stages import Boundary, tensor_of
 from pipegraph.graph.sources.huggingface import checkpoint_names
 from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.package import Buffer, CheckpointNames, Manifest, ModelEntry, PlanEntry, StageEntry, Value
+from pipegraph.package.sizes import BATCH, Size
 from pipegraph.planner.plan import Plan
 from pipegraph.version import __version__
 
@@ -83,8 +85,9 @@ def _manifest(
     def unique_name(label: Any) -> Any:
         return by_label.get(label, label)
 
+    sizes = _sizes(captured)
     shards = shard_plan(captured, plan.stages, weights)
-    values = {names[boundary.node]: _value(names[boundary.node], boundary) for boundary in plan.boundaries}
+    values = {names[boundary.node]: _value(names[boundary.node], boundary, sizes) for boundary in plan.boundaries}
     for name, constant in captured.constants.items():
         values[name] = Value(name, "", (), -1, (), constant=constant)
     return Manifest(
@@ -97,6 +100,8 @@ def _manifest(
         args=pytree.tree_map(unique_name, list(captured.args)),
         kwargs=pytree.tree_map(unique_name, captured.kwargs),
         outputs=pytree.tree_map(unique_name, captured.outputs),
+        sizes=sizes,
+        conditions=captured.sizes.conditions,
         values=values,
         stages=tuple(
             StageEntry(
@@ -133,19 +138,40 @@ def _plan_entry(plan: Plan) -> PlanEntry:
     )
 
 
-def _value(name: str, boundary: Boundary) -> Value:
+def _sizes(captured: Captured) -> dict[str, Size]:
+    """The sizes of the model's inputs that may vary, by name. None of them may be 0."""
+    limits = captured.sizes
+    return {
+        name: Size(captured=number, min=limits.lowest.get(name, 1), max=limits.highest.get(name))
+        for name, number in limits.captured.items()
+    }
+
+
+def _value(name: str, boundary: Boundary, sizes: Mapping[str, Size]) -> Value:
     tensor = tensor_of(boundary.node)
     integer = boundary.producer < 0 and not (tensor.is_floating_point() or tensor.dtype == torch.bool)
     return Value(
         name=name,
         dtype=dtype_name(tensor.dtype),
-        shape=tuple(tensor.shape),
+        shape=tuple(size.text if isinstance(size, SymbolicSize) else size for size in shape_of(boundary.node)),
         producer=boundary.producer,
         consumers=boundary.consumers,
         requires_grad=boundary.requires_grad,
-        batch_dim=0 if tensor.shape else None,
+        batch_dim=_batch_dim(boundary.node, sizes),
         bound=index_bound(boundary.node) if integer else None,
     )
+
+
+def _batch_dim(node: fx.Node, sizes: Mapping[str, Size]) -> int | None:
+    """The dimension along which a value is cut: the first that follows from the batch. If the model fixes its batch, it
+    is dimension 0."""
+    shape = shape_of(node)
+    if BATCH not in sizes:
+        return 0 if shape else None
+    in_batch = (
+        dim for dim, size in enumerate(shape) if isinstance(size, SymbolicSize) and BATCH in map(str, size.symbols)
+    )
+    return next(in_batch, None)
 
 
 def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:

@@ -14,9 +14,10 @@ from pipegraph.dump import dump
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.export.flatten import flatten
+from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputDimension
 from pipegraph.graph.export.mode_comparison import same_in_both_modes
 from pipegraph.graph.export.other_dtype import mark_dtypes
-from pipegraph.graph.export.torch_export import export, export_in
+from pipegraph.graph.export.torch_export import Exported, export, export_in
 from pipegraph.graph.graph_text import graph_text, segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK
 from pipegraph.graph.model_structure import inputs_of, modules_of, outputs_of, state_of
@@ -104,33 +105,41 @@ def capture(
 def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], allow_derivative: bool) -> Captured:
     phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments"))
     next(phases)
-    state, tensors = state_of(model)
     modules = modules_of(model)
-    exported, mode = export(model, args, kwargs, allow_derivative)
-    training = mode[model]
-    dump("export", lambda: str(exported))
+    exported = export(model, args, kwargs, allow_derivative=allow_derivative)
     next(phases)
-    graph = flatten(exported, state, tensors)
-    mark_dtypes(graph, mode, model, args, kwargs)
+    while True:
+        state, tensors = state_of(model)
+        try:
+            graph, limits = flatten(exported.program, state, tensors)
+            break
+        except FixedSizeNeededError as error:
+            is_known = exported.fixed is None or error.dimensions <= exported.fixed
+            fixed = None if is_known else (exported.fixed or frozenset()) | error.dimensions
+            exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative)
+    dump("export", lambda: str(exported.program))
+    training = exported.mode[model]
+    mark_dtypes(graph, exported, model, args, kwargs)
     run_passes(graph, PASSES, state)
     next(phases)
     if training and may_differ_by_mode(graph, modules):
         same = same_in_both_modes(model, args, kwargs)
-        evaluation = graph if same else _evaluation_graph(model, args, kwargs)
+        evaluation = graph if same else _evaluation_graph(model, args, kwargs, exported.fixed)
         if evaluation is not None:
             run_passes(graph, [partial(mark_mode_differences, evaluation=evaluation, modules=modules)], state)
     next(phases)
-    positional, keywords, constants = inputs_of(exported, args, kwargs)
+    positional, keywords, constants = inputs_of(exported.program, args, kwargs)
     captured = Captured(
         graph=graph,
         model_name=type(model).__name__,
         args=positional,
         kwargs=keywords,
-        outputs=outputs_of(graph, exported),
+        outputs=outputs_of(graph, exported.program),
         constants=constants,
         state=state,
         tensors=tensors,
         modules=modules,
+        sizes=limits,
         training=training,
     )
     captured = replace(captured, segments=find_segments(captured))
@@ -157,14 +166,16 @@ def run_passes(graph: fx.Graph, passes: Sequence[Pass], state: Mapping[str, Stat
             verifier.check(graph, each, name)
 
 
-def _evaluation_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Graph | None:
+def _evaluation_graph(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: frozenset[InputDimension] | None
+) -> fx.Graph | None:
     """The graph of the model in evaluation mode; None if it cannot be traced."""
+    mode = dict.fromkeys(model.modules(), False)
     try:
-        mode = dict.fromkeys(model.modules(), False)
-        exported = export_in(mode, model, args, kwargs)
+        exported = Exported(export_in(mode, model, args, kwargs, fixed=fixed), mode, fixed)
         state, tensors = state_of(model)
-        graph = flatten(exported, state, tensors)
-        mark_dtypes(graph, mode, model, args, kwargs)
+        graph, _ = flatten(exported.program, state, tensors)
+        mark_dtypes(graph, exported, model, args, kwargs)
         run_passes(graph, PASSES, state, prefix="evaluation_")
     except InvalidGraphError:
         raise

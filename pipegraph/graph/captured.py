@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from pipegraph.graph.nodes import path_of
+from pipegraph.graph.symbolic_size import SizeLimits
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Captured:
         state: every parameter, buffer and constant by FQN, in the order of ``state_dict()``.
         tensors: the tensor behind each FQN (a parameter may be on the meta device).
         modules: every module by FQN; a module registered twice is under each of its names.
+        sizes: the sizes of inputs that vary, and what the graph takes for granted of them.
         training: mode in which the graph was captured.
         segments: the chain of repeated layers and their neighbours.
     """
@@ -103,6 +105,7 @@ class Captured:
     state: dict[str, StateEntry] = field(repr=False)
     tensors: dict[str, torch.Tensor] = field(repr=False)
     modules: dict[str, ModuleEntry] = field(repr=False)
+    sizes: SizeLimits
     training: bool = True
     segments: tuple[Segment, ...] = ()
 

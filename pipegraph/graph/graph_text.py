@@ -10,8 +10,9 @@ from torch import fx
 
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.internals import OpOverload, call_name
-from pipegraph.graph.nodes import path_of
+from pipegraph.graph.nodes import path_of, shape_of
 from pipegraph.graph.partition.stages import Boundary, StageGraph
+from pipegraph.graph.symbolic_size import SymbolicSize
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 _FLAGS = ("requires_grad", "cut_off", "in_every_mode", "follows_buffer")
@@ -37,19 +38,27 @@ def stages_text(stages: Sequence[StageGraph], boundaries: Sequence[Boundary]) ->
     for each in boundaries:
         grad = "  requires_grad" if each.requires_grad else ""
         crossing = f"stage {each.producer} -> stages {list(each.consumers)}{grad}"
-        lines.append(f"{each.node.name}: {_value_text(each.node.meta['val'])}  {crossing}")
+        lines.append(f"{each.node.name}: {value_text(each.node)}  {crossing}")
     for stage in stages:
         lines += ["", graph_text(stage.nodes, f"stage {stage.index}{stage.inputs} -> {stage.outputs}")]
         lines += ["# state", *stage.state]
     return "\n".join(lines)
 
 
-def type_text(tensor: torch.Tensor) -> str:
+def value_text(node: fx.Node) -> str:
+    """``f32[batch, 128, 512]``: the dtype and shape of a value, or of each value of a tuple; empty for others."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return type_text(node.meta["val"], shape_of(node))
+    return _nested_text(node.meta.get("val"))
+
+
+def type_text(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> str:
     """``f32[8, 128, 512]``: the dtype and shape of a tensor."""
+    sizes = (size.text if isinstance(size, SymbolicSize) else str(size) for size in shape or tensor.shape)
     name = str(tensor.dtype).removeprefix("torch.")
     stem = name.rstrip("0123456789")
     short = _SHORT[stem] + name[len(stem) :] if stem in _SHORT else name
-    return f"{short}[{', '.join(str(size) for size in tensor.shape)}]"
+    return f"{short}[{', '.join(sizes)}]"
 
 
 def _line(node: fx.Node) -> str:
@@ -57,7 +66,7 @@ def _line(node: fx.Node) -> str:
     regions = [f"{kind}{settings}" for kind, settings in node.meta.get("regions", ())]
     writes = [f"writes {node.meta['writes']}"] if "writes" in node.meta else []
     flags = [flag for flag in _FLAGS if node.meta.get(flag)]
-    notes = [_value_text(node.meta.get("val")), call_name(path[-1][0]) if path else "", *regions, *writes, *flags]
+    notes = [value_text(node), call_name(path[-1][0]) if path else "", *regions, *writes, *flags]
     return f"{_statement(node)}    # {'  '.join(note for note in notes if note)}".rstrip("# ")
 
 
@@ -73,7 +82,7 @@ def _statement(node: fx.Node) -> str:
     return f"{node.name} = {target}({', '.join(arguments)})"
 
 
-def _value_text(value: Any) -> str:
+def _nested_text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_value_text, value))})"
+        return f"({', '.join(map(_nested_text, value))})"
     return type_text(value) if isinstance(value, torch.Tensor) else ""

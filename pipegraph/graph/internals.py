@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch._decomp import decompositions
@@ -92,6 +93,24 @@ def fake_empty(
         if strides is not None:
             return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=like.device)
         return torch.empty(tuple(shape), dtype=dtype, device=like.device)
+
+
+def symbolic_expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Expr:
+    """The expression of a symbolic number of ``torch.export``; publicly there is only its text."""
+    return value.node.expr
+
+
+def guards_of(tensor: torch.Tensor) -> list[sympy.Basic]:
+    """What ``torch.export`` took for granted of the sizes of a program, as the example has it: ``s27 <= 64``.
+
+    Publicly a program names only the range of each size. A symbol that turned out to be a number or another symbol is
+    replaced. What was only asked about the layout of memory (in ``_prims_common``) is left out.
+    """
+    mode = fake_mode_of(tensor)
+    if mode is None or mode.shape_env is None:
+        return []
+    asked = (guard for guard in mode.shape_env.guards if "_prims_common" not in str(guard.sloc.framework_loc))
+    return [mode.shape_env.replace(guard.expr) for guard in asked]
 
 
 def exporting() -> AbstractContextManager[Any]:

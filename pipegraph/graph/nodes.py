@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from pipegraph.graph.call_arguments import copy_places
-from pipegraph.graph.internals import OpOverload, pytree, schema_arguments
+from pipegraph.graph.internals import OpOverload, fake_empty, pytree, schema_arguments
 
 aten = torch.ops.aten
 
@@ -40,10 +41,20 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def shape_of(node: object) -> torch.Size:
-    """The shape of a value that is a tensor."""
+SIZES = "sizes"
+"""Key of a node's metadata: the shape of its value, with a `SymbolicSize` for each size that varies."""
+
+
+def shape_of(node: object) -> tuple[int, ...]:
+    """The shape of a value that is a tensor. A size that varies is equal only to one with the same expression."""
     assert isinstance(node, fx.Node)
-    return node.meta["val"].shape
+    return node.meta.get(SIZES) or tuple(node.meta["val"].shape)
+
+
+def set_value(node: fx.Node, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> None:
+    """Let a value be a tensor of another shape or dtype, on its device."""
+    node.meta["val"] = fake_empty(node.meta["val"], tuple(map(int, shape)), dtype, strides)
+    node.meta[SIZES] = tuple(shape)
 
 
 def on_meta(node: fx.Node) -> Any:

@@ -24,7 +24,7 @@ from pipegraph.package.manifest_entries import (
     Value,
 )
 from pipegraph.package.prediction import Prediction
-from pipegraph.package.sizes import Size
+from pipegraph.package.sizes import Condition, Size, holds
 
 SCHEMA_VERSION: Final = 2
 _DEEPEST: Final = 32
@@ -46,6 +46,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
         model, plan: what was split, and where.
         args, kwargs, outputs: what the model takes and returns, nested as it does; the leaves are names of `values`.
         sizes: the dimensions that may vary, by name.
+        conditions: what the stages take for granted of the sizes.
         values: everything that crosses, by name.
         stages: in order.
         tied: groups of parameters that are one; the weights hold it under the first name.
@@ -63,6 +64,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
     kwargs: dict[str, Nested]
     outputs: Nested
     sizes: dict[Name, Size] = msgspec.field(default_factory=dict)
+    conditions: tuple[Condition, ...] = ()
     values: dict[Name, Value]
     stages: tuple[StageEntry, ...]
     tied: tuple[Annotated[tuple[Name, ...], Meta(min_length=1)], ...] = ()
@@ -115,6 +117,14 @@ class Manifest(Entry, frozen=True, kw_only=True):
     def captured_sizes(self) -> dict[str, int]:
         """The value of each size at capture."""
         return {name: size.captured for name, size in self.sizes.items()}
+
+    def at_capture(self) -> Manifest:
+        """The same with the numbers at capture in all shapes."""
+        values = {
+            name: msgspec.structs.replace(value, shape=value.shape_at(self.captured_sizes))
+            for name, value in self.values.items()
+        }
+        return msgspec.structs.replace(self, values=values)
 
     def edges(self) -> tuple[tuple[int, int], ...]:
         """(producer, consumer) pairs of stages between which a value crosses, ascending."""
@@ -193,6 +203,12 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
         for name in stage.inputs:
             if values[name].producer >= stage.index or stage.index not in values[name].consumers:
                 yield f"{place}.inputs", f"{name!r} ({values[name]}) does not reach stage {stage.index}"
+    for condition in manifest.conditions:
+        try:
+            if not holds(condition, manifest.captured_sizes):
+                yield "conditions", f'"{condition}" does not hold at capture'
+        except PackageError as error:
+            yield "conditions", str(error)
     for key, value in values.items():
         place = f"values.{key}"
         if value.name != key:

@@ -52,7 +52,12 @@ class Value(Entry, frozen=True, rename={"name": KEY}):
         return tuple(evaluate(dimension, sizes or {}) for dimension in self.shape)
 
     def __str__(self) -> str:
-        return f"{self.name} = {self.constant!r}" if self.is_constant else f"{self.name} {self.dtype}{list(self.shape)}"
+        return f"{self.name} = {self.constant!r}" if self.is_constant else f"{self.name} {self.type_text}"
+
+    @property
+    def type_text(self) -> str:
+        """``float32[batch, 128]``."""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
 class Buffer(Entry, frozen=True):

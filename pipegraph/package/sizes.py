@@ -15,6 +15,20 @@ from pipegraph.package.json_file import Count, Entry
 Dimension = Count | Annotated[str, Meta(min_length=1, max_length=200)]
 """A number, or an expression of sizes: ``"seq // 4"``."""
 
+BATCH: Final = "batch"
+"""The size along which a batch is cut into microbatches."""
+
+Condition = Annotated[str, Meta(min_length=1, max_length=1000)]
+"""A comparison of two expressions of sizes: ``"images_2 % 4 == 0"``."""
+
+_COMPARISONS: Final[dict[type[ast.cmpop], Callable[[int, int], bool]]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 _OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -51,6 +65,17 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
     if found < 0:
         raise PackageError(f'"{dimension}" is {found} with {dict(sizes)}')
     return found
+
+
+def holds(condition: str, sizes: Mapping[str, int]) -> bool:
+    """Return whether a condition holds. Raises PackageError if it is none, or names an unknown size."""
+    try:
+        match ast.parse(condition.strip(), mode="eval").body:
+            case ast.Compare(left=left, ops=[how], comparators=[right]) if type(how) in _COMPARISONS:
+                return _COMPARISONS[type(how)](_evaluate(left, sizes), _evaluate(right, sizes))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        pass
+    raise PackageError(f'"{condition}" is no comparison of sizes')
 
 
 def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:

@@ -20,7 +20,8 @@ from pipegraph.progress import report_progress
 from pipegraph.runtime.observer import Observer
 from pipegraph.runtime.processes.faults import ActionFailed
 from pipegraph.runtime.receive_lookahead import receives_due
-from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepInputs, StepOutputs, StepState
+from pipegraph.runtime.step_inputs import StepInputs
+from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepOutputs, StepState
 from pipegraph.runtime.transport.buffer_pool import share_memory
 from pipegraph.runtime.transport.protocol import Transport
 from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer_of, zeros
@@ -71,7 +72,6 @@ class Executor:
         for stage, kernels in self._kernels.items():
             if self._is_here(stage):
                 kernels.begin()
-        self._prepare(given)
         step, posted, observer = StepState(given, results), 0, self.observer
         for position, action in enumerate(self.actions):
             self.position = position
@@ -79,6 +79,8 @@ class Executor:
                 for receive in self._receives[posted : self._due[position]]:
                     self._post(step, receive)
                     posted += 1
+                if position == 0:  # by now the sizes are known, also to a rank that is given no input
+                    self._prepare(given)
                 if action.kind in (Kind.F, Kind.B, Kind.I):
                     for expected in step.posted.pop((action.stage, action.microbatch, action.kind is not Kind.F), ()):
                         while not expected.receive.ready():
@@ -108,10 +110,12 @@ class Executor:
             with_loss = self._is_last(stage) and given.with_loss
             self._kernels[stage].prepare(
                 [
-                    given.inputs[value.name][0] if value.producer == CALLER else zeros(value, self._device)
+                    given.batch.inputs[value.name][0]
+                    if value.producer == CALLER
+                    else zeros(value, given.shape(value, 0), self._device)
                     for value in self._wiring[stage].inputs
                 ],
-                target=given.targets[0] if with_loss else None,
+                target=given.batch.targets[0] if with_loss else None,
                 with_loss=with_loss,
                 differentiable=self._trains,
                 kinds=needed,
@@ -120,7 +124,7 @@ class Executor:
 
     def _post(self, step: StepState, action: Action) -> None:
         message = self._transfers[action]
-        posted = PostedReceive(action, message, self._transport.receive(message))
+        posted = PostedReceive(action, message, self._transport.receive(message, step.given))
         step.posted[action.stage, action.microbatch, message.backward].append(posted)
 
     def _take(self, step: StepState, posted: PostedReceive) -> None:
@@ -151,14 +155,14 @@ class Executor:
         with_loss = self._is_last(stage) and given.with_loss
         forward = self._kernels[stage].forward(
             [
-                given.inputs[value.name][microbatch] if value.producer == CALLER else arrived.pop(value.name)
+                given.batch.inputs[value.name][microbatch] if value.producer == CALLER else arrived.pop(value.name)
                 for value in wiring.inputs
             ],
-            target=given.targets[microbatch] if with_loss else None,
+            target=given.batch.targets[microbatch] if with_loss else None,
             with_loss=with_loss,
             differentiable=self._trains,
         )
-        outputs = named_outputs(wiring, forward.outputs)
+        outputs = named_outputs(wiring, forward.outputs, given.batch.sizes.microbatches[microbatch].shape)
         if self._trains:
             step.saved[key] = forward.saved
             for value, returned in zip(wiring.outputs, forward.outputs, strict=True):
@@ -198,7 +202,7 @@ class Executor:
 
     def _output_gradients(self, step: StepState, action: Action) -> list[Tensor | None]:
         """The gradient of each output, summed over its consumers. For the last stage also that of the loss: the step's
-        loss is the mean over microbatches."""
+        loss is the mean over microbatches, weighed by their rows."""
         stage, microbatch = key = action.stage, action.microbatch
         sums = step.gradients.pop(key, GradientSums())
         for name, dtype in step.cast.pop(key, {}).items():
@@ -206,7 +210,8 @@ class Executor:
                 sums[name] = sums[name].to(dtype)
         gradients = [sums.get(value.name) for value in self._wiring[stage].outputs]
         if self._is_last(stage):
-            gradients.append(torch.full_like(step.results.losses[microbatch], 1 / self._schedule.microbatches))
+            weight = step.given.batch.sizes.weights[microbatch]
+            gradients.append(torch.full_like(step.results.losses[microbatch], weight))
         return gradients
 
     def _return_gradients(self, step: StepState, action: Action, gradients: Sequence[Tensor | None]) -> None:
@@ -224,8 +229,12 @@ class Executor:
                 names = [value.name for value in edge.gradients if value.name in by_name]
                 step.gradients[edge.producer, microbatch].add((name, by_name[name]) for name in names)
             elif edge.gradients:
-                sent = [by_name[v.name] if v.name in by_name else zeros(v, self._device) for v in edge.gradients]
-                step.outgoing[stage, edge.producer, microbatch] = sent
+                step.outgoing[stage, edge.producer, microbatch] = [
+                    by_name[value.name]
+                    if value.name in by_name
+                    else zeros(value, step.given.shape(value, microbatch), self._device)
+                    for value in edge.gradients
+                ]
         if key in step.received:
             step.received[key].keep_shared(gradients)
 

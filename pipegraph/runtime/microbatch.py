@@ -11,8 +11,11 @@ from torch import Tensor
 
 from pipegraph.errors import BatchError, nearest
 from pipegraph.package import CALLER, Manifest, Value
+from pipegraph.package.sizes import BATCH, holds
 from pipegraph.runtime.internals import pytree
-from pipegraph.runtime.step_state import StepInputs, StepOutputs
+from pipegraph.runtime.sizes import StepSizes, sizes_of_inputs
+from pipegraph.runtime.step_inputs import StepBatch, StepInputs
+from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.wiring import dtype_name, torch_dtype
 
 
@@ -26,7 +29,6 @@ class BatchSplitter:
         self.has_last_stage = len(manifest.stages) - 1 in stages
         inputs = {name for index in stages for name in manifest.stages[index].inputs}
         self._needed = {name for name in inputs if manifest.values[name].producer == CALLER}
-        self._rows = _batch_rows(manifest, microbatches)
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, with_loss: bool, keep_outputs: bool
@@ -35,13 +37,43 @@ class BatchSplitter:
 
         Inputs that only stages of other processes take are checked as well, so that every process raises the same.
         """
-        manifest, microbatches = self._manifest, self._microbatches
+        manifest = self._manifest
         passed = bind_arguments(manifest, args, kwargs)
         for name in sorted(self._needed | passed.keys()):
-            _check_input(manifest.values[name], passed.get(name), microbatches)
-        inputs = {name: self._cut(manifest.values[name], passed[name]) for name in self._needed}
-        targets = cut_target(target, microbatches, self._device if self.has_last_stage else None, self._rows)
-        return StepInputs(inputs, targets, with_loss, keep_outputs)
+            _check_kind(manifest.values[name], passed.get(name))
+        known = sizes_of_inputs(manifest, {name: tensor.shape for name, tensor in passed.items()})
+
+        def cut(sizes: Mapping[str, int]) -> StepBatch:
+            return self._cut(sizes, passed, target)
+
+        given = StepInputs(known, tuple(manifest.sizes), cut, with_loss, keep_outputs)
+        if given.unknown:
+            return given
+        given.learn({})
+        return given
+
+    def _cut(self, sizes: Mapping[str, int], passed: Mapping[str, Tensor], target: Any) -> StepBatch:
+        """Cut what was passed. Raises BatchError for what does not fit."""
+        values, microbatches = self._manifest.values, self._microbatches
+        if sizes.get(BATCH, microbatches) < microbatches:
+            rows = sizes[BATCH]
+            raise BatchError(
+                f"the batch has {rows} rows for {microbatches} microbatches: pass {microbatches} rows or more, or "
+                f"make the Pipeline with microbatches={max(rows, 1)}."
+            )
+        step = StepSizes(sizes, microbatches)
+        for each in {id(each): each for each in step.microbatches}.values():
+            _check_limits(self._manifest, each.sizes)
+        for name in passed:
+            if passed[name].shape != step.shape(values[name]):
+                raise BatchError(_wrong_shape(values[name], passed[name], step, microbatches))
+        inputs = {name: self._cut_input(values[name], passed[name], step) for name in self._needed}
+        last = self._manifest.stages[-1].outputs
+        known = [value for value in values.values() if value.producer == CALLER or value.name in last]
+        batched = [value for value in known if value.batch_dim is not None and not value.is_constant]
+        lengths = {step.shape(value)[value.batch_dim or 0]: step.lengths(value) for value in batched}
+        device = self._device if self.has_last_stage else None
+        return StepBatch(step, inputs, cut_target(target, microbatches, device, lengths))
 
     def join(self, results: StepOutputs) -> Any:
         """The model's outputs for the whole batch, in its own structure; None if none were kept here."""
@@ -49,73 +81,91 @@ class BatchSplitter:
             return None
         manifest = self._manifest
         by_microbatch = [results.outputs[index] for index in sorted(results.outputs)]
-        joined = map(join_outputs, zip(*by_microbatch, strict=True))
-        return fill_structure(manifest.outputs, dict(zip(manifest.stages[-1].outputs, joined, strict=True)))
+        named = zip(manifest.stages[-1].outputs, zip(*by_microbatch, strict=True), strict=True)
+        joined = {name: join_outputs(parts, manifest.values[name].batch_dim) for name, parts in named}
+        return fill_structure(manifest.outputs, joined)
 
-    def _cut(self, value: Value, passed: Tensor) -> Sequence[Tensor]:
-        """A checked input, cut along dimension 0, or the same for all microbatches if it has no dimension."""
+    def _cut_input(self, value: Value, passed: Tensor, step: StepSizes) -> Sequence[Tensor]:
+        """A checked input, cut along its batch, or the same for all microbatches if it has none."""
         tensor = passed.detach().to(self._device, non_blocking=True)
-        return tensor.chunk(self._microbatches) if value.shape else (tensor,) * self._microbatches
+        if value.batch_dim is None:
+            return (tensor,) * self._microbatches
+        return tensor.split(step.lengths(value), value.batch_dim)
 
 
 def cut_target(
-    target: Any, microbatches: int, device: torch.device | None, rows: Collection[int] = ()
+    target: Any, microbatches: int, device: torch.device | None, lengths: Mapping[int, Sequence[int]]
 ) -> Sequence[Any]:
     """Cut the target's tensors along dimension 0, on `device` if given. Everything else repeats in each microbatch.
 
     Containers keep their class, but a Mapping that torch's pytree does not know becomes a dict. Raises BatchError for
-    another container that holds tensors, and for a tensor whose rows are none of `rows`, the batch's: the loss would
-    broadcast it in silence.
+    another container that holds tensors, and for a tensor whose rows are not the batch's: the loss would broadcast it
+    in silence.
+
+    Args:
+        lengths: rows that the batch may have, in its inputs and outputs → those of each microbatch.
     """
     leaves, spec = pytree.tree_flatten_with_path(_with_plain_mappings(target))
-    cuts = [_cut_leaf(leaf, microbatches, device, rows, f"target{pytree.keystr(path)}") for path, leaf in leaves]
+    cuts = [_cut_leaf(leaf, microbatches, device, lengths, f"target{pytree.keystr(path)}") for path, leaf in leaves]
     return [pytree.tree_unflatten([cut[index] for cut in cuts], spec) for index in range(microbatches)]
 
 
-def join_outputs(parts: Sequence[Any]) -> Any:
-    """Join one output of all microbatches along dimension 0, or along a new one if it has no dimension."""
+def join_outputs(parts: Sequence[Any], dim: int | None = 0) -> Any:
+    """Join one output of all microbatches along its batch, or along a new dimension if it has none."""
     if len(parts) == 1 or not isinstance(parts[0], Tensor):
         return parts[0]
-    return torch.cat(tuple(parts)) if parts[0].dim() else torch.stack(tuple(parts))
+    return torch.stack(tuple(parts)) if dim is None or parts[0].dim() == 0 else torch.cat(tuple(parts), dim)
 
 
-def _batch_rows(manifest: Manifest, microbatches: int) -> tuple[int, ...]:
-    """Return the numbers of rows of a batch, ascending: inputs and outputs of the model may differ."""
-    outputs = manifest.stages[-1].outputs
-    known = [value for value in manifest.values.values() if value.producer == CALLER or value.name in outputs]
-    return tuple(
-        sorted({value.shape_at()[0] * microbatches for value in known if value.shape and not value.is_constant})
-    )
+def _check_limits(manifest: Manifest, sizes: Mapping[str, int]) -> None:
+    """Raise BatchError for sizes that the model does not take, or for which it may take another branch."""
+    for name, size in sizes.items():
+        limits = manifest.sizes[name]
+        if size < limits.min or (limits.max is not None and size > limits.max):
+            most = f"to {limits.max}" if limits.max is not None else "or more"
+            raise BatchError(
+                f"{name} is {size}; the stages are the model for {limits.min} {most}. Pass such a size, or capture the "
+                f"model with {name} {size}."
+            )
+    for condition in manifest.conditions:
+        if not holds(condition, sizes):
+            given = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise BatchError(
+                f"the stages are the model where {condition}, and a microbatch has {given}. Pass other sizes, or "
+                "capture the model with these."
+            )
 
 
-def _check_input(value: Value, passed: Any, microbatches: int) -> None:
-    """Raise BatchError unless `passed` is this input for so many microbatches, in shape and dtype."""
+def _check_kind(value: Value, passed: Any) -> None:
+    """Raise BatchError unless `passed` is a tensor of this input's dtype and number of dimensions."""
     if not isinstance(passed, Tensor):
         raise BatchError(
             f"{value.name} is {'missing' if passed is None else reprlib.repr(passed)}: pass a tensor, {value}."
         )
-    if passed.shape != _batch_shape(value, microbatches):
-        raise BatchError(_wrong_shape(value, passed, microbatches))
+    if passed.dim() != len(value.shape):
+        raise BatchError(f"{value.name} has the shape {list(passed.shape)}; the captured microbatch is {value}.")
     if passed.dtype != torch_dtype(value):
         raise BatchError(f"{value.name} is {dtype_name(passed)}; the plan has {value}: pass .to(torch.{value.dtype}).")
 
 
-def _batch_shape(value: Value, microbatches: int) -> tuple[int, ...]:
-    shape = value.shape_at()
-    return (shape[0] * microbatches, *shape[1:]) if shape else ()
-
-
-def _wrong_shape(value: Value, passed: Tensor, microbatches: int) -> str:
-    found, batch = f"{value.name} has the shape {list(passed.shape)}", _batch_shape(value, microbatches)
-    if not value.shape or passed.shape[1:] != batch[1:]:
-        own_shape = list(value.shape)
-        return f"{found}; the captured microbatch is {own_shape}, and {microbatches} of them make {list(batch)}."
-    rows, own = len(passed), value.shape_at()[0]
+def _wrong_shape(value: Value, passed: Tensor, step: StepSizes, microbatches: int) -> str:
+    found, batch = f"{value.name} has the shape {list(passed.shape)}", step.shape(value)
+    dim = value.batch_dim
+    if dim is None or [*passed.shape[:dim], *passed.shape[dim + 1 :]] != [*batch[:dim], *batch[dim + 1 :]]:
+        sizes = ", ".join(f"{name} {size}" for name, size in step.sizes.items())
+        captured = f"[{', '.join(map(str, value.shape))}]"
+        return (
+            f"{found}; the captured microbatch is {captured}, and {microbatches} of them make {list(batch)}"
+            f"{f' with {sizes}' if sizes else ''}."
+        )
+    rows, own = passed.shape[dim], step.lengths(value)[0]
+    if BATCH in step.sizes:
+        return f"{found}: {rows} rows, and another input has {step.sizes[BATCH]}: pass {list(batch)}."
     near = max(rows // own, 1)
     other = f"microbatches={near}" if near * own == rows else f"{near * own} rows with microbatches={near}"
     return (
         f"{found}: {rows} rows for {microbatches} microbatches. The captured microbatch is {own} rows: "
-        f"pass {batch[0]} rows, or {other}."
+        f"pass {batch[dim]} rows, or {other}."
     )
 
 
@@ -127,7 +177,7 @@ def _with_plain_mappings(target: Any) -> Any:
 
 
 def _cut_leaf(
-    leaf: Any, microbatches: int, device: torch.device | None, rows: Collection[int], where: str
+    leaf: Any, microbatches: int, device: torch.device | None, lengths: Mapping[int, Sequence[int]], where: str
 ) -> Sequence[Any]:
     if not isinstance(leaf, Tensor):
         if _holds_tensors(leaf):
@@ -139,14 +189,12 @@ def _cut_leaf(
     tensor = leaf.to(device=device, non_blocking=True)
     if tensor.dim() == 0:
         return [tensor] * microbatches
-    own = len(tensor)
-    if (rows and own not in rows) or own == 0 or own % microbatches:
-        expected = " or ".join(map(str, rows)) or f"{max(own // microbatches, 1) * microbatches}"
+    if len(tensor) not in lengths:
         raise BatchError(
-            f"{where} has {own} rows for {microbatches} microbatches: pass {expected} rows, one for each row of the "
-            f"batch."
+            f"{where} has {len(tensor)} rows for {microbatches} microbatches: pass "
+            f"{' or '.join(map(str, sorted(lengths)))} rows, one for each row of the batch."
         )
-    return tensor.chunk(microbatches)
+    return tensor.split(list(lengths[len(tensor)]))
 
 
 def _holds_tensors(leaf: Any) -> bool:

@@ -25,6 +25,8 @@ from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.world import LoneProcess, World, join_world, local_device
 from pipegraph.runtime.schedule_choice import forward_only, resolve_schedule
+from pipegraph.runtime.sizes import StepSizes
+from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
@@ -44,7 +46,7 @@ class StepResult:
     """The result of a step on the rank of the last stage. On other ranks everything is None.
 
     Attributes:
-        loss: the mean over microbatches; None without a loss function.
+        loss: the mean over microbatches, each weighed by its rows; None without a loss function.
         losses: one number for each microbatch, if asked for.
         outputs: the model's outputs joined along the batch, if asked for.
 
@@ -156,18 +158,21 @@ class Pipeline:
     ) -> StepResult:
         """Do one training step over a batch. Gradients of the mean loss are added to `.grad`.
 
-        Takes the model's own arguments. They and the target are cut along dimension 0. A rank may be given None for
-        inputs that its stages do not take.
+        Takes the model's own arguments, for a batch of any size that the capture allows. Inputs are cut into
+        microbatches along their batch, as evenly as it goes, and so is the target along dimension 0. A rank may be
+        given None for inputs that its stages do not take.
 
         Raises:
             BatchError: a shape or dtype is not the package's. Nothing was sent.
             RuntimeFault: this rank or another one failed.
         """
         with_loss = self._loss_fn is not None
-        results = self._run(self._training, args, kwargs, target, with_loss, return_outputs, self.schedule.trains)
+        given, results = self._run(
+            self._training, args, kwargs, target, with_loss, return_outputs, self.schedule.trains
+        )
         losses = torch.stack([results.losses[index] for index in sorted(results.losses)]) if results.losses else None
         return StepResult(
-            loss=None if losses is None else losses.mean(),
+            loss=None if losses is None else _mean(losses, given.batch.sizes),
             losses=losses if return_losses else None,
             outputs=self._batches.join(results),
         )
@@ -177,7 +182,8 @@ class Pipeline:
 
         Forward only, without gradients. Modules stay in the mode they are in: `pipe.stages[0].eval()` sets it.
         """
-        return self._batches.join(self._run(self._evaluation, args, kwargs, None, False, True, False))
+        _, results = self._run(self._evaluation, args, kwargs, None, False, True, False)
+        return self._batches.join(results)
 
     def retrace(self) -> None:
         """Trace the stages of this process, and the loss, again at their next call. Not collective.
@@ -270,7 +276,7 @@ class Pipeline:
         with_loss: bool,
         keep_outputs: bool,
         trains: bool,
-    ) -> StepOutputs:
+    ) -> tuple[StepInputs, StepOutputs]:
         results = StepOutputs()
         with self._guard:
             if trains and self._batches.has_last_stage and not with_loss:
@@ -281,7 +287,7 @@ class Pipeline:
             observer = self._observers.joined(is_eval)
             for executor in executors:
                 executor.observer = observer
-            self._transport.start("eval" if is_eval else "step")
+            self._transport.start("eval" if is_eval else "step", given)
             if trains:
                 with self._ties.summed_gradients():
                     run_executors(executors, given, results)
@@ -289,7 +295,7 @@ class Pipeline:
             else:
                 run_executors(executors, given, results)
             self._transport.finish()
-        return results
+        return given, results
 
 
 def _guard(world: World | None) -> FaultGuard:
@@ -312,6 +318,13 @@ def _make_kernels(
         )
         for index, stage in stages.items()
     }
+
+
+def _mean(losses: Tensor, sizes: StepSizes) -> Tensor:
+    """The mean of the losses [microbatches] over the rows of the batch."""
+    if sizes.is_even:
+        return losses.mean()
+    return (losses * torch.tensor(sizes.weights, dtype=losses.dtype, device=losses.device)).sum()
 
 
 def _packed_loss(manifest: Manifest, loss_fn: LossFunction | None) -> Loss | None:

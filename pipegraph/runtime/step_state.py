@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.transport.buffer_pool import share_memory
 from pipegraph.runtime.transport.protocol import Receive
 from pipegraph.runtime.wiring import Transfer
 from pipegraph.schedule import Action
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """The inputs of a step: every input by name and the target, each as one item per microbatch."""
-
-    inputs: Mapping[str, Sequence[Any]]
-    targets: Sequence[Any]
-    with_loss: bool = False
-    keep_outputs: bool = False
 
 
 @dataclass(frozen=True)

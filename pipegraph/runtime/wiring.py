@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -116,11 +116,16 @@ def rank_pairs(schedule: Schedule) -> set[tuple[int, int]]:
     return {(schedule.placement[send.stage], schedule.placement[send.partner.stage]) for send in sends}
 
 
-def named_outputs(wiring: StageWiring, outputs: Sequence[Any]) -> dict[str, Tensor]:
+def named_outputs(
+    wiring: StageWiring, outputs: Sequence[Any], shape: Callable[[Value], tuple[int, ...]]
+) -> dict[str, Tensor]:
     """A stage's outputs by name, as its consumers take them: contiguous, because a consumer compiles for one layout.
 
     If a region of autocast around the step has given a float another dtype, it is cast to the manifest's. Raises
     RuntimeFault if the outputs are not those that the manifest promises.
+
+    Args:
+        shape: returns the shape of a value in this microbatch.
     """
     if len(outputs) != len(wiring.outputs):
         names = ", ".join(value.name for value in wiring.outputs)
@@ -135,11 +140,11 @@ def named_outputs(wiring: StageWiring, outputs: Sequence[Any]) -> dict[str, Tens
         promised = torch_dtype(value)
         if output.dtype != promised and _is_autocast(output, promised):
             output = output.to(promised)
-        if not (output.shape == value.shape and output.dtype == promised):
+        if not (output.shape == shape(value) and output.dtype == promised):
             raise RuntimeFault(
                 f"the stage returned {value.name} as {dtype_name(output)}{list(output.shape)}; pipeline.json promises "
-                f"{value} to stage {value.consumers[0]}. Correct the stage's source, or `values` in pipeline.json. To "
-                "give all stages another dtype, use parallelize_fn."
+                f"{value.name} {value.dtype}{list(shape(value))} to stage {value.consumers[0]}. Correct the stage's "
+                "source, or `values` in pipeline.json. To give all stages another dtype, use parallelize_fn."
             )
         by_name[value.name] = output.contiguous()
     return by_name
@@ -151,8 +156,8 @@ def _is_autocast(output: Tensor, promised: torch.dtype) -> bool:
     return are_floats and torch.is_autocast_enabled(output.device.type)
 
 
-def zeros(value: Value, device: torch.device) -> Tensor:
-    return torch.zeros(value.shape_at(), dtype=torch_dtype(value), device=device)
+def zeros(value: Value, shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=torch_dtype(value), device=device)
 
 
 def torch_dtype(value: Value) -> torch.dtype:

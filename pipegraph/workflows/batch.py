@@ -33,7 +33,7 @@ def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) ->
     # In the order of `values`, which every process reads alike.
     made = {
         name: value.constant if value.is_constant else _random(value, microbatches, generator)
-        for name, value in sorted(manifest.values.items())
+        for name, value in sorted(manifest.at_capture().values.items())
         if value.producer < 0
     }
     args, kwargs = _fill(manifest.args, made), _fill(manifest.kwargs, made)

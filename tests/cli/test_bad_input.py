@@ -246,12 +246,17 @@ def test_unknown_schedule(pipegraph: Command, chain: Path) -> None:
         fails(pipegraph(verb, chain, "--schedule", "1f1c"), 2, 'Did you mean "1f1b"?')
 
 
-def test_batch_of_another_size_than_the_plan(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+def test_batch_of_another_width_than_the_plan(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text(
-        MODEL.format(body="from tests.models.chain import build_model\nexample_inputs = (torch.ones(3, 8),)")
+        MODEL.format(body="from tests.models.chain import build_model\nexample_inputs = (torch.ones(3, 9),)")
     )
-    fails(pipegraph("run", chain, "--nproc", 1, "--model", file), 2, "x has the shape [6, 8]", "pass 8 rows")
+    fails(
+        pipegraph("run", chain, "--nproc", 1, "--model", file),
+        2,
+        "x has the shape [6, 9]",
+        "captured microbatch is [batch, 8]",
+    )
 
 
 def test_usage(pipegraph: Command, chain: Path) -> None:

@@ -55,7 +55,9 @@ def test_a_package(pipegraph: Command, tmp_path: Path) -> None:
     copied = tmp_path / "out"
     assert pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "-o", copied).code == 0
     text = (copied / "pipeline.json").read_text()
-    content = with_escapes(text, "files", "shards", "class", "module", "inputs", "outputs", "args", "recompute", "unit")
+    content = with_escapes(
+        text, "files", "shards", "class", "module", "inputs", "outputs", "args", "recompute", "unit", "shape", "sizes"
+    )
     (copied / "pipeline.json").write_text(content)
     for arguments in (
         ["show", copied],

@@ -111,7 +111,7 @@ def _run_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _run_package(package: Package, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool | None) -> Step:
-    manifest = package.manifest
+    manifest, at_capture = package.manifest, package.manifest.at_capture()
     args, kwargs = copy.deepcopy((args, kwargs))
     values = dict(_named([*manifest.args], [*args])) | dict(_named(manifest.kwargs, kwargs))
     stages = [package.load_stage(index) for index in range(len(manifest.stages))]
@@ -123,7 +123,7 @@ def _run_package(package: Package, args: tuple[Any, ...], kwargs: dict[str, Any]
         made = (made,) if len(entry.outputs) == 1 else made
         values |= dict(zip(entry.outputs, made, strict=True))
         for name in entry.outputs:
-            _check(manifest.values[name], values[name])
+            _check(at_capture.values[name], values[name])
     outputs = _filled(manifest.outputs, values)
     _backward(outputs)
     gradients: dict[str, Tensor | None] = {}

@@ -61,7 +61,7 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: x.view(4, 1, 6), "x.unsqueeze(1)"),
     (lambda x, y: x[None].view(1, 24), "x.unsqueeze(0).flatten(1)"),
     (lambda x, y: x.view(4, 6) * 2, "x * 2"),
-    (lambda x, y: x.reshape(x.shape[0] // 2, 2, 6), "x.unflatten(0, (-1, 2))"),
+    (lambda x, y: x.reshape(x.shape[0] // 2, 2, 6), "x.reshape(-1, 2, 6)"),
     (lambda x, y: x.permute(1, 0), "x.permute(1, 0)"),
     (lambda x, y: x.transpose(-1, -2), "x.transpose(-1, -2)"),
     (lambda x, y: x.T, "x.T"),

@@ -62,7 +62,7 @@ def test_a_stage_calls_what_it_takes_as_its_modules_do(tmp_path: Path) -> None:
     assert package.manifest.stages[1].inputs == ("factor", "x", "x_1", "x_2")
     text = (package.path / "stage_1.py").read_text()
     assert "def forward(self, factor, skip, skip_1, x):" in text
-    assert "factor f32[8], skip f32[3, 8], skip_1 f32[3, 8], x f32[3, 8] → x f32[3, 8]" in text
+    assert "factor f32[8], skip f32[batch, 8], skip_1 f32[batch, 8], x f32[batch, 8] → x f32[batch, 8]" in text
     assert "x_1" not in text
 
 

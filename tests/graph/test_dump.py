@@ -31,11 +31,13 @@ def test_forms_are_numbered_in_order(folder: Path) -> None:
     first, *lines = (folder / "17_relax_attention_views.txt").read_text().splitlines()
     assert re.fullmatch(r"# relax_attention_views: [\d.]+ [mµn]?s", first)
     assert lines[-2:] == [
-        "linear_1 = aten.linear.default(relu, p_2_weight, p_2_bias)    # f32[2, 2]  2  requires_grad",
+        "linear_1 = aten.linear.default(relu, p_2_weight, p_2_bias)    # f32[batch, 2]  2  requires_grad",
         "return (linear_1,)",
     ]
     stages = (folder / "20_stages.txt").read_text()
-    assert stages.startswith("# boundaries\ninput_1: f32[2, 4]  stage -1 -> stages [0]\nrelu: f32[2, 4]  stage 0 -> st")
+    assert stages.startswith(
+        "# boundaries\ninput_1: f32[batch, 4]  stage -1 -> stages [0]\nrelu: f32[batch, 4]  stage 0"
+    )
     assert "# stage 1(relu,) -> (linear_1,)" in stages
 
 

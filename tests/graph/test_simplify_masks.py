@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegraph.graph.passes.simplify_masks import _band
+from pipegraph.graph.passes.simplify_masks import _ends
 
 SIZES = st.integers(2, 6)
 
@@ -16,13 +16,14 @@ def test_a_band_and_what_is_none(rows: int, columns: int, lowest: int, highest: 
     offsets = torch.arange(columns) - torch.arange(rows)[:, None]
     mask = (offsets >= lowest) & (offsets <= highest)
     held = offsets[mask]
-    found = _band(mask.expand(2, 1, rows, columns))
+    found = _ends(mask.expand(2, 1, rows, columns))
     assert (found is None) == (not held.numel())
     if found is not None:
-        assert (found.lowest, found.highest) == (int(held.min()), int(held.max()))
+        lowest, highest = int(held.min()), int(held.max())
+        assert found == (None if lowest == 1 - rows else lowest, None if highest == columns - 1 else highest)
     other = mask.clone()
     other.view(-1)[spoilt % mask.numel()] ^= True
     held = offsets[other]
     is_band = bool(held.numel()) and torch.equal(other, (offsets >= held.min()) & (offsets <= held.max()))
-    assert (_band(other) is not None) == is_band
-    assert _band(torch.stack([mask, other])) is None
+    assert (_ends(other) is not None) == is_band
+    assert _ends(torch.stack([mask, other])) is None

@@ -72,7 +72,8 @@ ATTENTION = ["unsqueeze", "unsqueeze", "unsqueeze", "scaled_dot_product_attentio
         (lambda x: x.view(2, 3, 4).exp(), ["exp"]),
         (lambda x: x.transpose(1, 2).transpose(2, 1).exp(), ["exp"]),
         (lambda x: x.unsqueeze(1).squeeze(1).exp(), ["exp"]),
-        (lambda x: x.flatten(1).view(2, 3, 4).exp(), ["exp"]),
+        (lambda x: x.flatten(1).view(x.shape).exp(), ["exp"]),
+        (lambda x: x.flatten(1).view(2, 3, 4).exp(), ["flatten", "view", "exp"]),  # another shape if x has another
         (lambda x: x.transpose(0, 1).permute(1, 2, 0).exp(), ["transpose", "permute", "exp"]),
         (lambda x: x.transpose(0, 1).reshape(2, 3, 4).exp(), ["transpose", "reshape", "exp"]),
         # copies

@@ -62,7 +62,7 @@ def made(package: str | Path) -> Pipeline:
 
 
 def inputs(pipe: Pipeline) -> torch.Tensor:
-    (value,) = (each for each in pipe.package.manifest.values.values() if each.producer < 0)
+    (value,) = (each for each in pipe.package.manifest.at_capture().values.values() if each.producer < 0)
     return torch.ones(4 * value.shape[0], *value.shape[1:])
 
 

@@ -117,7 +117,9 @@ def _manifest(sketch: Sketch, stages: Sequence[StageEntry]) -> Manifest:
         producer = next((stage.index for stage in stages if name in stage.outputs and name not in stage.inputs), CALLER)
         consumers = tuple(stage.index for stage in stages if name in stage.inputs)
         bound = sketch.integers if dtype == "int64" else None
-        values[name] = Value(name, dtype, shape, producer, consumers, requires_grad, bound)
+        values[name] = Value(
+            name, dtype, shape, producer, consumers, requires_grad, bound, batch_dim=0 if shape else None
+        )
     for name, constant in sketch.constants.items():
         values[name] = Value(name, "", (), CALLER, (), constant=constant)
     args = [name for name, value in values.items() if value.producer == CALLER and name not in sketch.kwargs.values()]
@@ -160,7 +162,7 @@ def batch(manifest: Manifest, microbatches: int, seed: int = 0) -> dict[str, Ten
     """Seeded inputs for so many microbatches, by name."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
-    for name, value in manifest.values.items():
+    for name, value in manifest.at_capture().values.items():
         if value.producer == CALLER and not value.is_constant:
             shape = (value.shape[0] * microbatches, *value.shape[1:]) if value.shape else ()
             if value.bound is not None:

@@ -203,8 +203,8 @@ def receives(rank: int, folder: str, schedules: list[str], microbatches: int) ->
         transport = pipe._transport
         used: dict[tuple[int, int], set[int]] = {}
 
-        def watched(transfer: Any, post: Any = transport.receive, used: Any = used) -> Any:
-            receive = post(transfer)
+        def watched(transfer: Any, given: Any, post: Any = transport.receive, used: Any = used) -> Any:
+            receive = post(transfer, given)
             used.setdefault((transfer.sender, transfer.receiver), set()).add(receive._tensors[0].data_ptr())
             return receive
 

@@ -202,14 +202,27 @@ def test_a_wrong_release_shows(tmp_path: Path) -> None:
 
 def test_a_pool_has_as_many_buffers_as_were_held_at_once(tmp_path: Path) -> None:
     package = Package.open(write(chain(2), tmp_path / "chain"))
-    pool = BufferPool([package.manifest.values["h0"]], torch.device("cpu"))
-    first, second = pool.take(), pool.take()
+    pool, shapes = BufferPool([package.manifest.values["h0"]], torch.device("cpu")), ((2, 8),)
+    first, second = pool.take(shapes), pool.take(shapes)
     assert not share_memory(first, second)
     pool.release(first)
-    assert pool.take() is first
-    third = pool.take()
+    assert pool.take(shapes) is first
+    third = pool.take(shapes)
     assert not share_memory(third, (*first, *second))
     assert (third[0].shape, third[0].dtype) == ((2, 8), torch.float32)
+
+
+def test_a_pool_drops_buffers_of_shapes_that_are_no_longer_used(tmp_path: Path) -> None:
+    package = Package.open(write(chain(2), tmp_path / "chain"))
+    pool = BufferPool([package.manifest.values["h0"]], torch.device("cpu"))
+    kept, dropped = pool.take(((2, 8),)), pool.take(((5, 8),))
+    pool.drop_unused()
+    pool.release(kept)
+    pool.release(dropped)
+    pool.drop_unused()  # nothing was taken
+    assert pool.take(((2, 8),)) is kept
+    pool.drop_unused()
+    assert pool.take(((5, 8),)) is not dropped
 
 
 def test_tensors_share_memory_with_their_views() -> None:

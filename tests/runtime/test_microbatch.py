@@ -74,7 +74,7 @@ def test_arguments_may_go_by_position_or_by_name(pipe: Pipeline) -> None:
         ((X, Y), {"scales": SCALE}, "there is no argument 'scales'; .* Did you mean \"scale\""),
         ((X, Y), {"cached": True}, "cached is True; it was False when the model was captured"),
         ((X, Y), {"nothing": 3}, "nothing is 3; it was None when the model was captured"),
-        ((X, Y), {"scale": torch.ones(2)}, r"scale has the shape \[2\]; the captured microbatch is \[\]"),
+        ((X, Y), {"scale": torch.ones(2)}, r"scale has the shape \[2\]; the captured microbatch is scale float32\[\]"),
     ],
 )
 def test_what_the_package_was_not_made_for_is_refused(
@@ -128,11 +128,11 @@ class Slotted:
 
 def test_a_target_keeps_the_classes_of_its_containers() -> None:
     given = Pair(torch.arange(4), [torch.tensor(1.0), "mean", UserDict(b=torch.arange(4), a=None)])
-    first, second = cut_target(given, 2, None, [4])
+    first, second = cut_target(given, 2, None, {4: [2, 2]})
     assert (type(first), type(first.rest), first.rest[1]) == (Pair, list, "mean")
     assert (first.one.tolist(), second.one.tolist()) == ([0, 1], [2, 3])
     assert (second.rest[2]["b"].tolist(), second.rest[2]["a"]) == ([2, 3], None)
-    assert cut_target(None, 2, None, [4]) == [None, None]
+    assert cut_target(None, 2, None, {4: [2, 2]}) == [None, None]
 
 
 @pytest.mark.parametrize("make", [Record, Slotted, lambda tensor: {tensor}])
@@ -141,7 +141,7 @@ def test_a_target_that_hides_tensors_is_refused(make: Any) -> None:
     with pytest.raises(
         BatchError, match=r"target\['a'\] is a \w+ that holds tensors, which cannot be cut: pass a dict"
     ):
-        cut_target({"a": make(torch.zeros(4))}, 2, None, [4])
+        cut_target({"a": make(torch.zeros(4))}, 2, None, {4: [2, 2]})
 
 
 def test_a_target_of_other_rows_than_the_batch_is_refused(pipe: Pipeline) -> None:

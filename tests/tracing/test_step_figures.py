@@ -26,7 +26,7 @@ def recorded(
     order = build(schedule, ranks, microbatches)
     package = Package.open(write(chain(order.stages, width=8), folder / "chain"))
     pipe = Pipeline(package, order, loss_fn=lambda output, target: output.square().mean(), kernels="eager")
-    (value,) = (each for each in package.manifest.values.values() if each.producer < 0)
+    (value,) = (each for each in package.manifest.at_capture().values.values() if each.producer < 0)
     return pipe, torch.randn(microbatches * value.shape[0], *value.shape[1:])
 
 
@@ -124,7 +124,7 @@ def test_parts_of_a_schedule() -> None:
 def test_samples_and_tokens(tmp_path: Path, dtype: str, shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> None:
     manifest = Package.open(write(chain(2, width=8), tmp_path / "chain")).manifest
     (name,) = (each.name for each in manifest.values.values() if each.producer < 0)
-    value = replace(manifest.values[name], dtype=dtype, shape=shape)
+    value = replace(manifest.values[name], dtype=dtype, shape=shape, batch_dim=0 if shape else None)
     assert batch_sizes(_with(manifest, value), microbatches=4) == sizes
 
 

@@ -46,11 +46,16 @@ class Visit:
 
 def visit(name: str, folder: Path) -> Visit:
     """Split ``name`` into STAGES stages under ``folder``, train it for one step in this process, and compare."""
+    source, package = split_in_stages(name, folder)
+    return Visit(name, source.model, package, verify(package, source))
+
+
+def split_in_stages(name: str, folder: Path) -> tuple[ModelSource, Package]:
+    """A model, and its package in STAGES stages under ``folder``."""
     source = _source(name, folder)
     captured = pipegraph.capture(source.model, source.args, source.kwargs)
     plan = pipegraph.plan(captured, stages=STAGES, balance="uniform")
-    package = pipegraph.write_package(plan, folder / "package", source=source)
-    return Visit(name, source.model, package, verify(package, source))
+    return source, pipegraph.write_package(plan, folder / "package", source=source)
 
 
 def loss_fn(output: Any, target: Any = None) -> Tensor:

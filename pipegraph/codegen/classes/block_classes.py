@@ -26,6 +26,7 @@ from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.segments import opened_calls
 from pipegraph.graph.partition.stages import StageGraph, local_name
+from pipegraph.graph.symbolic_size import UnknownSizeError
 
 # A call that reads no parameters gets no class if it has at most this many operations, or is only a part of one.
 _SMALL = 2
@@ -136,7 +137,10 @@ class BlockClasses:
             small = len(called.nodes) <= _SMALL and not any(True for _ in tree.calls())
             if not reads_state and same_mode and (small or not self.names.is_whole(tree)):
                 return None
-            source, modules = self._class(members, called)
+            try:
+                source, modules = self._class(members, called)
+            except UnknownSizeError:  # the module is told a number by code around it, which has the tensor
+                return None
             constructor = call(source.name)
         return self._call(called, constructor, modules | {tree.fqn})
 

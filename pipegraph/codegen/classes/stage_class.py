@@ -15,7 +15,7 @@ from pipegraph.codegen.names.model_names import prose, signature
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, call, literal, method, string
 from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, Statement
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.graph_text import type_text
+from pipegraph.graph.graph_text import value_text
 from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.stage_modules import stage_modules
@@ -70,7 +70,7 @@ def _docstring(plan: Plan, stage: StageGraph, parameters: Sequence[str], results
     modules = prose(", ".join(stage_modules(plan.captured, stage)).replace(" – ", " … "))
     takes = signature(parameters, stage.inputs, ()).removesuffix(" → ")
     outputs = zip(results, stage.outputs, strict=True)
-    gives = ", ".join(f"{name} {type_text(node.meta['val'])}" for name, node in outputs)
+    gives = ", ".join(f"{name} {value_text(node)}" for name, node in outputs)
     cost = plan.costs[stage.index]
     size = f"{format_count(cost.parameters or 0, 'parameters')}, {format_count(cost.flops or 0, 'FLOP')}"
     return "  ".join([f"{modules}.", f"{takes} → {gives}.", f"{size}.", *_ties_to_other_stages(plan, stage)])

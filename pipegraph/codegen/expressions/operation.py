@@ -17,14 +17,15 @@ from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
 from pipegraph.graph.internals import operator_name, schema_arguments
 from pipegraph.graph.nodes import on_meta
 from pipegraph.graph.operators import operator_of
+from pipegraph.graph.symbolic_size import SymbolicSize
 
 
-def express(node: fx.Node, value: Callable[[fx.Node], Expression], device: Expression) -> Expression:
+def express(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression], device: Expression) -> Expression:
     """The expression of an operation: an operator, a method, a function of ``torch`` or ``F``, or else ``torch.ops``.
 
     Args:
         node: the operation.
-        value: returns the expression of a value.
+        value: returns the expression of a value or of a size that varies.
         device: the expression of the device that the class runs on.
     """
     if node.target is operator.getitem:
@@ -38,7 +39,7 @@ def express(node: fx.Node, value: Callable[[fx.Node], Expression], device: Expre
     return (spell and spell(called)) or _by_name(called) or _by_overload(called)
 
 
-def write(node: fx.Node, value: Callable[[fx.Node], Expression], device: Expression) -> Statement:
+def write(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression], device: Expression) -> Statement:
     """The statement of an operation that changes a tensor in place; the arguments are those of ``express``."""
     called = OperatorCall.of(node, value, device)
     named = dict(called.arguments)

@@ -22,7 +22,8 @@ from pipegraph.codegen.syntax.expressions import (
     method,
 )
 from pipegraph.graph.internals import OpOverload, operator_name, schema_arguments
-from pipegraph.graph.nodes import follows_model, on_meta
+from pipegraph.graph.nodes import follows_model, on_meta, shape_of
+from pipegraph.graph.symbolic_size import SymbolicSize
 
 TRAINING = Attribute(SELF, "training")
 """Stands for an argument that follows the mode of the module."""
@@ -39,17 +40,19 @@ class OperatorCall:
         node: the node.
         arguments: its arguments by name, without those that are equal to their default. A flag that follows the mode of
             the module is ``TRAINING``.
-        value: returns the expression of a value.
+        value: returns the expression of a value or of a size that varies.
         device: the expression of the device that the class runs on.
     """
 
     node: fx.Node
     arguments: dict[str, Any]
-    value: Callable[[fx.Node], Expression]
+    value: Callable[[fx.Node | SymbolicSize], Expression]
     device: Expression
 
     @classmethod
-    def of(cls, node: fx.Node, value: Callable[[fx.Node], Expression], device: Expression) -> OperatorCall:
+    def of(
+        cls, node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression], device: Expression
+    ) -> OperatorCall:
         """The call of a node."""
         return cls(node, _bind(node), value, device)
 
@@ -73,11 +76,11 @@ class OperatorCall:
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of the first argument and of the result."""
-        return tuple(self.node.args[0].meta["val"].shape), tuple(self.node.meta["val"].shape)  # type: ignore[union-attr]
+        return shape_of(self.node.args[0]), shape_of(self.node)
 
     def expression(self, argument: Any) -> Expression:
         """The expression of an argument of any kind."""
-        if isinstance(argument, fx.Node):
+        if isinstance(argument, (fx.Node, SymbolicSize)):
             return self.value(argument)
         if isinstance(argument, torch.device):
             return self.device

@@ -78,8 +78,8 @@ def _slice(operator: OperatorCall) -> Expression | None:
     start, end, step = (operator.arguments.get(name) for name in ("start", "end", "step"))
     if isinstance(start, fx.Node) or isinstance(end, fx.Node):
         return None
-    stop = None if end is None or end >= 2**62 else literal(end)
-    taken = part(literal(start) if start else None, stop, literal(step) if step is not None else None)
+    stop = None if end is None or end >= 2**62 else operator.expression(end)
+    taken = part(operator.expression(start) if start else None, stop, literal(step) if step is not None else None)
     return _subscript(operator, operator.arguments.get("dim", 0), taken)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+import sympy
 from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
@@ -26,10 +27,12 @@ from pipegraph.codegen.forward.roll_loops import loop_statement
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import Attribute, Expression, Name, call
+from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, Name, Subscript, call, literal
 from pipegraph.codegen.syntax.line_breaks import reads_well
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
+from pipegraph.graph.partition.size_sources import dimension_of
+from pipegraph.graph.symbolic_size import SymbolicSize, UnknownSizeError, fold
 
 # The greatest lengths of an expression: of one that contains the expressions of other items, of one that goes inside
 # another, of one that was a single statement of the model's source, and of one whose result is only reshaped.
@@ -71,11 +74,26 @@ def write_forward(
         source: finds names and line breaks in the model's source. Without it, every value has a line of its own and a
             neutral name, so that two classes of equal structure have equal statements.
         wanted: names for values that have none in the source.
+
+    Raises:
+        UnknownSizeError: no value of the class has a size that an operation names.
     """
-    written = _Forward(contents, tree, parameters, source, wanted or {}, ()).write()
+    sizes: list[sympy.Expr] = []
+    while True:
+        try:
+            written = _Forward(contents, tree, parameters, source, wanted or {}, (), sizes).write()
+        except UnknownSizeError as error:
+            if error.size in sizes:
+                raise
+            sizes.append(error.size)
+        else:
+            break
     if not written.clashes:
         return written
-    other = _Forward(contents, tree, parameters, source, wanted or {}, written.clashes).write()
+    try:
+        other = _Forward(contents, tree, parameters, source, wanted or {}, written.clashes, sizes).write()
+    except UnknownSizeError:
+        return written
     return other if len(other.clashes) < len(written.clashes) else written
 
 
@@ -90,6 +108,7 @@ class _Forward:
         source: SourceStatements | None,
         wanted: Mapping[fx.Node, str],
         clashes: Container[str],
+        sizes: Sequence[sympy.Expr],
     ) -> None:
         self._contents = contents
         self._tree = tree
@@ -103,8 +122,12 @@ class _Forward:
         tensor = Name(parameters[0]) if parameters else next(iter(attributes.values()), None)
         self._device = Attribute(tensor, "device") if tensor is not None else call("torch.get_default_device")
 
+        self._missing = list(sizes)  # sizes that get a variable as soon as a value has them
+        self._sizes: dict[sympy.Expr, Name] = {}
+
     def write(self) -> WrittenForward:
         for item in self._contents.items:
+            self._keep_sizes()
             if isinstance(item, ModuleLoop):
                 self._loop(item)
             elif isinstance(item, ModuleCall):
@@ -147,7 +170,7 @@ class _Forward:
         if "writes" in node.meta:
             self._write(item)
             return
-        expression = self._build(item, lambda: express(node, self._values.expression, self._device))
+        expression = self._build(item, lambda: express(node, self._expression, self._device))
         parts = [user for user in node.users if user.target is operator.getitem and user in self._made]
         if isinstance(node.meta.get("val"), (tuple, list)) and len(parts) > 1:
             self._unpack(item, expression, parts)
@@ -174,7 +197,7 @@ class _Forward:
         if values.uses_left[node] > 0:
             values.write(target, kept=kept)
         owner = values.expression(target)
-        statement = write(node, values.expression, self._device)
+        statement = write(node, self._expression, self._device)
         values.consume(read)
         values.written[target] = values.written[node] = owner
         if owner.text in values.variables:
@@ -257,6 +280,35 @@ class _Forward:
     def _name(self, item: Item, node: fx.Node) -> str:
         return self._names.of(item, node) if self._names else "v"
 
+    def _expression(self, argument: fx.Node | SymbolicSize) -> Expression:
+        """The expression of a value or of a size that varies."""
+        if isinstance(argument, SymbolicSize):
+            return fold(argument.expression, self._find_size, Binary)
+        return self._values.expression(argument)
+
+    def _find_size(self, size: sympy.Expr) -> Expression | None:
+        """A number, or ``x.shape[1]`` for the first variable that has a size; None if no value has it."""
+        values = self._values
+        if size.is_Integer:
+            return literal(int(size))
+        if size in self._sizes:
+            return self._sizes[size]
+        found = next((name for name, node in values.variables.items() if dimension_of(node, size) is not None), None)
+        if found is None:
+            node = next((node for node in values.deferred if dimension_of(node, size) is not None), None)
+            if node is None:
+                return None
+            values.write(node)
+            return self._find_size(size)
+        dim = dimension_of(values.variables[found], size)
+        return Subscript(Attribute(Name(found), "shape"), (literal(dim),))
+
+    def _keep_sizes(self) -> None:
+        """``seq = x.shape[1]``, if a later operation needs it when no variable has the size any more."""
+        for size in self._missing:
+            if size not in self._sizes and (found := self._find_size(size)) is not None:
+                self._sizes[size] = self._values.keep(str(size), found)
+
     def _build(self, item: Item, build: Callable[[], Expression]) -> Expression:
         """Build the expression of an item. The deferred values that it reads go inside.
 
@@ -272,8 +324,8 @@ class _Forward:
             for node in inside:
                 values.write(node)
         while True:
-            inside = [node for node in inside if node in values.deferred]
             expression = build()
+            inside = [node for node in inside if node in values.deferred]
             parts = [values.deferred[node].item for node in inside]
             if self._names is None or not parts or self._fits(item, parts, expression):
                 values.consume(read)

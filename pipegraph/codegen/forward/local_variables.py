@@ -72,6 +72,13 @@ class LocalVariables:
             self.uses_left[node] -= 1
             self.deferred.pop(node, None)
 
+    def keep(self, wanted: str, value: Expression) -> Name:
+        """Assign a value that is no tensor to a variable that stays as it is."""
+        name = unused(variable(wanted, "x"), self.taken())
+        self._reserved |= {name}
+        self.statements.append(((), Assign((Name(name),), value)))
+        return Name(name)
+
     def bind(self, node: fx.Node, wanted: str, value: Expression | None = None, kept: Collection[fx.Node] = ()) -> str:
         """Make a variable for a value. It gets the wanted name, with a number if that name is still needed.
 

@@ -13,7 +13,7 @@ from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.graph.call_arguments import argument_place
 from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.graph_text import type_text
+from pipegraph.graph.graph_text import value_text
 from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.operators import operator_of
 
@@ -103,5 +103,4 @@ def signature(parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequen
 
 
 def _type(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    return type_text(value) if isinstance(value, torch.Tensor) else "tuple"
+    return value_text(node) if isinstance(node.meta.get("val"), torch.Tensor) else "tuple"

@@ -20,7 +20,7 @@ _STRENGTHS = {
     **dict.fromkeys(("in", "==", "!=", "<", "<=", ">", ">="), _COMPARISON),
     **{"|": 8, "^": 9, "&": 10},
     **dict.fromkeys("+-", _SUM),
-    **dict.fromkeys("*/@%", 13),
+    **dict.fromkeys(("*", "/", "//", "@", "%"), 13),
     "**": _POWER,
 }
 # Operands around which a formatter leaves no space: x**2.
@@ -267,7 +267,7 @@ def literal(value: Any) -> Expression:
         return value
     if value is None or value is ...:
         return Literal("None" if value is None else "...")
-    if isinstance(value, (bool, int)):
+    if type(value) in (bool, int):  # a size that varies has no literal
         return Literal(str(value), is_number=True)
     if isinstance(value, float):
         if not math.isfinite(value):

@@ -11,16 +11,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
-from pipegraph.graph.internals import pytree
+from pipegraph.graph.internals import pytree, symbolic_expression
 
 _TOLERANCE = 1e-4
 _SMALL = 64  # the largest dimension of the arguments on which a Function is tried first
 _LARGEST = 2**26  # elements of an argument on which it is tried
+_VARYING = 6  # a size that varies, in such arguments
 
 
 class LostBackwardError(Exception):
@@ -109,12 +111,20 @@ def _sample(argument: Any, limit: float) -> Any:
     """A tensor with values in the place of one without, with no dimension larger than `limit`."""
     if not isinstance(argument, Tensor):
         return argument
-    shape = [int(min(size, limit)) for size in argument.shape]
+    shape = [int(min(_number(size), limit)) for size in argument.shape]
     if math.prod(shape) > _LARGEST:
         raise ValueError(f"an argument has {math.prod(shape):,} elements")
     if not argument.is_floating_point():
         return torch.zeros(shape, dtype=argument.dtype)
     return torch.randn(shape, dtype=torch.float64).requires_grad_(argument.requires_grad)
+
+
+def _number(size: int | torch.SymInt) -> int:
+    """A size; for one that varies another number, because to ask for its own would fix it."""
+    if isinstance(size, int):
+        return size
+    expression = symbolic_expression(size)
+    return int(expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.Integer(_VARYING))))
 
 
 def _gradients(run: Callable[..., Any], inputs: list[Any]) -> list[Tensor | None]:

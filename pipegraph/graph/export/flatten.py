@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -13,22 +14,39 @@ from torch.export.graph_signature import InputKind, InputSpec
 from pipegraph.errors import CaptureError
 from pipegraph.graph.call_arguments import copy_places
 from pipegraph.graph.captured import StateEntry
+from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of
 from pipegraph.graph.nodes import source_line
+from pipegraph.graph.operators import operator_of
+from pipegraph.graph.symbolic_size import SizeLimits
+
+aten = torch.ops.aten
 
 _NO_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
 
 
-def flatten(exported: ExportedProgram, state: dict[str, StateEntry], tensors: dict[str, torch.Tensor]) -> fx.Graph:
-    """exported(state…, inputs…) → graph(inputs…) with ``get_attr`` nodes for state.
+class _Unwritable(NamedTuple):
+    """In the place of a number that only checks may read: a truth value or a fraction that depends on sizes."""
+
+    error: FixedSizeNeededError
+
+
+def flatten(
+    exported: ExportedProgram, state: dict[str, StateEntry], tensors: dict[str, torch.Tensor]
+) -> tuple[fx.Graph, SizeLimits]:
+    """exported(state…, inputs…) → graph(inputs…) with ``get_attr`` nodes for state, and the sizes that vary.
 
     ``no_grad`` and ``autocast`` blocks, which export keeps as graphs of their own, are inlined; their nodes carry the
     block in ``meta["regions"]``. Constants that the model's code made are added to ``state`` and ``tensors`` under the
     name of the module that reads them.
 
+    Symbolic sizes become numbers, in shapes (``meta["sizes"]`` keeps the `SymbolicSize`s) and in arguments. What
+    computes them is left out.
+
     Raises:
         CaptureError: the graph holds what a stage's source cannot: a custom object, control flow, an unknown shape.
+        FixedSizeNeededError: something other than a whole number is computed from sizes that vary.
     """
     return _Flattening(exported, state, tensors).run()
 
@@ -44,14 +62,15 @@ class _Flattening:
         self.tensors = tensors
         self.graph = fx.Graph()
         self.held: dict[str, fx.Node] = {}
+        self.sizes = InputSizes(exported)
 
-    def run(self) -> fx.Graph:
+    def run(self) -> tuple[fx.Graph, SizeLimits]:
         module = self.exported.graph_module
         specs = {spec.arg.name: spec for spec in self.exported.graph_signature.input_specs}
         inputs = module.graph.find_nodes(op="placeholder")
         values: dict[fx.Node, Any] = {node: self._placeholder(node, specs[node.name]) for node in inputs}
         self._inline(module, values, regions=())
-        return self.graph
+        return self.graph, self.sizes.limits()
 
     def _placeholder(self, node: fx.Node, spec: InputSpec) -> Any:
         if spec.kind is InputKind.USER_INPUT:
@@ -69,7 +88,7 @@ class _Flattening:
                 f"The model uses {spec.target or node.name}, a {spec.kind.name.lower()} that a stage's source cannot "
                 "hold.\nTry: keep tensors, numbers and modules in the model, and build other objects inside forward."
             )
-        placed.meta["val"] = node.meta["val"]
+        placed.meta |= self.sizes.describe(node.meta["val"])
         copy_places(node, placed)
         return placed
 
@@ -128,7 +147,11 @@ class _Flattening:
                 values[node] = values[node.args[0]][node.args[1]]
             elif _is_region(node):
                 values[node] = self._region(node, values, regions)
-            else:
+            elif isinstance(node.meta.get("val"), torch.SymInt):
+                values[node] = self._known(node, self.sizes.number)
+            elif is_symbolic(node.meta.get("val")):
+                values[node] = _Unwritable(self.sizes.fixed_size_needed(node.meta["val"]))
+            elif not _checks_size(node):
                 values[node] = self._operation(node, values, regions)
         raise AssertionError("an exported graph has an output node")
 
@@ -142,22 +165,42 @@ class _Flattening:
         region = ("grad" if name == _NO_GRAD else "autocast", settings)
         return self._inline(body, {**values, **inputs}, (*regions, region))
 
-    def _operation(self, node: fx.Node, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> fx.Node:
-        if _has_unknown_size(node.meta.get("val")):
+    def _learn_sizes(self, node: fx.Node) -> None:
+        """Learn from a reshape what the sizes of its result are."""
+        arguments: tuple[Any, ...] = node.args
+        if node.target in (aten.view.default, aten.reshape.default):
+            self.sizes.learn(node.meta["val"].shape, arguments[1])
+        elif node.target is aten.unflatten.int:
+            tensor, dim, sizes = arguments
+            self.sizes.learn(node.meta["val"].shape[dim % tensor.meta["val"].dim() :], sizes)
+
+    def _known(self, node: fx.Node, describe: Callable[[Any], Any]) -> Any:
+        """What ``describe`` returns for the value of a node."""
+        try:
+            return describe(node.meta.get("val"))
+        except FixedSizeNeededError as error:
+            if self.sizes.vary:
+                raise
             raise CaptureError(
                 f"The model makes a tensor whose shape depends on values ({node.target}).\n"
                 f"  at {source_line(node)}\n"
                 "Try: keep the shape and mask the values, with torch.where or a multiplication."
-            )
+            ) from error
+
+    def _operation(self, node: fx.Node, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> fx.Node:
         if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
             raise CaptureError(
                 f"The model uses {node.target}, a control-flow or custom operator that cannot be written as a stage."
                 "\nTry: replace it by plain tensor operations (torch.where for torch.cond)."
             )
+        for parent in node.all_input_nodes:
+            if isinstance(values[parent], _Unwritable):
+                raise values[parent].error
+        self._learn_sizes(node)
         placed = self.graph.node_copy(node, lambda arg: values[arg])
         stack = list(node.meta.get("nn_module_stack", {}).items())
         placed.meta = {
-            "val": node.meta.get("val"),
+            **self._known(node, self.sizes.describe),
             "path": tuple((call, fqn) for call, (fqn, _) in stack if fqn),
             "regions": regions,
             "in_every_mode": False,
@@ -167,11 +210,11 @@ class _Flattening:
         return placed
 
 
-def _has_unknown_size(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_has_unknown_size, value))
-    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
+def _checks_size(node: fx.Node) -> bool:
+    """Return whether an operation checks numbers, which the exported graph takes from the shapes of inputs."""
+    return operator_of(node).check and not any(
+        isinstance(parent.meta.get("val"), torch.Tensor) for parent in node.all_input_nodes
+    )
 
 
 def _is_region(node: fx.Node) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from pipegraph.graph.export.flatten import flatten
-from pipegraph.graph.export.torch_export import export_in
+from pipegraph.graph.export.torch_export import Exported, export_in
 from pipegraph.graph.internals import pytree
 from pipegraph.graph.model_structure import state_of
 from pipegraph.graph.nodes import OTHER_DTYPE, RELATIVE_DTYPE, arguments_of
@@ -18,9 +18,9 @@ from pipegraph.graph.operators import operator_of
 
 
 def mark_dtypes(
-    graph: fx.Graph, mode: Mapping[nn.Module, bool], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    graph: fx.Graph, exported: Exported, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Export the model again, as ``model.to(dtype)`` would leave it, and mark what differs.
+    """Export the model again in the same way, as ``model.to(dtype)`` would leave it, and mark what differs.
 
     In one graph ``x.float()`` and ``x.to(y.dtype)`` are casts to a fixed dtype, or do nothing. In the two graphs
     together the first is always the same dtype, and the second is another one.
@@ -40,7 +40,8 @@ def mark_dtypes(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's own were shown when it was exported
-            twin = flatten(export_in(mode, model, args, kwargs, other), *state_of(model))
+            program = export_in(exported.mode, model, args, kwargs, other, fixed=exported.fixed)
+            twin, _ = flatten(program, *state_of(model))
     except Exception:  # whatever the model raises in a dtype that it was not written for
         return
     comparison = _Comparison(graph, twin, own, other)

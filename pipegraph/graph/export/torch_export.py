@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import plain_containers
 from pipegraph.graph.export.custom_functions import CustomFunctions, LostBackwardError
 from pipegraph.graph.export.fake_parameters import fake_parameters
+from pipegraph.graph.export.input_sizes import InputDimension
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
     call_name,
@@ -31,10 +33,24 @@ from pipegraph.graph.internals import (
 _PLAIN = (bool, int, float, str, type(None))
 
 
+class Exported(NamedTuple):
+    """An exported program, the mode in which each module was, and the dimensions of inputs that were not let vary; None
+    if none was let."""
+
+    program: ExportedProgram
+    mode: Mapping[nn.Module, bool]
+    fixed: frozenset[InputDimension] | None
+
+
 def export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], allow_derivative: bool = False
-) -> tuple[ExportedProgram, Mapping[nn.Module, bool]]:
-    """Export in training mode, or in the first other mode that works; return the mode of each module as well.
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fixed: frozenset[InputDimension] | None = frozenset(),
+    *,
+    allow_derivative: bool = False,
+) -> Exported:
+    """Export in training mode, or in the first other mode that works, with sizes that may vary if that works.
 
     Raises:
         CaptureError: no mode works, or a backward would be lost that is not the derivative of its forward and
@@ -44,13 +60,14 @@ def export(
     own_modes = {module: module.training for module in modules}
     modes = [dict.fromkeys(modules, True), own_modes, dict.fromkeys(modules, False)]
     first_error: Exception | None = None
-    for mode in modes:
+    for mode, tried in product(modes, dict.fromkeys((fixed, None))):
         try:
-            exported = export_in(mode, model, args, kwargs, allow_derivative=allow_derivative)
+            program = export_in(mode, model, args, kwargs, fixed=tried, allow_derivative=allow_derivative)
         except LostBackwardError as error:
             raise CaptureError(_lost_backward(model, error)) from error
         except Exception as error:
-            first_error = first_error or error
+            if tried is None:  # otherwise the reason is the same, or it is that sizes vary
+                first_error = first_error or error
             continue
         if first_error is not None:
             warnings.warn(
@@ -58,7 +75,7 @@ def export(
                 "in evaluation mode, without the dropout inside attention.",
                 stacklevel=3,
             )
-        return exported, mode
+        return Exported(program, mode, tried)
     assert first_error is not None
     raise CaptureError(_explanation(model, first_error)) from first_error
 
@@ -69,9 +86,13 @@ def export_in(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dtype: torch.dtype | None = None,
+    *,
+    fixed: frozenset[InputDimension] | None = None,
     allow_derivative: bool = True,
 ) -> ExportedProgram:
     """Export with each module in the mode that ``mode`` gives it (True: training), as it is after ``model.to(dtype)``.
+
+    The sizes of the inputs may vary, but for those in ``fixed`` and those that the model fixes; None fixes all.
 
     Raises what export raises.
     """
@@ -85,7 +106,27 @@ def export_in(
     ):
         # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.
         warnings.filterwarnings("ignore", r"The tensor attributes? self\.\S*_flat_weights")
-        return torch.export.export(model, fake_args, fake_kwargs, strict=False)
+        return torch.export.export(
+            model,
+            fake_args,
+            fake_kwargs,
+            dynamic_shapes=None if fixed is None else _varying_sizes(model, fake_args, fake_kwargs, fixed),
+            strict=False,
+        )
+
+
+def _varying_sizes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: frozenset[InputDimension]
+) -> Any:
+    """The ``dynamic_shapes`` with which ``torch.export`` lets each size vary that neither the model nor ``fixed``
+    fixes."""
+    shapes = torch.export.ShapesCollection()
+    for position, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
+        if isinstance(leaf, torch.Tensor):
+            # Of a size of 1 torch.export cannot tell whether it is broadcast.
+            is_fixed = ((position, dim) in fixed or size < 2 for dim, size in enumerate(leaf.shape))
+            shapes[leaf] = tuple(torch.export.Dim.STATIC if each else torch.export.Dim.AUTO for each in is_fixed)
+    return shapes.dynamic_shapes(model, args, kwargs)
 
 
 @contextmanager

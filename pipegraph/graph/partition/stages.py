@@ -13,6 +13,7 @@ from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured, StateEntry, split_point
 from pipegraph.graph.nodes import path_of, source_line
 from pipegraph.graph.partition.replicated_values import replicated_operations
+from pipegraph.graph.partition.size_sources import inputs_for_sizes
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def divide_into_stages(captured: Captured) -> tuple[StageGraph, ...]:
         nodes[index] = (*again, *needed)
         inside = set(nodes[index])
         wanted += [parent for node in again for parent in node.all_input_nodes]
+        wanted += inputs_for_sizes(captured, nodes[index], [node for node in wanted if node not in inside])
         reads[index] = [node for node in dict.fromkeys(wanted) if node not in inside]
     state = _place_state(captured, nodes, reads)
     return tuple(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
 
 from pipegraph.graph.aliasing import is_stable
-from pipegraph.graph.internals import OpOverload, fake_empty
-from pipegraph.graph.nodes import arguments_of, on_meta, replace_node, shape_of
+from pipegraph.graph.internals import OpOverload
+from pipegraph.graph.nodes import arguments_of, on_meta, replace_node, set_value, shape_of
 from pipegraph.graph.operators import operator_of
 
 aten = torch.ops.aten
@@ -29,9 +29,15 @@ def drop_expands(graph: fx.Graph) -> None:
         if node.target is not aten.expand.default or not is_stable(node):
             continue
         for inner, made in _smaller(node).items():
-            inner.meta["val"] = fake_empty(inner.meta["val"], made.shape, made.dtype, made.stride())
+            set_value(inner, _kept(shape_of(inner), made.shape), made.dtype, made.stride())
             if inner is node:
                 replace_node(node, node.args[0])
+
+
+def _kept(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """The shape ``after``, whose sizes are 1 or those of ``before``, with the last dimension in its place."""
+    sizes = before[len(before) - len(after) :]
+    return [old if int(old) == new else new for old, new in zip(sizes, after, strict=True)]
 
 
 def _smaller(node: fx.Node) -> dict[fx.Node, Tensor]:
@@ -49,7 +55,7 @@ def _smaller(node: fx.Node) -> dict[fx.Node, Tensor]:
         made = _tried(user, smaller) if _is_elementwise(user, smaller) else None
         if made is None or made.dtype != user.meta["val"].dtype:
             return {}
-        if made.shape != shape_of(user):
+        if made.shape != user.meta["val"].shape:
             if not is_stable(user):
                 return {}
             smaller[user] = made

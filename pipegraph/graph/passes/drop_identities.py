@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import is_stable, is_written, viewed_by
-from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, replace_node
+from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, replace_node, shape_of
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.passes.tie_casts_to_buffers import FOLLOWS_BUFFER
 
@@ -37,7 +37,7 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
     dtypes = [
         (value.dtype, each.meta.get(OTHER_DTYPE, value.dtype)) for value, each in ((before, source), (after, node))
     ]
-    same = bool(dtypes[0] == dtypes[1] and before.shape == after.shape and before.device == after.device)
+    same = bool(dtypes[0] == dtypes[1] and shape_of(source) == shape_of(node) and before.device == after.device)
     target, row = node.target, operator_of(node)
     if row.cast:
         return same and not _copies(node) and FOLLOWS_BUFFER not in node.meta

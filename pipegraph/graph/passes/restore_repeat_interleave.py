@@ -10,6 +10,7 @@ from pipegraph.graph.nodes import shape_of
 from pipegraph.graph.operators import View, operator_of
 
 aten = torch.ops.aten
+Sizes = tuple[int, ...]
 
 
 def restore_repeat_interleave(graph: fx.Graph) -> None:
@@ -33,7 +34,7 @@ def restore_repeat_interleave(graph: fx.Graph) -> None:
             node.target, node.args = aten.repeat_interleave.self_int, (source, repeats, dim)
 
 
-def _repeats(before: torch.Size, expanded: torch.Size, after: torch.Size, dim: int) -> int:
+def _repeats(before: Sizes, expanded: Sizes, after: Sizes, dim: int) -> int:
     """Return how often each entry along ``dim`` occurs in ``after``; 0 if anything else changes."""
     if dim < 0:
         return 0

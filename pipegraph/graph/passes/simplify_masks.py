@@ -6,16 +6,19 @@ A model may make its causal mask by a page of comparisons of positions. Its atte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, prod
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
-from pipegraph.graph.internals import OpOverload, fake_empty, is_mutable
-from pipegraph.graph.nodes import arguments_of, shape_of
+from pipegraph.graph.internals import OpOverload, is_mutable, pytree
+from pipegraph.graph.nodes import arguments_of, set_value, shape_of
 from pipegraph.graph.operators import operator_of
+from pipegraph.graph.symbolic_size import SymbolicSize
 
 aten = torch.ops.aten
 
@@ -24,27 +27,26 @@ _OPERATIONS = 4
 # The largest tensor that is computed while capturing: the mask of 8,192 tokens.
 _LARGEST = 2**26
 
+_Ends = tuple[int | None, int | None]
+"""The lowest and the highest of the diagonals column − row on which a mask is true; None for no such end."""
+
 
 @dataclass(frozen=True)
 class _Band:
-    """A [rows, columns] mask that is true where ``lowest`` ≤ column − row ≤ ``highest``."""
+    """A [rows, columns] mask that is true where ``lowest`` ≤ column − row ≤ ``highest``; None for no such end."""
 
     rows: int
     columns: int
-    lowest: int
-    highest: int
+    lowest: int | None
+    highest: int | None
 
     @property
     def is_full(self) -> bool:
-        return self.has_no_lower_end and self.highest == self.columns - 1
+        return self.lowest is None and self.highest is None
 
     @property
     def is_causal(self) -> bool:
-        return self.has_no_lower_end and self.highest == 0 and self.rows == self.columns
-
-    @property
-    def has_no_lower_end(self) -> bool:
-        return self.lowest == 1 - self.rows
+        return self.lowest is None and self.highest == 0 and self.rows == self.columns
 
 
 def simplify_masks(graph: fx.Graph) -> None:
@@ -60,7 +62,7 @@ def simplify_masks(graph: fx.Graph) -> None:
         if node.op != "call_function" or not _is_fixed(node, unknown):
             unknown.add(node)
         elif _is_mask(node) and _has_other_readers(node, unknown) and _operations_for(node) > _OPERATIONS:
-            band = _band(_computed(node))
+            band = _band_at_every_size(node)
             if band is not None:
                 bands[_write(node, band)] = band
     for mask, band in bands.items():
@@ -101,8 +103,29 @@ def _operations_for(node: fx.Node) -> int:
     return len(own)
 
 
-def _computed(node: fx.Node) -> torch.Tensor:
-    """The value of a fixed operation; the interpreter lets each intermediate value go after its last use."""
+def _band_at_every_size(node: fx.Node) -> _Band | None:
+    """The band that a fixed mask is at every size; None for any other pattern.
+
+    A mask may be causal for a short text and a window for a long one. The mask is therefore computed at the sizes of
+    the example, at others, and with each size larger than every number from which the mask is made.
+    """
+    made_of = _made_of(node)
+    symbols = {symbol: size for each in made_of for symbol, size in _symbols(each).items()}
+    largest = max((abs(number) for each in made_of for number in _numbers(each)), default=0)
+    samples = [symbols, {symbol: size + 1 for symbol, size in symbols.items()}] if symbols else [symbols]
+    samples += [{**symbols, symbol: size + largest + 1} for symbol, size in symbols.items()]
+    found: set[_Ends | None] = set()
+    for sizes in samples:
+        if prod(_number(size, sizes) for size in shape_of(node)) > _LARGEST:
+            return None
+        found.add(_ends(_computed(node, made_of, sizes)))
+    ends = found.pop() if len(found) == 1 else None
+    rows, columns = shape_of(node)[-2:]
+    return _Band(rows, columns, *ends) if ends is not None else None
+
+
+def _made_of(node: fx.Node) -> set[fx.Node]:
+    """The operations that make a value, its own included."""
     needed: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -110,20 +133,43 @@ def _computed(node: fx.Node) -> torch.Tensor:
         if each not in needed:
             needed.add(each)
             waiting.extend(each.all_input_nodes)
+    return needed
+
+
+def _symbols(node: fx.Node) -> dict[sympy.Symbol, int]:
+    """The symbols in the arguments of an operation → their values at capture."""
+    sizes = (leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, SymbolicSize))
+    return {symbol: number for size in sizes for symbol, number in size.symbols.items()}
+
+
+def _numbers(node: fx.Node) -> Iterator[int]:
+    """The whole numbers among the arguments of an operation, without those that mean "to the end"."""
+    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, (bool, SymbolicSize)) and abs(leaf) < _LARGEST:
+            yield ceil(leaf)
+
+
+def _number(argument: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
+    return argument.at(sizes) if isinstance(argument, SymbolicSize) else argument
+
+
+def _computed(node: fx.Node, made_of: set[fx.Node], sizes: Mapping[sympy.Symbol, int]) -> torch.Tensor:
+    """The value of a fixed operation; the interpreter lets each intermediate value go after its last use."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for each in sorted(needed):
-        copies[each] = graph.node_copy(each, copies.__getitem__)
+    for each in sorted(made_of):
+        copy = copies[each] = graph.node_copy(each, copies.__getitem__)
+        copy.args, copy.kwargs = pytree.tree_map(lambda leaf: _number(leaf, sizes), (copy.args, copy.kwargs))
         if "device" in each.kwargs:
-            copies[each].update_kwarg("device", torch.device("cpu"))
+            copy.update_kwarg("device", torch.device("cpu"))
     graph.output(copies[node])
     with torch.no_grad():
         value: torch.Tensor = fx.Interpreter(fx.GraphModule({}, graph)).run()
     return value
 
 
-def _band(mask: torch.Tensor) -> _Band | None:
-    """The band that every [rows, columns] matrix of a mask is; None for any other pattern.
+def _ends(mask: torch.Tensor) -> _Ends | None:
+    """The ends of the band that every [rows, columns] matrix of a mask is; None for any other pattern.
 
     Every diagonal starts in the first column or the first row, so these show where the band would lie.
     """
@@ -132,9 +178,11 @@ def _band(mask: torch.Tensor) -> _Band | None:
     diagonals = torch.cat([matrix[1:, 0].flip(0), matrix[0]]).nonzero()
     if not diagonals.numel():
         return None
-    band = _Band(rows, columns, int(diagonals[0]) - (rows - 1), int(diagonals[-1]) - (rows - 1))
-    same = torch.equal(matrix, torch.ones(rows, columns, dtype=torch.bool).tril_(band.highest).triu_(band.lowest))
-    return band if same and torch.equal(mask, matrix.expand(mask.shape)) else None
+    lowest, highest = int(diagonals[0]) - (rows - 1), int(diagonals[-1]) - (rows - 1)
+    same = torch.equal(matrix, torch.ones(rows, columns, dtype=torch.bool).tril_(highest).triu_(lowest))
+    if not same or not torch.equal(mask, matrix.expand(mask.shape)):
+        return None
+    return (None if lowest == 1 - rows else lowest), (None if highest == columns - 1 else highest)
 
 
 def _write(node: fx.Node, band: _Band) -> fx.Node:
@@ -142,9 +190,9 @@ def _write(node: fx.Node, band: _Band) -> fx.Node:
     sizes = [band.rows, band.columns]
     kwargs = {"dtype": torch.bool, "device": node.meta["val"].device, "pin_memory": False}
     made = _insert(node, aten.ones.default, (sizes,), sizes, kwargs)
-    if band.highest < band.columns - 1:
+    if band.highest is not None:
         made = _insert(node, aten.tril.default, (made, band.highest) if band.highest else (made,), sizes)
-    if not band.has_no_lower_end:
+    if band.lowest is not None:
         made = _insert(node, aten.triu.default, (made, band.lowest) if band.lowest else (made,), sizes)
     if list(shape_of(node)) != sizes:
         made = _insert(node, aten.expand.default, (made, list(shape_of(node))), shape_of(node))
@@ -163,7 +211,8 @@ def _insert(
     """An operation before ``before``, in the same call and on the same line of the model's source."""
     with before.graph.inserting_before(before):
         made = before.graph.call_function(target, args, kwargs or {})
-    made.meta = {**before.meta, "val": fake_empty(before.meta["val"], sizes, dtype)}
+    made.meta = dict(before.meta)
+    set_value(made, sizes, dtype)
     return made
 
 
@@ -179,6 +228,7 @@ def _simplify_use(user: fx.Node, mask: fx.Node, band: _Band) -> None:
     elif user.target in (aten.where.self, aten.where.ScalarOther) and user.args[0] is mask and band.is_full:
         kept, value = user.args[1], user.meta["val"]
         if isinstance(kept, fx.Node) and kept.meta["val"].dtype == value.dtype:
-            if shape_of(kept) != value.shape:
-                kept = _insert(user, aten.expand.default, (kept, list(value.shape)), value.shape, dtype=value.dtype)
+            if shape_of(kept) != shape_of(user):
+                sizes = shape_of(user)
+                kept = _insert(user, aten.expand.default, (kept, list(sizes)), sizes, dtype=value.dtype)
             user.replace_all_uses_with(kept)

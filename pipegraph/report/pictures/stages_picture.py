@@ -33,6 +33,7 @@ _RANKS = ("#1d4ed8", "#b45309", "#047857", "#7e22ce", "#be123c", "#0e7490", "#4d
 
 def stages_drawing(manifest: Manifest, schedule: Schedule, width: float) -> Drawing:
     """Draw the stages and what crosses between them at the left, and a bar for what each costs at the right."""
+    manifest = manifest.at_capture()
     lanes = _lanes(manifest)
     left = _LANE * (1 + max(lanes.values(), default=-1)) + (10 if lanes else 0)
     shapes = [*_arrow(left, 0, _caller_values(manifest, 0), ""), *_skips(manifest, lanes, left)]
@@ -119,7 +120,7 @@ def _arrow(left: float, to: int, values: Sequence[Value], note: str, dashed: boo
     amount = format_bytes(total)
     if first.producer != CALLER and back and first.consumers:
         amount += f", {'as much' if back == total else format_bytes(back)} back"
-    name, shape = clip(first.name, 20), clip(f"{first.dtype}{list(first.shape)}", 30)
+    name, shape = clip(first.name, 20), clip(first.type_text, 30)
     text = f"  {shape}{more}  ·  {amount}{f', {note}' if note else ''}"
     every = "; ".join(map(str, values))
     yield Label(x + 14, start + 21, clip(text, _ARROW_LETTERS - len(name)), fill=_ARROW, lead=name, title=every)

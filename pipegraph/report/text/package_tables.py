@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -67,7 +68,7 @@ def manifest_dict(manifest: Manifest) -> dict[str, Any]:
                 "value": value.name,
                 "dtype": value.dtype,
                 "shape": list(value.shape),
-                "bytes": bytes_of(value),
+                "bytes": bytes_of(value, manifest.captured_sizes),
                 "producer": value.producer,
                 "consumers": list(value.consumers),
                 "requires_grad": value.requires_grad,
@@ -84,10 +85,10 @@ def held_modules(manifest: Manifest, stage: int) -> str:
     return described[stage] if stage < len(described) else ""
 
 
-def bytes_of(value: Value) -> int:
-    """Return the bytes of a value of one microbatch."""
+def bytes_of(value: Value, sizes: Mapping[str, int] | None = None) -> int:
+    """Return the bytes of a value of one microbatch. Raises PackageError for a size that is not among ``sizes``."""
     bits = re.search("[0-9]+", value.dtype)  # the first number: float8_e4m3fn has 8
-    return math.prod(value.shape_at()) * (int(bits[0]) if bits else 8) // 8  # "bool" has no number, and 8 bits
+    return math.prod(value.shape_at(sizes)) * (int(bits[0]) if bits else 8) // 8  # "bool" has no number, and 8 bits
 
 
 def package_title(manifest: Manifest) -> str:
@@ -123,10 +124,10 @@ def boundary_table(manifest: Manifest) -> Table:
     rows = [
         [
             clip(value.name),
-            one_line(f"{value.dtype}{list(value.shape)}"),
+            one_line(value.type_text),
             "caller" if value.producer == CALLER else f"stage {value.producer}",
             ", ".join(f"stage {consumer}" for consumer in value.consumers) or "no stage",
-            format_bytes(bytes_of(value)),
+            format_bytes(bytes_of(value, manifest.captured_sizes)),
             "yes" if value.requires_grad else "no",
         ]
         for value in _crossing(manifest)

@@ -16,9 +16,13 @@ from torch import Tensor
 from pipegraph.package import Value
 from pipegraph.runtime.wiring import torch_dtype
 
+Shapes = tuple[tuple[int, ...], ...]
+
 
 class BufferPool:
     """Buffers for the messages of one direction of one edge, each with room for all `values` of a message.
+
+    Buffers of shapes that a step has not used are dropped at the end of it.
 
     A buffer belongs to whoever took it until it is released, so that there are as many as the schedule holds messages
     at one time. One that is not released is never used again, and its memory lives as long as its tensors.
@@ -28,23 +32,33 @@ class BufferPool:
     """
 
     def __init__(self, values: Sequence[Value], device: torch.device) -> None:
-        self._layouts = [(value.shape_at(), torch_dtype(value)) for value in values]
+        self._dtypes = list(map(torch_dtype, values))
         self._device = device
-        self._free: list[tuple[Tensor, ...]] = []
+        self._free: dict[Shapes, list[tuple[Tensor, ...]]] = {}
+        self._used: set[Shapes] = set()
         self._verifies = verifies_releases()
 
-    def take(self) -> tuple[Tensor, ...]:
-        """A tensor for each value, with undefined content."""
-        if self._free:
-            return self._free.pop()
+    def take(self, shapes: Shapes) -> tuple[Tensor, ...]:
+        """A tensor of its shape for each value, with undefined content."""
+        self._used.add(shapes)
+        if free := self._free.get(shapes):
+            return free.pop()
         with torch.inference_mode(False):  # `eval` may be called in it, and a later step needs gradients
-            return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._layouts)
+            pairs = zip(shapes, self._dtypes, strict=True)
+            return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in pairs)
+
+    def drop_unused(self) -> None:
+        """Drop the buffers of other shapes than those that were taken since the last call, if any were."""
+        if not self._used:  # an eval takes none for gradients
+            return
+        self._free = {shapes: free for shapes, free in self._free.items() if shapes in self._used}
+        self._used.clear()
 
     def release(self, tensors: tuple[Tensor, ...]) -> None:
         """Take back what `take` gave. Nothing may read it any more."""
         if self._verifies:
             overwrite(tensors)
-        self._free.append(tensors)
+        self._free.setdefault(tuple(tensor.shape for tensor in tensors), []).append(tensors)
 
 
 def verifies_releases() -> bool:

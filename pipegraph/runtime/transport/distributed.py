@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor
 from pipegraph.errors import RuntimeFault
 from pipegraph.runtime.processes.group import Group, lost_connections
 from pipegraph.runtime.processes.world import World
-from pipegraph.runtime.transport.buffer_pool import BufferPool
+from pipegraph.runtime.step_inputs import StepInputs
+from pipegraph.runtime.transport.buffer_pool import BufferPool, Shapes
 from pipegraph.runtime.transport.sends import GlooSends, NcclSends, PendingSend, SendQueue
 from pipegraph.runtime.wiring import Transfer
 
@@ -31,23 +32,35 @@ _KINDS: Final = ("step", "eval")
 
 @dataclass(frozen=True)
 class PipelineCall:
-    """The call `number` of a pipeline, a "step" or an "eval"."""
+    """The call `number` of a pipeline, a "step" or an "eval", of these sizes; −1 for one that is not known."""
 
     number: int = 0
     kind: str = "step"
-
-    def next(self, kind: str) -> PipelineCall:
-        return PipelineCall(self.number + 1, kind)
+    sizes: tuple[int, ...] = ()
 
     def header(self, device: torch.device) -> Tensor:
-        """A tensor [1] that says which call this is."""
+        """A tensor [1 + sizes] that says which call this is."""
         number = self.number * len(_KINDS) + _KINDS.index(self.kind)
-        return torch.full((1,), number, device=device)  # filled on the device: a copy from the host would be waited for
+        # Filled on the device: a copy from the host would be waited for.
+        return torch.stack([torch.full((), each, device=device) for each in (number, *self.sizes)])
+
+    @classmethod
+    def of(cls, header: Tensor) -> PipelineCall:
+        """The call that a header names. Waits for a GPU."""
+        first, *sizes = header.tolist()
+        number, kind = divmod(first, len(_KINDS))
+        return cls(number, _KINDS[kind], tuple(sizes))
 
     def check(self, header: Tensor, peer: int) -> None:
         """Raise RuntimeFault unless the header that came from rank `peer` is that of this call. Waits for a GPU."""
-        number, kind = divmod(int(header), len(_KINDS))
-        if (other := PipelineCall(number, _KINDS[kind])) != self:
+        other = PipelineCall.of(header)
+        sizes = zip(self.sizes, other.sizes, strict=True)
+        if any(-1 not in pair and pair[0] != pair[1] for pair in sizes):
+            raise RuntimeFault(
+                f"rank {peer} takes a batch of the sizes {list(other.sizes)}, and this rank one of {list(self.sizes)}. "
+                "All ranks take the same batch."
+            )
+        if (other.number, other.kind) != (self.number, self.kind):
             raise RuntimeFault(
                 f"rank {peer} is in {other}, and this rank in {self}. All ranks make the same calls of a pipeline, in "
                 f"the same order: look for one that only some of them make."
@@ -85,6 +98,13 @@ class ReceivedHeader:
         self._tensor = call.header(device)
         self._work = group.receive(self._tensor, peer)
 
+    def wait(self) -> PipelineCall:
+        """The call that the peer is in."""
+        with lost_connections(self._peer):
+            self._work.wait()
+        self._call.check(self._tensor, self._peer)
+        return PipelineCall.of(self._tensor)
+
     def check(self, deferred: DeferredHeaders | None) -> None:
         with lost_connections(self._peer):
             self._work.wait()
@@ -104,6 +124,7 @@ class DistributedReceive:
         group: Group,
         peer: int,
         pool: BufferPool,
+        shapes: Shapes,
         header: ReceivedHeader | None,
         deferred: DeferredHeaders | None,
         unfinished: set[DistributedReceive],
@@ -112,7 +133,7 @@ class DistributedReceive:
         self._pool = pool
         self._header = header
         self._deferred = deferred
-        self._tensors = pool.take()
+        self._tensors = pool.take(shapes)
         self._works = [group.receive(tensor, peer) for tensor in self._tensors if tensor.numel()]
         self._unfinished = unfinished
         unfinished.add(self)
@@ -147,6 +168,7 @@ class DistributedTransport:
         self._pools: dict[tuple[int, int], BufferPool] = {}
         self._unfinished: set[DistributedReceive] = set()
         self._call = PipelineCall()
+        self._given: StepInputs | None = None
         self._headed: set[tuple[int, int]] = set()
         is_gpu = world.device.type == "cuda"
         self._deferred = DeferredHeaders() if is_gpu else None
@@ -164,25 +186,34 @@ class DistributedTransport:
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         sent = [tensor.contiguous() for tensor in tensors if tensor.numel()]
         if self._is_first(transfer):
-            sent.insert(0, self._call.header(self._device))
+            call = replace(self._call, sizes=self._given.numbers) if self._given is not None else self._call
+            sent.insert(0, call.header(self._device))
         self._sends.add(PendingSend(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
 
-    def receive(self, transfer: Transfer) -> DistributedReceive:
+    def receive(self, transfer: Transfer, given: StepInputs) -> DistributedReceive:
         stages = transfer.sender, transfer.receiver
         if stages not in self._pools:
             self._pools[stages] = BufferPool(transfer.values, self._device)
         group, peer = self._groups[transfer.ranks], transfer.ranks[0]
-        header = ReceivedHeader(group, peer, self._call, self._device) if self._is_first(transfer) else None
-        return DistributedReceive(group, peer, self._pools[stages], header, self._deferred, self._unfinished)
+        call = replace(self._call, sizes=given.numbers)
+        header = ReceivedHeader(group, peer, call, self._device) if self._is_first(transfer) else None
+        if given.unknown and header is not None:
+            given.learn_numbers(header.wait().sizes)
+            header = None
+        shapes = tuple(given.shape(value, transfer.microbatch) for value in transfer.values)
+        return DistributedReceive(group, peer, self._pools[stages], shapes, header, self._deferred, self._unfinished)
 
-    def start(self, kind: str) -> None:
+    def start(self, kind: str, given: StepInputs) -> None:
         if self._deferred is not None:
             self._deferred.check()
-        self._call = self._call.next(kind)
+        self._call, self._given = PipelineCall(self._call.number + 1, kind), given
         self._headed.clear()
 
     def finish(self) -> None:
         self._sends.finish()
+        self._given = None
+        for pool in self._pools.values():
+            pool.drop_unused()
 
     def close(self) -> None:
         """Drop every transfer that is not done, because each keeps its connection open. The world closes the groups."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.transport.buffer_pool import overwrite, verifies_releases
 from pipegraph.runtime.wiring import Transfer
 
@@ -54,10 +55,10 @@ class LocalTransport:
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         self._arrived[transfer.key] = tensors
 
-    def receive(self, transfer: Transfer) -> LocalReceive:
+    def receive(self, transfer: Transfer, given: StepInputs) -> LocalReceive:
         return self._receive(transfer, self._arrived)
 
-    def start(self, kind: str) -> None:
+    def start(self, kind: str, given: StepInputs) -> None:
         self._arrived.clear()  # what a step that failed has left
 
     def finish(self) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.wiring import Transfer
 
 
@@ -39,12 +40,12 @@ class Transport(Protocol):
         """Start sending and return at once. The tensors are kept until they are sent, and no longer."""
         ...
 
-    def receive(self, transfer: Transfer) -> Receive:
-        """Start receiving and return at once."""
+    def receive(self, transfer: Transfer, given: StepInputs) -> Receive:
+        """Start receiving and return at once, unless a size is unknown: then it is learned from the message."""
         ...
 
-    def start(self, kind: str) -> None:
-        """Begin a call, a "step" or an "eval". What a call before it has left is forgotten."""
+    def start(self, kind: str, given: StepInputs) -> None:
+        """Begin a call, a "step" or an "eval", with what it is given. What a call before it has left is forgotten."""
         ...
 
     def finish(self) -> None:

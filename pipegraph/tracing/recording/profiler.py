@@ -228,7 +228,8 @@ def action_arguments(pipe: Pipeline) -> Callable[[Action], dict[str, Any]]:
     They are `stage`, `kind`, `microbatch` and `rank`; of a transfer also `peer` (the stage at its other end),
     `peer_rank` and `bytes`.
     """
-    wiring, placement = stage_wirings(pipe.package.manifest), pipe.schedule.placement
+    manifest, placement = pipe.package.manifest, pipe.schedule.placement
+    wiring, sizes = stage_wirings(manifest), manifest.captured_sizes
 
     @cache
     def arguments(action: Action) -> dict[str, Any]:
@@ -237,7 +238,7 @@ def action_arguments(pipe: Pipeline) -> Callable[[Action], dict[str, Any]]:
         found["rank"] = placement[stage]
         if action.peer is not None:
             values = transfer_of(action, wiring, placement).values
-            size = sum(math.prod(value.shape_at()) * torch_dtype(value).itemsize for value in values)
+            size = sum(math.prod(value.shape_at(sizes)) * torch_dtype(value).itemsize for value in values)
             found |= {"peer": action.peer, "peer_rank": placement[action.peer], "bytes": size}
         return found
 

@@ -167,6 +167,6 @@ def batch_sizes(manifest: Manifest, microbatches: int) -> tuple[int | None, int 
     first = next((each for each in given if each.producer == CALLER and not each.is_constant and each.shape), None)
     if first is None:
         return None, None
-    shape = first.shape_at()
+    shape = first.shape_at(manifest.captured_sizes)
     is_tokens = first.dtype.lstrip("u").startswith("int") and len(shape) == 2
     return shape[0] * microbatches, math.prod(shape) * microbatches if is_tokens else None

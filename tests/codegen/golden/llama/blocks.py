@@ -8,7 +8,7 @@ from torch import nn
 class LlamaRotaryEmbedding(nn.Module):
     """LlamaRotaryEmbedding (modeling_llama.py:72), as in model.rotary_emb.
 
-    position_ids i64[1, 128] → f32[1, 128, 16], f32[1, 128, 16].
+    position_ids i64[1, input_ids_1] → f32[1, input_ids_1, 16], f32[1, input_ids_1, 16].
     """
 
     def __init__(self):
@@ -27,7 +27,7 @@ class LlamaRotaryEmbedding(nn.Module):
 class LlamaRMSNorm(nn.Module):
     """LlamaRMSNorm (modeling_llama.py:51), as in model.layers.0.input_layernorm.
 
-    hidden_states f32[1, 128, 128] → f32[1, 128, 128].
+    hidden_states f32[1, input_ids_1, 128] → f32[1, input_ids_1, 128].
     """
 
     def __init__(self):
@@ -43,7 +43,8 @@ class LlamaRMSNorm(nn.Module):
 class LlamaAttention(nn.Module):
     """LlamaAttention (modeling_llama.py:205), as in model.layers.0.self_attn.
 
-    hidden_states f32[1, 128, 128], cos f32[1, 128, 16], sin f32[1, 128, 16] → f32[1, 128, 128].
+    hidden_states f32[1, input_ids_1, 128], cos f32[1, input_ids_1, 16], sin f32[1, input_ids_1, 16] → f32[1,
+    input_ids_1, 128].
     """
 
     def __init__(self):
@@ -69,7 +70,10 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """LlamaMLP (modeling_llama.py:152), as in model.layers.0.mlp.  x f32[1, 128, 128] → f32[1, 128, 128]."""
+    """LlamaMLP (modeling_llama.py:152), as in model.layers.0.mlp.
+
+    x f32[1, input_ids_1, 128] → f32[1, input_ids_1, 128].
+    """
 
     def __init__(self):
         super().__init__()
@@ -84,7 +88,8 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """LlamaDecoderLayer (modeling_llama.py:273), as in model.layers.0.
 
-    hidden_states f32[1, 128, 128], cos f32[1, 128, 16], sin f32[1, 128, 16] → f32[1, 128, 128].
+    hidden_states f32[1, input_ids_1, 128], cos f32[1, input_ids_1, 16], sin f32[1, input_ids_1, 16] → f32[1,
+    input_ids_1, 128].
     """
 
     def __init__(self):

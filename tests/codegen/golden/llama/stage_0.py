@@ -9,7 +9,7 @@ from .blocks import LlamaDecoderLayer, LlamaRotaryEmbedding
 class Stage0(nn.Module):
     """model.embed_tokens, model.layers.0 … model.layers.1.
 
-    input_ids i64[1, 128] → hidden_states f32[1, 128, 128].
+    input_ids i64[1, input_ids_1] → hidden_states f32[1, input_ids_1, 128].
     631.3 k parameters, 111.1 MFLOP.
     model.embed_tokens.weight is tied to lm_head.weight of stage 2.
     """
@@ -23,7 +23,7 @@ class Stage0(nn.Module):
 
     def forward(self, input_ids):
         inputs_embeds = self.model.embed_tokens(input_ids)
-        position_ids = torch.arange(128, device=input_ids.device).unsqueeze(0)
+        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)
         hidden_states = inputs_embeds
         for layer in self.model.layers:

@@ -9,7 +9,7 @@ from .blocks import LlamaDecoderLayer, LlamaRotaryEmbedding
 class Stage1(nn.Module):
     """model.layers.2 … model.layers.4.
 
-    hidden_states f32[1, 128, 128] → hidden_states f32[1, 128, 128].
+    hidden_states f32[1, input_ids_1, 128] → hidden_states f32[1, input_ids_1, 128].
     553.7 k parameters, 166.7 MFLOP.
     """
 
@@ -20,7 +20,7 @@ class Stage1(nn.Module):
         self.model.rotary_emb = LlamaRotaryEmbedding()
 
     def forward(self, hidden_states):
-        position_ids = torch.arange(128, device=hidden_states.device).unsqueeze(0)
+        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():
             hidden_states = layer(hidden_states, cos, sin)

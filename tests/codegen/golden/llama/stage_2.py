@@ -9,7 +9,7 @@ from .blocks import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 class Stage2(nn.Module):
     """model.layers.5 … model.layers.7, model.norm, lm_head.
 
-    hidden_states f32[1, 128, 128] → logits f32[1, 128, 2048].
+    hidden_states f32[1, input_ids_1, 128] → logits f32[1, input_ids_1, 2048].
     816.0 k parameters, 233.8 MFLOP.
     lm_head.weight is tied to model.embed_tokens.weight of stage 0.
     """
@@ -23,7 +23,7 @@ class Stage2(nn.Module):
         self.lm_head = nn.Linear(128, 2048, bias=False)
 
     def forward(self, hidden_states):
-        position_ids = torch.arange(128, device=hidden_states.device).unsqueeze(0)
+        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():
             hidden_states = layer(hidden_states, cos, sin)

@@ -8,7 +8,7 @@ from torch import nn
 class T5LayerNorm(nn.Module):
     """T5LayerNorm (modeling_t5.py:50), as in t5.encoder.block.0.layer.0.layer_norm.
 
-    hidden_states f32[2, 10, 32] → f32[2, 10, 32].
+    hidden_states f32[batch, input_ids_1, 32] → f32[batch, input_ids_1, 32].
     """
 
     def __init__(self):
@@ -24,7 +24,8 @@ class T5LayerNorm(nn.Module):
 class T5Attention(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.encoder.block.0.layer.0.SelfAttention.
 
-    hidden_states f32[2, 10, 32] → f32[2, 10, 32], f32[1, 4, 10, 10].
+    hidden_states f32[batch, input_ids_1, 32] → f32[batch, input_ids_1, 32], f32[1, 4, input_ids_1,
+    input_ids_1].
     """
 
     def __init__(self):
@@ -39,8 +40,8 @@ class T5Attention(nn.Module):
         query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
-        context_position = torch.arange(10, device=hidden_states.device).unsqueeze(1)
-        memory_position = torch.arange(10, device=hidden_states.device).unsqueeze(0)
+        context_position = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(1)
+        memory_position = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
         relative_position = memory_position - context_position
         relative_buckets = (relative_position > 0).to(torch.int64) * 4
         relative_position = relative_position.abs()
@@ -62,7 +63,8 @@ class T5Attention(nn.Module):
 class T5LayerSelfAttention(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.encoder.block.0.layer.0.
 
-    hidden_states f32[2, 10, 32] → f32[2, 10, 32], f32[1, 4, 10, 10].
+    hidden_states f32[batch, input_ids_1, 32] → f32[batch, input_ids_1, 32], f32[1, 4, input_ids_1,
+    input_ids_1].
     """
 
     def __init__(self):
@@ -81,7 +83,7 @@ class T5LayerSelfAttention(nn.Module):
 class T5DenseActDense(nn.Module):
     """T5DenseActDense (modeling_t5.py:75), as in t5.encoder.block.0.layer.1.DenseReluDense.
 
-    hidden_states f32[2, 10, 32] → f32[2, 10, 32].
+    hidden_states f32[batch, input_ids_1, 32] → f32[batch, input_ids_1, 32].
     """
 
     def __init__(self):
@@ -101,7 +103,7 @@ class T5DenseActDense(nn.Module):
 class T5LayerFF(nn.Module):
     """T5LayerFF (modeling_t5.py:126), as in t5.encoder.block.0.layer.1.
 
-    hidden_states f32[2, 10, 32] → f32[2, 10, 32].
+    hidden_states f32[batch, input_ids_1, 32] → f32[batch, input_ids_1, 32].
     """
 
     def __init__(self):
@@ -119,7 +121,8 @@ class T5LayerFF(nn.Module):
 class T5Block(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.encoder.block.0.
 
-    hidden_states f32[2, 10, 32] → f32[2, 10, 32], f32[1, 4, 10, 10].
+    hidden_states f32[batch, input_ids_1, 32] → f32[batch, input_ids_1, 32], f32[1, 4, input_ids_1,
+    input_ids_1].
     """
 
     def __init__(self):
@@ -135,7 +138,8 @@ class T5Block(nn.Module):
 class T5Attention2(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.encoder.block.1.layer.0.SelfAttention.
 
-    hidden_states f32[2, 10, 32], position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
+    hidden_states f32[batch, input_ids_1, 32], position_bias f32[1, 4, input_ids_1, input_ids_1] → f32[batch,
+    input_ids_1, 32].
     """
 
     def __init__(self):
@@ -160,7 +164,8 @@ class T5Attention2(nn.Module):
 class T5LayerSelfAttention2(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.encoder.block.1.layer.0.
 
-    hidden_states f32[2, 10, 32], position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
+    hidden_states f32[batch, input_ids_1, 32], position_bias f32[1, 4, input_ids_1, input_ids_1] → f32[batch,
+    input_ids_1, 32].
     """
 
     def __init__(self):
@@ -178,7 +183,8 @@ class T5LayerSelfAttention2(nn.Module):
 class T5Block2(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.encoder.block.1.
 
-    hidden_states f32[2, 10, 32], position_bias f32[1, 4, 10, 10] → f32[2, 10, 32].
+    hidden_states f32[batch, input_ids_1, 32], position_bias f32[1, 4, input_ids_1, input_ids_1] → f32[batch,
+    input_ids_1, 32].
     """
 
     def __init__(self):
@@ -193,7 +199,8 @@ class T5Block2(nn.Module):
 class T5Attention3(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.0.layer.0.SelfAttention.
 
-    hidden_states f32[2, 7, 32], mask bool[7, 7] → f32[2, 7, 32], f32[1, 4, 7, 7].
+    hidden_states f32[batch, decoder_input_ids_1, 32], mask bool[decoder_input_ids_1, decoder_input_ids_1]
+    → f32[batch, decoder_input_ids_1, 32], f32[1, 4, decoder_input_ids_1, decoder_input_ids_1].
     """
 
     def __init__(self):
@@ -208,8 +215,8 @@ class T5Attention3(nn.Module):
         query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
-        context_position = torch.arange(7, device=hidden_states.device).unsqueeze(1)
-        memory_position = torch.arange(7, device=hidden_states.device).unsqueeze(0)
+        context_position = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(1)
+        memory_position = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
         relative_position = memory_position - context_position
         relative_position = -relative_position.min(torch.zeros_like(relative_position))
         relative_position_if_large = (relative_position.to(torch.float32) / 4).log() / 1.3862943611198906 * 4
@@ -230,7 +237,9 @@ class T5Attention3(nn.Module):
 class T5LayerSelfAttention3(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.decoder.block.0.layer.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[7, 7] → f32[2, 7, 32], f32[1, 4, 7, 7].
+    hidden_states f32[batch, decoder_input_ids_1, 32], attention_mask bool[decoder_input_ids_1,
+    decoder_input_ids_1] → f32[batch, decoder_input_ids_1, 32], f32[1, 4, decoder_input_ids_1,
+    decoder_input_ids_1].
     """
 
     def __init__(self):
@@ -249,7 +258,8 @@ class T5LayerSelfAttention3(nn.Module):
 class T5Attention4(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.0.layer.1.EncDecAttention.
 
-    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32] → f32[2, 7, 32].
+    hidden_states f32[batch, decoder_input_ids_1, 32], key_value_states f32[batch, input_ids_1, 32] → f32[batch,
+    decoder_input_ids_1, 32].
     """
 
     def __init__(self):
@@ -263,7 +273,9 @@ class T5Attention4(nn.Module):
         query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         key_states = self.k(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         value_states = self.v(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
-        position_bias = torch.zeros(1, 4, 7, 10, device=hidden_states.device)
+        position_bias = torch.zeros(
+            1, 4, hidden_states.shape[1], key_value_states.shape[1], device=hidden_states.device
+        )
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
         )
@@ -274,7 +286,8 @@ class T5Attention4(nn.Module):
 class T5LayerCrossAttention(nn.Module):
     """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.0.layer.1.
 
-    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32] → f32[2, 7, 32].
+    hidden_states f32[batch, decoder_input_ids_1, 32], key_value_states f32[batch, input_ids_1, 32] → f32[batch,
+    decoder_input_ids_1, 32].
     """
 
     def __init__(self):
@@ -292,8 +305,9 @@ class T5LayerCrossAttention(nn.Module):
 class T5Block3(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], encoder_hidden_states f32[2, 10, 32]
-    → f32[2, 7, 32], f32[1, 4, 7, 7].
+    hidden_states f32[batch, decoder_input_ids_1, 32], attention_mask bool[decoder_input_ids_1,
+    decoder_input_ids_1], encoder_hidden_states f32[batch, input_ids_1, 32] → f32[batch, decoder_input_ids_1,
+    32], f32[1, 4, decoder_input_ids_1, decoder_input_ids_1].
     """
 
     def __init__(self):
@@ -310,7 +324,8 @@ class T5Block3(nn.Module):
 class T5Attention5(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.0.SelfAttention.
 
-    hidden_states f32[2, 7, 32], mask bool[7, 7], position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
+    hidden_states f32[batch, decoder_input_ids_1, 32], mask bool[decoder_input_ids_1, decoder_input_ids_1],
+    position_bias f32[1, 4, decoder_input_ids_1, decoder_input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
     def __init__(self):
@@ -335,7 +350,9 @@ class T5Attention5(nn.Module):
 class T5LayerSelfAttention4(nn.Module):
     """T5LayerSelfAttention (modeling_t5.py:372), as in t5.decoder.block.1.layer.0.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], position_bias f32[1, 4, 7, 7] → f32[2, 7, 32].
+    hidden_states f32[batch, decoder_input_ids_1, 32], attention_mask bool[decoder_input_ids_1,
+    decoder_input_ids_1], position_bias f32[1, 4, decoder_input_ids_1, decoder_input_ids_1] → f32[batch,
+    decoder_input_ids_1, 32].
     """
 
     def __init__(self):
@@ -353,8 +370,8 @@ class T5LayerSelfAttention4(nn.Module):
 class T5Attention6(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.1.EncDecAttention.
 
-    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10]
-    → f32[2, 7, 32].
+    hidden_states f32[batch, decoder_input_ids_1, 32], key_value_states f32[batch, input_ids_1, 32],
+    position_bias f32[1, 4, decoder_input_ids_1, input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
     def __init__(self):
@@ -378,8 +395,8 @@ class T5Attention6(nn.Module):
 class T5LayerCrossAttention2(nn.Module):
     """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.1.layer.1.
 
-    hidden_states f32[2, 7, 32], key_value_states f32[2, 10, 32], position_bias f32[1, 4, 7, 10]
-    → f32[2, 7, 32].
+    hidden_states f32[batch, decoder_input_ids_1, 32], key_value_states f32[batch, input_ids_1, 32],
+    position_bias f32[1, 4, decoder_input_ids_1, input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
     def __init__(self):
@@ -397,8 +414,10 @@ class T5LayerCrossAttention2(nn.Module):
 class T5Block4(nn.Module):
     """T5Block (modeling_t5.py:435), as in t5.decoder.block.1.
 
-    hidden_states f32[2, 7, 32], attention_mask bool[7, 7], position_bias f32[1, 4, 7, 7],
-    encoder_hidden_states f32[2, 10, 32], encoder_decoder_position_bias f32[1, 4, 7, 10] → f32[2, 7, 32].
+    hidden_states f32[batch, decoder_input_ids_1, 32], attention_mask bool[decoder_input_ids_1,
+    decoder_input_ids_1], position_bias f32[1, 4, decoder_input_ids_1, decoder_input_ids_1],
+    encoder_hidden_states f32[batch, input_ids_1, 32], encoder_decoder_position_bias f32[1, 4,
+    decoder_input_ids_1, input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
     def __init__(self):

@@ -8,7 +8,8 @@ from .blocks import T5Block, T5Block2
 class Stage0(nn.Module):
     """t5.encoder.embed_tokens, t5.encoder.block.0 … t5.encoder.block.1.
 
-    input_ids i64[2, 10] → self_attention_position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32].
+    input_ids i64[batch, input_ids_1] → self_attention_position_bias f32[1, 4, input_ids_1, input_ids_1],
+    hidden_states f32[batch, input_ids_1, 32].
     19.4 k parameters, 706.6 kFLOP.
     t5.shared.weight is tied to t5.decoder.embed_tokens.weight of stage 1, t5.lm_head.weight of stage 2.
     """

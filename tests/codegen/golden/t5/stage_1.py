@@ -9,9 +9,10 @@ from .blocks import T5Block2, T5Block3, T5LayerNorm
 class Stage1(nn.Module):
     """t5.encoder.block.2, t5.encoder.final_layer_norm, t5.decoder.embed_tokens, t5.decoder.block.0.
 
-    decoder_input_ids i64[2, 7], self_attention_position_bias f32[1, 4, 10, 10], hidden_states f32[2, 10, 32]
-    → encoder_hidden_states f32[2, 10, 32], self_attention_position_bias f32[1, 4, 7, 7],
-    hidden_states f32[2, 7, 32].
+    decoder_input_ids i64[batch, decoder_input_ids_1], self_attention_position_bias f32[1, 4, input_ids_1,
+    input_ids_1], hidden_states f32[batch, input_ids_1, 32] → encoder_hidden_states f32[batch, input_ids_1, 32],
+    self_attention_position_bias f32[1, 4, decoder_input_ids_1, decoder_input_ids_1], hidden_states f32[batch,
+    decoder_input_ids_1, 32].
     23.6 k parameters, 752.4 kFLOP.
     t5.decoder.embed_tokens.weight is tied to t5.shared.weight of stage 0, t5.lm_head.weight of stage 2.
     """
@@ -33,7 +34,10 @@ class Stage1(nn.Module):
         hidden_states = self.t5.encoder.final_layer_norm(hidden_states)
         encoder_hidden_states = self.t5.encoder.dropout(hidden_states)
         inputs_embeds = self.t5.decoder.embed_tokens(decoder_input_ids)
-        attention_mask = torch.ones(7, 7, dtype=torch.bool, device=decoder_input_ids.device).tril()
+        ones = torch.ones(
+            decoder_input_ids.shape[1], decoder_input_ids.shape[1], dtype=torch.bool, device=decoder_input_ids.device
+        )
+        attention_mask = ones.tril()
         hidden_states = self.t5.decoder.dropout(inputs_embeds)
         hidden_states, self_attention_position_bias = self.t5.decoder.block[0](
             hidden_states, attention_mask, encoder_hidden_states

@@ -9,8 +9,9 @@ from .blocks import T5Block4, T5LayerNorm
 class Stage2(nn.Module):
     """t5.decoder.block.1 … t5.decoder.block.2, t5.decoder.final_layer_norm, t5.lm_head.
 
-    encoder_hidden_states f32[2, 10, 32], self_attention_position_bias f32[1, 4, 7, 7],
-    hidden_states f32[2, 7, 32] → lm_logits f32[2, 7, 89].
+    encoder_hidden_states f32[batch, input_ids_1, 32], self_attention_position_bias f32[1, 4,
+    decoder_input_ids_1, decoder_input_ids_1], hidden_states f32[batch, decoder_input_ids_1, 32] → lm_logits
+    f32[batch, decoder_input_ids_1, 89].
     27.6 k parameters, 878.0 kFLOP.
     t5.lm_head.weight is tied to t5.shared.weight of stage 0, t5.decoder.embed_tokens.weight of stage 1.
     """
@@ -25,8 +26,20 @@ class Stage2(nn.Module):
         self.t5.lm_head = nn.Linear(32, 89, bias=False)
 
     def forward(self, encoder_hidden_states, self_attention_position_bias, hidden_states):
-        attention_mask = torch.ones(7, 7, dtype=torch.bool, device=encoder_hidden_states.device).tril()
-        position_bias = torch.zeros(1, 4, 7, 10, device=encoder_hidden_states.device)
+        ones = torch.ones(
+            self_attention_position_bias.shape[2],
+            self_attention_position_bias.shape[2],
+            dtype=torch.bool,
+            device=encoder_hidden_states.device,
+        )
+        attention_mask = ones.tril()
+        position_bias = torch.zeros(
+            1,
+            4,
+            self_attention_position_bias.shape[2],
+            encoder_hidden_states.shape[1],
+            device=encoder_hidden_states.device,
+        )
         for block in self.t5.decoder.block.values():
             hidden_states = block(
                 hidden_states, attention_mask, self_attention_position_bias, encoder_hidden_states, position_bias

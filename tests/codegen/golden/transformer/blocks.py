@@ -5,7 +5,7 @@ from torch import nn
 
 
 class TransformerDecoderLayer(nn.Module):
-    """TransformerDecoderLayer, as in layers.0.  tgt f32[8, 128, 512] → f32[8, 128, 512]."""
+    """TransformerDecoderLayer, as in layers.0.  tgt f32[batch, tokens_1, 512] → f32[batch, tokens_1, 512]."""
 
     def __init__(self):
         super().__init__()

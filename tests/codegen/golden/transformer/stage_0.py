@@ -6,7 +6,11 @@ from .blocks import TransformerDecoderLayer
 
 
 class Stage0(nn.Module):
-    """tok_embeddings, layers.0 … layers.3.  tokens i64[8, 128] → h f32[8, 128, 512].  21.9 M parameters, 36.5 GFLOP."""
+    """tok_embeddings, layers.0 … layers.3.
+
+    tokens i64[batch, tokens_1] → h f32[batch, tokens_1, 512].
+    21.9 M parameters, 36.5 GFLOP.
+    """
 
     def __init__(self):
         super().__init__()

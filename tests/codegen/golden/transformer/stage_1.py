@@ -8,7 +8,7 @@ from .blocks import TransformerDecoderLayer
 class Stage1(nn.Module):
     """layers.4 … layers.7, norm, output.
 
-    h f32[8, 128, 512] → output f32[8, 128, 10000].
+    h f32[batch, tokens_1, 512] → output f32[batch, tokens_1, 10000].
     21.9 M parameters, 47.0 GFLOP.
     """
 

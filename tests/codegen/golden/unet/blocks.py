@@ -5,7 +5,10 @@ from torch import nn
 
 
 class DoubleConvolution(nn.Sequential):
-    """DoubleConvolution (unet.py:15), as in down.0.  input f32[2, 3, 32, 32] → f32[2, 16, 32, 32]."""
+    """DoubleConvolution (unet.py:15), as in down.0.
+
+    input f32[batch, 3, images_2, images_3] → f32[batch, 16, images_2, images_3].
+    """
 
     def __init__(self, in_channels, out_channels):
         super().__init__(
@@ -19,7 +22,11 @@ class DoubleConvolution(nn.Sequential):
 
 
 class Up(nn.Module):
-    """Up (unet.py:29), as in up.0.  x f32[2, 128, 4, 4], skip f32[2, 64, 8, 8] → f32[2, 64, 8, 8]."""
+    """Up (unet.py:29), as in up.0.
+
+    x f32[batch, 128, images_2 // 8, images_3 // 8], skip f32[batch, 64, images_2 // 4, images_3 // 4]
+    → f32[batch, 64, images_2 // 4, images_3 // 4].
+    """
 
     def __init__(self, in_channels, out_channels):
         super().__init__()

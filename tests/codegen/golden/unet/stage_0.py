@@ -8,7 +8,8 @@ from .blocks import DoubleConvolution
 class Stage0(nn.Module):
     """down.0 … down.1.
 
-    images f32[2, 3, 32, 32] → skip f32[2, 16, 32, 32], skip_1 f32[2, 32, 16, 16], x f32[2, 32, 8, 8].
+    images f32[batch, 3, images_2, images_3] → skip f32[batch, 16, images_2, images_3], skip_1 f32[batch, 32,
+    images_2 // 2, images_3 // 2], x f32[batch, 32, images_2 // 4, images_3 // 4].
     16.8 k parameters, 25.4 MFLOP.
     """
 

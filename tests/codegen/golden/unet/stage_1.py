@@ -6,7 +6,11 @@ from .blocks import DoubleConvolution, Up
 
 
 class Stage1(nn.Module):
-    """down.2, bottom, up.0.  x f32[2, 32, 8, 8] → x f32[2, 64, 8, 8].  420.9 k parameters, 58.7 MFLOP."""
+    """down.2, bottom, up.0.
+
+    x f32[batch, 32, images_2 // 4, images_3 // 4] → x f32[batch, 64, images_2 // 4, images_3 // 4].
+    420.9 k parameters, 58.7 MFLOP.
+    """
 
     def __init__(self):
         super().__init__()

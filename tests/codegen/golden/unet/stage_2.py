@@ -8,7 +8,8 @@ from .blocks import Up
 class Stage2(nn.Module):
     """up.1 … up.2, head.
 
-    skip f32[2, 16, 32, 32], skip_1 f32[2, 32, 16, 16], x f32[2, 64, 8, 8] → output f32[2, 4, 32, 32].
+    skip f32[batch, 16, images_2, images_3], skip_1 f32[batch, 32, images_2 // 2, images_3 // 2], x f32[batch,
+    64, images_2 // 4, images_3 // 4] → output f32[batch, 4, images_2, images_3].
     45.1 k parameters, 61.1 MFLOP.
     """
 

@@ -1,0 +1,210 @@
+"""The sizes of a model's inputs that vary, and what an exported program computes from them, as `SymbolicSize`s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+
+from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
+from pipegraph.graph.nodes import SIZES
+from pipegraph.graph.symbolic_size import OPERATORS, SizeLimits, SymbolicSize, expression_text
+
+InputDimension = tuple[int, int]
+"""The position of a tensor among the leaves of (args, kwargs), and one of its dimensions."""
+
+
+class FixedSizeNeededError(Exception):
+    """A program computes something from sizes that only numbers can express in a stage's source.
+
+    Attributes:
+        dimensions: the dimensions of inputs whose sizes have to be fixed.
+    """
+
+    def __init__(self, dimensions: frozenset[InputDimension]) -> None:
+        super().__init__(str(sorted(dimensions)))
+        self.dimensions = dimensions
+
+
+class InputSizes:
+    """The sizes that vary in an exported program.
+
+    The first dimension of the first tensor is called ``batch``, others by the input and the dimension: ``tokens_1``.
+    """
+
+    def __init__(self, exported: ExportedProgram) -> None:
+        inputs = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+        values = {node.name: node.meta.get("val") for node in exported.graph.find_nodes(op="placeholder")}
+        self._names: dict[sympy.Expr, sympy.Symbol] = {}
+        self._captured: dict[sympy.Symbol, int] = {}
+        self._places: dict[sympy.Symbol, set[InputDimension]] = {}
+        self._strides: dict[sympy.Expr, sympy.Integer] = {}
+        self._equal: dict[sympy.Expr, sympy.Expr] = {}
+        examples = pytree.tree_leaves(exported.example_inputs)
+        tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
+        self._guards = next((guards for guards in map(guards_of, tensors) if guards), [])
+        first = next((name for name in inputs if isinstance(values[name], torch.Tensor)), None)
+        for position, (name, example) in enumerate(zip(inputs, examples, strict=True)):
+            sizes = values[name].shape if isinstance(values[name], torch.Tensor) else ()
+            for dim, size in enumerate(sizes):
+                expression = symbolic_expression(size) if is_symbolic(size) else None
+                if isinstance(expression, sympy.Symbol) and expression not in self._names:
+                    symbol = self._names[expression] = self._symbol(name, dim, is_batch=dim == 0 and name == first)
+                    self._captured[symbol] = example.shape[dim]
+                self._learn_stride(values[name].stride()[dim], example.stride()[dim])
+                for symbol in expression.xreplace(self._names).free_symbols if expression is not None else ():
+                    self._places.setdefault(symbol, set()).add((position, dim))
+
+    def _learn_stride(self, stride: Any, captured: int) -> None:
+        """Learn a stride of an input that follows from no size: that of a dimension of size 1."""
+        if is_symbolic(stride) and symbolic_expression(stride).is_Symbol:
+            self._strides.setdefault(symbolic_expression(stride), sympy.Integer(captured))
+
+    def _symbol(self, name: str, dim: int, is_batch: bool) -> sympy.Symbol:
+        """A symbol for the size of an input's dimension, under a name that Python takes and no other one has."""
+        label = "batch" if is_batch else f"{name if name.isidentifier() and name.isascii() else 'input'}_{dim}"
+        while sympy.Symbol(label, integer=True, positive=True) in self._captured:
+            label += "_"
+        return sympy.Symbol(label, integer=True, positive=True)
+
+    @property
+    def vary(self) -> bool:
+        """Whether any size varies."""
+        return bool(self._names)
+
+    def learn(self, shape: Sequence[Any], asked: Sequence[Any]) -> None:
+        """Learn what sizes are equal to from a reshape: in its result they may be a quotient, ``s // (s // 2)``, where
+        the reshape asked for 2.
+
+        Args:
+            shape: of the result, as the program has it.
+            asked: the sizes that the reshape was given for it, −1 for an open one.
+        """
+        for size, wanted in zip(shape, asked, strict=False):
+            if is_symbolic(size) and type(wanted) is int and wanted > 0:
+                expression = symbolic_expression(size).xreplace(self._names)
+                if not expression.is_Symbol:
+                    self._equal[expression] = sympy.Integer(wanted)
+
+    def number(self, value: Any) -> int:
+        """A size of the program, which may be a symbolic number.
+
+        Raises:
+            FixedSizeNeededError: it depends on more than the sizes of inputs, or a package cannot hold its expression.
+        """
+        if not is_symbolic(value):
+            return int(value)
+        renamed = self._renamed(value)
+        known = renamed.free_symbols <= self._captured.keys()
+        if not known or not all(map(_is_simple, sympy.preorder_traversal(renamed))):
+            raise self.fixed_size_needed(value)
+        return SymbolicSize(renamed, self._captured) if renamed.free_symbols else int(renamed)
+
+    def fixed_size_needed(self, value: Any) -> FixedSizeNeededError:
+        """The error that names the dimensions from which a symbolic number follows; all, if it depends on more."""
+        return self._fixed_size_needed(self._renamed(value).free_symbols)
+
+    def _fixed_size_needed(self, symbols: AbstractSet[sympy.Symbol]) -> FixedSizeNeededError:
+        if not symbols <= self._places.keys():
+            symbols = self._places.keys()
+        return FixedSizeNeededError(frozenset(place for symbol in symbols for place in self._places[symbol]))
+
+    def limits(self) -> SizeLimits:
+        """The sizes that vary and what the program takes for granted of them.
+
+        Left out is that a size is not 1, which the program takes for granted of each.
+
+        Raises:
+            FixedSizeNeededError: a package cannot hold what is taken for granted.
+        """
+        lowest: dict[str, int] = {}
+        highest: dict[str, int] = {}
+        conditions: dict[str, None] = {}
+        for relation in self._relations():
+            if not relation.free_symbols or _is_about_one(relation):
+                continue
+            sides = (part for side in relation.args for part in sympy.preorder_traversal(side))
+            if not isinstance(relation, sympy.core.relational.Relational) or not all(map(_is_simple, sides)):
+                raise self._fixed_size_needed(relation.free_symbols)
+            left, symbol, right = relation.lhs, relation.rel_op, relation.rhs
+            if left.is_Symbol and right.is_Integer and symbol in (">", ">="):
+                lowest[str(left)] = max(lowest.get(str(left), 1), int(right) + (symbol == ">"))
+            elif left.is_Symbol and right.is_Integer and symbol in ("<", "<="):
+                highest[str(left)] = min(highest.get(str(left), 2**62), int(right) - (symbol == "<"))
+            else:
+                conditions[f"{expression_text(left)} {symbol} {expression_text(right)}"] = None
+        captured = {str(symbol): size for symbol, size in self._captured.items()}
+        return SizeLimits(captured, lowest, highest, tuple(conditions))
+
+    def _relations(self) -> Iterator[sympy.Basic]:
+        """The guards of the program, with ``n`` for ``Max(1, n)``, because no size is 0."""
+        for guard in self._guards:
+            parts = guard.args if isinstance(guard, sympy.And) else (guard,)
+            for part in parts:
+                yield part.xreplace(self._names).xreplace(self._equal).replace(_is_size_or_one, _without_one)
+
+    def describe(self, value: Any) -> dict[str, Any]:
+        """The metadata of a value: with its sizes as numbers, and as `SymbolicSize`s."""
+        if not isinstance(value, torch.Tensor):
+            return {"val": pytree.tree_map_only(torch.Tensor, self._concrete, value)}
+        return {"val": self._concrete(value), SIZES: tuple(map(self.number, value.shape))}
+
+    def _concrete(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor with the sizes and strides that another one has for the example."""
+        if not any(map(is_symbolic, (*tensor.shape, *tensor.stride()))):
+            return tensor
+        sizes, strides = (list(map(self._at_capture, numbers)) for numbers in (tensor.shape, tensor.stride()))
+        return fake_empty(tensor, sizes, tensor.dtype, strides).requires_grad_(tensor.requires_grad)
+
+    def _renamed(self, value: Any) -> sympy.Expr:
+        return symbolic_expression(value).xreplace(self._names).xreplace(self._equal)
+
+    def _at_capture(self, value: Any) -> int:
+        if not is_symbolic(value):
+            return int(value)
+        renamed = self._renamed(value).xreplace(self._strides)
+        if not renamed.free_symbols <= self._captured.keys():
+            raise self.fixed_size_needed(value)
+        return int(renamed.xreplace({symbol: sympy.Integer(size) for symbol, size in self._captured.items()}))
+
+
+def is_symbolic(value: Any) -> bool:
+    """Return whether a value is a number that depends on sizes."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _is_size_or_one(part: sympy.Basic) -> bool:
+    return type(part).__name__ == "Max" and len(part.args) == 2 and sympy.Integer(1) in part.args
+
+
+def _without_one(part: sympy.Basic) -> sympy.Basic:
+    return next(each for each in part.args if each != 1)
+
+
+def _is_about_one(relation: sympy.Basic) -> bool:
+    """Return whether a guard only says that a size is not 0 or 1, as the program takes for granted of each.
+
+    Such are ``n > 1``, ``m != m * n`` and ``m % (m * n) != 0``.
+    """
+    if not isinstance(relation, (sympy.Ne, sympy.Gt, sympy.Ge, sympy.Lt, sympy.Le)):
+        return False
+    left, right = relation.args
+    if type(left).__name__ in ("Mod", "PythonMod"):
+        return isinstance(relation, sympy.Ne) and right == 0 and _is_multiple(left.args[1], left.args[0])
+    return any(side in (0, 1) for side in (left, right)) or _is_multiple(left, right) or _is_multiple(right, left)
+
+
+def _is_multiple(size: sympy.Expr, other: sympy.Expr) -> bool:
+    """Return whether a size is another one times further sizes."""
+    quotient = size / other
+    return bool(quotient.free_symbols) and quotient.as_numer_denom()[1] == 1
+
+
+def _is_simple(part: sympy.Basic) -> bool:
+    if isinstance(part, sympy.Pow):
+        return bool(part.exp.is_Integer and part.exp.is_positive)
+    return isinstance(part, (sympy.Add, sympy.Mul, sympy.Integer, sympy.Symbol)) or type(part).__name__ in OPERATORS

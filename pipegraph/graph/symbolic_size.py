@@ -1,0 +1,158 @@
+"""Sizes that vary with the inputs of a model: numbers that know how they follow from the sizes of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import sympy
+
+T = TypeVar("T")
+
+OPERATORS = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%"}
+"""torch's function in an expression → Python's operator."""
+
+
+class UnknownSizeError(Exception):
+    """There is no expression for a size.
+
+    Attributes:
+        size: the size.
+    """
+
+    def __init__(self, size: sympy.Expr) -> None:
+        super().__init__(str(size))
+        self.size = size
+
+
+@dataclass(frozen=True)
+class SizeLimits:
+    """The sizes that vary, and what holds of them.
+
+    Attributes:
+        captured: size → its value at capture.
+        lowest, highest: size → the bounds, if the model has any.
+        conditions: what else the program takes for granted, as Python: ``images_2 % 2 == 0``. A model that branches on
+            its sizes takes the branch of the example; another one may be right where a condition does not hold.
+    """
+
+    captured: Mapping[str, int]
+    lowest: Mapping[str, int]
+    highest: Mapping[str, int]
+    conditions: tuple[str, ...]
+
+
+class SymbolicSize(int):
+    """A size of the captured example, as an expression of the sizes of the model's inputs.
+
+    It is the number that it was at capture wherever a number is needed. It is equal to another one only if their
+    expressions are, and never to a plain number: a batch of 8 is not the 8 heads of the model.
+
+    Attributes:
+        expression: a polynomial of symbols, such as ``batch``, and of quotients and remainders of them.
+        symbols: each symbol of the expression → its value at capture.
+    """
+
+    expression: sympy.Expr
+    symbols: Mapping[sympy.Symbol, int]
+
+    def __new__(cls, expression: sympy.Expr, symbols: Mapping[sympy.Symbol, int]) -> SymbolicSize:
+        expression = sympy.expand(expression)
+        own = {symbol: symbols[symbol] for symbol in sorted(expression.free_symbols, key=str)}
+        made = super().__new__(cls, _evaluate(expression, tuple(own.items())))
+        made.expression, made.symbols = expression, MappingProxyType(own)
+        return made
+
+    @property
+    def text(self) -> str:
+        """The expression as Python: ``2 * (tokens_1 // 4)``."""
+        return expression_text(self.expression)
+
+    def at(self, sizes: Mapping[sympy.Symbol, int]) -> int:
+        """The size for other values of its symbols."""
+        return _evaluate(self.expression, tuple((symbol, sizes[symbol]) for symbol in self.symbols))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SymbolicSize) and bool(self.expression == other.expression)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.expression)
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.expression, dict(self.symbols)
+
+    def __mul__(self, other: Any) -> int:
+        if isinstance(other, SymbolicSize):
+            return SymbolicSize(self.expression * other.expression, {**self.symbols, **other.symbols})
+        return SymbolicSize(self.expression * int(other), self.symbols) if other else 0
+
+    __rmul__ = __mul__
+
+
+def fold(expression: sympy.Expr, leaf: Callable[[sympy.Expr], T | None], combine: Callable[[str, T, T], T]) -> T:
+    """Build something from an expression: a text, an expression of Python.
+
+    Args:
+        expression: a sum, product, power, quotient or remainder, nested.
+        leaf: returns what stands for a part; None if it is to be built from the parts of it.
+        combine: (``+ - * // %``, left, right) → what stands for the operation.
+
+    Raises:
+        UnknownSizeError: there is no leaf for a symbol.
+    """
+
+    def build(part: sympy.Expr) -> T:
+        found = leaf(part)
+        if found is not None:
+            return found
+        if isinstance(part, sympy.Add):
+            return total(part)
+        if isinstance(part, sympy.Mul):
+            return reduce(lambda left, right: combine("*", left, right), map(build, part.as_ordered_factors()))
+        if isinstance(part, sympy.Pow):
+            return reduce(lambda left, right: combine("*", left, right), [build(part.base)] * int(part.exp))
+        symbol = OPERATORS.get(type(part).__name__)
+        if symbol is None:
+            raise UnknownSizeError(part)
+        return combine(symbol, *map(build, part.args))
+
+    def total(part: sympy.Add) -> T:
+        """The sum, with terms that are added before those that are subtracted."""
+        first, *others = sorted(part.as_ordered_terms(), key=_is_negative)
+        made = build(first)
+        for term in others:
+            negative = _is_negative(term)
+            made = combine("-" if negative else "+", made, build(-term if negative else term))
+        return made
+
+    return build(expression)
+
+
+def expression_text(expression: sympy.Expr) -> str:
+    """An expression as Python: ``2 * (tokens_1 // 4)``."""
+
+    def leaf(part: sympy.Expr) -> str | None:
+        return str(part) if part.is_Integer or part.is_Symbol else None
+
+    def combine(symbol: str, left: str, right: str) -> str:
+        is_sum = " + " in left or " - " in left
+        left = f"({left})" if is_sum and symbol not in "+-" else left
+        right = f"({right})" if " " in right and symbol != "+" else right
+        return f"{left} {symbol} {right}"
+
+    return fold(expression, leaf, combine)
+
+
+def _is_negative(term: sympy.Expr) -> bool:
+    return bool(term.could_extract_minus_sign())
+
+
+@lru_cache(maxsize=4096)
+def _evaluate(expression: sympy.Expr, sizes: tuple[tuple[sympy.Symbol, int], ...]) -> int:
+    return int(expression.xreplace({symbol: sympy.Integer(value) for symbol, value in sizes}))

@@ -1,0 +1,239 @@
+"""Stages are the model at every size that it takes: sizes are read from tensors, as the model's source reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipegraph
+from pipegraph.errors import BatchError
+from pipegraph.package import Package
+from tests.codegen.parity import source, split
+
+BATCH, LENGTH = 3, 13  # primes, which no other number of these models is
+
+
+def assert_equal_at_every_size(package: Package, model: nn.Module, *sizes: tuple[int, ...], train: bool = True) -> None:
+    stages = [package.load_stage(index).train(train) for index in range(len(package.manifest.stages))]
+    model.train(train)
+    for size in sizes:
+        x = torch.randn(size)
+        values = dict(zip(package.manifest.args, (x,), strict=True))
+        for entry, stage in zip(package.manifest.stages, stages, strict=True):
+            made = stage(*(values[name] for name in entry.inputs))
+            values |= dict(zip(entry.outputs, (made,) if len(entry.outputs) == 1 else made, strict=True))
+        expected = model(x)
+        assert values[package.manifest.stages[-1].outputs[0]].shape == expected.shape
+        torch.testing.assert_close(values[package.manifest.stages[-1].outputs[0]], expected)
+
+
+def numbers_in_forwards(package: Package) -> set[int]:
+    forwards = re.findall(r"    def forward\(.*?(?=\n\n|\Z)", source(package), re.DOTALL)
+    return {int(number) for forward in forwards for number in re.findall(r"(?<![\w.])\d+(?![\w.])", forward)}
+
+
+class Attention(nn.Module):
+    """Attention with a window, heads as many as the batch, and positions."""
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.heads, self.window = BATCH, window
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def mask(self, length: int) -> Tensor:
+        positions = torch.arange(length)
+        distance = positions[:, None] - positions[None, :]
+        return (distance >= 0) & (distance < (self.window or length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, features = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, features // self.heads).permute(2, 0, 3, 1, 4)
+        mask = self.mask(length)[None, None].expand(batch, 1, length, length)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.out(attended.transpose(1, 2).reshape(batch, length, features))
+
+
+@pytest.mark.parametrize("window", [None, 16, 5])
+def test_a_mask_is_that_of_the_length_at_hand(window: int | None, tmp_path: Path) -> None:
+    """A window of 16 is the causal mask for 13 positions, and not for 40."""
+    model = nn.Sequential(*(Attention(window) for _ in range(3)))
+    package = split(tmp_path, model, (torch.randn(BATCH, LENGTH, 12),), cut="1,2")
+    assert_equal_at_every_size(package, model, (BATCH, LENGTH, 12), (1, 1, 12), (7, 40, 12), (BATCH, BATCH, 12))
+    assert LENGTH not in numbers_in_forwards(package)
+    assert ("is_causal=True" in source(package)) == (window is None)
+
+
+class Flattened(nn.Module):
+    """Works on [batch · length, features] between its two reshapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, features = x.shape
+        x = self.first(x.reshape(-1, features)).relu()
+        x = self.second(x)
+        return x.view(batch, length, features).cumsum(1)
+
+
+def test_a_stage_that_cannot_know_a_size_takes_an_input_that_has_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Flattened())
+    package = split(tmp_path, model, (torch.randn(BATCH, LENGTH, 8),), cut="1.second")
+    assert package.manifest.stages[1].inputs[0] == package.manifest.args[0]
+    assert_equal_at_every_size(package, model, (BATCH, LENGTH, 8), (5, 4, 8))
+
+
+def test_a_size_that_no_variable_has_any_longer_has_one_of_its_own(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Flattened(), nn.Linear(8, 8))
+    package = split(tmp_path, model, (torch.randn(BATCH, LENGTH, 8),), cut="2")
+    assert "input_1 = x.shape[1]\n" in source(package)
+    assert_equal_at_every_size(package, model, (BATCH, LENGTH, 8), (5, 4, 8))
+
+
+class Positions(nn.Module):
+    """Is given a length, not a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, length: int) -> Tensor:
+        return self.weight[torch.arange(length)] * torch.ones(length, 1).cumsum(0)
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.layers = Positions(), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions(x.shape[1])
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_module_that_is_given_a_length_reads_it_from_a_tensor(tmp_path: Path) -> None:
+    package = split(tmp_path, Embedded(), (torch.randn(BATCH, LENGTH, 8),), cut="layers.1")
+    model = Embedded()
+    model.load_state_dict({**package.load_stage(0).state_dict(), **package.load_stage(1).state_dict()})
+    assert_equal_at_every_size(package, model, (BATCH, LENGTH, 8), (2, 30, 8))
+
+
+class Pooled(nn.Module):
+    """Sizes are quotients of those of the images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(4, 4, 3, stride=2, padding=1) for _ in range(3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images
+        for convolution in self.convolutions:
+            x = convolution(x)
+            batch, channels, height, width = x.shape
+            x = x.view(batch, channels, height * width).softmax(-1).view(batch, channels, height, width)
+        return self.head(x.flatten(2).transpose(1, 2))
+
+
+def test_images_of_other_sizes(tmp_path: Path) -> None:
+    model = Pooled()
+    package = split(tmp_path, model, (torch.randn(BATCH, 4, 26, 38),), cut="convolutions.1,convolutions.2")
+    assert_equal_at_every_size(package, model, (BATCH, 4, 26, 38), (1, 4, 64, 32), (2, 4, 17, 19))
+    assert package.manifest.values["images"].shape == ("batch", 4, "images_2", "images_3")
+
+
+class Recurrent(nn.Module):
+    """A loop over time steps fixes the length, and not the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.RNNCell(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], 8)
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+        return self.head(state)
+
+
+def test_a_length_that_the_model_fixes_is_a_number(tmp_path: Path) -> None:
+    model = Recurrent()
+    package = split(tmp_path, model, (torch.randn(BATCH, 4, 8),), cut="head")
+    assert package.manifest.values["x"].shape == ("batch", 4, 8)
+    assert_equal_at_every_size(package, model, (BATCH, 4, 8), (9, 4, 8), (1, 4, 8))
+
+
+class Averaged(nn.Module):
+    """Computes a number that is no whole one from a size, which only a fixed size can be written as."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(1) / x.shape[1] ** 0.5
+
+
+def test_a_size_is_fixed_if_a_fraction_follows_from_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Averaged(), nn.Linear(8, 8))
+    package = split(tmp_path, model, (torch.randn(BATCH, LENGTH, 8),), cut="2")
+    assert package.manifest.values["input"].shape == ("batch", LENGTH, 8)
+    assert_equal_at_every_size(package, model, (BATCH, LENGTH, 8), (7, LENGTH, 8))
+
+
+def test_the_manifest_says_what_may_vary(tmp_path: Path) -> None:
+    package = split(
+        tmp_path, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.randn(BATCH, LENGTH, 8),), cut="1"
+    )
+    sizes = package.manifest.sizes
+    assert {name: size.captured for name, size in sizes.items()} == {"batch": BATCH, "input_1": LENGTH}
+    assert package.manifest.values["input"].shape_at({"batch": 2, "input_1": 9}) == (2, 9, 8)
+
+
+def test_a_symbolic_size_is_a_number_and_an_expression() -> None:
+    captured = pipegraph.capture(nn.Linear(8, 8), (torch.randn(BATCH, LENGTH, 8),))
+    batch, length, features = captured.inputs[0].meta["sizes"]
+    assert (int(batch), int(length), features) == (BATCH, LENGTH, 8)
+    assert batch != BATCH and batch == captured.returned[0].meta["sizes"][0]
+    product = batch * length * 2
+    assert product == 2 * length * batch and int(product) == 2 * BATCH * LENGTH
+    assert product.text == "2 * batch * input_1"
+
+
+class Branches(nn.Module):
+    """Takes another branch for other sizes."""
+
+    def __init__(self, condition: Callable[[int, int], bool]) -> None:
+        super().__init__()
+        self.linear, self.condition = nn.Linear(8, 8), condition
+        self.positions = nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) + self.positions[: x.shape[1]]
+        return x.sin() if self.condition(x.shape[0], x.shape[1]) else x.cos()
+
+
+@pytest.mark.parametrize(
+    ("condition", "other", "message"),
+    [
+        (lambda batch, length: length > 8, (4, 8), "input_1 is 8; the stages are the model for 9 to 64"),
+        (lambda batch, length: length % 2 == 1, (4, 12), "the stages are the model where input_1 % 2 == 1"),
+        (lambda batch, length: length != 2 * batch, (20, 20), "the stages are the model where input_1 != 2 \\* batch"),
+        (lambda batch, length: True, (4, 65), "input_1 is 65; the stages are the model for 1 to 64"),
+    ],
+)
+def test_a_step_of_sizes_for_which_the_model_takes_another_branch_is_refused(
+    condition: Callable[[int, int], bool], other: tuple[int, int], message: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Branches(condition))
+    package = split(tmp_path, model, (torch.randn(BATCH, LENGTH, 8),), cut="1")
+    pipe = pipegraph.Pipeline(package, microbatches=2, kernels="autograd")
+    x = torch.randn(8, 15, 8)
+    torch.testing.assert_close(pipe.eval(x), model(x))
+    with pytest.raises(BatchError, match=message):
+        pipe.eval(torch.randn(*other, 8))
