@@ -14,7 +14,10 @@ aten = torch.ops.aten
 
 
 def index_bound(node: fx.Node) -> int | None:
-    """The smallest exclusive upper bound over everything that an integer input indexes; None if it indexes nothing."""
+    """The smallest exclusive upper bound over everything that an integer input indexes; None if it indexes nothing.
+
+    Of a size that varies it is the number at capture.
+    """
     bounds: list[int] = []
     waiting, seen = [node], {node}
     while waiting:
@@ -24,7 +27,7 @@ def index_bound(node: fx.Node) -> int | None:
             if operator_of(user).keeps_values and user not in seen:
                 seen.add(user)
                 waiting.append(user)
-    return min(bounds, default=None)
+    return min(map(int, bounds), default=None)
 
 
 def _bounds(user: fx.Node, index: fx.Node) -> list[int]:

@@ -186,6 +186,24 @@ def test_a_size_is_fixed_if_a_fraction_follows_from_it(tmp_path: Path) -> None:
     assert_equal_at_every_size(package, model, (BATCH, LENGTH, 8), (7, LENGTH, 8))
 
 
+class Gathered(nn.Module):
+    """Looks up positions of its other input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        found = self.first(x).gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
+        return self.second(found)
+
+
+def test_positions_in_a_length_that_varies_are_bounded_by_the_length_at_capture(tmp_path: Path) -> None:
+    inputs = torch.randn(BATCH, LENGTH, 8), torch.zeros(BATCH, 5, dtype=torch.int64)
+    package = split(tmp_path, Gathered(), inputs, cut="second")
+    assert package.manifest.values["positions"].bound == LENGTH
+
+
 def test_the_manifest_says_what_may_vary(tmp_path: Path) -> None:
     package = split(
         tmp_path, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.randn(BATCH, LENGTH, 8),), cut="1"
