@@ -19,7 +19,7 @@ from pipegraph.report.text.schedule_figures import schedule_title
 from pipegraph.report.text.tables import markdown, markdown_table
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Schedule, Timeline
-from pipegraph.tracing.recording.step_figures import StepFigures, batch_sizes
+from pipegraph.tracing.recording.step_figures import StepFigures
 
 _MIB = 2**20
 _FLUSHED = 5  # seconds until a figure is on disk; flushing it at every step would slow the steps
@@ -50,7 +50,6 @@ class TensorBoardWriter:
         package, self._schedule = pipe.package, pipe.schedule
         processes = self._schedule.ranks // len(pipe.ranks)
         in_turn = processes < self._schedule.ranks
-        self._samples, self._tokens = batch_sizes(package.manifest, self._schedule.microbatches)
         expected = predict_step(package.manifest, self._schedule, hardware, in_turn)
         self._expected = expected.step
         self._writer = SummaryWriter(str(folder), flush_secs=_FLUSHED)
@@ -68,7 +67,7 @@ class TensorBoardWriter:
             "time/step_predicted": self._expected,
             "time/iteration": figures.iteration,
         }
-        for name, count in (("samples", self._samples), ("tokens", self._tokens)):
+        for name, count in (("samples", figures.samples), ("tokens", figures.tokens)):
             if count is not None and figures.iteration > 0:
                 scalars[f"throughput/{name}_per_second"] = count / figures.iteration
         for rank, parts in enumerate(figures.ranks):

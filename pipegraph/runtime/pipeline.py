@@ -92,6 +92,9 @@ class Pipeline:
         max_variants: how many times a stage is traced, counted from the last `retrace`. One more variant is left to
             autograd, with a warning.
 
+    Attributes:
+        last_sizes: the sizes of the last step, on every rank; None before the first.
+
     A stage is traced again when its mode, `requires_grad`, a dtype or shape, autocast, or the identity of its modules,
     parameters or buffers changes. For anything else call `pipe.retrace()`: attributes such as `dropout.p`, and numbers
     that `loss_fn` reads, are constants of the traced graph.
@@ -117,6 +120,7 @@ class Pipeline:
         self.kernels = kernels if isinstance(kernels, str) else "custom"
         self.recompute = recompute
         self._observers = ObserverList()
+        self.last_sizes: StepSizes | None = None
         world = join_world(group, self.device, timeout)
         self._processes: World | LoneProcess = world or LoneProcess()
         self._guard = _guard(world)
@@ -170,6 +174,7 @@ class Pipeline:
         given, results = self._run(
             self._training, args, kwargs, target, with_loss, return_outputs, self.schedule.trains
         )
+        self.last_sizes = given.batch.sizes
         losses = torch.stack([results.losses[index] for index in sorted(results.losses)]) if results.losses else None
         return StepResult(
             loss=None if losses is None else _mean(losses, given.batch.sizes),

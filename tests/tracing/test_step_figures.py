@@ -11,7 +11,9 @@ import torch
 from msgspec.structs import replace
 
 from pipegraph.package import Manifest, Package, Value
+from pipegraph.package.sizes import Size
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.sizes import StepSizes
 from pipegraph.schedule import build
 from pipegraph.tracing.recording.step_figures import StepRecorder, batch_sizes, parts_of
 from tests.runtime.packages import write
@@ -43,6 +45,7 @@ def test_a_step_and_its_parts(tmp_path: Path) -> None:
         recorder.begin_step()
         assert found[-1].loss == pytest.approx(float(loss))
     last = found[-1]
+    assert (last.samples, last.tokens) == (len(batch), None)
     assert [each.index for each in found] == [0, 1]
     assert [list(parts) for parts in last.ranks] == [["forward", "backward", "transfer", "wait"]] * 2
     spent = sum(sum(parts.values()) for parts in last.ranks)
@@ -125,8 +128,17 @@ def test_samples_and_tokens(tmp_path: Path, dtype: str, shape: tuple[int, ...], 
     manifest = Package.open(write(chain(2, width=8), tmp_path / "chain")).manifest
     (name,) = (each.name for each in manifest.values.values() if each.producer < 0)
     value = replace(manifest.values[name], dtype=dtype, shape=shape, batch_dim=0 if shape else None)
-    assert batch_sizes(_with(manifest, value), microbatches=4) == sizes
+    assert batch_sizes(_with(manifest, value), StepSizes({}, 4)) == sizes
 
 
 def _with(manifest: Manifest, value: Value) -> Manifest:
     return replace(manifest, values={**manifest.values, value.name: value})
+
+
+def test_samples_and_tokens_are_those_of_the_batch_at_hand(tmp_path: Path) -> None:
+    manifest = Package.open(write(chain(2, width=8), tmp_path / "chain")).manifest
+    (name,) = (each.name for each in manifest.values.values() if each.producer < 0)
+    value = replace(manifest.values[name], dtype="int64", shape=("batch", "tokens_1"))
+    sizes = {"batch": Size(captured=2), "tokens_1": Size(captured=8)}
+    varying = replace(manifest, values={**manifest.values, name: value}, sizes=sizes)
+    assert batch_sizes(varying, StepSizes({"batch": 10, "tokens_1": 7}, 4)) == (10, 70)

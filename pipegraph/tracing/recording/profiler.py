@@ -226,7 +226,7 @@ def action_arguments(pipe: Pipeline) -> Callable[[Action], dict[str, Any]]:
     """Return what gives the arguments of an action's event in a trace.
 
     They are `stage`, `kind`, `microbatch` and `rank`; of a transfer also `peer` (the stage at its other end),
-    `peer_rank` and `bytes`.
+    `peer_rank` and `bytes`, which are those of the sizes at capture.
     """
     manifest, placement = pipe.package.manifest, pipe.schedule.placement
     wiring, sizes = stage_wirings(manifest), manifest.captured_sizes

@@ -14,6 +14,7 @@ import torch
 from pipegraph.package import CALLER, Manifest, leaves
 from pipegraph.runtime.measurements import ActionTimes, StepTimes
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.sizes import StepSizes
 from pipegraph.schedule import Event, Kind, Schedule, Timeline
 from pipegraph.schedule.lifetimes import peak_activations
 
@@ -37,6 +38,7 @@ class StepFigures:
     Attributes:
         index: of the step, from 0.
         loss: None if the step has none.
+        samples, tokens: of the batch, as `batch_sizes` counts them.
         seconds: of the pipeline: from the first action of any rank to the end of the last one.
         iteration: seconds of a whole iteration of the user's loop, the optimizer included: from the begin in the first
             process to the end in the last one.
@@ -48,6 +50,8 @@ class StepFigures:
 
     index: int
     loss: float | None
+    samples: int | None
+    tokens: int | None
     seconds: float
     iteration: float
     bubble: float | None
@@ -131,8 +135,12 @@ class StepRecorder:
         parts = [dict(zip(self._parts, each[2:width], strict=True)) for each in by_rank]
         computing = {PARTS[kind] for kind in PARTS if not kind.is_transfer}
         busiest = max(sum(spent for part, spent in each.items() if part in computing) for each in parts)
+        sizes = self._pipe.last_sizes
+        samples, tokens = (None, None) if sizes is None else batch_sizes(self._pipe.package.manifest, sizes)
         return StepFigures(
             index=self._index,
+            samples=samples,
+            tokens=tokens,
             loss=next((row[0] for row in rows if not math.isnan(row[0])), None),
             seconds=seconds,
             iteration=max(row[3] for row in rows) - min(row[2] for row in rows),
@@ -156,8 +164,8 @@ def parts_of(schedule: Schedule) -> tuple[str, ...]:
     return tuple(dict.fromkeys(parts))
 
 
-def batch_sizes(manifest: Manifest, microbatches: int) -> tuple[int | None, int | None]:
-    """Return the samples and the tokens of a step; None for what the model's inputs do not have.
+def batch_sizes(manifest: Manifest, sizes: StepSizes) -> tuple[int | None, int | None]:
+    """Return the samples and the tokens of a step of these sizes; None for what the model's inputs do not have.
 
     Samples are the rows of the model's first input that is a tensor; tokens are its elements, if it holds integers of
     shape [batch, sequence].
@@ -167,6 +175,6 @@ def batch_sizes(manifest: Manifest, microbatches: int) -> tuple[int | None, int 
     first = next((each for each in given if each.producer == CALLER and not each.is_constant and each.shape), None)
     if first is None:
         return None, None
-    shape = first.shape_at(manifest.captured_sizes)
+    shape = sizes.shape(first)
     is_tokens = first.dtype.lstrip("u").startswith("int") and len(shape) == 2
-    return shape[0] * microbatches, math.prod(shape) * microbatches if is_tokens else None
+    return shape[0], math.prod(shape) if is_tokens else None
