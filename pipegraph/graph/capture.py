@@ -154,8 +154,6 @@ def run_passes(graph: fx.Graph, passes: Sequence[Pass], state: Mapping[str, Stat
         prefix: what the names of dumped files begin with.
     """
     verifier = GraphVerifier(state) if verifying() else None
-    if verifier is not None:
-        verifier.note_exported(graph)
     for each in passes:
         name = getattr(each, "func", each).__name__
         begin = perf_counter()

@@ -11,6 +11,7 @@ from torch import fx
 
 from pipegraph.graph.call_arguments import copy_places
 from pipegraph.graph.internals import OpOverload, fake_empty, pytree, schema_arguments
+from pipegraph.graph.symbolic_size import SymbolicSize
 
 aten = torch.ops.aten
 
@@ -49,6 +50,11 @@ def shape_of(node: object) -> tuple[int, ...]:
     """The shape of a value that is a tensor. A size that varies is equal only to one with the same expression."""
     assert isinstance(node, fx.Node)
     return node.meta.get(SIZES) or tuple(node.meta["val"].shape)
+
+
+def named_sizes(node: fx.Node) -> list[SymbolicSize]:
+    """The sizes that vary among the arguments of an operation."""
+    return [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, SymbolicSize)]
 
 
 def set_value(node: fx.Node, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> None:

@@ -43,13 +43,6 @@ class GraphVerifier:
         self._state = state
         self._passes: list[Pass] = []
         self._computed: dict[fx.Node, tuple[object, ...]] = {}
-        self._exported_wrong: set[fx.Node] = set()
-
-    def note_exported(self, graph: fx.Graph) -> None:
-        """Leave out of the checks what is wrong before any pass: torch 2.11 exports the states of an LSTM wrongly."""
-        for node in graph.nodes:
-            if node.op == "call_function" and next(self._problems_of_value(node), None) is not None:
-                self._exported_wrong.add(node)
 
     def check(self, graph: fx.Graph, after: Pass, name: str) -> None:
         """Check the graph after a pass.
@@ -119,7 +112,7 @@ class GraphVerifier:
             yield f"cannot run: {type(error).__name__}: {error}"
             return
         promised, actual = _type(node.meta["val"]), _type(made)
-        if promised != actual and node not in self._exported_wrong:
+        if promised != actual:
             yield f"has the value {promised} in its metadata, and its operation gives {actual}"
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.internals import pytree
-from pipegraph.graph.nodes import path_of, shape_of
+from pipegraph.graph.nodes import named_sizes, path_of, shape_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 
 
@@ -32,11 +31,6 @@ def inputs_for_sizes(captured: Captured, nodes: Sequence[fx.Node], reads: Iterab
                 for symbol in size.expression.free_symbols:
                     wanted |= dict.fromkeys(_holders(captured, symbol, [*outside, *wanted]))
     return list(wanted)
-
-
-def named_sizes(node: fx.Node) -> list[SymbolicSize]:
-    """The sizes that vary among the arguments of an operation."""
-    return [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, SymbolicSize)]
 
 
 def dimension_of(node: fx.Node, expression: sympy.Expr) -> int | None:

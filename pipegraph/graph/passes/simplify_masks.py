@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.internals import OpOverload, is_mutable, pytree
-from pipegraph.graph.nodes import arguments_of, set_value, shape_of
+from pipegraph.graph.nodes import arguments_of, named_sizes, set_value, shape_of
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 
@@ -138,8 +138,7 @@ def _made_of(node: fx.Node) -> set[fx.Node]:
 
 def _symbols(node: fx.Node) -> dict[sympy.Symbol, int]:
     """The symbols in the arguments of an operation → their values at capture."""
-    sizes = (leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, SymbolicSize))
-    return {symbol: number for size in sizes for symbol, number in size.symbols.items()}
+    return {symbol: number for size in named_sizes(node) for symbol, number in size.symbols.items()}
 
 
 def _numbers(node: fx.Node) -> Iterator[int]:

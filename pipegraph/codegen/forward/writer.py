@@ -1,0 +1,333 @@
+"""The statements of a ``forward``."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from pipegraph.codegen.expressions.module_tree import ModuleTree
+from pipegraph.codegen.expressions.operation import contexts, express, write
+from pipegraph.codegen.forward.items import (
+    ClassContents,
+    Item,
+    ModuleCall,
+    ModuleLoop,
+    Operation,
+    has_effects,
+    operands,
+)
+from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
+from pipegraph.codegen.forward.roll_loops import loop_statement
+from pipegraph.codegen.forward.size_variables import SizeVariables
+from pipegraph.codegen.forward.value_names import ValueNames
+from pipegraph.codegen.names.identifiers import relative, unused, variable
+from pipegraph.codegen.names.source_statements import SourceStatements
+from pipegraph.codegen.syntax.expressions import Attribute, Expression, Name, call
+from pipegraph.codegen.syntax.line_breaks import reads_well
+from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
+from pipegraph.graph.aliasing import is_view, is_written
+from pipegraph.graph.symbolic_size import SymbolicSize
+
+# The greatest lengths of an expression: of one that contains the expressions of other items, of one that goes inside
+# another, of one that was a single statement of the model's source, and of one whose result is only reshaped.
+_LONGEST, _FOLDED_LENGTH, _LONGEST_STATEMENT, _RESHAPED_LENGTH = 96, 88, 108, 72
+_INDENT = 8
+
+
+@dataclass(frozen=True)
+class WrittenForward:
+    """A ``forward``.
+
+    Attributes:
+        statements: its statements.
+        results: the names of the values that it returns.
+        clashes: the names that values did not get because another value had them.
+    """
+
+    statements: tuple[Statement, ...]
+    results: tuple[str, ...]
+    clashes: tuple[str, ...]
+
+
+class ForwardWriter:
+    """The state of writing one ``forward``.
+
+    Args:
+        contents: the items of the class.
+        tree: the modules of the class.
+        parameters: the names of the parameters.
+        source: finds names and line breaks in the model's source. Without it, every value has a line of its own and a
+            neutral name, so that two classes of equal structure have equal statements.
+        wanted: names for values that have none in the source.
+        clashes: names to avoid: a value gets the name of the parameter under which a module takes it instead.
+        sizes: those that get a variable as soon as a value has them.
+    """
+
+    def __init__(
+        self,
+        contents: ClassContents,
+        tree: ModuleTree,
+        parameters: Sequence[str],
+        source: SourceStatements | None,
+        wanted: Mapping[fx.Node, str],
+        clashes: Container[str],
+        sizes: Sequence[sympy.Expr],
+    ) -> None:
+        self._contents = contents
+        self._tree = tree
+        names = dict(zip(contents.inputs, parameters, strict=True))
+        self._names = ValueNames(contents, source, wanted, names, clashes) if source is not None else None
+        uses = Counter(node for item in contents.items for node in operands(item))
+        uses.update(contents.outputs)
+        attributes = {node: tree.access(name.split(".")) for node, name in contents.state_names.items()}
+        self._values = LocalVariables(self._name, uses, attributes, names)
+        self._made = {node for item in contents.items for node in item.makes}
+        tensor = Name(parameters[0]) if parameters else next(iter(attributes.values()), None)
+        self._device = Attribute(tensor, "device") if tensor is not None else call("torch.get_default_device")
+        self._sizes = SizeVariables(self._values, sizes)
+
+    def write(self) -> WrittenForward:
+        """Write the statements; once only.
+
+        Raises:
+            UnknownSizeError: no variable has a size that an operation names.
+        """
+        for item in self._contents.items:
+            self._sizes.keep()
+            if isinstance(item, ModuleLoop):
+                self._loop(item)
+            elif isinstance(item, ModuleCall):
+                self._call(item)
+            else:
+                self._operation(item)
+        results = self._return()
+        return WrittenForward(nested(self._values.statements), results, tuple(self._values.clashes))
+
+    def _return(self) -> tuple[str, ...]:
+        """Write ``return``. A single result that the line before assigned is returned as its expression.
+
+        Returns:
+            the names of the results. A result that is an expression has the name that its variable would have.
+        """
+        values, outputs = self._values, self._contents.outputs
+        for node in outputs:
+            if node in values.deferred and values.deferred[node].contexts:
+                values.write(node)
+        results = [values.expression(node) for node in outputs]
+        names: list[str] = []
+        for node, result in zip(outputs, results, strict=True):
+            taken = {*names, *(each.text for each in results)}
+            name = unused(variable(self._names.of_result(node) if self._names else "v", "x"), taken)
+            names.append(result.name if isinstance(result, Name) else name)
+        around, last = values.statements[-1] if values.statements else ((), None)
+        is_name = len(results) == 1 and isinstance(results[0], Name)
+        if self._names and is_name and not around and isinstance(last, Assign) and last.targets == tuple(results):
+            values.statements.pop()
+            results = [last.value]
+        values.statements.append(((), Return(tuple(results))))
+        return tuple(names)
+
+    # ---- items -----------------------------------------------------------------------------------------------------
+
+    def _operation(self, item: Operation) -> None:
+        node = item.node
+        if node in self._values.written:  # a part of a tuple that was unpacked
+            return
+        if "writes" in node.meta:
+            self._write(item)
+            return
+        expression = self._build(item, lambda: express(node, self._expression, self._device))
+        parts = [user for user in node.users if user.target is operator.getitem and user in self._made]
+        if isinstance(node.meta.get("val"), (tuple, list)) and len(parts) > 1:
+            self._unpack(item, expression, parts)
+        else:
+            self._place(item, node, expression)
+
+    def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
+        """``a, b = x.split(…)``."""
+        by_position = {int(part.args[1]): part for part in parts}  # type: ignore[arg-type]
+        targets = [
+            self._bind(item, by_position[position], expression) if position in by_position else Name("_")
+            for position in range(len(item.node.meta["val"]))
+        ]
+        self._emit(item, Assign(tuple(targets), expression))
+
+    def _write(self, item: Operation) -> None:
+        """Write an operation in place as a statement. Its result is the tensor that it wrote into."""
+        node, values, around = item.node, self._values, self._contexts(item)
+        read = operands(item)
+        kept = [each for each in read if each in values.deferred and values.deferred[each].contexts == around]
+        values.write_all(except_for=kept)
+        target = node.kwargs.get("out", node.args[0])
+        assert isinstance(target, fx.Node)
+        if values.uses_left[node] > 0:
+            values.write(target, kept=kept)
+        owner = values.expression(target)
+        statement = write(node, self._expression, self._device)
+        values.consume(read)
+        values.written[target] = values.written[node] = owner
+        if owner.text in values.variables:
+            values.variables[owner.text] = node
+        self._emit(item, statement)
+
+    def _call(self, item: ModuleCall) -> None:
+        function = self._tree.access(self._path(item.fqn))
+        expression = self._build(item, lambda: self._invoke(function, item))
+        if len(item.makes) == 1:
+            self._place(item, item.makes[0], expression)
+        else:
+            self._emit(item, Assign(tuple(self._bind(item, node, expression) for node in item.makes), expression))
+
+    def _invoke(self, function: Expression, item: ModuleCall) -> Expression:
+        values = [self._values.expression(node) for node in item.argument_values]
+        return item.arguments.call(function, values) if item.arguments else call(function, *values)
+
+    def _loop(self, item: ModuleLoop) -> None:
+        """``for layer in self.layers.values(): h = layer(h, cos, sin)``."""
+        values = self._values
+        container = self._path(item.calls[0].fqn)[:-1]
+        carried = dict(item.carried)
+        begin = {made: item.reads[position] for position, made in item.carried}
+        for position, node in enumerate(item.reads):
+            if position not in carried:
+                values.write(node)
+        # Names are chosen before the values that every iteration reads are consumed, so that they stay in use.
+        names: dict[int, str] = {}
+        for made, node in sorted(begin.items()):
+            names[made] = self._carry(item, made, node, set(names.values()))
+        taken = values.taken() | set(names.values())
+        module = unused(variable(container[-1].removesuffix("s") if container else "module", "module"), taken)
+        number = unused("i", taken)
+        for made, node in enumerate(item.makes):
+            if made in names:
+                values.variables[names[made]] = node
+                values.written[node] = Name(names[made])
+            else:
+                names[made] = values.bind(node, self._name(item, node))
+        targets = tuple(Name(names[made]) for made in range(len(item.makes)))
+        arguments = [
+            [Name(names[made]) if made is not None else values.expression(node) for node, made in pattern]
+            for pattern in item.patterns
+        ]
+        values.consume(node for pattern in item.patterns for node, made in pattern if made is None)
+
+        def iteration(called: Expression, values: Sequence[Expression]) -> Statement:
+            return Assign(targets, call(called, *values))
+
+        self._emit(item, loop_statement(item, self._tree, container, (module, number), iteration, arguments))
+
+    def _carry(self, item: ModuleLoop, made: int, begin: fx.Node, others: AbstractSet[str]) -> str:
+        """Choose the variable that each iteration assigns, and assign ``begin`` to it before the loop if necessary.
+
+        Args:
+            made: the position of the result that each iteration assigns to it.
+            begin: the value that the first iteration reads.
+            others: the variables of other results.
+        """
+        values = self._values
+        wanted = variable(self._name(item, item.makes[made]), "x")
+        deferred = values.deferred.pop(begin, None)
+        values.uses_left[begin] -= sum(result == made for _, result in item.carried)
+        if deferred is not None:
+            name = unused(wanted, values.taken() | others)
+            values.statements.append((deferred.contexts, Assign((Name(name),), deferred.expression)))
+        else:
+            current = values.written[begin].text
+            is_free = values.uses_left[begin] == 0 and current in values.variables
+            if is_free and (current.startswith(wanted) or begin in self._contents.inputs):
+                return current
+            name = unused(wanted, values.taken() | {current, *others})
+            self._emit(item, Assign((Name(name),), values.written[begin]))
+        values.variables[name] = begin
+        return name
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+
+    def _name(self, item: Item, node: fx.Node) -> str:
+        return self._names.of(item, node) if self._names else "v"
+
+    def _expression(self, argument: fx.Node | SymbolicSize) -> Expression:
+        """The expression of a value or of a size that varies."""
+        if isinstance(argument, SymbolicSize):
+            return self._sizes.expression(argument)
+        return self._values.expression(argument)
+
+    def _build(self, item: Item, build: Callable[[], Expression]) -> Expression:
+        """Build the expression of an item. The deferred values that it reads go inside.
+
+        They are written on lines of their own if the expression would become too long. If the item has effects, all
+        other deferred values are written before it.
+        """
+        values, read = self._values, operands(item)
+        if has_effects(item):
+            values.write_all(except_for=read)
+        around = self._contexts(item)
+        inside = [node for node in values.deferred if node in read]
+        if any(values.deferred[node].contexts != around for node in inside):
+            for node in inside:
+                values.write(node)
+        while True:
+            expression = build()
+            inside = [node for node in inside if node in values.deferred]
+            parts = [values.deferred[node].item for node in inside]
+            if self._names is None or not parts or self._fits(item, parts, expression):
+                values.consume(read)
+                return expression
+            # A value that has a name in the source reads better on a line of its own.
+            named = [node for node in inside if self._names.is_named(node)]
+            for node in named or inside:
+                values.write(node, kept=read)
+
+    def _fits(self, item: Item, inside: Sequence[Item], expression: Expression) -> bool:
+        """Return whether an expression with others inside is short enough."""
+        assert self._names is not None
+        one = all(self._names.statement(each) == self._names.statement(item) for each in inside)
+        line = f"{self._name(item, item.makes[0])} = {expression.text}"
+        indent = _INDENT + 4 * len(self._contexts(item))
+        return len(expression.text) <= (_LONGEST_STATEMENT if one else _LONGEST) and reads_well(line, indent)
+
+    def _place(self, item: Item, node: fx.Node, expression: Expression) -> None:
+        """Defer an expression for its only reader, or write it on a line."""
+        if self._may_fold(item, node, expression):
+            self._values.deferred[node] = DeferredValue(expression, self._contexts(item), item)
+        elif self._values.uses_left[node] == 0:
+            self._emit(item, Evaluate(expression))
+        else:
+            self._emit(item, Assign((self._bind(item, node, expression),), expression))
+
+    def _bind(self, item: Item, node: fx.Node, value: Expression) -> Name:
+        """A variable for a part of what was just built."""
+        return Name(self._values.bind(node, self._name(item, node), value))
+
+    def _may_fold(self, item: Item, node: fx.Node, expression: Expression) -> bool:
+        """Return whether a value may go inside the expression of its only reader.
+
+        It may if it has no name in the model's source, or if that name is in use: a name with a number says no more
+        than the expression.
+        """
+        length = len(expression.text)
+        if not self._names or self._values.uses_left[node] != 1 or length > _FOLDED_LENGTH:
+            return False
+        if is_written(node) and not is_view(node):  # the reader would write into another tensor
+            return False
+        if self._names.is_nameless(item, node):
+            return True
+        if self._names.is_reshaped(node) and length <= _RESHAPED_LENGTH:
+            return True
+        returned = len(self._contents.outputs) > 1 and node in self._contents.outputs
+        return not returned and variable(self._name(item, node), "x") in self._values.taken()
+
+    def _path(self, fqn: str) -> list[str]:
+        return relative(fqn, self._contents.prefix).split(".")
+
+    def _contexts(self, item: Item) -> Contexts:
+        return contexts(item.nodes, self._contents.outer_regions, self._device)
+
+    def _emit(self, item: Item, statement: Statement) -> None:
+        self._values.statements.append((self._contexts(item), statement))
