@@ -88,6 +88,57 @@ def test_a_model_that_branches_on_the_dtype_is_the_model_in_its_own(tmp_path: Pa
     assert differences(split(tmp_path, model, (batch(),), cut="norms.2"), model, (batch(),)) == []
 
 
+class CastsInHalfPrecisionOnly(Normed):
+    """Casts to the dtype of its weights only if they have less precision, as the norms of T5 do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linears[0].weight
+        h = x.float() * 2
+        if weight.dtype in (torch.float16, torch.bfloat16):
+            h = h.to(weight.dtype)
+        return super().forward(h)
+
+
+class ChoosesKernel(Normed):
+    """Multiplies by another kernel in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linears[0].weight
+        h = x.float().softmax(-1).to(x.dtype)
+        h = torch.mm(h, weight) if x.dtype == torch.bfloat16 else torch.matmul(h, weight)
+        return super().forward(h)
+
+
+@pytest.mark.parametrize("captured_in", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", [CastsInHalfPrecisionOnly, ChoosesKernel])
+def test_branches_on_the_dtype_that_change_a_cast_or_a_kernel(
+    model: type[Normed], captured_in: torch.dtype, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    whole = model().bfloat16()
+    package = split(tmp_path, copy.deepcopy(whole).to(captured_in), (batch().to(captured_in),), cut="norms.2")
+    for dtype in (torch.float32, torch.bfloat16):
+        x = batch().to(dtype)
+        assert torch.equal(stages_in(package, dtype, x), copy.deepcopy(whole).to(dtype)(x))
+
+
+def test_a_slice_of_all_is_kept_for_other_lengths(tmp_path: Path) -> None:
+    """Such a slice is in the graph with sizes that vary, and not in the one with which dtypes are compared."""
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = Norm(), nn.Linear(8, 8)
+            self.register_buffer("table", torch.arange(64.0).unsqueeze(-1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.norm(x + self.table[: x.shape[1]]))
+
+    package = split(tmp_path, Cached(), (torch.randn(2, 5, 8),), cut="norm")
+    assert "self.table[:x.shape[1]]" in source(package)
+    assert "(hidden_states_1 * (variance + 1e-06).rsqrt()).to(hidden_states.dtype)" in source(package)
+
+
 class CastsAtTheEnd(Normed):
     """Asks for the dtype of a value that is far away from the last stage."""
 

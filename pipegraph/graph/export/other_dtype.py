@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.torch_export import Exported, export_in
+from pipegraph.graph.export.twin_graph import TwinGraphs, same_argument, whole
 from pipegraph.graph.internals import pytree
 from pipegraph.graph.model_structure import state_of
 from pipegraph.graph.nodes import OTHER_DTYPE, RELATIVE_DTYPE, arguments_of
@@ -31,31 +32,34 @@ def mark_dtypes(
 
     A cast that does nothing returns its argument, and export takes all later uses of the argument for uses of the cast.
     What was really used is found in the other graph, and put right.
+
+    The other graph has numbers for sizes at first, which takes a third of the time. If the graphs do not correspond
+    then, it is made in the same way as the first.
     """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if len(dtypes) != 1:
         return
     (own,) = dtypes
     other = torch.bfloat16 if own == torch.float32 else torch.float32
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the model's own were shown when it was exported
-            program = export_in(exported.mode, model, args, kwargs, other, fixed=exported.fixed)
-            twin, _ = flatten(program, *state_of(model))
-    except Exception:  # whatever the model raises in a dtype that it was not written for
-        return
-    comparison = _Comparison(graph, twin, own, other)
-    if comparison.succeeds():
-        comparison.apply()
+    for fixed in dict.fromkeys((None, exported.fixed)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the model's own were shown when it was exported
+                program = export_in(exported.mode, model, args, kwargs, other, fixed=fixed)
+                twin, _ = flatten(program, *state_of(model))
+        except Exception:  # whatever the model raises in a dtype that it was not written for
+            return
+        comparison = _Comparison(TwinGraphs(graph, twin, own, other))
+        if comparison.succeeds():
+            comparison.apply()
+            return
 
 
 class _Comparison:
-    """Two graphs of one model, whose nodes correspond one by one."""
+    """What the operations of two graphs of one model read, in both."""
 
-    def __init__(self, graph: fx.Graph, twin: fx.Graph, own: torch.dtype, other: torch.dtype) -> None:
-        self._pairs = list(zip(graph.nodes, twin.nodes, strict=False)) if len(graph.nodes) == len(twin.nodes) else []
-        self._dtypes = own, other
-        self._node_of = {twin_node: node for node, twin_node in self._pairs}
+    def __init__(self, graphs: TwinGraphs) -> None:
+        self._graphs = graphs
         # What a node is equal to in its own graph, casts that do nothing left out.
         self._equals: dict[fx.Node, fx.Node] = {}
         self._alike: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
@@ -64,31 +68,37 @@ class _Comparison:
 
     def succeeds(self) -> bool:
         """Return whether the two run the same operations on the same values."""
-        return bool(self._pairs) and all(self._compare(node, twin_node) for node, twin_node in self._pairs)
+        pairs = self._graphs.pairs
+        return bool(pairs) and all(self._compare(node, twin) for node, twin in pairs)
 
     def apply(self) -> None:
         """Write the marks, and the arguments and places in calls that both graphs agree on."""
         places = {key: list(self._places(key)) for key in ("argument_of", "result_of")}
-        for node, twin_node in self._pairs:
+        for node, twin in self._graphs.pairs:
             if node in self._arguments:
                 node.args, node.kwargs = self._arguments[node]
-            value = twin_node.meta.get("val")
+            value = twin.meta.get("val")
             if isinstance(value, torch.Tensor):
                 node.meta[OTHER_DTYPE] = value.dtype
             if node in self._relative:
                 node.meta[RELATIVE_DTYPE] = True
+        for node in self._graphs.full_slices:
+            if OTHER_DTYPE in whole(node).meta:
+                node.meta[OTHER_DTYPE] = whole(node).meta[OTHER_DTYPE]
         for key, found in places.items():
-            for node, _ in self._pairs:
+            for node in self._nodes():
                 node.meta.pop(key, None)
             for node, call, place in found:
                 node.meta.setdefault(key, {})[call] = place
 
     def _compare(self, node: fx.Node, twin: fx.Node) -> bool:
-        if node.op != twin.op or (node.op == "call_function" and node.target is not twin.target):
-            return False
         leaves, form = pytree.tree_flatten((node.args, node.kwargs))
         twin_leaves, twin_form = pytree.tree_flatten((twin.args, twin.kwargs))
-        if form != twin_form:
+        if node.target is not twin.target and node.op == "call_function":
+            # Another kernel: it takes the same tensors.
+            twin_nodes = iter(twin.all_input_nodes)
+            twin_leaves = [next(twin_nodes) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        elif form != twin_form:
             return False
         found = []
         for leaf, twin_leaf in zip(leaves, twin_leaves, strict=True):
@@ -96,32 +106,39 @@ class _Comparison:
                 if not isinstance(twin_leaf, fx.Node) or (agreed := self._agreed(leaf, twin_leaf)) is None:
                     return False
                 leaf = agreed
-            elif (leaf, twin_leaf) == self._dtypes:
+            elif (leaf, twin_leaf) == self._graphs.dtypes:
                 self._relative.add(node)
-            elif leaf != twin_leaf and not (isinstance(leaf, float) and isinstance(twin_leaf, float)):
+            elif not same_argument(node, leaf, twin_leaf):
                 return False
             found.append(leaf)
         self._arguments[node] = pytree.tree_unflatten(found, form)
         for each in (node, twin):
             source = each.args[0] if each.args and _does_nothing(each) else None
-            self._equals[each] = self._equals[source] if isinstance(source, fx.Node) else each
+            self._equals[each] = self._equals[whole(source)] if isinstance(source, fx.Node) else each
         self._alike.setdefault((self._equals[node], self._equals[twin]), node)
         return True
 
     def _agreed(self, node: fx.Node, twin: fx.Node) -> fx.Node | None:
         """Return the value that is ``node`` in one graph and ``twin`` in the other; None if there is none."""
-        if self._node_of[twin] is node:
+        source, twin = whole(node), whole(twin)
+        if self._graphs.node_of(twin) is source:
             return node
-        return self._alike.get((self._equals[node], self._equals[twin]))
+        agreed = self._alike.get((self._equals[source], self._equals[twin]))
+        return agreed if agreed is source or node is source else None
 
     def _places(self, key: str) -> Iterator[tuple[fx.Node, str, Any]]:
         """Yield each place of a value in a call, at the value that both graphs agree on."""
-        twins = {(call, place.order): twin for _, twin in self._pairs for call, place in twin.meta.get(key, {}).items()}
-        for node, _ in self._pairs:
+        twins = {
+            (call, place.order): twin for twin in self._graphs.twins for call, place in twin.meta.get(key, {}).items()
+        }
+        for node in self._nodes():
             for call, place in node.meta.get(key, {}).items():
                 twin = twins.get((call, place.order))
                 agreed = None if twin is None else self._agreed(node, twin)
                 yield agreed or node, call, place
+
+    def _nodes(self) -> list[fx.Node]:
+        return [*(node for node, _ in self._graphs.pairs), *self._graphs.full_slices]
 
 
 def _does_nothing(node: fx.Node) -> bool:

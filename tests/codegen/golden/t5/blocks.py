@@ -16,8 +16,8 @@ class T5LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(32))
 
     def forward(self, hidden_states):
-        variance = (hidden_states**2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * (variance + 1e-06).rsqrt()
+        variance = (hidden_states.to(torch.float32) ** 2).mean(-1, keepdim=True)
+        hidden_states = (hidden_states * (variance + 1e-06).rsqrt()).to(hidden_states.dtype)
         return self.weight * hidden_states
 
 
