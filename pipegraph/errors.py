@@ -81,18 +81,23 @@ class BatchError(PipegraphError):
 def user_line(error: BaseException) -> str:
     """``model.py:12: code``: the innermost line of the user's own source that an error, or what caused it, passed
     through; empty if there is none. Not the user's are torch, pipegraph, and Python itself."""
-    torch = sys.modules.get("torch")
-    ours = [Path(__file__).parent, *([Path(str(torch.__file__)).parent] if torch is not None else [])]
-    python = Path(os.__file__).parent  # which may hold the libraries of others, too
     current: BaseException | None = error
     while current is not None:
         for frame in reversed(traceback.extract_tb(current.__traceback__)):
-            file = Path(frame.filename)
-            standard = python in file.parents and "site-packages" not in file.parts
-            if file.is_file() and not standard and not any(folder in file.parents for folder in ours):
+            if is_user_file(frame.filename):
                 return f"{frame.filename}:{frame.lineno}{f': {frame.line}' if frame.line else ''}"
         current = current.__cause__ or current.__context__
     return ""
+
+
+def is_user_file(path: str) -> bool:
+    """Return whether a source file is neither torch's nor pipegraph's nor Python's own."""
+    torch = sys.modules.get("torch")
+    ours = [Path(__file__).parent, *([Path(str(torch.__file__)).parent] if torch is not None else [])]
+    python = Path(os.__file__).parent  # which may hold the libraries of others, too
+    file = Path(path)
+    standard = python in file.parents and "site-packages" not in file.parts
+    return file.is_file() and not standard and not any(folder in file.parents for folder in ours)
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:

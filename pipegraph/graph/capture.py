@@ -17,6 +17,7 @@ from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputDimension
 from pipegraph.graph.export.mode_comparison import same_in_both_modes
 from pipegraph.graph.export.other_dtype import mark_dtypes
+from pipegraph.graph.export.small_sizes import limits_of
 from pipegraph.graph.export.torch_export import Exported, export, export_in
 from pipegraph.graph.graph_text import graph_text, segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK
@@ -111,7 +112,8 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], al
     while True:
         state, tensors = state_of(model)
         try:
-            graph, limits = flatten(exported.program, state, tensors)
+            graph, sizes = flatten(exported.program, state, tensors)
+            guards = sizes.guards()
             break
         except FixedSizeNeededError as error:
             is_known = exported.fixed is None or error.dimensions <= exported.fixed
@@ -139,7 +141,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], al
         state=state,
         tensors=tensors,
         modules=modules,
-        sizes=limits,
+        sizes=limits_of(exported, sizes, guards, model, args, kwargs),
         training=training,
     )
     captured = replace(captured, segments=find_segments(captured))

@@ -229,7 +229,11 @@ _UNKNOWN = Operator()
 
 def operator_of(node: fx.Node) -> Operator:
     """The row of the operator that a node calls; an empty one if the table does not have it."""
-    target = node.target
+    return operator_of_target(node.target)
+
+
+def operator_of_target(target: object) -> Operator:
+    """The row of an operator; an empty one if the table does not have it."""
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return _UNKNOWN
     name, overload = operator_name(target)

@@ -18,7 +18,6 @@ from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes,
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.operators import operator_of
-from pipegraph.graph.symbolic_size import SizeLimits
 
 aten = torch.ops.aten
 
@@ -34,7 +33,7 @@ class _Unwritable(NamedTuple):
 
 def flatten(
     exported: ExportedProgram, state: dict[str, StateEntry], tensors: dict[str, torch.Tensor]
-) -> tuple[fx.Graph, SizeLimits]:
+) -> tuple[fx.Graph, InputSizes]:
     """exported(state…, inputs…) → graph(inputs…) with ``get_attr`` nodes for state, and the sizes that vary.
 
     ``no_grad`` and ``autocast`` blocks, which export keeps as graphs of their own, are inlined; their nodes carry the
@@ -64,13 +63,13 @@ class _Flattening:
         self.held: dict[str, fx.Node] = {}
         self.sizes = InputSizes(exported)
 
-    def run(self) -> tuple[fx.Graph, SizeLimits]:
+    def run(self) -> tuple[fx.Graph, InputSizes]:
         module = self.exported.graph_module
         specs = {spec.arg.name: spec for spec in self.exported.graph_signature.input_specs}
         inputs = module.graph.find_nodes(op="placeholder")
         values: dict[fx.Node, Any] = {node: self._placeholder(node, specs[node.name]) for node in inputs}
         self._inline(module, values, regions=())
-        return self.graph, self.sizes.limits()
+        return self.graph, self.sizes
 
     def _placeholder(self, node: fx.Node, spec: InputSpec) -> Any:
         if spec.kind is InputKind.USER_INPUT:

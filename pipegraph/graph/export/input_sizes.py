@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import sympy
 import torch
+from sympy.core.relational import Relational
 from torch.export import ExportedProgram
 
+from pipegraph.graph.export.size_guards import SizeGuards
 from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
 from pipegraph.graph.nodes import SIZES
-from pipegraph.graph.symbolic_size import OPERATORS, SizeLimits, SymbolicSize, expression_text
+from pipegraph.graph.symbolic_size import OPERATORS, SymbolicSize
 
 InputDimension = tuple[int, int]
 """The position of a tensor among the leaves of (args, kwargs), and one of its dimensions."""
@@ -46,18 +48,20 @@ class InputSizes:
         self._equal: dict[sympy.Expr, sympy.Expr] = {}
         examples = pytree.tree_leaves(exported.example_inputs)
         tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
+        self._shapes: list[list[sympy.Expr]] = []  # of each leaf of the inputs
         self._guards = next((guards for guards in map(guards_of, tensors) if guards), [])
         first = next((name for name in inputs if isinstance(values[name], torch.Tensor)), None)
         for position, (name, example) in enumerate(zip(inputs, examples, strict=True)):
             sizes = values[name].shape if isinstance(values[name], torch.Tensor) else ()
-            for dim, size in enumerate(sizes):
-                expression = symbolic_expression(size) if is_symbolic(size) else None
+            expressions = [symbolic_expression(size) if is_symbolic(size) else sympy.Integer(size) for size in sizes]
+            for dim, expression in enumerate(expressions):
                 if isinstance(expression, sympy.Symbol) and expression not in self._names:
                     symbol = self._names[expression] = self._symbol(name, dim, is_batch=dim == 0 and name == first)
                     self._captured[symbol] = example.shape[dim]
                 self._learn_stride(values[name].stride()[dim], example.stride()[dim])
-                for symbol in expression.xreplace(self._names).free_symbols if expression is not None else ():
+                for symbol in expression.xreplace(self._names).free_symbols:
                     self._places.setdefault(symbol, set()).add((position, dim))
+            self._shapes.append(expressions)
 
     def _learn_stride(self, stride: Any, captured: int) -> None:
         """Learn a stride of an input that follows from no size: that of a dimension of size 1."""
@@ -113,39 +117,38 @@ class InputSizes:
             symbols = self._places.keys()
         return FixedSizeNeededError(frozenset(place for symbol in symbols for place in self._places[symbol]))
 
-    def limits(self) -> SizeLimits:
-        """The sizes that vary and what the program takes for granted of them.
-
-        Left out is that a size is not 1, which the program takes for granted of each.
+    def guards(self) -> SizeGuards:
+        """What the program takes for granted of the sizes.
 
         Raises:
             FixedSizeNeededError: a package cannot hold what is taken for granted.
         """
-        lowest: dict[str, int] = {}
-        highest: dict[str, int] = {}
-        conditions: dict[str, None] = {}
-        for relation in self._relations():
-            if not relation.free_symbols or _is_about_one(relation):
-                continue
+        guards = SizeGuards(
+            self._captured, (guard.xreplace(self._names).xreplace(self._equal) for guard in self._guards)
+        )
+        for relation in guards.required:
             sides = (part for side in relation.args for part in sympy.preorder_traversal(side))
-            if not isinstance(relation, sympy.core.relational.Relational) or not all(map(_is_simple, sides)):
+            if not isinstance(relation, Relational) or not all(map(_is_simple, sides)):
                 raise self._fixed_size_needed(relation.free_symbols)
-            left, symbol, right = relation.lhs, relation.rel_op, relation.rhs
-            if left.is_Symbol and right.is_Integer and symbol in (">", ">="):
-                lowest[str(left)] = max(lowest.get(str(left), 1), int(right) + (symbol == ">"))
-            elif left.is_Symbol and right.is_Integer and symbol in ("<", "<="):
-                highest[str(left)] = min(highest.get(str(left), 2**62), int(right) - (symbol == "<"))
-            else:
-                conditions[f"{expression_text(left)} {symbol} {expression_text(right)}"] = None
-        captured = {str(symbol): size for symbol, size in self._captured.items()}
-        return SizeLimits(captured, lowest, highest, tuple(conditions))
+        return guards
 
-    def _relations(self) -> Iterator[sympy.Basic]:
-        """The guards of the program, with ``n`` for ``Max(1, n)``, because no size is 0."""
-        for guard in self._guards:
-            parts = guard.args if isinstance(guard, sympy.And) else (guard,)
-            for part in parts:
-                yield part.xreplace(self._names).xreplace(self._equal).replace(_is_size_or_one, _without_one)
+    def arguments_at(
+        self, sizes: Mapping[sympy.Symbol, int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of the example with other sizes, and any values."""
+        numbers = {symbol: sympy.Integer(size) for symbol, size in {**self._captured, **sizes}.items()}
+
+        def at(position: int, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return leaf.new_empty(
+                [int(size.xreplace(self._names).xreplace(numbers)) for size in self._shapes[position]]
+            )
+
+        leaves, form = pytree.tree_flatten((args, kwargs))
+        made: tuple[tuple[Any, ...], dict[str, Any]]
+        made = pytree.tree_unflatten([at(position, leaf) for position, leaf in enumerate(leaves)], form)
+        return made
 
     def describe(self, value: Any) -> dict[str, Any]:
         """The metadata of a value: with its sizes as numbers, and as `SymbolicSize`s."""
@@ -175,33 +178,6 @@ class InputSizes:
 def is_symbolic(value: Any) -> bool:
     """Return whether a value is a number that depends on sizes."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _is_size_or_one(part: sympy.Basic) -> bool:
-    return type(part).__name__ == "Max" and len(part.args) == 2 and sympy.Integer(1) in part.args
-
-
-def _without_one(part: sympy.Basic) -> sympy.Basic:
-    return next(each for each in part.args if each != 1)
-
-
-def _is_about_one(relation: sympy.Basic) -> bool:
-    """Return whether a guard only says that a size is not 0 or 1, as the program takes for granted of each.
-
-    Such are ``n > 1``, ``m != m * n`` and ``m % (m * n) != 0``.
-    """
-    if not isinstance(relation, (sympy.Ne, sympy.Gt, sympy.Ge, sympy.Lt, sympy.Le)):
-        return False
-    left, right = relation.args
-    if type(left).__name__ in ("Mod", "PythonMod"):
-        return isinstance(relation, sympy.Ne) and right == 0 and _is_multiple(left.args[1], left.args[0])
-    return any(side in (0, 1) for side in (left, right)) or _is_multiple(left, right) or _is_multiple(right, left)
-
-
-def _is_multiple(size: sympy.Expr, other: sympy.Expr) -> bool:
-    """Return whether a size is another one times further sizes."""
-    quotient = size / other
-    return bool(quotient.free_symbols) and quotient.as_numer_denom()[1] == 1
 
 
 def _is_simple(part: sympy.Basic) -> bool:

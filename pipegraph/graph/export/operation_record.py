@@ -1,0 +1,130 @@
+"""Run a model, or its exported program, without memory, and list the operations that run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+
+from pipegraph.graph.export.fake_parameters import active_fake_mode, fake_parameters
+from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree, version_of
+from pipegraph.graph.operators import operator_of_target
+
+Operations = list[Any]
+"""(operator, arguments) of each operation, with (shape, dtype) for a tensor."""
+
+
+def operations_of_model(
+    model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Operations:
+    """Run a model, which is left as it was.
+
+    Args:
+        model: the model.
+        mode: whether each module is in training mode.
+        args, kwargs: its inputs; only their shapes and dtypes count.
+
+    Raises whatever the model raises on tensors without values.
+    """
+    with _without_memory(model, args, kwargs) as (fake_args, fake_kwargs):
+        for module, training in mode.items():
+            module.training = training
+        with _OperationRecord() as record:
+            model(*fake_args, **fake_kwargs)
+    return record.operations
+
+
+def operations_of_program(
+    program: ExportedProgram, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Operations:
+    """Run what a model was exported to, with the model's parameters.
+
+    The operations are those of `operations_of_model` if the program is the model at the sizes of these inputs.
+    """
+    with _without_memory(model, args, kwargs) as leaves:
+        inputs = iter(pytree.tree_leaves(leaves))
+
+        def value(spec: InputSpec) -> Any:
+            if spec.kind is InputKind.USER_INPUT:
+                return next(inputs)
+            name = cast(str, spec.target)
+            if spec.kind is InputKind.PARAMETER:
+                return model.get_parameter(name)
+            return model.get_buffer(name) if spec.kind is InputKind.BUFFER else program.constants[name]
+
+        values = [value(spec) for spec in program.graph_signature.input_specs]
+        with _OperationRecord() as record:
+            fx.Interpreter(program.graph_module).run(*values)
+    return record.operations
+
+
+@contextmanager
+def _without_memory(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    with (
+        _attributes_restored(model),
+        fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
+        exporting(),
+        warnings.catch_warnings(),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore")  # the model's own were shown when it was exported
+        with active_fake_mode(model, fake_args, fake_kwargs):
+            yield fake_args, fake_kwargs
+
+
+class _OperationRecord(TorchDispatchMode):
+    """Lists the operations that run, with a description of their arguments.
+
+    Left out are checks, questions such as the device of a tensor, which a dropout of nothing asks in training mode, and
+    views of all there is, which Python leaves out where it sees that a slice takes all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Operations = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        described = pytree.tree_map(_described, (args, kwargs))
+        result = func(*args, **kwargs)
+        is_question = func.namespace == "prim" or operator_of_target(func).check
+        if not is_question and not (func.is_view and _described(result) == next(iter(described[0]), None)):
+            if func is torch.ops.aten.slice.Tensor:  # which begins at 0 or at None
+                described = pytree.tree_map(lambda leaf: leaf or 0, described)
+            self.operations.append((func, described))
+        return result
+
+
+def _described(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextmanager
+def _attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Undo what a run does to the attributes of modules: a cache that it fills would hold tensors without memory.
+
+    Buffers are no fake tensors, because models read their values; their values (a batch norm counts its batches) are
+    put back.
+    """
+    held: list[Any] = [vars(module) for module in model.modules()]
+    held += [value for attributes in held for value in attributes.values() if type(value) in (dict, list, set)]
+    before = [(container, type(container)(container)) for container in held]
+    buffers = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values, version in buffers:
+                if version_of(buffer) != version:
+                    buffer.copy_(values)
+        for container, contents in before:
+            container.clear()
+            container.extend(contents) if isinstance(container, list) else container.update(contents)

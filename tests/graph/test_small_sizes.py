@@ -1,0 +1,81 @@
+"""Sizes of 1, for which ``torch.export`` takes the branch of larger ones without a word."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipegraph
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).softmax(1)
+
+
+class Branches(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True) if x.shape[1] > 1 else x)
+
+
+class CallsOthers(Layer):
+    """What nothing reads is no part of the program."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear(x * 3)
+        return super().forward(x * 2 if x.shape[0] == 1 else x)
+
+
+class Refuses(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] < 2:
+            raise ValueError("a sequence has two elements or more")
+        return super().forward(x)
+
+
+class NeedsChunk(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2 if x.shape[1] // 4 else x)
+
+
+class NeedsElements(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[0] * x.shape[1] > 1 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "lowest", "conditions"),
+    [
+        (Layer, {}, ()),
+        (Branches, {"x_1": 2}, ()),
+        (CallsOthers, {"batch": 2}, ()),
+        (Refuses, {"x_1": 2}, ()),
+        (NeedsChunk, {"x_1": 2}, ("x_1 // 4 != 0",)),
+        (NeedsElements, {}, ("batch * x_1 != 1",)),
+    ],
+)
+def test_a_size_is_left_out_for_which_the_model_does_something_else(
+    model: type[Layer], lowest: dict[str, int], conditions: tuple[str, ...]
+) -> None:
+    captured = pipegraph.capture(model(), (torch.randn(3, 8, 4),))
+    assert (captured.sizes.lowest, captured.sizes.conditions) == (lowest, conditions)
+
+
+def test_what_torch_refuses_in_training_alone_is_no_limit() -> None:
+    """A batch norm takes one row when it is evaluated."""
+    captured = pipegraph.capture(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (torch.randn(3, 4),))
+    assert (captured.sizes.lowest, captured.sizes.conditions) == ({}, ())
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    pipegraph.capture(model, (torch.randn(2, 3, 8, 8),))
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(module.training for module in model.modules())
