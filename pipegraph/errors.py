@@ -21,6 +21,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -90,6 +91,7 @@ def user_line(error: BaseException) -> str:
     return ""
 
 
+@lru_cache(maxsize=1024)
 def is_user_file(path: str) -> bool:
     """Return whether a source file is neither torch's nor pipegraph's nor Python's own."""
     torch = sys.modules.get("torch")

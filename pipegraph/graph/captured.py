@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -79,6 +79,7 @@ class Captured:
     ``relative_dtype``        whether the operation was given a dtype that follows the model's
     ``requires_grad``         whether a gradient flows through it; ``cut_off``: only a ``no_grad`` block keeps one away
     ``in_every_mode``         whether it drops values in evaluation mode too
+    ``branch``                of what one mode runs and the other does not: its `BranchPart`
     ``writes``                of an in-place operation: the name of the node that made the memory
     ``stack_trace``           the lines of source that made it
     ``argument_of``           the module calls that took it as an argument; ``result_of``: that returned it
@@ -146,6 +147,42 @@ class Captured:
 
 def split_point(fqn: str, side: str) -> None:
     """Mark the beginning of a stage on a graph. Computes nothing."""
+
+
+BRANCH = "branch"
+"""Key of a node's metadata: the `BranchPart` that it is, if one mode runs it and the other does not."""
+
+
+class BranchPart(NamedTuple):
+    """The place of an operation in ``if self.training: … else: …``.
+
+    Attributes:
+        number: of the branch.
+        training: whether training mode runs it, or evaluation mode; None if it joins results of both.
+    """
+
+    number: int
+    training: bool | None
+
+
+def by_mode(training: torch.Tensor, evaluation: torch.Tensor) -> torch.Tensor:
+    """Mark the value of a branch: the first in training mode, the second in evaluation mode."""
+    return training
+
+
+def in_training(node: fx.Node) -> fx.Node:
+    """The value that a node has in training mode: of a joined one, that of the branch."""
+    while node.target is by_mode:
+        value = node.args[0]
+        assert isinstance(value, fx.Node)
+        node = value
+    return node
+
+
+def runs_in_training(node: fx.Node) -> bool:
+    """Return whether training mode runs an operation."""
+    part = node.meta.get(BRANCH)
+    return part is None or part.training is not False
 
 
 def plain_containers(tree: Any) -> Any:

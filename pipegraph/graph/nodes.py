@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipegraph.errors import is_user_file
 from pipegraph.graph.call_arguments import copy_places
 from pipegraph.graph.internals import OpOverload, fake_empty, pytree, schema_arguments
 from pipegraph.graph.symbolic_size import SymbolicSize
@@ -92,10 +93,15 @@ def replace_node(node: fx.Node, value: object) -> None:
 
 
 def source_line(node: fx.Node) -> str:
-    """``model.py:12: h = h.nonzero()``: the line of the model's source that ran an operation; empty if unknown."""
+    """``model.py:12: h = h.nonzero()``: the line of the model's source that ran an operation; empty if unknown.
+
+    It is the innermost line of the user's own source, if there is one: not one of a module of torch.
+    """
     lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     frames = [(position, match) for position, line in enumerate(lines) if (match := _FRAME.match(line))]
     if not frames:
         return ""
-    position, match = frames[-1]
-    return f"{match[1]}:{match[2]}: {' '.join(lines[position + 1 :])}"
+    index = next((index for index in reversed(range(len(frames))) if is_user_file(frames[index][1][1])), -1)
+    position, match = frames[index]
+    stop = frames[index + 1][0] if 0 <= index < len(frames) - 1 else len(lines)
+    return f"{match[1]}:{match[2]}: {' '.join(lines[position + 1 : stop])}"

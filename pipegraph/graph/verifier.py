@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import written_by
-from pipegraph.graph.captured import StateEntry
+from pipegraph.graph.captured import StateEntry, by_mode
 from pipegraph.graph.graph_text import graph_text, type_text
 from pipegraph.graph.internals import OpOverload, fake_empty, fake_mode_of, pytree
 from pipegraph.graph.nodes import source_line
@@ -87,7 +87,7 @@ class GraphVerifier:
             yield f"is a {node.meta['kind']}, and in the model a {entry.kind}"
 
     def _problems_of_operation(self, node: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[str]:
-        if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
+        if not isinstance(node.target, OpOverload) and node.target not in (operator.getitem, by_mode):
             yield f"calls {node.target}, which is no operator"
         if "writes" in node.meta:
             if not written_by(node):

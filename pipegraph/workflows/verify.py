@@ -1,4 +1,4 @@
-"""Compare a package with its model: outputs, loss, every gradient and every buffer of one training step.
+"""Compare a package with its model: one training step, and the outputs in evaluation mode after it.
 
 A copy of the model runs as a whole, and the package's stages run one after the other in this process, both on the
 model's example inputs. The package's weights are never loaded into the model, so that other weights are found.
@@ -27,13 +27,16 @@ from pipegraph.workflows.batch import explain_model_mismatch, source_loss
 TOLERANCE = 1e-5
 """Relative, in float32; eight units in the last place for coarser formats, and none for integers."""
 
-_KINDS = ("output", "loss", "gradient", "buffer", "parameter")
+_KINDS = ("output", "loss", "gradient", "buffer", "parameter", "evaluation")
 _WORST = 8  # names listed per verification
 
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """A tensor of the package compared with the model's. ``difference`` is relative; infinite if one lacks it."""
+    """A tensor of the package compared with the model's. ``difference`` is relative; infinite if one lacks it.
+
+    Its kind is that of a step's tensor, or ``evaluation`` for an output in evaluation mode after the step.
+    """
 
     kind: str
     name: str
@@ -47,7 +50,8 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """Everything that was compared, in training or evaluation mode. ``weights`` is the checkpoint that was read."""
+    """Everything that was compared, in both modes or in evaluation mode alone. ``weights`` is the checkpoint that was
+    read."""
 
     training: bool
     comparisons: tuple[TensorComparison, ...]
@@ -90,14 +94,14 @@ class Verification:
                 rows.append(
                     [kind, str(len(found)), f"{worst.difference:.1e}", clip(worst.name) if worst.difference else ""]
                 )
-        mode = "training" if self.training else "evaluation"
+        mode = "training and evaluation" if self.training else "evaluation"
         lines = [table(["what", "compared", "largest difference", "at"], rows), ""]
         if self.equal:
             return "\n".join([*lines, f"equal in {mode} mode, within {_tolerances(self.comparisons)} relative"])
         named = [f"  {item.kind} {clip(item.name)}: {item.difference:.1e}" for item in self.different[:_WORST]]
         more = len(self.different) - len(named)
         rest = [f"  and {more} more"] if more > 0 else []
-        return "\n".join([*lines, f"DIFFERENT in {mode} mode:", *named, *rest])
+        return "\n".join([*lines, "DIFFERENT:", *named, *rest])
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -113,9 +117,9 @@ class Verification:
 
 
 def verify(package: Package, source: ModelSource, weights: str | PathLike[str] | None = None) -> Verification:
-    """Compare one step of a package with the same step of its model, in training mode if that is deterministic.
+    """Compare one step of a package with the same step of its model, and what both return in evaluation mode after it.
 
-    With dropout, both run in evaluation mode.
+    If training is random, with dropout, the step runs in evaluation mode, too.
 
     Args:
         package: as `pipegraph split` wrote it. One without weights gets the model's.
@@ -140,6 +144,7 @@ class _StepTensors:
     loss: Tensor
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+    evaluated: dict[str, Tensor]
 
 
 def _run_model(
@@ -155,7 +160,12 @@ def _run_model(
         loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    return _StepTensors(output_tensors(output), loss.detach(), gradients, buffers)
+    evaluated: dict[str, Tensor] = {}
+    if backward:
+        args, kwargs = copy.deepcopy((source.args, source.kwargs))
+        with torch.no_grad():
+            evaluated = output_tensors(model.eval()(*args, **kwargs))
+    return _StepTensors(output_tensors(output), loss.detach(), gradients, buffers, evaluated)
 
 
 def _run_package(
@@ -188,7 +198,12 @@ def _run_package(
         gradients |= {name: parameter.grad for name, parameter in stage.named_parameters(remove_duplicate=False)}
         buffers |= dict(stage.named_buffers(remove_duplicate=False))
     assert result.loss is not None, "every stage runs in this process, the last one too"
-    return _StepTensors(output_tensors(result.outputs), result.loss.detach(), gradients, buffers), same_weights
+    outputs = output_tensors(result.outputs)
+    for stage in stages:
+        stage.eval()
+    args, kwargs = copy.deepcopy((source.args, source.kwargs))
+    evaluated = output_tensors(pipeline.eval(*args, **kwargs))
+    return _StepTensors(outputs, result.loss.detach(), gradients, buffers, evaluated), same_weights
 
 
 def _compare(reference: _StepTensors, found: _StepTensors) -> Iterator[TensorComparison]:
@@ -199,6 +214,7 @@ def _compare(reference: _StepTensors, found: _StepTensors) -> Iterator[TensorCom
     shared = sorted(reference.buffers.keys() & found.buffers.keys())
     buffers, others = ({name: run.buffers[name] for name in shared} for run in (reference, found))
     yield from _compare_named("buffer", buffers, others)
+    yield from _compare_named("evaluation", reference.evaluated, found.evaluated)
 
 
 def _compare_named(kind: str, reference: dict[str, Any], found: dict[str, Any]) -> Iterator[TensorComparison]:

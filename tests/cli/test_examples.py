@@ -16,7 +16,7 @@ def split_and_verify(pipegraph: Command, model: str, out: Path, *options: str) -
     assert (split.code, split.err) == (0, "")
     verified = pipegraph("verify", out, model)
     assert verified.code == 0, verified.out + verified.err
-    assert "equal in training mode" in verified.out
+    assert "equal in training and evaluation mode" in verified.out
     return split.out.splitlines()[:-1]
 
 

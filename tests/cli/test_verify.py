@@ -34,7 +34,7 @@ def test_package_computes_what_the_model_computes(pipegraph: Command, tmp_path: 
     assert split.code == 0, split.err
     done = pipegraph("verify", tmp_path / "out", file)
     assert (done.code, done.err) == (0, ""), done.out + done.err
-    mode = "evaluation" if model == "dropout" else "training"
+    mode = "evaluation" if model == "dropout" else "training and evaluation"
     assert done.out.splitlines()[-1] == f"equal in {mode} mode, within 1e-05 relative"
 
 
@@ -49,7 +49,7 @@ def test_edited_stage_is_found(pipegraph: Command, chain: Path, tmp_path: Path) 
     stage.write_text(stage.read_text().replace("return ", "return 2 * "))
     done = pipegraph("verify", edited, "tests/models/chain.py")
     assert done.code == 1
-    assert "DIFFERENT in training mode" in done.out
+    assert "DIFFERENT:" in done.out
     assert "gradient head.weight" in done.out
     assert "Edited since they were written: stage_1.py" in done.err
 
@@ -80,5 +80,5 @@ def test_another_model_than_the_one_that_was_split(pipegraph: Command, chain: Pa
 def test_json(pipegraph: Command, chain: Path) -> None:
     result = json.loads(pipegraph("verify", chain, "tests/models/chain.py", "--json").out)
     assert (result["schema_version"], result["equal"], result["mode"]) == (1, True, "training")
-    assert result["compared"] == {"output": 1, "loss": 1, "gradient": 10}
+    assert result["compared"] == {"output": 1, "loss": 1, "gradient": 10, "evaluation": 1}
     assert result["different"] == []

@@ -196,24 +196,6 @@ def test_dropout_in_every_mode_stays_in_every_mode(tmp_path: Path) -> None:
     assert (stage(torch.ones(64, 8)) == 0).float().mean() > 0.1
 
 
-class BranchesOnMode(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = Block()
-        self.b = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        if self.training:
-            h = h.tanh()
-        return self.b(h)
-
-
-def test_a_branch_on_the_mode_is_told(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="not compute the same in evaluation mode.*test_modes.py:.*h = h.tanh"):
-        split(tmp_path, BranchesOnMode(), (batch(),), cut="b")
-
-
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()

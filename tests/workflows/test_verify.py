@@ -70,7 +70,7 @@ def test_report_names_the_worst_first() -> None:
         "loss             1             0.0e+00",
         "gradient         3                 nan  worse",
         "",
-        "DIFFERENT in training mode:",
+        "DIFFERENT:",
         "  gradient worse: nan",
         "  gradient bad: 5.0e-01",
     ]

@@ -13,7 +13,14 @@ from pipegraph.codegen.expressions.module_tree import ModuleTree, build_tree, in
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.expressions.torch_modules import CallArguments, module_constructor, torch_module_call
 from pipegraph.codegen.forward.body import write_forward
-from pipegraph.codegen.forward.items import ClassContents, Item, ModuleCall, Operation, conflicts, modules_in
+from pipegraph.codegen.forward.items import (
+    ClassContents,
+    ModuleCall,
+    Operation,
+    conflicts,
+    group_branches,
+    modules_in,
+)
 from pipegraph.codegen.forward.roll_loops import roll_loops
 from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
@@ -87,7 +94,7 @@ class BlockClasses:
         tree = build_tree({name: constructors[name] for name in ordered}, own, partial(self._module_at, prefix))
         contents = ClassContents(
             prefix=prefix,
-            items=roll_loops(items, outputs),
+            items=roll_loops(group_branches(items), outputs),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             state=state,
@@ -104,9 +111,9 @@ class BlockClasses:
 
     def _items(
         self, members: _StageMembers, prefix: str, calls: Iterable[fx.Node | CallTree], inlined: frozenset[str]
-    ) -> list[Item]:
+    ) -> list[Operation | ModuleCall]:
         """Operations and calls in order. A call that cannot stay a call is replaced by its contents."""
-        items: list[Item] = []
+        items: list[Operation | ModuleCall] = []
         for each in calls:
             if isinstance(each, fx.Node):
                 items.append(Operation(each))
@@ -275,7 +282,7 @@ class BlockClasses:
         return leaves
 
     def _state_names(
-        self, members: _StageMembers, prefix: str, items: Sequence[Item], outputs: Sequence[fx.Node]
+        self, members: _StageMembers, prefix: str, items: Sequence[Operation | ModuleCall], outputs: Sequence[fx.Node]
     ) -> dict[fx.Node, str]:
         """The parameters and buffers that ``forward`` reads itself → their names relative to the class."""
         names = self._captured.names_of

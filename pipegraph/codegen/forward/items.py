@@ -1,9 +1,10 @@
-"""The items of a generated ``forward``, in order: operations, calls of modules, loops over calls."""
+"""The items of a generated ``forward``, in order: operations, calls of modules, loops over calls, branches by mode."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import fx
@@ -12,7 +13,7 @@ from pipegraph.codegen.expressions.index_tests import IndexTest
 from pipegraph.codegen.expressions.torch_modules import CallArguments
 from pipegraph.codegen.names.identifiers import outer_names
 from pipegraph.codegen.syntax.expressions import FunctionCall
-from pipegraph.graph.captured import StateEntry
+from pipegraph.graph.captured import BRANCH, StateEntry
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,12 +130,84 @@ class ModuleLoop:
         return tuple(node for call in self.calls for node in call.nodes)
 
 
-Item = Operation | ModuleCall | ModuleLoop
+@dataclass(frozen=True, eq=False)
+class ModeBranch:
+    """What one mode runs and the other does not: ``if self.training: … else: …``.
+
+    Attributes:
+        number: of the branch.
+        training, evaluation: the items of each mode.
+        joins: an operation for each value that is read afterwards. Its arguments are the values of the two modes.
+    """
+
+    number: int
+    training: tuple[Operation | ModuleCall, ...]
+    evaluation: tuple[Operation | ModuleCall, ...]
+    joins: tuple[Operation, ...]
+
+    @property
+    def inner(self) -> tuple[Operation | ModuleCall, ...]:
+        """The items of both modes, and the joins."""
+        return (*self.training, *self.evaluation, *self.joins)
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """The values that come from outside."""
+        made = {node for item in self.inner for node in item.makes}
+        return tuple(dict.fromkeys(node for item in self.inner for node in item.reads if node not in made))
+
+    @property
+    def makes(self) -> tuple[fx.Node, ...]:
+        """The values that are read afterwards."""
+        return tuple(join.node for join in self.joins)
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """Operations in it."""
+        return tuple(node for item in self.inner for node in item.nodes)
+
+
+Item = Operation | ModuleCall | ModuleLoop | ModeBranch
+
+
+def group_branches(items: Iterable[Operation | ModuleCall]) -> list[Item]:
+    """Put the items of each branch into one item, unless the branch is around all of them."""
+    items = list(items)
+    parts = {node.meta.get(BRANCH) for item in items for node in item.nodes}
+    if len(parts) == 1:
+        return list(items)
+    grouped: list[Item] = []
+    for number, group in groupby(items, key=_branch_of):
+        if number is None:
+            grouped += group
+            continue
+        sides: dict[bool | None, list[Operation | ModuleCall]] = {True: [], False: [], None: []}
+        for item in group:
+            sides[item.nodes[0].meta[BRANCH].training].append(item)
+        joins = tuple(item for item in sides[None] if isinstance(item, Operation))
+        grouped.append(ModeBranch(number, tuple(sides[True]), tuple(sides[False]), joins))
+    return grouped
+
+
+def _branch_of(item: Operation | ModuleCall) -> int | None:
+    """The branch that an item is part of; None for one that only contains a branch."""
+    parts = {node.meta.get(BRANCH) for node in item.nodes}
+    (part,) = parts if len(parts) == 1 else (None,)
+    return part.number if part is not None else None
+
+
+def with_inner(items: Iterable[Item]) -> Iterator[Item]:
+    """Items, with those inside a branch in its place."""
+    for item in items:
+        if isinstance(item, ModeBranch):
+            yield from item.inner
+        else:
+            yield item
 
 
 def fqn_of(item: Item) -> str | None:
-    """The module that an item calls, or the first one of a loop; None for an operation."""
-    if isinstance(item, Operation):
+    """The module that an item calls, or the first one of a loop; None for an operation or a branch."""
+    if isinstance(item, (Operation, ModeBranch)):
         return None
     return item.calls[0].fqn if isinstance(item, ModuleLoop) else item.fqn
 
@@ -143,6 +216,8 @@ def modules_in(item: Item) -> frozenset[str]:
     """The FQNs of the modules that an item needs."""
     if isinstance(item, ModuleLoop):
         return frozenset[str]().union(*(call.modules for call in item.calls))
+    if isinstance(item, ModeBranch):
+        return frozenset[str]().union(*map(modules_in, item.inner))
     return item.modules if isinstance(item, ModuleCall) else frozenset()
 
 
@@ -164,6 +239,8 @@ def operands(item: Item) -> list[fx.Node]:
         nodes: list[fx.Node] = []
         fx.map_arg((item.node.args, item.node.kwargs), nodes.append)
         return nodes
+    if isinstance(item, ModeBranch):
+        return [node for each in item.inner for node in operands(each)]
     return list(item.reads if isinstance(item, ModuleLoop) else item.argument_values)
 
 

@@ -11,9 +11,9 @@ from torch import fx
 from pipegraph.codegen.forward.items import Item
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.syntax.expressions import Expression, Name
-from pipegraph.codegen.syntax.statements import Assign, Statement
+from pipegraph.codegen.syntax.statements import Assign, Block, Statement
 
-Contexts = tuple[Expression, ...]
+Contexts = tuple[Block, ...]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LocalVariables:
         parameters: the names of the parameters of ``forward``.
 
     Attributes:
-        statements: each with the ``with`` blocks around it.
+        statements: each with the blocks around it.
         uses_left: how often each value will still be mentioned.
         variables: variable → the value in it.
         written: value → its expression, if a statement or parameter has made it.

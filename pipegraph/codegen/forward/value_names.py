@@ -8,7 +8,16 @@ from itertools import pairwise
 
 from torch import fx
 
-from pipegraph.codegen.forward.items import ClassContents, Item, ModuleCall, ModuleLoop, Operation, fqn_of
+from pipegraph.codegen.forward.items import (
+    ClassContents,
+    Item,
+    ModeBranch,
+    ModuleCall,
+    ModuleLoop,
+    Operation,
+    fqn_of,
+    with_inner,
+)
 from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
 from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.operators import operator_of
@@ -38,9 +47,10 @@ class ValueNames:
         self._source = source
         self._wanted = wanted
         self._parameters = parameters
-        self._makers = {node: item for item in contents.items for node in item.makes}
-        self._chain = {item: self._find_chain(item) for item in contents.items}
-        self._assigned = self._assigned_names(contents)
+        items = list(with_inner(contents.items))
+        self._makers = {node: item for item in items for node in item.makes}
+        self._chain = {item: self._find_chain(item) for item in items}
+        self._assigned = self._assigned_names(items)
 
     def of(self, item: Item, node: fx.Node) -> str:
         """The name of a value that ``item`` makes."""
@@ -92,15 +102,17 @@ class ValueNames:
         """The statements of ``forward`` methods that led to an item, outermost first."""
         if isinstance(item, Operation):
             return self._source.of_operation(item.node)
+        if isinstance(item, ModeBranch):
+            return ()
         call = item.calls[-1] if isinstance(item, ModuleLoop) else item
         return self._source.of_call(call.fqn, call.nodes[-1])
 
     # ---- names in the source -----------------------------------------------------------------------------------------
 
-    def _assigned_names(self, contents: ClassContents) -> dict[fx.Node, str]:
+    def _assigned_names(self, items: Sequence[Item]) -> dict[fx.Node, str]:
         """The results of the statements of ``forward`` → the names that the statements assign."""
         readers: dict[fx.Node, list[Item]] = {}
-        for item in contents.items:
+        for item in items:
             for node in dict.fromkeys(item.reads):
                 readers.setdefault(node, []).append(item)
         results: dict[tuple[SourceStatement, int], list[fx.Node]] = {}

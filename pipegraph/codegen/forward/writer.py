@@ -13,14 +13,17 @@ from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.expressions.operation import contexts, express, write
+from pipegraph.codegen.expressions.operator_call import TRAINING
 from pipegraph.codegen.forward.items import (
     ClassContents,
     Item,
+    ModeBranch,
     ModuleCall,
     ModuleLoop,
     Operation,
     has_effects,
     operands,
+    with_inner,
 )
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
 from pipegraph.codegen.forward.roll_loops import loop_statement
@@ -28,9 +31,9 @@ from pipegraph.codegen.forward.size_variables import SizeVariables
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import Attribute, Expression, Name, call
+from pipegraph.codegen.syntax.expressions import Attribute, Collection, Expression, Name, call
 from pipegraph.codegen.syntax.line_breaks import reads_well
-from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
+from pipegraph.codegen.syntax.statements import Assign, Case, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
 from pipegraph.graph.symbolic_size import SymbolicSize
 
@@ -87,10 +90,12 @@ class ForwardWriter:
         uses.update(contents.outputs)
         attributes = {node: tree.access(name.split(".")) for node, name in contents.state_names.items()}
         self._values = LocalVariables(self._name, uses, attributes, names)
-        self._made = {node for item in contents.items for node in item.makes}
+        self._made = {node for item in with_inner(contents.items) for node in item.makes}
         tensor = Name(parameters[0]) if parameters else next(iter(attributes.values()), None)
         self._device = Attribute(tensor, "device") if tensor is not None else call("torch.get_default_device")
         self._sizes = SizeVariables(self._values, sizes)
+        self._around: Contexts = ()  # the side of a branch that is being written
+        self._targets: dict[fx.Node, str] = {}  # the values that are read after it → their names there
 
     def write(self) -> WrittenForward:
         """Write the statements; once only.
@@ -100,12 +105,7 @@ class ForwardWriter:
         """
         for item in self._contents.items:
             self._sizes.keep()
-            if isinstance(item, ModuleLoop):
-                self._loop(item)
-            elif isinstance(item, ModuleCall):
-                self._call(item)
-            else:
-                self._operation(item)
+            self._item(item)
         results = self._return()
         return WrittenForward(nested(self._values.statements), results, tuple(self._values.clashes))
 
@@ -134,6 +134,74 @@ class ForwardWriter:
         return tuple(names)
 
     # ---- items -----------------------------------------------------------------------------------------------------
+
+    def _item(self, item: Item) -> None:
+        if isinstance(item, ModuleLoop):
+            self._loop(item)
+        elif isinstance(item, ModuleCall):
+            self._call(item)
+        elif isinstance(item, ModeBranch):
+            self._branch(item)
+        else:
+            self._operation(item)
+
+    def _branch(self, item: ModeBranch) -> None:
+        """``if self.training: h = h.tanh()``."""
+        values = self._values
+        values.write_all(except_for=())
+        sides = ((True, item.training), (False, item.evaluation))
+        mentions = [
+            Counter(node for each in items for node in operands(each))
+            + Counter(operands(join)[side] for join in item.joins)
+            for side, (_, items) in enumerate(sides)
+        ]
+        for counts in mentions:
+            values.uses_left.subtract(counts)
+        names: list[str] = []  # a name may be that of a value that is not read after the branch
+        for join in item.joins:
+            wanted = self._replaced_variable(join) or variable(self._name(join, join.node), "x")
+            names.append(unused(wanted, values.taken().union(names)))
+        variables = dict(values.variables)
+        for side, (training, items) in enumerate(sides):
+            values.uses_left.update(mentions[side])
+            values.variables.clear()
+            values.variables.update(variables)
+            self._around = (Case(TRAINING, training, item.number),)
+            self._targets = {operands(join)[side]: name for join, name in zip(item.joins, names, strict=True)}
+            for each in items:
+                self._item(each)
+            self._assign_joined([operands(join)[side] for join in item.joins], names)
+            self._around, self._targets = (), {}
+        values.variables.clear()
+        values.variables.update(variables)
+        for join, name in zip(item.joins, names, strict=True):
+            values.variables[name] = join.node
+            values.written[join.node] = Name(name)
+
+    def _assign_joined(self, joined: Sequence[fx.Node], names: Sequence[str]) -> None:
+        """Assign the values that are read after a branch to the names that they have there."""
+        values = self._values
+        values.write_all(except_for=joined)
+        pairs = [(Name(name), values.expression(node)) for node, name in zip(joined, names, strict=True)]
+        values.consume(joined)
+        pairs = [(name, value) for name, value in pairs if name.text != value.text]
+        overwritten = any(
+            target.text in value.names() for place, (target, _) in enumerate(pairs) for _, value in pairs[place + 1 :]
+        )
+        if overwritten:
+            targets, assigned = zip(*pairs, strict=True)
+            values.statements.append((self._around, Assign(targets, Collection(assigned, "()"))))
+        else:
+            values.statements += [(self._around, Assign((target,), value)) for target, value in pairs]
+
+    def _replaced_variable(self, join: Operation) -> str | None:
+        """The variable that a branch changes: it holds the value of one mode, and nothing reads that afterwards."""
+        values = self._values
+        for node in operands(join):
+            name = values.written[node].text if node in values.written else None
+            if name in values.variables and values.uses_left[node] == 0:
+                return name
+        return None
 
     def _operation(self, item: Operation) -> None:
         node = item.node
@@ -250,6 +318,8 @@ class ForwardWriter:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def _name(self, item: Item, node: fx.Node) -> str:
+        if node in self._targets:
+            return self._targets[node]
         return self._names.of(item, node) if self._names else "v"
 
     def _expression(self, argument: fx.Node | SymbolicSize) -> Expression:
@@ -312,6 +382,8 @@ class ForwardWriter:
         than the expression.
         """
         length = len(expression.text)
+        if node in self._targets:
+            return False
         if not self._names or self._values.uses_left[node] != 1 or length > _FOLDED_LENGTH:
             return False
         if is_written(node) and not is_view(node):  # the reader would write into another tensor
@@ -327,7 +399,7 @@ class ForwardWriter:
         return relative(fqn, self._contents.prefix).split(".")
 
     def _contexts(self, item: Item) -> Contexts:
-        return contexts(item.nodes, self._contents.outer_regions, self._device)
+        return (*self._around, *contexts(item.nodes, self._contents.outer_regions, self._device))
 
     def _emit(self, item: Item, statement: Statement) -> None:
         self._values.statements.append((self._contexts(item), statement))

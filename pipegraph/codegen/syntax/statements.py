@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Node
+from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Node, unary
 from pipegraph.codegen.syntax.line_breaks import wrap
 
 # Several results get brackets if they are longer than this.
@@ -118,19 +118,53 @@ def lines(statements: Iterable[Statement], indent: int) -> list[str]:
     return [line for statement in statements for line in statement.lines(indent)]
 
 
-def nested(statements: Sequence[tuple[tuple[Expression, ...], Statement]]) -> tuple[Statement, ...]:
-    """Statements inside ``with`` blocks.
+@dataclass(frozen=True)
+class Case:
+    """One side of ``if test: … else: …`` around a statement.
+
+    Attributes:
+        test: what decides.
+        holds: whether the statement runs if the test holds.
+        number: of the ``if``; the two sides of one have the same.
+    """
+
+    test: Expression
+    holds: bool
+    number: int
+
+
+Block = Expression | Case
+"""What is around a statement: the context of a ``with``, or the side of an ``if``."""
+
+
+def nested(statements: Sequence[tuple[tuple[Block, ...], Statement]]) -> tuple[Statement, ...]:
+    """Statements inside ``with`` and ``if`` blocks.
 
     Args:
-        statements: each with the contexts around it, outermost first. Neighbours share a block if they can.
+        statements: each with the blocks around it, outermost first. Neighbours share a block if they can.
     """
     made: list[Statement] = []
-    for context, group in groupby(statements, key=lambda entry: entry[0][:1]):
-        if context:
-            made.append(With(context[0], nested([(contexts[1:], statement) for contexts, statement in group])))
+    for _, group in groupby(statements, key=_outermost):
+        inside = [(blocks[:1], (blocks[1:], statement)) for blocks, statement in group]
+        (block, _), *_ = inside
+        if not block:
+            made += [statement for _, (_, statement) in inside]
+        elif isinstance(block[0], Case):
+            sides = {
+                holds: nested([entry for case, entry in inside if isinstance(case[0], Case) and case[0].holds == holds])
+                for holds in (True, False)
+            }
+            test = block[0].test
+            made.append(If(test, sides[True], sides[False]) if sides[True] else If(unary("not ", test), sides[False]))
         else:
-            made += [statement for _, statement in group]
+            made.append(With(block[0], nested([entry for _, entry in inside])))
     return tuple(made)
+
+
+def _outermost(entry: tuple[tuple[Block, ...], Statement]) -> object:
+    """The outermost block around a statement; both sides of an ``if`` are one."""
+    block = entry[0][:1]
+    return (block[0].test, block[0].number) if block and isinstance(block[0], Case) else block
 
 
 @dataclass(frozen=True)

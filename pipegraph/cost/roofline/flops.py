@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipegraph.graph.captured import runs_in_training
 from pipegraph.graph.nodes import on_meta
 
 
@@ -16,7 +17,7 @@ def count_flops(nodes: Iterable[fx.Node]) -> list[int]:
     """Count the floating-point operations of each node with torch's counter.
 
     Of equal nodes one is run, on meta tensors, so that a composite operation (``linear``, attention) counts as what it
-    is made of. Elementwise work counts as zero, as it does in torch.
+    is made of. Elementwise work counts as zero, as it does in torch, and so does what runs in evaluation mode only.
     """
     counted: dict[str, int] = {}
     found: list[int] = []
@@ -24,7 +25,7 @@ def count_flops(nodes: Iterable[fx.Node]) -> list[int]:
         key = f"{node.target} {fx.map_arg((node.args, node.kwargs), _signature)}"
         if key not in counted:
             counted[key] = _flops(node)
-        found.append(counted[key])
+        found.append(counted[key] if runs_in_training(node) else 0)
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from pipegraph.cost.roofline.flops import count_flops, value_bytes
-from pipegraph.graph.captured import Captured
+from pipegraph.graph.captured import BRANCH, Captured
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.replicated_values import parameter_free, replication_of
 from pipegraph.graph.partition.split_points import Point, SplitPoint
@@ -181,7 +181,7 @@ class _Crossing:
                     _span(gradients, start, stop, value_bytes(node) if node.meta["requires_grad"] else 0)
                 else:
                     _span(illegal, start, stop, 1)
-        for start, stop in self._writes():
+        for start, stop in (*self._writes(), *self._branches()):
             _span(illegal, start, stop, 1)
         self.bytes = list(accumulate(bytes_))
         self.gradient_bytes = list(accumulate(gradients))
@@ -203,6 +203,14 @@ class _Crossing:
                     yield min([position, *readers]), max([position, *readers])
                 else:
                     yield self._position.get(root, position), position
+
+    def _branches(self) -> Iterator[tuple[int, int]]:
+        """Yield the range of what one mode runs and the other does not."""
+        places: dict[int, list[int]] = {}
+        for node, position in self._position.items():
+            if BRANCH in node.meta:
+                places.setdefault(node.meta[BRANCH].number, []).append(position)
+        yield from ((min(found), max(found)) for found in places.values())
 
 
 def _span(counts: list[int], start: int, stop: int, amount: int) -> None:

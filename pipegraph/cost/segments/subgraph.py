@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pipegraph.graph.captured import Captured
+from pipegraph.graph.captured import Captured, by_mode, in_training, runs_in_training
 from pipegraph.graph.index_bounds import index_bound
 
 
@@ -60,7 +60,7 @@ class Subgraph:
             lines.append(f"{entry.kind} {_form(node)} {entry.requires_grad}")
         for node in self.nodes:
             number[node] = f"%{len(number)}"
-            arguments = fx.map_arg((node.args, node.kwargs), lambda each: _Name(number[each]))
+            arguments = fx.map_arg((node.args, node.kwargs), lambda each: _Name(number[in_training(each)]))
             lines.append(f"{node.target} {arguments} {node.meta['regions']}")
         gradients = zip(self.outputs, self.output_gradients, strict=True)
         lines += [f"output {number[node]} {comes}" for node, comes in gradients]
@@ -80,16 +80,18 @@ def _form(node: fx.Node) -> str:
 
 
 def subgraph_of(captured: Captured, nodes: Sequence[fx.Node]) -> Subgraph:
-    """Return the subgraph of ``nodes``, which follow one another in ``captured.nodes``."""
-    inside = set(nodes)
+    """Return the subgraph of ``nodes``, which follow one another in ``captured.nodes``, as training mode runs them."""
     last = bool(nodes) and nodes[-1] is captured.nodes[-1]
-    read = [parent for node in nodes for parent in node.all_input_nodes]
-    outputs = captured.returned if last else [node for node in nodes if any(user not in inside for user in node.users)]
+    members = set(nodes)
+    own = [node for node in nodes if node.target is not by_mode and runs_in_training(node)]
+    read = [in_training(parent) for node in own for parent in node.all_input_nodes]
+    read_outside = {in_training(node) for node in nodes if any(user not in members for user in node.users)}
+    outputs = list(map(in_training, captured.returned)) if last else [node for node in own if node in read_outside]
     wanted = dict.fromkeys([*read, *(outputs if last else ())])
     return Subgraph(
         captured=captured,
-        nodes=tuple(nodes),
-        inputs=tuple(node for node in wanted if node not in inside and node.op != "get_attr"),
+        nodes=tuple(own),
+        inputs=tuple(node for node in wanted if node not in members and node.op != "get_attr"),
         state=tuple(node for node in wanted if node.op == "get_attr"),
         outputs=tuple(outputs),
         last=last,
@@ -104,7 +106,7 @@ def fx_graph(subgraph: Subgraph) -> fx.GraphModule:
         values[node] = graph.placeholder(f"input_{len(values)}")
         values[node].meta = dict(node.meta)
     for node in subgraph.nodes:
-        values[node] = graph.node_copy(node, values.__getitem__)
+        values[node] = graph.node_copy(node, lambda argument: values[in_training(argument)])
     graph.output(tuple(values[node] for node in subgraph.outputs))
     return fx.GraphModule(nn.Module(), graph)
 
@@ -144,7 +146,7 @@ class SubgraphModule(nn.Module):
         for regions, nodes in self._runs:
             with _entered(regions):
                 for node in nodes:
-                    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: values[in_training(value)])
                     if self._device is not None and isinstance(kwargs.get("device"), torch.device):
                         kwargs = {**kwargs, "device": self._device}
                     function: Any = self._instead.get(node.target, node.target)

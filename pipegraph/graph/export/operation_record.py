@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -17,7 +17,8 @@ from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree, vers
 from pipegraph.graph.operators import operator_of_target
 
 Operations = list[Any]
-"""(operator, arguments) of each operation, with (shape, dtype) for a tensor."""
+"""(operator, arguments) of each operation. For a tensor stand its shape, its dtype, and a number that two tensors share
+if they are the same parameter or input, or are computed in the same way."""
 
 
 def operations_of_model(
@@ -35,7 +36,7 @@ def operations_of_model(
     with _without_memory(model, args, kwargs) as (fake_args, fake_kwargs):
         for module, training in mode.items():
             module.training = training
-        with _OperationRecord() as record:
+        with _OperationRecord(_names(model, (fake_args, fake_kwargs))) as record:
             model(*fake_args, **fake_kwargs)
     return record.operations
 
@@ -59,7 +60,7 @@ def operations_of_program(
             return model.get_buffer(name) if spec.kind is InputKind.BUFFER else program.constants[name]
 
         values = [value(spec) for spec in program.graph_signature.input_specs]
-        with _OperationRecord() as record:
+        with _OperationRecord(_names(model, leaves)) as record:
             fx.Interpreter(program.graph_module).run(*values)
     return record.operations
 
@@ -87,24 +88,45 @@ class _OperationRecord(TorchDispatchMode):
     views of all there is, which Python leaves out where it sees that a slice takes all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[tuple[torch.Tensor, object]]) -> None:
         super().__init__()
         self.operations: Operations = []
+        self._origins = {id(tensor): (tensor, hash(name)) for tensor, name in names}  # holds them: an id stays its own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        described = pytree.tree_map(_described, (args, kwargs))
+        described = pytree.tree_map(self._described, (args, kwargs))
         result = func(*args, **kwargs)
-        is_question = func.namespace == "prim" or operator_of_target(func).check
-        if not is_question and not (func.is_view and _described(result) == next(iter(described[0]), None)):
-            if func is torch.ops.aten.slice.Tensor:  # which begins at 0 or at None
-                described = pytree.tree_map(lambda leaf: leaf or 0, described)
-            self.operations.append((func, described))
+        if func.namespace == "prim" or operator_of_target(func).check:
+            return result
+        if func.is_view and _form(result) == _form(args[0]):
+            self._origins[id(result)] = result, self._origin(args[0])
+            return result
+        if func is torch.ops.aten.slice.Tensor:  # which begins at 0 or at None
+            described = pytree.tree_map(lambda leaf: leaf or 0, described)
+        self.operations.append((func, described))
+        made = hash((func, *map(str, pytree.tree_leaves(described))))
+        for position, leaf in enumerate(pytree.tree_leaves(result)):
+            if isinstance(leaf, torch.Tensor):
+                self._origins[id(leaf)] = leaf, hash((made, position))
         return result
 
+    def _described(self, leaf: Any) -> Any:
+        return (*_form(leaf), self._origin(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
-def _described(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+    def _origin(self, tensor: torch.Tensor) -> int:
+        return self._origins[id(tensor)][1] if id(tensor) in self._origins else 0
+
+
+def _names(model: nn.Module, inputs: Any) -> list[tuple[torch.Tensor, object]]:
+    """The tensors that a model begins with, each with a name."""
+    leaves = enumerate(pytree.tree_leaves(inputs))
+    given = [(leaf, position) for position, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [*given, *((tensor, name) for name, tensor in (*model.named_parameters(), *model.named_buffers()))]
+
+
+def _form(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
 
 
 @contextmanager

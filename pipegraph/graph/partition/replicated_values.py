@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import fx
 
-from pipegraph.graph.captured import Captured
+from pipegraph.graph.captured import BRANCH, Captured
 from pipegraph.graph.internals import pytree
 
 # Making a value costs memory traffic on one device, sending it costs the link between two. Memory is faster than a link
@@ -33,7 +33,12 @@ def parameter_free(captured: Captured) -> frozenset[fx.Node]:
             fixed = captured.state[node.target].kind != "parameter"
         else:
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            fixed = node.op == "call_function" and not random and free.issuperset(node.all_input_nodes)
+            fixed = (
+                node.op == "call_function"
+                and not random
+                and BRANCH not in node.meta
+                and free.issuperset(node.all_input_nodes)
+            )
         if fixed and node.name not in written and "writes" not in node.meta:
             free.add(node)
     return frozenset(node for node in free if node.op == "call_function")

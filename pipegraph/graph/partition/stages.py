@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from pipegraph.errors import PlanError
-from pipegraph.graph.captured import Captured, StateEntry, split_point
+from pipegraph.graph.captured import BRANCH, Captured, StateEntry, split_point
 from pipegraph.graph.nodes import path_of, source_line
 from pipegraph.graph.partition.replicated_values import replicated_operations
 from pipegraph.graph.partition.size_sources import inputs_for_sizes
@@ -61,6 +61,7 @@ def divide_into_stages(captured: Captured) -> tuple[StageGraph, ...]:
     runs = _runs(captured)
     made_in = {node: index for index, run in enumerate(runs) for node in run}
     _check_writes(captured, made_in)
+    _check_branches(made_in)
     returned = captured.returned
     nodes: list[tuple[fx.Node, ...]] = [()] * len(runs)
     reads: list[list[fx.Node]] = [[]] * len(runs)
@@ -143,6 +144,18 @@ def _check_writes(captured: Captured, made_in: Mapping[fx.Node, int]) -> None:
                 f"  at {source_line(node)}\n"
                 "Try: move the split point to before the tensor is made, or write x = x.index_fill(…) or torch.where "
                 "instead of the in-place form."
+            )
+
+
+def _check_branches(made_in: Mapping[fx.Node, int]) -> None:
+    """Check that no split point lies between the operations of a branch."""
+    home: dict[int, int] = {}
+    for node, index in made_in.items():
+        part = node.meta.get(BRANCH)
+        if part is not None and home.setdefault(part.number, index) != index:
+            raise PlanError(
+                f"A split point lies in what the model does in one mode only.\n  at {source_line(node)}\n"
+                "Try: a split point before or after the branch on self.training."
             )
 
 

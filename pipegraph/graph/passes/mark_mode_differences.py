@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx, nn
 
 from pipegraph.graph.captured import ModuleEntry
-from pipegraph.graph.nodes import any_layout, arguments_of, path_of, source_line
+from pipegraph.graph.nodes import arguments_of, path_of, source_line
 from pipegraph.graph.operators import operator_of
+from pipegraph.graph.passes.merge_modes import OtherGraphError, merge_modes
 
 aten = torch.ops.aten
 
@@ -30,26 +30,38 @@ def may_differ_by_mode(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> b
 
 
 def mark_mode_differences(graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:
-    """Mark what drops values in evaluation mode too, and warn if the modes differ in more than that.
+    """Mark what drops values in evaluation mode too, and make branches of what only one mode does.
+
+    A warning names the first difference that is no branch inside a ``forward``.
 
     before:  y = dropout(x, 0.1, True)      in ``evaluation`` as well
     after:   y = dropout(x, 0.1, True)      # in_every_mode: F.dropout(x), without training=self.training
     """
-    waiting = deque(_own_operations(evaluation, modules))
-    for node in _own_operations(graph, modules):
-        while waiting and any_layout(waiting[0]) != any_layout(node) and _changes_nothing(waiting[0]):
-            waiting.popleft()
-        if waiting and _is_same_operation(node, waiting[0]):
-            other = waiting.popleft()
-            drops = operator_of(node).dropout and other.args[2]
-            if drops or (_attention_dropout(node) and _attention_dropout(other)):
-                node.meta["in_every_mode"] = True
-        elif not operator_of(node).dropout and node.target is not aten.contiguous.default:
-            _warn(node)
-            return
-    left = [node for node in waiting if not _changes_nothing(node)]
-    if left:
-        _warn(left[0])
+    try:
+        _mark_dropouts(_own_operations(graph, modules), _own_operations(evaluation, modules))
+        merge_modes(graph, evaluation, modules)
+    except OtherGraphError as error:
+        _warn(error.node)
+
+
+def _mark_dropouts(own: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
+    """Mark the dropouts of both graphs that drop values in evaluation mode too.
+
+    A dropout may be missing in evaluation mode; the next one must not be taken for it.
+    """
+    groups: tuple[dict[object, list[fx.Node]], ...] = ({}, {})
+    for nodes, group in zip((own, other), groups, strict=True):
+        for node in nodes:
+            if operator_of(node).dropout:
+                place = tuple(fqn for _, fqn in path_of(node)), source_line(node)
+                group.setdefault(place, []).append(node)
+    for where, twins in groups[1].items():
+        if any(twin.args[2] for twin in twins):
+            nodes = groups[0].get(where, [])
+            if len(nodes) != len(twins):
+                raise OtherGraphError(twins[0])
+            for node, twin in zip(nodes, twins, strict=True):
+                node.meta["in_every_mode"] = twin.meta["in_every_mode"] = bool(twin.args[2])
 
 
 def _own_operations(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> list[fx.Node]:
@@ -61,22 +73,6 @@ def _in_torch_module(node: fx.Node, modules: Mapping[str, ModuleEntry]) -> bool:
     path = path_of(node)
     owner = modules.get(path[-1][1]) if path else None
     return owner is not None and type(owner.module).__module__.startswith("torch.nn")
-
-
-def _is_same_operation(node: fx.Node, other: fx.Node) -> bool:
-    """Return whether two operations are one in two modes.
-
-    A dropout may be missing in evaluation mode; the next one must not be taken for it. ``contiguous()`` may be missing
-    too, if the kernel that the mode calls left nothing to rearrange: a ``view`` in one mode is then the ``reshape`` of
-    the other.
-    """
-    same = any_layout(node) == any_layout(other)
-    return same and (not operator_of(node).dropout or source_line(node) == source_line(other))
-
-
-def _changes_nothing(node: fx.Node) -> bool:
-    """Return whether an operation in evaluation mode has no effect."""
-    return (operator_of(node).dropout and not node.args[2]) or node.target is aten.contiguous.default
 
 
 def _warn(node: fx.Node) -> None:

@@ -1,0 +1,260 @@
+"""What a model does in one mode only is ``if self.training:`` in its stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipegraph
+from pipegraph.errors import PlanError
+from pipegraph.runtime.pipeline import Pipeline
+from tests.codegen.layers import Block, batch
+from tests.codegen.parity import differences, source, split
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Block()
+        self.b = Block()
+        self.c = nn.Linear(8, 8)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.middle(self.a(x)))
+
+
+class TrainingOnly(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.training:
+            h = h.tanh()
+        return self.b(h)
+
+
+class EvaluationOnly(Layers):
+    """A module that evaluation mode alone calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if not self.training:
+            h = h + self.c(h)
+        return self.b(h)
+
+
+class BothModes(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.training:
+            gate = h.sigmoid()
+            h = h * gate
+        else:
+            h = h * 0.5
+        return self.b(h) + h
+
+
+class Chooses(Layers):
+    """Both modes run the same operations, and read other results of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, g = self.a(x), self.c(x)
+        return self.b(h if self.training else g) + h + g
+
+
+class Factor(Layers):
+    def middle(self, h: Tensor) -> Tensor:
+        return h * (0.5 if self.training else 1.0)
+
+
+class DropsInTraining(Layers):
+    def middle(self, h: Tensor) -> Tensor:
+        return F.dropout(h.tanh(), 0.5, self.training) if self.training else h
+
+
+class CentersByRows(Layers):
+    """Reads a size, and holds a region without gradients."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                mean = h.mean(0)
+            h = h - mean + torch.arange(h.shape[0], device=h.device).unsqueeze(1)
+        return h
+
+
+class StochasticDepth(nn.Module):
+    """After torchvision's: keeps whole rows."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        kept = torch.empty(x.shape[0], 1, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p).div_(1 - self.p)
+        return x * kept
+
+
+class Residual(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.other_drop = StochasticDepth(0.3), StochasticDepth(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.a(x))
+        return x + self.other_drop(self.b(x))
+
+
+class OwnBatchNorm(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            mean, var = input.mean(0), input.var(0, unbiased=False)
+            with torch.no_grad():
+                self.running_mean.mul_(0.9).add_(mean * 0.1)
+                self.running_var.mul_(0.9).add_(var * 0.1)
+        else:
+            mean, var = self.running_mean, self.running_var
+        return (input - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+
+
+class Normed(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = OwnBatchNorm(8)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.norm(h)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(4))
+        self.b = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.b(x)
+
+
+CASES = {
+    TrainingOnly: """
+        h = self.a(x)
+        if self.training:
+            h = h.tanh()
+        return h
+""",
+    EvaluationOnly: """
+        h = self.a(x)
+        if not self.training:
+            h = h + self.c(h)
+        return h
+""",
+    BothModes: """
+        if self.training:
+            gate = h.sigmoid()
+            h = h * gate
+        else:
+            h = h * 0.5
+""",
+    Chooses: """
+        if self.training:
+            x = relu
+        else:
+            x = linear
+""",
+    Factor: """
+        if self.training:
+            a = a * 0.5
+""",
+    DropsInTraining: """
+        if self.training:
+            a = F.dropout(a.tanh(), 0.5, self.training)
+""",
+    CentersByRows: """
+        if self.training:
+            with torch.no_grad():
+                mean = a.mean(0)
+            a = a - mean + torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+""",
+    Residual: """
+        if self.training:
+            x_1 = self.drop(x_1)
+        return x + x_1
+""",
+    Normed: """
+        else:
+            mean = self.running_mean
+            var = self.running_var
+""",
+    Deep: """
+        if self.training:
+            b = self.other_drop(b)
+        return x + b
+""",
+}
+
+
+@pytest.mark.parametrize("build", CASES)
+def test_a_branch_on_the_mode_is_a_branch(build: type[nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build()
+    package = split(tmp_path, model, (batch(),), cut="layers.2" if build is Deep else "b")
+    assert CASES[build].strip("\n") in source(package)
+    for train in (True, False):
+        assert differences(package, model, (batch(),), train=train) == []
+
+
+@pytest.mark.parametrize("kernels", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_pipeline_follows_the_mode_from_step_to_step(kernels: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = BothModes()
+    package = split(tmp_path, model, (batch(),), cut="b")
+    pipe = Pipeline(package, schedule="zb-h1", microbatches=2, loss_fn=F.mse_loss, kernels=kernels)
+    x, target = batch(4, 8), torch.zeros(4, 8)
+    for training in (True, False, True):
+        model.train(training)
+        for stage in pipe.stages.values():
+            stage.train(training)
+        expected = F.mse_loss(model(x), target)
+        assert torch.allclose(pipe.step(x, target=target, return_losses=True).loss, expected)
+        with torch.no_grad():
+            assert torch.allclose(pipe.eval(x), model(x))
+
+
+class AuxiliaryHead(Layers):
+    """Returns more in training mode."""
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        h = self.a(x)
+        return (self.b(h), self.c(h)) if self.training else self.b(h)
+
+
+class SkipsLayers(Deep):
+    """Calls layers in training mode alone, between which a stage may not begin."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x) if self.training or index == 0 else x
+        return self.b(x)
+
+
+def test_what_is_no_branch_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="not compute the same in evaluation mode.*test_mode_branches.py:.*self.b"):
+        split(tmp_path, AuxiliaryHead(), (batch(),), cut="b")
+
+
+def test_no_stage_begins_inside_a_branch(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"one mode only.*\n.*layers.py"):
+        split(tmp_path, SkipsLayers(), (batch(),), cut="layers.2")
+    captured = pipegraph.capture(SkipsLayers(), (batch(),))
+    chosen = pipegraph.plan(captured, stages=2).points
+    assert not {"layers.2", "layers.3"} & {point.fqn for point in chosen}
