@@ -62,11 +62,12 @@ class SizeGuards:
         return SizeLimits(captured, lowest, highest, tuple(conditions))
 
     def _holds(self, relation: sympy.Basic, sizes: Sizes, if_undefined: bool) -> bool:
-        """Return whether a relation holds. It is undefined if it divides by a size that would be 0."""
+        """Return whether a relation holds. It is undefined if it divides by a size that would be 0, or divides one that
+        would be negative."""
         numbers = {symbol: sympy.Integer(size) for symbol, size in {**self.captured, **sizes}.items()}
         try:
             return bool(relation.xreplace(numbers))
-        except ZeroDivisionError:
+        except (ZeroDivisionError, AssertionError):
             return if_undefined
 
 
