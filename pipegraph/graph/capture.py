@@ -31,6 +31,7 @@ from pipegraph.graph.passes.drop_expands import drop_expands
 from pipegraph.graph.passes.drop_identities import drop_identities
 from pipegraph.graph.passes.drop_redundant_dtypes import drop_redundant_dtypes
 from pipegraph.graph.passes.drop_write_backs import drop_write_backs
+from pipegraph.graph.passes.follow_created_dtypes import follow_created_dtypes
 from pipegraph.graph.passes.follow_dtypes import follow_dtypes
 from pipegraph.graph.passes.functionalize_writes import functionalize_writes
 from pipegraph.graph.passes.mark_gradients import mark_gradients
@@ -63,6 +64,7 @@ PASSES: tuple[Pass, ...] = (
     drop_dead_code,
     mark_gradients,
     relax_attention_views,
+    follow_created_dtypes,
 )
 """The passes over an exported graph, in their order. After them it reads as a person would have written it."""
 

@@ -170,6 +170,16 @@ def by_mode(training: torch.Tensor, evaluation: torch.Tensor) -> torch.Tensor:
     return training
 
 
+def model_dtype(own: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Mark a dtype that is ``own`` in the model as captured, and ``other`` if it is converted to the other dtype."""
+    return own
+
+
+def model_number(own: torch.dtype, other: torch.dtype, limit: str) -> float:
+    """Mark a number that ``torch.finfo`` says of the model's dtype: ``min`` or ``eps``."""
+    return float(getattr(torch.finfo(own), limit))
+
+
 def in_training(node: fx.Node) -> fx.Node:
     """The value that a node has in training mode: of a joined one, that of the branch."""
     while node.target is by_mode:

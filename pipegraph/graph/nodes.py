@@ -22,6 +22,9 @@ OTHER_DTYPE = "other_dtype"
 RELATIVE_DTYPE = "relative_dtype"
 """Key of a node's metadata: the model gives it the dtype of another value."""
 
+RELATIVE_NUMBERS = "relative_numbers"
+"""Key of a node's metadata: argument → the dtypes of the model, and what ``torch.finfo`` says that the argument is."""
+
 _FRAME = re.compile(r'File "(.*)", line (\d+), in ')
 
 

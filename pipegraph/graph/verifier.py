@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import written_by
-from pipegraph.graph.captured import StateEntry, by_mode
+from pipegraph.graph.captured import StateEntry, by_mode, model_dtype, model_number
 from pipegraph.graph.graph_text import graph_text, type_text
 from pipegraph.graph.internals import OpOverload, fake_empty, fake_mode_of, pytree
 from pipegraph.graph.nodes import source_line
@@ -21,6 +21,9 @@ from pipegraph.graph.passes.mark_gradients import mark_gradients
 from pipegraph.verification import InvalidGraphError
 
 Pass = Callable[[fx.Graph], None]
+
+# What a graph may call beside operators.
+_FUNCTIONS = (operator.getitem, by_mode, model_dtype, model_number)
 
 _METADATA: dict[str, tuple[str, ...]] = {
     "placeholder": ("val",),
@@ -87,7 +90,7 @@ class GraphVerifier:
             yield f"is a {node.meta['kind']}, and in the model a {entry.kind}"
 
     def _problems_of_operation(self, node: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[str]:
-        if not isinstance(node.target, OpOverload) and node.target not in (operator.getitem, by_mode):
+        if not isinstance(node.target, OpOverload) and node.target not in _FUNCTIONS:
             yield f"calls {node.target}, which is no operator"
         if "writes" in node.meta:
             if not written_by(node):

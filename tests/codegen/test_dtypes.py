@@ -139,6 +139,52 @@ def test_a_slice_of_all_is_kept_for_other_lengths(tmp_path: Path) -> None:
     assert "(hidden_states_1 * (variance + 1e-06).rsqrt()).to(hidden_states.dtype)" in source(package)
 
 
+class Masked(Normed):
+    """Makes a mask and positions in the dtype of its input, from nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linears[0](x)
+        kept = torch.arange(x.shape[0]) > 0
+        mask = torch.where(kept, torch.zeros((), dtype=x.dtype), torch.finfo(x.dtype).min)
+        positions = torch.arange(x.shape[0]).pow(0.5).to(x.dtype)
+        small = torch.full((8,), torch.finfo(x.dtype).eps, dtype=x.dtype)
+        return super().forward((x.mean(-1) + mask).softmax(0)[:, None] * x + positions[:, None] + small)
+
+
+@pytest.mark.parametrize("captured_in", [torch.float32, torch.bfloat16])
+def test_what_is_made_from_nothing_has_the_dtype_of_the_model(captured_in: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = Masked().bfloat16()
+    x = batch().to(captured_in)
+    package = split(tmp_path, copy.deepcopy(whole).to(captured_in), (x,), cut="norms.2")
+    text = source(package)
+    assert "torch.finfo(x.dtype).min" in text and "torch.finfo(x.dtype).eps" in text
+    assert "dtype=x.dtype" in text and "e+38" not in text
+    for dtype in DTYPES:
+        x = batch().to(dtype)
+        assert torch.equal(stages_in(package, dtype, x), copy.deepcopy(whole).to(dtype)(x))
+
+
+def test_every_stage_makes_the_mask_in_its_own_dtype(tmp_path: Path) -> None:
+    """A mask is made again in the stages that read it, and follows a value that they have."""
+
+    class Shared(Normed):
+        def forward(self, x: Tensor) -> Tensor:
+            kept = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).tril()
+            mask = torch.where(kept, torch.zeros((), dtype=x.dtype), torch.finfo(x.dtype).min)
+            for norm, linear in zip(self.norms, self.linears, strict=True):
+                x = x + (mask + linear(norm(x)) @ x.T).softmax(-1) @ x
+            return x
+
+    model = Shared()
+    package = split(tmp_path, model, (batch(),), cut="norms.2")
+    second = (package.path / "stage_1.py").read_text()
+    assert "torch.finfo(" in second and len(package.manifest.stages[1].inputs) == 1
+    for dtype in (torch.float32, torch.bfloat16):
+        x = batch().to(dtype)
+        assert torch.equal(stages_in(package, dtype, x), copy.deepcopy(model).to(dtype)(x))
+
+
 class CastsAtTheEnd(Normed):
     """Asks for the dtype of a value that is far away from the last stage."""
 

@@ -22,6 +22,7 @@ from pipegraph.codegen.forward.items import (
     modules_in,
 )
 from pipegraph.codegen.forward.roll_loops import roll_loops
+from pipegraph.codegen.forward.writer import UnknownDtypeError
 from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
@@ -146,7 +147,7 @@ class BlockClasses:
                 return None
             try:
                 source, modules = self._class(members, called)
-            except UnknownSizeError:  # the module is told a number by code around it, which has the tensor
+            except (UnknownSizeError, UnknownDtypeError):  # the code around the module has the tensor
                 return None
             constructor = call(source.name)
         return self._call(called, constructor, modules | {tree.fqn})

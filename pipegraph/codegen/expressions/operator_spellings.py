@@ -176,7 +176,8 @@ def _cast(operator: OperatorCall) -> Expression | None:
         return method(operator.expression(operator.arguments["self"]), "to", Attribute(reference, "dtype"))
     if set(operator.arguments) & {"copy", "memory_format", "other"} or "dtype" not in operator.arguments:
         return None
-    return operator.method(operator.arguments["self"], "to", value.dtype)
+    dtype = operator.arguments["dtype"]
+    return operator.method(operator.arguments["self"], "to", dtype if isinstance(dtype, fx.Node) else value.dtype)
 
 
 def _softmax(operator: OperatorCall) -> Expression:

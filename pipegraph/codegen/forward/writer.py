@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import sympy
+import torch
 from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
@@ -31,16 +32,23 @@ from pipegraph.codegen.forward.size_variables import SizeVariables
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import Attribute, Collection, Expression, Name, call
+from pipegraph.codegen.syntax.expressions import Attribute, Collection, Expression, Name, call, literal
 from pipegraph.codegen.syntax.line_breaks import reads_well
 from pipegraph.codegen.syntax.statements import Assign, Case, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
+from pipegraph.graph.captured import model_dtype, model_number
+from pipegraph.graph.nodes import OTHER_DTYPE
 from pipegraph.graph.symbolic_size import SymbolicSize
 
 # The greatest lengths of an expression: of one that contains the expressions of other items, of one that goes inside
 # another, of one that was a single statement of the model's source, and of one whose result is only reshaped.
 _LONGEST, _FOLDED_LENGTH, _LONGEST_STATEMENT, _RESHAPED_LENGTH = 96, 88, 108, 72
 _INDENT = 8
+_OF_MODEL_DTYPE = (model_dtype, model_number)
+
+
+class UnknownDtypeError(Exception):
+    """No value of a class has the dtype of the model."""
 
 
 @dataclass(frozen=True)
@@ -210,12 +218,36 @@ class ForwardWriter:
         if "writes" in node.meta:
             self._write(item)
             return
-        expression = self._build(item, lambda: express(node, self._expression, self._device))
+        expression = self._build(item, lambda: self._express(node))
         parts = [user for user in node.users if user.target is operator.getitem and user in self._made]
         if isinstance(node.meta.get("val"), (tuple, list)) and len(parts) > 1:
             self._unpack(item, expression, parts)
         else:
             self._place(item, node, expression)
+
+    def _express(self, node: fx.Node) -> Expression:
+        if node.target in _OF_MODEL_DTYPE:
+            return self._of_model_dtype(node)
+        return express(node, self._expression, self._device)
+
+    def _of_model_dtype(self, node: fx.Node) -> Expression:
+        """``x.dtype`` or ``torch.finfo(x.dtype).min``, of the first variable or parameter that has the model's dtype.
+
+        Raises:
+            UnknownDtypeError: a module has none; the code around it does. A stage without one keeps what was captured.
+        """
+        values = self._values
+        own, other, *limit = node.args
+        places = (*values.variables.values(), *self._contents.state_names, *values.deferred)
+        found = next((each for each in places if _dtypes(each) == (own, other)), None)
+        if found is None and self._contents.prefix:
+            raise UnknownDtypeError
+        if found is None:
+            return literal(node.meta["val"])
+        values.write(found)
+        variable = next((Name(name) for name, each in values.variables.items() if each is found), None)
+        dtype = Attribute(variable or values.written[found], "dtype")
+        return Attribute(call("torch.finfo", dtype), str(limit[0])) if limit else dtype
 
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
         """``a, b = x.split(…)``."""
@@ -345,13 +377,13 @@ class ForwardWriter:
         while True:
             expression = build()
             inside = [node for node in inside if node in values.deferred]
-            parts = [values.deferred[node].item for node in inside]
+            parts = [values.deferred[node].item for node in inside if node.target not in _OF_MODEL_DTYPE]
             if self._names is None or not parts or self._fits(item, parts, expression):
                 values.consume(read)
                 return expression
             # A value that has a name in the source reads better on a line of its own.
-            named = [node for node in inside if self._names.is_named(node)]
-            for node in named or inside:
+            written = [node for node in inside if node.target not in _OF_MODEL_DTYPE]
+            for node in [node for node in written if self._names.is_named(node)] or written:
                 values.write(node, kept=read)
 
     def _fits(self, item: Item, inside: Sequence[Item], expression: Expression) -> bool:
@@ -384,6 +416,8 @@ class ForwardWriter:
         length = len(expression.text)
         if node in self._targets:
             return False
+        if node.target in _OF_MODEL_DTYPE:
+            return self._values.uses_left[node] == 1
         if not self._names or self._values.uses_left[node] != 1 or length > _FOLDED_LENGTH:
             return False
         if is_written(node) and not is_view(node):  # the reader would write into another tensor
@@ -403,3 +437,9 @@ class ForwardWriter:
 
     def _emit(self, item: Item, statement: Statement) -> None:
         self._values.statements.append((self._contexts(item), statement))
+
+
+def _dtypes(node: fx.Node) -> tuple[object, object]:
+    """The dtype of a value, and the one that it has if the model is converted."""
+    value = node.meta.get("val")
+    return (value.dtype, node.meta.get(OTHER_DTYPE)) if isinstance(value, torch.Tensor) else (None, None)

@@ -12,9 +12,9 @@ from torch import fx, nn
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.torch_export import Exported, export_in
 from pipegraph.graph.export.twin_graph import TwinGraphs, same_argument, whole
-from pipegraph.graph.internals import pytree
+from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.model_structure import state_of
-from pipegraph.graph.nodes import OTHER_DTYPE, RELATIVE_DTYPE, arguments_of
+from pipegraph.graph.nodes import OTHER_DTYPE, RELATIVE_DTYPE, RELATIVE_NUMBERS, arguments_of
 from pipegraph.graph.operators import operator_of
 
 
@@ -82,6 +82,9 @@ class _Comparison:
                 node.meta[OTHER_DTYPE] = value.dtype
             if node in self._relative:
                 node.meta[RELATIVE_DTYPE] = True
+            numbers = _numbers(node, twin, *self._graphs.dtypes)
+            if numbers:
+                node.meta[RELATIVE_NUMBERS] = numbers
         for node in self._graphs.full_slices:
             if OTHER_DTYPE in whole(node).meta:
                 node.meta[OTHER_DTYPE] = whole(node).meta[OTHER_DTYPE]
@@ -139,6 +142,22 @@ class _Comparison:
 
     def _nodes(self) -> list[fx.Node]:
         return [*(node for node, _ in self._graphs.pairs), *self._graphs.full_slices]
+
+
+def _numbers(
+    node: fx.Node, twin: fx.Node, own: torch.dtype, other: torch.dtype
+) -> dict[str, tuple[torch.dtype, torch.dtype, str]]:
+    """The arguments of an operation that are what ``torch.finfo`` says of the model's dtype."""
+    if not isinstance(node.target, OpOverload) or node.target is not twin.target:
+        return {}
+    arguments, twins = arguments_of(node), arguments_of(twin)
+    found = {}
+    for name, value in arguments.items():
+        if isinstance(value, float) and value != twins.get(name):
+            for limit in ("min", "max", "eps", "tiny"):
+                if (value, twins.get(name)) == (getattr(torch.finfo(own), limit), getattr(torch.finfo(other), limit)):
+                    found[name] = own, other, limit
+    return found
 
 
 def _does_nothing(node: fx.Node) -> bool:

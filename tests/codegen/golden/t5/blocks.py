@@ -225,7 +225,7 @@ class T5Attention3(nn.Module):
         relative_position_if_large = relative_position_if_large.min(torch.full_like(relative_position_if_large, 7))
         relative_buckets = torch.where(is_small, relative_position, relative_position_if_large)
         position_bias = self.relative_attention_bias(relative_buckets).permute(2, 0, 1).unsqueeze(0)
-        attention_mask = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
+        attention_mask = torch.where(mask, position_bias, torch.finfo(hidden_states.dtype).min).contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
         )
@@ -274,7 +274,12 @@ class T5Attention4(nn.Module):
         key_states = self.k(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         value_states = self.v(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         position_bias = torch.zeros(
-            1, 4, hidden_states.shape[1], key_value_states.shape[1], device=hidden_states.device
+            1,
+            4,
+            hidden_states.shape[1],
+            key_value_states.shape[1],
+            dtype=hidden_states.dtype,
+            device=hidden_states.device,
         )
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
@@ -339,7 +344,7 @@ class T5Attention5(nn.Module):
         query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
-        attention_mask = torch.where(mask, position_bias, -3.4028234663852886e38).contiguous()
+        attention_mask = torch.where(mask, position_bias, torch.finfo(hidden_states.dtype).min).contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
         )

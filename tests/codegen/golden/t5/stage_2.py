@@ -38,6 +38,7 @@ class Stage2(nn.Module):
             4,
             self_attention_position_bias.shape[2],
             encoder_hidden_states.shape[1],
+            dtype=encoder_hidden_states.dtype,
             device=encoder_hidden_states.device,
         )
         for block in self.t5.decoder.block.values():
