@@ -75,6 +75,7 @@ def test_verify_compares_a_checkpoint(pipegraph: Command, package: Path, checkpo
     assert "Try: the checkpoint that MODEL is made from." in other.err
 
 
+@pytest.mark.slow
 def test_check_knows_the_weights(pipegraph: Command, package: Path, checkpoint: Path, tmp_path: Path) -> None:
     split = ("split", f"hf:{checkpoint}", *SIZES, "--points", "model.layers.2", "-o", tmp_path / "out")
     assert pipegraph(*split, "--weights", checkpoint).code == 0

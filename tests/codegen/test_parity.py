@@ -36,7 +36,9 @@ CUTS = [
 
 # The longest ones, whose models other tests split as well.
 SLOW = (
+    ("tests/models/llama.py", 3),
     ("tests/models/t5.py", 4),
+    ("tests/models/t5.py", "t5.encoder.block.1.layer.1,t5.decoder.block.0,t5.lm_head"),
     ("examples/transformer.py:build_tiny_model", "layers.2,layers.4.linear1,layers.7:end"),
     ("hf:examples/llama", "model.layers.3,model.layers.6.self_attn.o_proj"),
 )

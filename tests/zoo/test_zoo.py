@@ -14,7 +14,7 @@ from tests.zoo.architectures import CONFIGURATIONS
 from tests.zoo.visit import NAMES, STAGES, visit
 
 # One of each kind; `make test-all` visits every model.
-_QUICK = ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM", "Gemma3ForCausalLM", "MambaForCausalLM")
+_QUICK = ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")
 _SLOW = [name for name in CONFIGURATIONS if name not in (*_QUICK, "ResNetForImageClassification")]
 
 
