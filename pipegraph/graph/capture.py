@@ -15,8 +15,8 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputDimension
-from pipegraph.graph.export.mode_comparison import same_in_both_modes
 from pipegraph.graph.export.other_dtype import mark_dtypes
+from pipegraph.graph.export.same_in_both_modes import same_in_both_modes
 from pipegraph.graph.export.small_sizes import limits_of
 from pipegraph.graph.export.torch_export import Exported, export, export_in
 from pipegraph.graph.graph_text import graph_text, segments_text

@@ -21,8 +21,8 @@ from pipegraph.codegen.forward.items import (
     group_branches,
     modules_in,
 )
+from pipegraph.codegen.forward.model_dtypes import UnknownDtypeError
 from pipegraph.codegen.forward.roll_loops import roll_loops
-from pipegraph.codegen.forward.writer import UnknownDtypeError
 from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements

@@ -9,12 +9,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import sympy
-import torch
 from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.expressions.operation import contexts, express, write
-from pipegraph.codegen.expressions.operator_call import TRAINING
+from pipegraph.codegen.forward.branch_writer import BranchWriter
 from pipegraph.codegen.forward.items import (
     ClassContents,
     Item,
@@ -27,28 +26,22 @@ from pipegraph.codegen.forward.items import (
     with_inner,
 )
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
+from pipegraph.codegen.forward.model_dtypes import OF_MODEL_DTYPE, ModelDtypes
 from pipegraph.codegen.forward.roll_loops import loop_statement
 from pipegraph.codegen.forward.size_variables import SizeVariables
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import Attribute, Collection, Expression, Name, call, literal
+from pipegraph.codegen.syntax.expressions import Attribute, Expression, Name, call
 from pipegraph.codegen.syntax.line_breaks import reads_well
-from pipegraph.codegen.syntax.statements import Assign, Case, Evaluate, Return, Statement, nested
+from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
-from pipegraph.graph.captured import model_dtype, model_number
-from pipegraph.graph.nodes import OTHER_DTYPE
 from pipegraph.graph.symbolic_size import SymbolicSize
 
 # The greatest lengths of an expression: of one that contains the expressions of other items, of one that goes inside
 # another, of one that was a single statement of the model's source, and of one whose result is only reshaped.
 _LONGEST, _FOLDED_LENGTH, _LONGEST_STATEMENT, _RESHAPED_LENGTH = 96, 88, 108, 72
 _INDENT = 8
-_OF_MODEL_DTYPE = (model_dtype, model_number)
-
-
-class UnknownDtypeError(Exception):
-    """No value of a class has the dtype of the model."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +63,7 @@ class ForwardWriter:
     """The state of writing one ``forward``.
 
     Args:
-        contents: the items of the class.
-        tree: the modules of the class.
-        parameters: the names of the parameters.
-        source: finds names and line breaks in the model's source. Without it, every value has a line of its own and a
-            neutral name, so that two classes of equal structure have equal statements.
-        wanted: names for values that have none in the source.
+        contents, tree, parameters, source, wanted: as `write_forward` takes them.
         clashes: names to avoid: a value gets the name of the parameter under which a module takes it instead.
         sizes: those that get a variable as soon as a value has them.
     """
@@ -102,8 +90,8 @@ class ForwardWriter:
         tensor = Name(parameters[0]) if parameters else next(iter(attributes.values()), None)
         self._device = Attribute(tensor, "device") if tensor is not None else call("torch.get_default_device")
         self._sizes = SizeVariables(self._values, sizes)
-        self._around: Contexts = ()  # the side of a branch that is being written
-        self._targets: dict[fx.Node, str] = {}  # the values that are read after it → their names there
+        self._dtypes = ModelDtypes(self._values, contents)
+        self._branches = BranchWriter(self._values, self._name, self._item)
 
     def write(self) -> WrittenForward:
         """Write the statements; once only.
@@ -149,67 +137,9 @@ class ForwardWriter:
         elif isinstance(item, ModuleCall):
             self._call(item)
         elif isinstance(item, ModeBranch):
-            self._branch(item)
+            self._branches.write(item)
         else:
             self._operation(item)
-
-    def _branch(self, item: ModeBranch) -> None:
-        """``if self.training: h = h.tanh()``."""
-        values = self._values
-        values.write_all(except_for=())
-        sides = ((True, item.training), (False, item.evaluation))
-        mentions = [
-            Counter(node for each in items for node in operands(each))
-            + Counter(operands(join)[side] for join in item.joins)
-            for side, (_, items) in enumerate(sides)
-        ]
-        for counts in mentions:
-            values.uses_left.subtract(counts)
-        names: list[str] = []  # a name may be that of a value that is not read after the branch
-        for join in item.joins:
-            wanted = self._replaced_variable(join) or variable(self._name(join, join.node), "x")
-            names.append(unused(wanted, values.taken().union(names)))
-        variables = dict(values.variables)
-        for side, (training, items) in enumerate(sides):
-            values.uses_left.update(mentions[side])
-            values.variables.clear()
-            values.variables.update(variables)
-            self._around = (Case(TRAINING, training, item.number),)
-            self._targets = {operands(join)[side]: name for join, name in zip(item.joins, names, strict=True)}
-            for each in items:
-                self._item(each)
-            self._assign_joined([operands(join)[side] for join in item.joins], names)
-            self._around, self._targets = (), {}
-        values.variables.clear()
-        values.variables.update(variables)
-        for join, name in zip(item.joins, names, strict=True):
-            values.variables[name] = join.node
-            values.written[join.node] = Name(name)
-
-    def _assign_joined(self, joined: Sequence[fx.Node], names: Sequence[str]) -> None:
-        """Assign the values that are read after a branch to the names that they have there."""
-        values = self._values
-        values.write_all(except_for=joined)
-        pairs = [(Name(name), values.expression(node)) for node, name in zip(joined, names, strict=True)]
-        values.consume(joined)
-        pairs = [(name, value) for name, value in pairs if name.text != value.text]
-        overwritten = any(
-            target.text in value.names() for place, (target, _) in enumerate(pairs) for _, value in pairs[place + 1 :]
-        )
-        if overwritten:
-            targets, assigned = zip(*pairs, strict=True)
-            values.statements.append((self._around, Assign(targets, Collection(assigned, "()"))))
-        else:
-            values.statements += [(self._around, Assign((target,), value)) for target, value in pairs]
-
-    def _replaced_variable(self, join: Operation) -> str | None:
-        """The variable that a branch changes: it holds the value of one mode, and nothing reads that afterwards."""
-        values = self._values
-        for node in operands(join):
-            name = values.written[node].text if node in values.written else None
-            if name in values.variables and values.uses_left[node] == 0:
-                return name
-        return None
 
     def _operation(self, item: Operation) -> None:
         node = item.node
@@ -226,28 +156,9 @@ class ForwardWriter:
             self._place(item, node, expression)
 
     def _express(self, node: fx.Node) -> Expression:
-        if node.target in _OF_MODEL_DTYPE:
-            return self._of_model_dtype(node)
+        if node.target in OF_MODEL_DTYPE:
+            return self._dtypes.expression(node)
         return express(node, self._expression, self._device)
-
-    def _of_model_dtype(self, node: fx.Node) -> Expression:
-        """``x.dtype`` or ``torch.finfo(x.dtype).min``, of the first variable or parameter that has the model's dtype.
-
-        Raises:
-            UnknownDtypeError: a module has none; the code around it does. A stage without one keeps what was captured.
-        """
-        values = self._values
-        own, other, *limit = node.args
-        places = (*values.variables.values(), *self._contents.state_names, *values.deferred)
-        found = next((each for each in places if _dtypes(each) == (own, other)), None)
-        if found is None and self._contents.prefix:
-            raise UnknownDtypeError
-        if found is None:
-            return literal(node.meta["val"])
-        values.write(found)
-        variable = next((Name(name) for name, each in values.variables.items() if each is found), None)
-        dtype = Attribute(variable or values.written[found], "dtype")
-        return Attribute(call("torch.finfo", dtype), str(limit[0])) if limit else dtype
 
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
         """``a, b = x.split(…)``."""
@@ -350,8 +261,8 @@ class ForwardWriter:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def _name(self, item: Item, node: fx.Node) -> str:
-        if node in self._targets:
-            return self._targets[node]
+        if node in self._branches.joined:
+            return self._branches.joined[node]
         return self._names.of(item, node) if self._names else "v"
 
     def _expression(self, argument: fx.Node | SymbolicSize) -> Expression:
@@ -377,12 +288,12 @@ class ForwardWriter:
         while True:
             expression = build()
             inside = [node for node in inside if node in values.deferred]
-            parts = [values.deferred[node].item for node in inside if node.target not in _OF_MODEL_DTYPE]
+            parts = [values.deferred[node].item for node in inside if node.target not in OF_MODEL_DTYPE]
             if self._names is None or not parts or self._fits(item, parts, expression):
                 values.consume(read)
                 return expression
             # A value that has a name in the source reads better on a line of its own.
-            written = [node for node in inside if node.target not in _OF_MODEL_DTYPE]
+            written = [node for node in inside if node.target not in OF_MODEL_DTYPE]
             for node in [node for node in written if self._names.is_named(node)] or written:
                 values.write(node, kept=read)
 
@@ -414,9 +325,9 @@ class ForwardWriter:
         than the expression.
         """
         length = len(expression.text)
-        if node in self._targets:
+        if node in self._branches.joined:
             return False
-        if node.target in _OF_MODEL_DTYPE:
+        if node.target in OF_MODEL_DTYPE:
             return self._values.uses_left[node] == 1
         if not self._names or self._values.uses_left[node] != 1 or length > _FOLDED_LENGTH:
             return False
@@ -433,13 +344,7 @@ class ForwardWriter:
         return relative(fqn, self._contents.prefix).split(".")
 
     def _contexts(self, item: Item) -> Contexts:
-        return (*self._around, *contexts(item.nodes, self._contents.outer_regions, self._device))
+        return (*self._branches.around, *contexts(item.nodes, self._contents.outer_regions, self._device))
 
     def _emit(self, item: Item, statement: Statement) -> None:
         self._values.statements.append((self._contexts(item), statement))
-
-
-def _dtypes(node: fx.Node) -> tuple[object, object]:
-    """The dtype of a value, and the one that it has if the model is converted."""
-    value = node.meta.get("val")
-    return (value.dtype, node.meta.get(OTHER_DTYPE)) if isinstance(value, torch.Tensor) else (None, None)

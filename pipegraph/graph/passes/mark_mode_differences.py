@@ -15,9 +15,10 @@ import torch
 from torch import fx, nn
 
 from pipegraph.graph.captured import ModuleEntry
+from pipegraph.graph.mode_comparison import OtherGraphError
 from pipegraph.graph.nodes import arguments_of, path_of, source_line
 from pipegraph.graph.operators import operator_of
-from pipegraph.graph.passes.merge_modes import OtherGraphError, merge_modes
+from pipegraph.graph.passes.merge_modes import merge_modes
 
 aten = torch.ops.aten
 
