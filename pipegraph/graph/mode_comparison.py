@@ -174,10 +174,11 @@ class ModeComparison:
 
     def value_of(self, twin: fx.Node) -> fx.Node:
         """The value of training mode that one of evaluation mode is; itself if training mode does not make it."""
-        seen = self._effective(twin)
-        if seen not in self._value:
+        if twin not in self._value:
+            twin = self._effective(twin)
+        if twin not in self._value:
             raise OtherGraphError(twin)
-        return self._value[seen]
+        return self._value[twin]
 
     def _check(self, branch: ModeDifference) -> None:
         """Check that a branch reads nothing of other branches, and joins what can be joined."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pipegraph
 from pipegraph.codegen.package_files import generate
 from pipegraph.graph.sources.load import load
 from tests.codegen.parity import ROOT, untidy
+from tests.torch_version import is_tested_version
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = {
@@ -54,7 +56,10 @@ def test_package_is_as_it_was(name: str, pytestconfig: pytest.Config) -> None:
             (folder / file).write_text(text, encoding="utf-8")
     assert sorted(entry.name for entry in folder.iterdir()) == sorted(files)
     for file, text in files.items():
-        assert text == (folder / file).read_text(encoding="utf-8"), f"{name}/{file}"
+        golden = (folder / file).read_text(encoding="utf-8")
+        if file == "pipeline.json" and not is_tested_version():  # torch says what it takes for granted in other words
+            text, golden = (json.dumps(json.loads(each) | {"conditions": []}) for each in (text, golden))
+        assert text == golden, f"{name}/{file}"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -112,6 +112,18 @@ class Residual(Layers):
         return x + self.other_drop(self.b(x))
 
 
+class Dropped(Residual):
+    """The value that evaluation mode reads has passed a dropout, which does nothing there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.dropout(self.a(x)))
+        return x + self.other_drop(self.dropout(self.b(x)))
+
+
 class OwnBatchNorm(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
         if self.training:
@@ -186,6 +198,12 @@ CASES = {
             a = a - mean + torch.arange(x.shape[0], device=x.device).unsqueeze(1)
 """,
     Residual: """
+        if self.training:
+            x_1 = self.drop(x_1)
+        return x + x_1
+""",
+    Dropped: """
+        x_1 = self.dropout(self.a(x))
         if self.training:
             x_1 = self.drop(x_1)
         return x + x_1
