@@ -16,6 +16,7 @@ from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputDimension
 from pipegraph.graph.export.other_dtype import mark_dtypes
+from pipegraph.graph.export.restored_attributes import attributes_restored
 from pipegraph.graph.export.same_in_both_modes import same_in_both_modes
 from pipegraph.graph.export.small_sizes import limits_of
 from pipegraph.graph.export.torch_export import Exported, export, export_in
@@ -78,9 +79,10 @@ def capture(
 ) -> Captured:
     """Capture ``model`` on the inputs of one microbatch.
 
-    The model is left as it was: fake tensors stand in for its parameters while it is traced, so that neither memory nor
-    time goes into them, and it is traced in training mode, so that dropout and batch norm are seen. A model that traces
-    only in its own mode, or only in evaluation mode, is captured so, with a warning.
+    The model is left as it was, attributes that its ``forward`` sets included: fake tensors stand in for its parameters
+    while it is traced, so that neither memory nor time goes into them. It is traced in training mode, so that dropout
+    and batch norm are seen, and in evaluation mode if that may differ. A model that traces only in its own mode, or
+    only in evaluation mode, is captured so, with a warning.
 
     Threads capture one after the other.
 
@@ -101,7 +103,7 @@ def capture(
         )
     if not isinstance(args, tuple):
         raise CaptureError(f"args must be a tuple, not {type(args).__name__}.\nTry: args=(tokens,).")
-    with CAPTURE_LOCK:
+    with CAPTURE_LOCK, attributes_restored(model):
         return _capture(model, args, dict(kwargs or {}), allow_derivative)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
+from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.sources.load import load
 
@@ -262,3 +264,44 @@ def test_a_model_that_traces_in_evaluation_only_is_captured_so_with_a_warning() 
     with pytest.warns(UserWarning, match="Sampled cannot be traced in training mode .*captured in evaluation mode"):
         found = captured(Sampled(), torch.ones(2, 4))
     assert not found.training
+
+
+class Remembers(nn.Module):
+    """Sets attributes in its forward: its own and a child's, new ones and old ones, what is inside of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+        self.last: Tensor | None = None
+        self.shapes: dict[str, list[int]] = {"seen": [1]}
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x
+        self.extra = x
+        self.linear.flag = True
+        self.shapes["seen"].append(x.dim())
+        self.steps.add_(1)
+        return self.linear(x)
+
+
+class BranchesOnValues(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if y.sum() > 0 else -y
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of attributes that are set
+@pytest.mark.parametrize("build", [Remembers, BranchesOnValues])
+def test_attributes_that_forward_sets_are_left_as_they_were(
+    build: type[Remembers], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = build()
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(CaptureError) if build is BranchesOnValues else nullcontext():
+        pipegraph.capture(model, (torch.randn(3, 4),))
+    assert (model.calls, model.last, model.shapes, float(model.steps)) == (0, None, {"seen": [1]}, 0.0)
+    assert [set(vars(module)) for module in model.modules()] == before
+    assert "aten" not in "".join(capfd.readouterr())  # torch would print the graph

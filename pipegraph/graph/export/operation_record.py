@@ -13,7 +13,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from pipegraph.graph.export.fake_parameters import active_fake_mode, fake_parameters
-from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree, version_of
+from pipegraph.graph.export.restored_attributes import attributes_restored
+from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree
 from pipegraph.graph.operators import operator_of_target
 
 Operations = list[Any]
@@ -70,7 +71,7 @@ def _without_memory(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     with (
-        _attributes_restored(model),
+        attributes_restored(model),
         fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
         exporting(),
         warnings.catch_warnings(),
@@ -127,26 +128,3 @@ def _names(model: nn.Module, inputs: Any) -> list[tuple[torch.Tensor, object]]:
 
 def _form(value: Any) -> Any:
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
-
-
-@contextmanager
-def _attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Undo what a run does to the attributes of modules: a cache that it fills would hold tensors without memory.
-
-    Buffers are no fake tensors, because models read their values; their values (a batch norm counts its batches) are
-    put back.
-    """
-    held: list[Any] = [vars(module) for module in model.modules()]
-    held += [value for attributes in held for value in attributes.values() if type(value) in (dict, list, set)]
-    before = [(container, type(container)(container)) for container in held]
-    buffers = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, values, version in buffers:
-                if version_of(buffer) != version:
-                    buffer.copy_(values)
-        for container, contents in before:
-            container.clear()
-            container.extend(contents) if isinstance(container, list) else container.update(contents)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import io
+import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import nn
@@ -102,6 +105,7 @@ def export_in(
         autograd_functions_wrapped(CustomFunctions(allow_derivative).apply),
         _modes(mode),
         fake_parameters(model, args, kwargs, dtype) as (fake_args, fake_kwargs),
+        _graphs_not_shown(),
         warnings.catch_warnings(),
     ):
         # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.
@@ -127,6 +131,37 @@ def _varying_sizes(
             is_fixed = ((position, dim) in fixed or size < 2 for dim, size in enumerate(leaf.shape))
             shapes[leaf] = tuple(torch.export.Dim.STATIC if each else torch.export.Dim.AUTO for each in is_fixed)
     return shapes.dynamic_shapes(model, args, kwargs)
+
+
+class _WithoutGraphs(io.TextIOBase):
+    """A stream that passes on all but the graphs that torch prints."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        is_graph = "def forward(self" in text and "torch.ops.aten" in text
+        return len(text) if is_graph else self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+@contextmanager
+def _graphs_not_shown() -> Iterator[None]:
+    """Leave out what torch prints when an export fails: the whole graph, for each attempt. The error says the line."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Unable to find user code")
+
+    logger.addFilter(is_other)
+    try:
+        with redirect_stderr(_WithoutGraphs(sys.stderr)):
+            yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 @contextmanager
