@@ -267,7 +267,8 @@ def test_a_model_that_traces_in_evaluation_only_is_captured_so_with_a_warning() 
 
 
 class Remembers(nn.Module):
-    """Sets attributes in its forward: its own and a child's, new ones and old ones, what is inside of others."""
+    """Sets attributes in its forward: its own and a child's, new ones and old ones, what is inside of others; and writes
+    into tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +276,9 @@ class Remembers(nn.Module):
         self.calls = 0
         self.last: Tensor | None = None
         self.shapes: dict[str, list[int]] = {"seen": [1]}
+        self.norm = nn.BatchNorm1d(4)
         self.register_buffer("steps", torch.zeros(()))
+        self.sums = torch.zeros(4)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -284,7 +287,8 @@ class Remembers(nn.Module):
         self.linear.flag = True
         self.shapes["seen"].append(x.dim())
         self.steps.add_(1)
-        return self.linear(x)
+        self.sums += 1
+        return self.norm(self.linear(x))
 
 
 class BranchesOnValues(Remembers):
@@ -300,8 +304,10 @@ def test_attributes_that_forward_sets_are_left_as_they_were(
 ) -> None:
     model = build()
     before = [set(vars(module)) for module in model.modules()]
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with pytest.raises(CaptureError) if build is BranchesOnValues else nullcontext():
         pipegraph.capture(model, (torch.randn(3, 4),))
-    assert (model.calls, model.last, model.shapes, float(model.steps)) == (0, None, {"seen": [1]}, 0.0)
+    assert (model.calls, model.last, model.shapes, model.sums.tolist()) == (0, None, {"seen": [1]}, [0.0] * 4)
+    torch.testing.assert_close(dict(model.named_buffers()), values, rtol=0, atol=0)
     assert [set(vars(module)) for module in model.modules()] == before
     assert "aten" not in "".join(capfd.readouterr())  # torch would print the graph

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from pipegraph.graph.export.fake_parameters import active_fake_mode, fake_parameters
-from pipegraph.graph.export.restored_attributes import attributes_restored
+from pipegraph.graph.export.restored_attributes import attributes_restored, buffers_restored
 from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree
 from pipegraph.graph.operators import operator_of_target
 
@@ -72,6 +72,7 @@ def _without_memory(
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     with (
         attributes_restored(model),
+        buffers_restored(model),
         fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
         exporting(),
         warnings.catch_warnings(),
