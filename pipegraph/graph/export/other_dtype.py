@@ -49,13 +49,13 @@ def mark_dtypes(
                 twin, _ = flatten(program, *state_of(model))
         except Exception:  # whatever the model raises in a dtype that it was not written for
             return
-        comparison = _Comparison(TwinGraphs(graph, twin, own, other))
+        comparison = _DtypeComparison(TwinGraphs(graph, twin, own, other))
         if comparison.succeeds():
             comparison.apply()
             return
 
 
-class _Comparison:
+class _DtypeComparison:
     """What the operations of two graphs of one model read, in both."""
 
     def __init__(self, graphs: TwinGraphs) -> None:
@@ -99,8 +99,11 @@ class _Comparison:
         twin_leaves, twin_form = pytree.tree_flatten((twin.args, twin.kwargs))
         if node.target is not twin.target and node.op == "call_function":
             # Another kernel: it takes the same tensors.
-            twin_nodes = iter(twin.all_input_nodes)
-            twin_leaves = [next(twin_nodes) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+            twin_nodes = [leaf for leaf in twin_leaves if isinstance(leaf, fx.Node)]
+            if len(twin_nodes) != sum(isinstance(leaf, fx.Node) for leaf in leaves):
+                return False
+            waiting = iter(twin_nodes)
+            twin_leaves = [next(waiting) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         elif form != twin_form:
             return False
         found = []
