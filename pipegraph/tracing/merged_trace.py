@@ -66,7 +66,7 @@ def merge_traces(
     Raises:
         PipegraphError: the file cannot be written.
     """
-    merge = _Merge(run, measured_steps(run), operations)
+    merge = _EventMerge(run, measured_steps(run), operations)
 
     def events() -> Iterator[Event]:
         yield from merge.names(expected)
@@ -87,7 +87,7 @@ def describe_rank(run: RecordedRun, rank: int) -> str:
 
 
 @dataclass
-class _Merge:
+class _EventMerge:
     """Makes the events of a merged trace, and counts them."""
 
     run: RecordedRun

@@ -12,7 +12,7 @@ from torch import fx, nn
 from pipegraph.codegen.expressions.module_tree import ModuleTree, build_tree, init_statements
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.expressions.torch_modules import CallArguments, module_constructor, torch_module_call
-from pipegraph.codegen.forward.body import write_forward
+from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.forward.items import (
     ClassContents,
     ModuleCall,

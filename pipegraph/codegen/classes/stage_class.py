@@ -9,7 +9,7 @@ from torch import fx
 
 from pipegraph.codegen.classes.block_classes import BlockClasses, modules_of
 from pipegraph.codegen.expressions.module_tree import ModuleTree, init_statements
-from pipegraph.codegen.forward.body import write_forward
+from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import is_plain, outer_names, unused, variable
 from pipegraph.codegen.names.model_names import prose, signature
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, call, literal, method, string
