@@ -30,11 +30,11 @@ def limits_of(
     ``if x.shape[1] > 1``. The model and the program are therefore run at sizes of 1, and compared operation by
     operation. If they differ, such a size is left out.
     """
-    comparison = _Comparison(exported, sizes, model, args, kwargs)
+    comparison = _ProgramComparison(exported, sizes, model, args, kwargs)
     alone: list[Sizes] = [{symbol: 1} for symbol in guards.captured]
     ones = {symbol: 1 for each in alone if guards.allow(each) for symbol in each}
     differ: list[sympy.Basic] = []
-    if not guards.allow(ones) or not comparison.is_same(ones):
+    if ones and (not guards.allow(ones) or not comparison.is_same(ones)):
         differ = [symbol > 1 for symbol in ones if not comparison.is_same({symbol: 1})]
         if not differ and guards.allow(ones):
             # Two may be 1 one at a time. Which of more may be was not tried.
@@ -44,7 +44,7 @@ def limits_of(
     return guards.limits(differ)
 
 
-class _Comparison:
+class _ProgramComparison:
     """A model and its program, compared at several sizes."""
 
     def __init__(
