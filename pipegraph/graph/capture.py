@@ -8,7 +8,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from pipegraph.dump import dump
 from pipegraph.errors import CaptureError
@@ -130,9 +130,12 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], al
     next(phases)
     if training and may_differ_by_mode(graph, modules):
         same = same_in_both_modes(model, args, kwargs)
-        evaluation = graph if same else _evaluation_graph(model, args, kwargs, exported.fixed)
+        both, both_tensors = dict(state), dict(tensors)
+        evaluation = graph if same else _evaluation_graph(model, args, kwargs, exported.fixed, both, both_tensors)
         if evaluation is not None:
-            run_passes(graph, [partial(mark_mode_differences, evaluation=evaluation, modules=modules)], state)
+            run_passes(graph, [partial(mark_mode_differences, evaluation=evaluation, modules=modules)], both)
+            for node in graph.find_nodes(op="get_attr"):  # with constants that only evaluation mode reads
+                state[node.target], tensors[node.target] = both[node.target], both_tensors[node.target]
     next(phases)
     positional, keywords, constants = inputs_of(exported.program, args, kwargs)
     captured = Captured(
@@ -171,13 +174,18 @@ def run_passes(graph: fx.Graph, passes: Sequence[Pass], state: Mapping[str, Stat
 
 
 def _evaluation_graph(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: frozenset[InputDimension] | None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fixed: frozenset[InputDimension] | None,
+    state: dict[str, StateEntry],
+    tensors: dict[str, Tensor],
 ) -> fx.Graph | None:
-    """The graph of the model in evaluation mode; None if it cannot be traced."""
+    """The graph of the model in evaluation mode; None if it cannot be traced. Its own constants are added to ``state``
+    and ``tensors``."""
     mode = dict.fromkeys(model.modules(), False)
     try:
         exported = Exported(export_in(mode, model, args, kwargs, fixed=fixed), mode, fixed)
-        state, tensors = state_of(model)
         graph, _ = flatten(exported.program, state, tensors)
         mark_dtypes(graph, exported, model, args, kwargs)
         run_passes(graph, PASSES, state, prefix="evaluation_")

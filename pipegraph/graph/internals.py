@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The types of a graph's targets, nestings of tensors, and a mode that sees every operation have no public module.
@@ -67,6 +68,17 @@ def version_of(tensor: torch.Tensor) -> int:
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether a tensor was made as a view of another; on the meta device no address says so."""
     return tensor._is_view()
+
+
+def values_of(tensor: torch.Tensor) -> bytes | None:
+    """The values of a tensor, also while a mode without memory is active; None if it has none.
+
+    ``no_dispatch``: the mode would run the reading of memory as an operation on a fake tensor.
+    """
+    if tensor.is_meta or fake_mode_of(tensor) is not None:
+        return None
+    with no_dispatch():
+        return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def new_fake_mode() -> FakeTensorMode:

@@ -72,6 +72,18 @@ class Factor(Layers):
         return h * (0.5 if self.training else 1.0)
 
 
+class Tables(Layers):
+    """Constants of one mode: of the code, and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = torch.rand(2, 8)
+
+    def middle(self, h: Tensor) -> Tensor:
+        h = h + torch.tensor(0.5 if self.training else 0.25)
+        return h * (self.table if self.training else self.other)
+
+
 class DropsInTraining(Layers):
     def middle(self, h: Tensor) -> Tensor:
         return F.dropout(h.tanh(), 0.5, self.training) if self.training else h
@@ -186,6 +198,15 @@ CASES = {
     Factor: """
         if self.training:
             a = a * 0.5
+""",
+    Tables: """
+            h = self.constant_1
+        h = a + h
+        if self.training:
+            part = self.table
+        else:
+            part = self.other
+        return h * part
 """,
     DropsInTraining: """
         if self.training:

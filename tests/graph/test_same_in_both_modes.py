@@ -80,6 +80,27 @@ class Alike(nn.Module):
         return F.dropout(self.linear(x), p)
 
 
+class Reads(nn.Module):
+    """Reads another tensor in each mode."""
+
+    def __init__(self, training: str, evaluation: str) -> None:
+        super().__init__()
+        self.table, self.equal, self.other = torch.zeros(2, 4), torch.zeros(2, 4), torch.ones(2, 4)
+        self.names = {True: training, False: evaluation}
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.names[self.training]
+        return torch.tanh(x if read == "input" else torch.tensor(0) if read == "new" else getattr(self, read))
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluation", "same"),
+    [("table", "other", False), ("table", "equal", True), ("input", "table", False), ("new", "new", True)],
+)
+def test_constants_are_the_same_if_their_values_are(training: str, evaluation: str, same: bool) -> None:
+    assert same_in_both_modes(Reads(training, evaluation), X, {}) == same
+
+
 def test_equal_modes_are_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("exported a second time")

@@ -48,6 +48,11 @@ class NeedsElements(Layer):
         return super().forward(x) if x.shape[0] * x.shape[1] > 1 else x
 
 
+class AddsConstant(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
 @pytest.mark.parametrize(
     ("model", "lowest", "conditions"),
     [
@@ -56,6 +61,7 @@ class NeedsElements(Layer):
         (CallsOthers, {"batch": 2}, ()),
         (Refuses, {"x_1": 2}, ()),
         (NeedsChunk, {"x_1": 2}, ("x_1 // 4 != 0",)),
+        (AddsConstant, {}, ()),
         (NeedsElements, {}, ("batch * x_1 != 1",)),
     ],
 )

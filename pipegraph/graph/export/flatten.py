@@ -15,7 +15,7 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.call_arguments import copy_places
 from pipegraph.graph.captured import StateEntry
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
-from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of
+from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.operators import operator_of
 
@@ -38,7 +38,7 @@ def flatten(
 
     ``no_grad`` and ``autocast`` blocks, which export keeps as graphs of their own, are inlined; their nodes carry the
     block in ``meta["regions"]``. Constants that the model's code made are added to ``state`` and ``tensors`` under the
-    name of the module that reads them.
+    name of the module that reads them, unless they are there from the graph of another mode.
 
     Symbolic sizes become numbers, in shapes (``meta["sizes"]`` keeps the `SymbolicSize`s) and in arguments. What
     computes them is left out.
@@ -116,6 +116,8 @@ class _Flattening:
         first = f"{owner}.{name}" if owner else name
         fqn, count = first, 0
         while fqn in self.state:
+            if fqn not in self.held and _is_same_constant(self.state[fqn], self.tensors[fqn], tensor):
+                return fqn  # the graph of another mode has it
             count += 1
             fqn = f"{first}_{count}"
         self.tensors[fqn] = tensor.detach()
@@ -214,6 +216,11 @@ def _checks_size(node: fx.Node) -> bool:
     return operator_of(node).check and not any(
         isinstance(parent.meta.get("val"), torch.Tensor) for parent in node.all_input_nodes
     )
+
+
+def _is_same_constant(entry: StateEntry, held: torch.Tensor, tensor: torch.Tensor) -> bool:
+    is_alike = entry.kind == "constant" and entry.shape == tuple(tensor.shape) and entry.dtype == tensor.dtype
+    return is_alike and values_of(held) == values_of(tensor)
 
 
 def _is_region(node: fx.Node) -> bool:

@@ -14,12 +14,12 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from pipegraph.graph.export.fake_parameters import active_fake_mode, fake_parameters
 from pipegraph.graph.export.restored_attributes import attributes_restored, buffers_restored
-from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree
+from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree, values_of
 from pipegraph.graph.operators import operator_of_target
 
 Operations = list[Any]
 """(operator, arguments) of each operation. For a tensor stand its shape, its dtype, and a number that two tensors share
-if they are the same parameter or input, or are computed in the same way."""
+if they are the same parameter or input, or constants of the same values, or are computed in the same way."""
 
 
 def operations_of_model(
@@ -86,8 +86,9 @@ def _without_memory(
 class _OperationRecord(TorchDispatchMode):
     """Lists the operations that run, with a description of their arguments.
 
-    Left out are checks, questions such as the device of a tensor, which a dropout of nothing asks in training mode, and
-    views of all there is, which Python leaves out where it sees that a slice takes all.
+    Left out are checks, questions such as the device of a tensor, which a dropout of nothing asks in training mode, the
+    copy of a constant, which only a program makes, and views of all there is, which Python leaves out where it sees that
+    a slice takes all.
     """
 
     def __init__(self, names: Sequence[tuple[torch.Tensor, object]]) -> None:
@@ -101,7 +102,8 @@ class _OperationRecord(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.namespace == "prim" or operator_of_target(func).check:
             return result
-        if func.is_view and _form(result) == _form(args[0]):
+        is_same = func.is_view and args and _form(result) == _form(args[0])
+        if is_same or func is torch.ops.aten.lift_fresh_copy.default:
             self._origins[id(result)] = result, self._origin(args[0])
             return result
         if func is torch.ops.aten.slice.Tensor:  # which begins at 0 or at None
@@ -117,13 +119,15 @@ class _OperationRecord(TorchDispatchMode):
         return (*_form(leaf), self._origin(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
     def _origin(self, tensor: torch.Tensor) -> int:
-        return self._origins[id(tensor)][1] if id(tensor) in self._origins else 0
+        if id(tensor) not in self._origins:
+            self._origins[id(tensor)] = tensor, hash(values_of(tensor))
+        return self._origins[id(tensor)][1]
 
 
 def _names(model: nn.Module, inputs: Any) -> list[tuple[torch.Tensor, object]]:
     """The tensors that a model begins with, each with a name."""
     leaves = enumerate(pytree.tree_leaves(inputs))
-    given = [(leaf, position) for position, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    given = [(leaf, ("input", position)) for position, leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [*given, *((tensor, name) for name, tensor in (*model.named_parameters(), *model.named_buffers()))]
 
 

@@ -24,10 +24,10 @@ def merge_modes(graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, Mod
     Raises:
         OtherGraphError: that is not all by which they differ. The graph is as it was.
     """
-    _Merge(graph, ModeComparison(graph, evaluation, modules)).apply()
+    _ModeMerge(graph, ModeComparison(graph, evaluation, modules)).apply()
 
 
-class _Merge:
+class _ModeMerge:
     """Writes the differences of two graphs into one."""
 
     def __init__(self, graph: fx.Graph, comparison: ModeComparison) -> None:
@@ -46,7 +46,8 @@ class _Merge:
                 copies[node] = self._copy(node, branch, number, copies)
         for number, branch in enumerate(self._comparison.differences):
             for (value, other), readers in branch.joins.items():
-                join = self._join(branch, number, value, copies.get(other, other))
+                other = self._state(other, branch) if other.op == "get_attr" else copies.get(other, other)
+                join = self._join(branch, number, value, other)
                 for reader, position in readers:
                     _replace(reader, position, value, join)
 
@@ -73,7 +74,7 @@ class _Merge:
         return made
 
     def _state(self, node: fx.Node, branch: ModeDifference) -> fx.Node:
-        """A parameter or buffer, which evaluation mode alone may read."""
+        """A parameter, buffer or constant, which evaluation mode alone may read."""
         if node.graph is self._graph:
             return node
         found = next((each for each in self._graph.nodes if (each.op, each.target) == (node.op, node.target)), None)
