@@ -267,7 +267,7 @@ def test_a_model_that_traces_in_evaluation_only_is_captured_so_with_a_warning() 
 
 
 class Remembers(nn.Module):
-    """Sets attributes in its forward: its own and a child's, new ones and old ones, what is inside of others; and writes
+    """Sets attributes in its forward: its own and a child's, new ones and old ones, what is inside of others. It writes
     into tensors."""
 
     def __init__(self) -> None:

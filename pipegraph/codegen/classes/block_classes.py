@@ -12,7 +12,6 @@ from torch import fx, nn
 from pipegraph.codegen.expressions.module_tree import ModuleTree, build_tree, init_statements
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.expressions.torch_modules import CallArguments, module_constructor, torch_module_call
-from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.forward.items import (
     ClassContents,
     ModuleCall,
@@ -23,6 +22,7 @@ from pipegraph.codegen.forward.items import (
 )
 from pipegraph.codegen.forward.model_dtypes import UnknownDtypeError
 from pipegraph.codegen.forward.roll_loops import roll_loops
+from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements

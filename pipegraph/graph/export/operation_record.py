@@ -87,8 +87,8 @@ class _OperationRecord(TorchDispatchMode):
     """Lists the operations that run, with a description of their arguments.
 
     Left out are checks, questions such as the device of a tensor, which a dropout of nothing asks in training mode, the
-    copy of a constant, which only a program makes, and views of all there is, which Python leaves out where it sees that
-    a slice takes all.
+    copy of a constant, which only a program makes, and views of all there is, which Python leaves out where it sees
+    that a slice takes all.
     """
 
     def __init__(self, names: Sequence[tuple[torch.Tensor, object]]) -> None:
