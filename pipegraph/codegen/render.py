@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from pipegraph.codegen.syntax.expressions import Name
+from pipegraph.codegen.syntax.expressions import Expression, Name, literal
 from pipegraph.codegen.syntax.line_breaks import wrap
 from pipegraph.codegen.syntax.statements import ClassSource, lines
 
@@ -83,10 +83,13 @@ def _render(template: str, **values: Any) -> str:
 
 def _class_lines(source: ClassSource) -> list[str]:
     docstring = [f"    {line}" if line else "" for line in _docstring(source.docstring, 4)]
-    head = [f"class {source.name}({source.base}):", *docstring, ""]
+    head = [f"class {source.name}({source.base}):", *docstring]
+    if source.init or source.children or source.forward:
+        head.append("")
     if source.init or source.children:
         children = ", ".join(child.text for child in source.children)
-        head += wrap(f"def __init__({', '.join(('self', *source.init_parameters))}):", 4)
+        parameters = _parameters(source.init_parameters, source.init_defaults)
+        head += wrap(f"def __init__({parameters}):", 4)
         head += [*wrap(f"super().__init__({children})", 8), *lines(source.init, 8)]
     if not source.forward:
         return head
@@ -94,9 +97,14 @@ def _class_lines(source: ClassSource) -> list[str]:
     return [
         *head,
         *separator,
-        *wrap(f"def forward({', '.join(('self', *source.parameters))}):", 4),
-        *lines(source.forward, 8),
+        *wrap(f"def forward({_parameters(source.parameters, dict.fromkeys(source.optional, literal(None)))}):", 4),
+        *lines(source.body, 8),
     ]
+
+
+def _parameters(names: Sequence[str], defaults: Mapping[str, Expression]) -> str:
+    """``self, first, second=default``."""
+    return ", ".join(("self", *(f"{name}={defaults[name].text}" if name in defaults else name for name in names)))
 
 
 def _docstring(text: str, indent: int) -> list[str]:
@@ -121,6 +129,8 @@ def _imports(classes: Sequence[ClassSource], libraries: Mapping[str, str]) -> li
     imports = {"torch": "import torch"} if any(name.startswith("torch.") for name in names) else {}
     if any(name.startswith("F.") for name in names):
         imports["torch.nn.functional"] = "import torch.nn.functional as F"
+    if "OrderedDict" in names:
+        imports[""] = "from collections import OrderedDict\n"
     for namespace, module in libraries.items():
         if any(name.startswith(f"torch.ops.{namespace}.") for name in names):
             imports[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"

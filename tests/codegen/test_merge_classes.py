@@ -51,15 +51,15 @@ class Holder(nn.Module):
 
 
 class Sum(nn.Module):
-    """Not what its like computes, under the same name of class."""
+    """Not what its like computes, under the same name of class; no attribute says which of the two it is."""
 
     def __init__(self, adds: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.adds = adds
+        self._adds = adds
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + x if self.adds else self.linear(x) * x
+        return self.linear(x) + x if self._adds else self.linear(x) * x
 
 
 class Named(nn.Module):

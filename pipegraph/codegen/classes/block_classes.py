@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from types import NoneType
 
 from torch import fx, nn
 
-from pipegraph.codegen.expressions.module_tree import ModuleTree, build_tree, init_statements
+from pipegraph.codegen.classes.call_values import CallValues, StageMembers, call_values
+from pipegraph.codegen.expressions.module_tree import ModuleTree, build_tree, init_statements, sequence
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.expressions.torch_modules import CallArguments, module_constructor, torch_module_call
 from pipegraph.codegen.forward.items import (
@@ -28,7 +30,6 @@ from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, call, literal
 from pipegraph.codegen.syntax.statements import ClassSource
-from pipegraph.graph.call_arguments import argument_place, result_place, sorted_by_place
 from pipegraph.graph.call_tree import CallTree, call_tree
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of
@@ -68,13 +69,13 @@ class BlockClasses:
 
     def stage(self, stage: StageGraph) -> tuple[ClassContents, ModuleTree]:
         """The contents of a stage's own class. The classes that it uses are added to the collection."""
-        members = _StageMembers(frozenset(stage.nodes), frozenset(stage.outputs), frozenset(stage.state))
+        members = StageMembers(frozenset(stage.nodes), frozenset(stage.outputs), frozenset(stage.state))
         root = call_tree(stage.nodes)
         return self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
 
     def _contents(
         self,
-        members: _StageMembers,
+        members: StageMembers,
         prefix: str,
         calls: Sequence[fx.Node | CallTree],
         inputs: Sequence[fx.Node],
@@ -111,7 +112,7 @@ class BlockClasses:
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def _items(
-        self, members: _StageMembers, prefix: str, calls: Iterable[fx.Node | CallTree], inlined: frozenset[str]
+        self, members: StageMembers, prefix: str, calls: Iterable[fx.Node | CallTree], inlined: frozenset[str]
     ) -> list[Operation | ModuleCall]:
         """Operations and calls in order. A call that cannot stay a call is replaced by its contents."""
         items: list[Operation | ModuleCall] = []
@@ -120,14 +121,16 @@ class BlockClasses:
                 items.append(Operation(each))
                 continue
             item = None
-            if each.call not in self._opened and each.fqn not in inlined and is_within(each.fqn, prefix):
+            # Cuts lie between the items of a call that is opened. None lies in a whole call inside a class.
+            is_closed = each.call not in self._opened or (prefix and self.names.is_whole(each))
+            if is_closed and each.fqn not in inlined and is_within(each.fqn, prefix):
                 item = self._module_call(members, prefix, each)
             items += [item] if item is not None else self._items(members, prefix, each.items, inlined)
         return items
 
-    def _module_call(self, members: _StageMembers, prefix: str, tree: CallTree) -> ModuleCall | None:
+    def _module_call(self, members: StageMembers, prefix: str, tree: CallTree) -> ModuleCall | None:
         """The call of a torch.nn module or of a class for the module; None if its operations read better."""
-        called = self._values(members, tree)
+        called = call_values(self._captured, members, tree)
         if not called.makes:
             return None
         if len(called.makes) > 1:
@@ -149,40 +152,30 @@ class BlockClasses:
                 source, modules = self._class(members, called)
             except (UnknownSizeError, UnknownDtypeError):  # the code around the module has the tensor
                 return None
-            constructor = call(source.name)
+            return self._call(called, call(source.name), modules | {tree.fqn}, parameters=source.parameters)
         return self._call(called, constructor, modules | {tree.fqn})
 
     def _call(
         self,
-        called: _CallValues,
+        called: CallValues,
         constructor: FunctionCall,
         modules: frozenset[str],
         arguments: CallArguments | None = None,
+        parameters: Sequence[str] = (),
     ) -> ModuleCall:
-        fqn = called.tree.fqn
-        model_class = self._captured.modules[fqn].class_name
-        return ModuleCall(fqn, constructor, model_class, called.reads, called.makes, called.nodes, modules, arguments)
-
-    def _values(self, members: _StageMembers, tree: CallTree) -> _CallValues:
-        """The values that a call takes and returns, in the order of its arguments and results as far as known."""
-        nodes = tuple(tree.nodes())
-        inner = set(nodes)
-        read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes if node not in inner)
-        names = self._captured.names_of
-        foreign = [
-            node
-            for node in read
-            if node.op != "get_attr" or not any(is_within(name, tree.fqn) for name in names[str(node.target)])
-        ]
-        made = [node for node in nodes if members.read_outside(node, inner)]
-        return _CallValues(
-            tree,
-            nodes,
-            sorted_by_place(foreign, (argument_place(node, tree.call) for node in foreign)),
-            sorted_by_place(made, (result_place(node, tree.call) for node in made)),
+        return ModuleCall(
+            fqn=called.tree.fqn,
+            constructor=constructor,
+            model_class=self._captured.modules[called.tree.fqn].class_name,
+            reads=called.reads,
+            makes=called.makes,
+            nodes=called.nodes,
+            modules=modules,
+            arguments=arguments,
+            parameters=tuple(parameters),
         )
 
-    def _sequential(self, members: _StageMembers, called: _CallValues) -> tuple[FunctionCall | None, frozenset[str]]:
+    def _sequential(self, members: StageMembers, called: CallValues) -> tuple[FunctionCall | None, frozenset[str]]:
         """The constructor and modules of a ``nn.Sequential``, or of a subclass that only adds a name; else None."""
         nothing = None, frozenset[str]()
         fqn = called.tree.fqn
@@ -191,13 +184,11 @@ class BlockClasses:
             return nothing
         if len(called.reads) != 1 or len(called.makes) != 1:
             return nothing
-        if [name for name, _ in module.named_children()] != [str(index) for index in range(len(module))]:
-            return nothing
         items = self._items(members, fqn, called.tree.items, frozenset())
         calls = {item.fqn: item for item in items if isinstance(item, ModuleCall)}
         if len(calls) < len(items):
             return nothing
-        passed, children = called.reads, []
+        passed, children = called.reads, {}
         for name, child in module.named_children():
             item = calls.pop(f"{fqn}.{name}", None)
             if item is not None and item.arguments is None and item.reads == passed and len(item.makes) == 1:
@@ -207,14 +198,15 @@ class BlockClasses:
             constructor = item.constructor if item is not None else module_constructor(child)
             if constructor is None:
                 return nothing
-            children.append(constructor)
+            children[name] = constructor
         if calls or passed != called.makes:
             return nothing
         inside = {f"{fqn}.{name}" for name, _ in module.named_children()}.union(*map(modules_in, items))
+        modules = sequence(children)
         if type(module) is nn.Sequential:
-            return call("nn.Sequential", *children), frozenset(inside)
-        parts = {"base": "nn.Sequential", "children": tuple(children)}
-        return call(self._add(called, ("nn.Sequential", *children), lambda: parts).name), frozenset(inside)
+            return call("nn.Sequential", *modules), frozenset(inside)
+        parts = {"base": "nn.Sequential", "children": modules}
+        return call(self._add(called, ("nn.Sequential", *modules), lambda: parts).name), frozenset(inside)
 
     def _does_nothing(self, fqn: str) -> bool:
         """Return whether a module runs no operation. The whole model counts: of a Sequential that is cut in two, the
@@ -223,7 +215,7 @@ class BlockClasses:
 
     # ---- classes -----------------------------------------------------------------------------------------------------
 
-    def _class(self, members: _StageMembers, called: _CallValues) -> tuple[ClassSource, frozenset[str]]:
+    def _class(self, members: StageMembers, called: CallValues) -> tuple[ClassSource, frozenset[str]]:
         """The class of a call, and the modules in it."""
         tree = called.tree
         outer_regions = len(common_regions(called.nodes))
@@ -240,7 +232,7 @@ class BlockClasses:
         return self._add(called, structure, parts), modules_of(contents, modules)
 
     def _add(
-        self, called: _CallValues, structure: tuple[object, ...], parts: Callable[[], Mapping[str, object]]
+        self, called: CallValues, structure: tuple[object, ...], parts: Callable[[], Mapping[str, object]]
     ) -> ClassSource:
         """The class of a structure: the one that was collected before, or a new one under an unused name.
 
@@ -250,13 +242,19 @@ class BlockClasses:
         """
         module = self._captured.modules[called.tree.fqn]
         structure = (module.class_name, *structure)
-        if structure not in self._by_structure:
+        attributes = _attributes(module.module)
+        if structure in self._by_structure:
+            known = self._by_structure[structure]
+            common = {name: value for name, value in known.attributes.items() if attributes.get(name) == value}
+            self._by_structure[structure] = replace(known, attributes=common)
+        else:
             taken = {source.name for source in self._by_structure.values()}
             self._by_structure[structure] = ClassSource(
                 name=unused_class(class_name(module.class_name), taken),
                 docstring=self.names.docstring(called.tree, called.reads, called.makes),
                 model_class=module.class_name,
-                numbers=_numbers(module.module),
+                attributes=attributes,
+                part=self.names.part(called.tree),
                 **parts(),  # type: ignore[arg-type]
             )
         return self._by_structure[structure]
@@ -283,7 +281,7 @@ class BlockClasses:
         return leaves
 
     def _state_names(
-        self, members: _StageMembers, prefix: str, items: Sequence[Operation | ModuleCall], outputs: Sequence[fx.Node]
+        self, members: StageMembers, prefix: str, items: Sequence[Operation | ModuleCall], outputs: Sequence[fx.Node]
     ) -> dict[fx.Node, str]:
         """The parameters and buffers that ``forward`` reads itself → their names relative to the class."""
         names = self._captured.names_of
@@ -304,29 +302,6 @@ class BlockClasses:
         return state_names
 
 
-@dataclass(frozen=True)
-class _StageMembers:
-    """The operations, results and state of one stage."""
-
-    nodes: frozenset[fx.Node]
-    outputs: frozenset[fx.Node]
-    state: frozenset[str]
-
-    def read_outside(self, node: fx.Node, inner: set[fx.Node]) -> bool:
-        """Return whether an operation outside ``inner``, in this stage or a later one, reads a value."""
-        return node in self.outputs or any(user in self.nodes and user not in inner for user in node.users)
-
-
-@dataclass(frozen=True)
-class _CallValues:
-    """A call: its operations, the values that it takes, and the values that it returns."""
-
-    tree: CallTree
-    nodes: tuple[fx.Node, ...]
-    reads: tuple[fx.Node, ...]
-    makes: tuple[fx.Node, ...]
-
-
 def modules_of(contents: ClassContents, tree: ModuleTree) -> frozenset[str]:
     """The FQNs of all modules of a class, directly or inside others."""
     paths = (_join(contents.prefix, path) for path in tree.paths())
@@ -337,12 +312,12 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _numbers(module: nn.Module) -> dict[str, Expression]:
-    """The numbers among the attributes of a module. Arguments of the constructor come first."""
-    numbers = {
+def _attributes(module: nn.Module) -> dict[str, Expression]:
+    """The numbers, texts and None among the attributes of a module. Arguments of the constructor come first."""
+    values = {
         name: literal(value)
         for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float)) and name != "training" and not name.startswith("_")
+        if isinstance(value, (bool, int, float, str, NoneType)) and name != "training" and not name.startswith("_")
     }
-    order = (*inspect.signature(type(module).__init__).parameters, *numbers)
-    return {name: numbers[name] for name in order if name in numbers}
+    order = (*inspect.signature(type(module).__init__).parameters, *values)
+    return {name: values[name] for name in order if name in values}

@@ -1,32 +1,23 @@
-"""Merge classes that differ in numbers only. The numbers become arguments of the constructor."""
+"""Merge classes that the model has under one name, so that each stands once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from pipegraph.codegen.names.identifiers import class_name, unused, unused_class, variable
-from pipegraph.codegen.syntax.expressions import (
-    SELF,
-    Argument,
-    Attribute,
-    Expression,
-    FunctionCall,
-    Literal,
-    Name,
-    Node,
-    Passing,
-)
-from pipegraph.codegen.syntax.statements import Assign, ClassSource
+from pipegraph.codegen.classes.merge_order import merge_order
+from pipegraph.codegen.classes.merge_pair import MergedPair, distance, merge_pair
+from pipegraph.codegen.classes.number_arguments import equal_but_for_numbers
+from pipegraph.codegen.classes.unify import ordered_arguments
+from pipegraph.codegen.names.identifiers import class_name, unused_class
+from pipegraph.codegen.syntax.expressions import FunctionCall, ModuleInvocation, Name, call
+from pipegraph.codegen.syntax.statements import ClassSource
 
-# Two copies of a class read better than one class with more arguments than this. Each further copy allows two more.
-_MAX_ARGUMENTS, _PER_COPY = 6, 2
-# Replaces every number when classes are compared.
-_ANY_NUMBER = Name("…")
-
-# Takes a number and the name of the parameter that it is passed for; returns its replacement.
-_Change = Callable[[Literal, str], Expression]
+_Change = Callable[[FunctionCall], FunctionCall]
+# Compared pairs by the identity of the two classes, which the values keep alive.
+_KnownPairs = dict[tuple[int, int], tuple[ClassSource, ClassSource, MergedPair | None]]
 
 
 def merge_classes(
@@ -34,136 +25,215 @@ def merge_classes(
 ) -> tuple[list[ClassSource], list[ClassSource]]:
     """Merge the classes of blocks.
 
-    The result is ``Conv1D(nf=96, nx=32)`` and ``Conv1D(nf=32, nx=32)`` instead of a ``Conv1D`` and a ``Conv1D2``. The
-    classes around them can be merged only after them, so that this goes in rounds until no class is merged.
+    The result is ``Conv1D(nf=96, nx=32)`` and ``Conv1D(nf=32, nx=32)`` instead of a ``Conv1D`` and a ``Conv1D2``, and
+    one attention for layers that are given a mask and for those that are not. The classes around others can be merged
+    only after them, so that this goes in rounds until no class is merged.
 
     Args:
         blocks: the classes that stages share, each after those that it uses.
         stages: the classes of the stages.
 
     Returns:
-        the merged classes, and the stages with the new constructor calls.
+        the merged classes, and the stages with the new calls.
     """
     classes, users = list(blocks), list(stages)
-    while groups := _mergeable(classes):
-        calls = {member.name: group.call(index) for group in groups for index, member in enumerate(group.members)}
-        merged = {group.members[0].name: group.merged() for group in groups}
-        removed = {member.name for group in groups for member in group.members[1:]}
-        kept = [merged.get(each.name, each) for each in classes if each.name not in removed]
-
-        def with_arguments(made: FunctionCall, calls: Mapping[str, FunctionCall] = calls) -> FunctionCall:
-            return made if made.arguments else calls.get(made.function.text, made)
-
-        classes, users = ([_with_calls(each, with_arguments) for each in sources] for sources in (kept, users))
+    known: _KnownPairs = {}
+    while True:
+        merged = (
+            _merge_numbers(classes, users) or _merge_sequences(classes, users) or _merge_variants(classes, users, known)
+        )
+        if merged is None:
+            break
+        classes, users = merged
     names: dict[str, str] = {}
     for each in classes:
-        names[each.name] = unused_class(class_name(each.model_class), set(names.values()))
+        names[each.name] = unused_class(class_name(each.model_class) + each.part, set(names.values()))
 
     def renamed(made: FunctionCall) -> FunctionCall:
         name = names.get(made.function.text)
         return made if name is None else replace(made, function=Name(name))
 
-    classes = [replace(_with_calls(each, renamed), name=names[each.name]) for each in classes]
-    return classes, [_with_calls(each, renamed) for each in users]
+    classes = [replace(_with_constructors(each, renamed), name=names[each.name]) for each in _in_order(classes)]
+    return classes, [_with_constructors(each, renamed) for each in users]
 
 
-def _with_calls(source: ClassSource, change: Callable[[FunctionCall], FunctionCall]) -> ClassSource:
+def _merge_numbers(
+    classes: Sequence[ClassSource], users: Sequence[ClassSource]
+) -> tuple[list[ClassSource], list[ClassSource]] | None:
+    """Merge all classes that differ in numbers only; None if there are none."""
+    groups = equal_but_for_numbers(classes)
+    if not groups:
+        return None
+    calls = {member.name: group.call(index) for group in groups for index, member in enumerate(group.members)}
+    merged = {group.members[0].name: group.merged() for group in groups}
+    first = {member.name: group.members[0] for group in groups for member in group.members}
+    kept = [merged.get(each.name, each) for each in classes if first.get(each.name, each).name == each.name]
+
+    def with_arguments(made: FunctionCall) -> FunctionCall:
+        return made if made.arguments else calls.get(made.function.text, made)
+
+    def of_first(made: ModuleInvocation) -> ModuleInvocation:
+        names = (first[name].name if name in first else name for name in made.classes)
+        return replace(made, classes=tuple(dict.fromkeys(names)))
+
+    return _changed(kept, with_arguments, of_first), _changed(users, with_arguments, of_first)
+
+
+def _merge_sequences(
+    classes: Sequence[ClassSource], users: Sequence[ClassSource]
+) -> tuple[list[ClassSource], list[ClassSource]] | None:
+    """Merge subclasses of ``nn.Sequential`` that hold different modules: the constructor is given them.
+
+    Returns:
+        None if there are none.
+    """
+    groups: dict[str, list[ClassSource]] = {}
+    for each in classes:
+        if each.children:
+            groups.setdefault(each.model_class, []).append(each)
+    members = {each.name: each for group in groups.values() if len(group) > 1 for each in group}
+    if not members:
+        return None
+    first = {name: groups[each.model_class][0].name for name, each in members.items()}
+
+    def constructor(made: FunctionCall) -> FunctionCall:
+        member = members.get(made.function.text)
+        if member is None:
+            return made
+        given = {argument.name: argument.value for argument in made.arguments}
+
+        def passed(node: Any) -> Any:
+            return given.get(node.text, node) if isinstance(node, Name) else node.rebuilt(passed)
+
+        return call(first[member.name], *(_change(passed(child), constructor) for child in member.children))
+
+    kept = [
+        replace(each, children=(), init_parameters=()) if each.name in first else each
+        for each in classes
+        if first.get(each.name, each.name) == each.name
+    ]
+    return _changed(kept, constructor, lambda made: made), _changed(users, constructor, lambda made: made)
+
+
+def _merge_variants(
+    classes: Sequence[ClassSource], users: Sequence[ClassSource], known: _KnownPairs
+) -> tuple[list[ClassSource], list[ClassSource]] | None:
+    """Merge the classes of one name; None if there are none that can be merged.
+
+    Classes that others use come first, so that those others differ only in what they say themselves.
+
+    Args:
+        known: the pairs that were compared before, which this adds to.
+    """
+    signatures = {each.name: each.parameters for each in classes}
+    invocations = list(_invocations([*classes, *users]))
+    by_model_class: dict[object, list[ClassSource]] = {}
+    for each in _in_order(classes):
+        if each.forward and not each.children and not each.part:
+            by_model_class.setdefault((each.model_class, each.base), []).append(each)
+    for siblings in by_model_class.values():
+        merged = None
+        by_name = {each.name: each for each in siblings}
+        for names in merge_order(siblings, partial(distance, signatures=signatures)):
+            first, second = (by_name[name] for name in names)
+            key = id(first), id(second)
+            if key not in known:
+                known[key] = first, second, merge_pair(first, second, signatures)
+            _, _, pair = known[key]
+            if pair is not None and _keeps_calls(pair, invocations):
+                merged = _replace_pair(*(merged or (classes, users)), pair)
+                by_name[pair.source.name] = pair.source
+        if merged is not None:
+            return merged
+    return None
+
+
+def _replace_pair(
+    classes: Sequence[ClassSource], users: Sequence[ClassSource], pair: MergedPair
+) -> tuple[list[ClassSource], list[ClassSource]]:
+    names = [member.name for member in pair.members]
+    kept = [pair.source if each.name == names[0] else each for each in classes if each.name != names[1]]
+
+    def constructor(made: FunctionCall) -> FunctionCall:
+        name = made.function.text
+        return pair.constructor(names.index(name), made) if name in names else made
+
+    def invocation(made: ModuleInvocation) -> ModuleInvocation:
+        if not set(names) & set(made.classes):
+            return made
+        merged = dict.fromkeys(names[0] if name in names else name for name in made.classes)
+        arguments = made.arguments
+        if len(merged) == 1:
+            arguments = ordered_arguments({each.name: each.value for each in arguments}, pair.source.parameters)
+        return replace(made, arguments=arguments, classes=tuple(merged))
+
+    return _changed(kept, constructor, invocation), _changed(users, constructor, invocation)
+
+
+def _keeps_calls(pair: MergedPair, invocations: Sequence[ModuleInvocation]) -> bool:
+    """Return whether calls in a loop over modules of several classes can stay, because they pass values by position."""
+    members = {member.name: member.parameters for member in pair.members}
+    for made in invocations:
+        called = [members[name] for name in made.classes if name in members]
+        count = len(made.arguments)
+        if called and len(made.classes) > len(called):
+            if any(parameters[:count] != pair.source.parameters[:count] for parameters in called):
+                return False
+        elif any(parameters != called[0] for parameters in called):
+            return False
+    return True
+
+
+def _invocations(sources: Sequence[ClassSource]) -> Iterator[ModuleInvocation]:
+    for source in sources:
+        for statement in source.forward:
+            yield from (
+                node for node in statement.walk() if isinstance(node, ModuleInvocation) and len(node.classes) > 1
+            )
+
+
+def _in_order(classes: Sequence[ClassSource]) -> list[ClassSource]:
+    """Classes, each after those that it uses."""
+    by_name = {each.name: each for each in classes}
+    ordered: dict[str, ClassSource] = {}
+
+    def add(source: ClassSource) -> None:
+        if source.name not in ordered:
+            for name in sorted(source.uses() & by_name.keys(), key=list(by_name).index):
+                add(by_name[name])
+            ordered[source.name] = source
+
+    for each in classes:
+        add(each)
+    return list(ordered.values())
+
+
+def _changed(
+    sources: Sequence[ClassSource], constructor: _Change, invocation: Callable[[ModuleInvocation], ModuleInvocation]
+) -> list[ClassSource]:
+    """Classes with the calls of constructors and of modules changed."""
+
+    def walk(node: Any) -> Any:
+        node = node.rebuilt(walk)
+        return invocation(node) if isinstance(node, ModuleInvocation) else node
+
+    changed: list[ClassSource] = []
+    for each in sources:
+        source, forward = _with_constructors(each, constructor), tuple(map(walk, each.forward))
+        same = all(new is old for new, old in zip(forward, each.forward, strict=True))
+        changed.append(source if same else replace(source, forward=forward))
+    return changed
+
+
+def _with_constructors(source: ClassSource, change: _Change) -> ClassSource:
     """A class with the calls in its ``__init__`` changed."""
 
-    def walk(node: Node) -> Any:
-        node = node.rebuilt(walk)
-        return change(node) if isinstance(node, FunctionCall) else node
-
-    return replace(source, children=tuple(map(walk, source.children)), init=tuple(map(walk, source.init)))
+    children, init = (tuple(_change(node, change) for node in nodes) for nodes in (source.children, source.init))
+    same = all(new is old for new, old in zip((*children, *init), source.constructors, strict=True))
+    return source if same else replace(source, children=children, init=init)
 
 
-def _mergeable(classes: Sequence[ClassSource]) -> list[_MergeGroup]:
-    groups: dict[object, list[ClassSource]] = {}
-    for each in classes:
-        if not each.init_parameters:
-            source = _with_numbers(each, lambda number, name: _ANY_NUMBER)
-            common = (each.model_class, each.base, each.parameters, source.children, source.init, source.forward)
-            groups.setdefault(common, []).append(each)
-    equal = [_MergeGroup(tuple(members), _varying(members)) for members in groups.values() if len(members) > 1]
-    return [group for group in equal if len(group.varying) <= _MAX_ARGUMENTS + _PER_COPY * (len(group.members) - 2)]
-
-
-def _varying(members: Sequence[ClassSource]) -> dict[tuple[Literal, ...], str]:
-    """The numbers that differ: their values in all members → the name of the argument that replaces them."""
-    first = members[0]
-    attributes = {target.text for each in first.init if isinstance(each, Assign) for target in each.targets}
-    taken = {*first.parameters, *(attribute.removeprefix("self.") for attribute in attributes)}
-    names: dict[tuple[Literal, ...], str] = {}
-    for numbers in zip(*map(_numbers, members), strict=True):
-        values, parameter = tuple(value for value, _ in numbers), numbers[0][1]
-        if len(set(values)) > 1 and values not in names:
-            own = [name for name in first.numbers if tuple(each.numbers.get(name) for each in members) == values]
-            name = parameter if parameter in own or not own else own[0]
-            names[values] = unused(variable(name, "size"), {*taken, *names.values()})
-    return names
-
-
-@dataclass(frozen=True)
-class _MergeGroup:
-    """Classes that are equal except for the numbers in ``varying``."""
-
-    members: tuple[ClassSource, ...]
-    varying: Mapping[tuple[Literal, ...], str]
-
-    def call(self, index: int) -> FunctionCall:
-        """The call of the constructor for one member."""
-        values = {name: numbers[index] for numbers, name in self.varying.items()}
-        short = len(values) <= 2 and all(value.text.isdigit() for value in values.values())
-        passing = Passing.POSITIONAL if short else Passing.KEYWORD
-        arguments = (Argument(value, name, passing) for name, value in values.items())
-        return FunctionCall(Name(self.members[0].name), tuple(arguments))
-
-    def merged(self) -> ClassSource:
-        """The class of the first member, with arguments for the numbers. ``forward`` reads them as attributes."""
-        per_member = [[value for value, _ in _numbers(member)] for member in self.members]
-        values = zip(*per_member, strict=True)
-        stored: dict[str, None] = {}
-
-        def in_init(number: Literal, name: str) -> Expression:
-            argument = self.varying.get(next(values))
-            return number if argument is None else Name(argument)
-
-        def in_forward(number: Literal, name: str) -> Expression:
-            argument = in_init(number, name)
-            if not isinstance(argument, Name):
-                return number
-            stored[argument.name] = None
-            return Attribute(SELF, argument.name)
-
-        made = _with_numbers(self.members[0], in_init, in_forward)
-        own = (Assign((Attribute(SELF, name),), Name(name)) for name in stored)
-        return replace(made, init_parameters=tuple(self.varying.values()), init=(*own, *made.init))
-
-
-def _numbers(source: ClassSource) -> Iterator[tuple[Literal, str]]:
-    """Every number, with the name of the parameter that it is passed for, in the order of the source."""
-    numbers: list[tuple[Literal, str]] = []
-
-    def collect(number: Literal, name: str) -> Expression:
-        numbers.append((number, name))
-        return number
-
-    _with_numbers(source, collect)
-    return iter(numbers)
-
-
-def _with_numbers(source: ClassSource, change: _Change, change_in_forward: _Change | None = None) -> ClassSource:
-    """A class with its numbers changed, including those that a call leaves to a default."""
-
-    def walk(node: Any, change: _Change, name: str = "size") -> Any:
-        if isinstance(node, Literal):
-            return change(node, name) if node.is_number else node
-        if isinstance(node, Argument):
-            value = walk(node.value, change, node.name or "size")
-            is_new = node.passing is Passing.DEFAULT and value != node.value
-            return Argument(value, node.name, Passing.KEYWORD if is_new else node.passing)
-        return node.rebuilt(lambda inside: walk(inside, change))
-
-    children, init = (tuple(walk(node, change) for node in nodes) for nodes in (source.children, source.init))
-    forward = tuple(walk(node, change_in_forward or change) for node in source.forward)
-    return replace(source, children=children, init=init, forward=forward)
+def _change(node: Any, change: _Change) -> Any:
+    """A node with the calls in it changed, from the innermost ones."""
+    node = node.rebuilt(lambda inside: _change(inside, change))
+    return change(node) if isinstance(node, FunctionCall) else node

@@ -194,6 +194,14 @@ def _container(tree: ModuleTree) -> FunctionCall:
     return call(kind, Template("{{str(i): {} for i in {}}}", (element, counted)))
 
 
+def sequence(children: Mapping[str, Expression]) -> tuple[Expression, ...]:
+    """The arguments of the constructor of a ``nn.Sequential``: modules, or a dictionary of them if they have names."""
+    if list(children) == [str(index) for index in range(len(children))]:
+        return tuple(children.values())
+    pairs = (Template("{}: {}", (string(name), child)) for name, child in children.items())
+    return (call("OrderedDict", Collection(tuple(pairs), "{}")),)
+
+
 def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Expression | None:
     """The expression that makes each module of a comprehension: ``Block()`` or, for many modules of two classes,
     ``Block() if i % 2 else Other()``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,7 +12,7 @@ from torch import fx
 from pipegraph.codegen.expressions.index_tests import IndexTest
 from pipegraph.codegen.expressions.torch_modules import CallArguments
 from pipegraph.codegen.names.identifiers import outer_names
-from pipegraph.codegen.syntax.expressions import FunctionCall
+from pipegraph.codegen.syntax.expressions import Argument, Expression, FunctionCall, ModuleInvocation, call
 from pipegraph.graph.captured import BRANCH, StateEntry
 
 
@@ -51,6 +51,7 @@ class ModuleCall:
         nodes: the operations in it.
         modules: the FQNs of all modules that ``constructor`` makes.
         arguments: the arguments of the call, if they are more than the values one after the other.
+        parameters: the parameters of ``forward``, if the class is generated.
     """
 
     fqn: str
@@ -61,6 +62,20 @@ class ModuleCall:
     nodes: tuple[fx.Node, ...]
     modules: frozenset[str]
     arguments: CallArguments | None = None
+    parameters: tuple[str, ...] = ()
+
+    def invocation(self, module: Expression, values: Sequence[Expression], classes: Iterable[str] = ()) -> Expression:
+        """The call of a module that is like this one, with other values.
+
+        Args:
+            classes: further classes of the module, in a loop.
+        """
+        if self.arguments is not None:
+            return self.arguments.call(module, values)
+        if not self.parameters:
+            return call(module, *values)
+        arguments = tuple(Argument(value, name) for value, name in zip(values, self.parameters, strict=True))
+        return ModuleInvocation(module, arguments, tuple(dict.fromkeys((self.constructor.function.text, *classes))))
 
     @property
     def argument_values(self) -> tuple[fx.Node, ...]:

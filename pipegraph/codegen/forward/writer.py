@@ -189,15 +189,13 @@ class ForwardWriter:
 
     def _call(self, item: ModuleCall) -> None:
         function = self._tree.access(self._path(item.fqn))
-        expression = self._build(item, lambda: self._invoke(function, item))
+        expression = self._build(
+            item, lambda: item.invocation(function, [self._values.expression(node) for node in item.argument_values])
+        )
         if len(item.makes) == 1:
             self._place(item, item.makes[0], expression)
         else:
             self._emit(item, Assign(tuple(self._bind(item, node, expression) for node in item.makes), expression))
-
-    def _invoke(self, function: Expression, item: ModuleCall) -> Expression:
-        values = [self._values.expression(node) for node in item.argument_values]
-        return item.arguments.call(function, values) if item.arguments else call(function, *values)
 
     def _loop(self, item: ModuleLoop) -> None:
         """``for layer in self.layers.values(): h = layer(h, cos, sin)``."""
@@ -228,8 +226,11 @@ class ForwardWriter:
         ]
         values.consume(node for pattern in item.patterns for node, made in pattern if made is None)
 
+        classes = [each.constructor.function.text for each in item.calls]
+
         def iteration(called: Expression, values: Sequence[Expression]) -> Statement:
-            return Assign(targets, call(called, *values))
+            like = next(each for each in item.calls if len(each.reads) == len(values))
+            return Assign(targets, like.invocation(called, values, classes))
 
         self._emit(item, loop_statement(item, self._tree, container, (module, number), iteration, arguments))
 

@@ -15,6 +15,7 @@ from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import value_text
 from pipegraph.graph.internals import OpOverload, operator_name
+from pipegraph.graph.nodes import path_of
 from pipegraph.graph.operators import operator_of
 
 
@@ -68,6 +69,14 @@ class ModelNames:
     def is_whole(self, call: CallTree) -> bool:
         """Whether a stage holds all operations of a call."""
         return len(list(call.nodes())) == self._captured.operations_of[call.call]
+
+    def part(self, call: CallTree) -> str:
+        """ "Start", "Middle" or "End" for a part of a call, "" for a whole call."""
+        if self.is_whole(call):
+            return ""
+        operations = [node for node in self._captured.nodes if call.call in dict(path_of(node))]
+        nodes = set(call.nodes())
+        return "Start" if operations[0] in nodes else "End" if operations[-1] in nodes else "Middle"
 
     def docstring(self, call: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:
         """The docstring of a class: its origin, a place in the model, and the shapes of inputs and outputs there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, Self
@@ -40,15 +40,17 @@ class Node:
                     yield from part.walk()
 
     def rebuilt(self, change: Callable[[Any], Any]) -> Self:
-        """The same node, with ``change`` applied to each node directly inside."""
+        """The same node, with ``change`` applied to each node directly inside; the node itself if nothing changes."""
         changed: dict[str, Any] = {}
         for entry in fields(self):  # type: ignore[arg-type]
             value = getattr(self, entry.name)
             if isinstance(value, tuple):
-                changed[entry.name] = tuple(change(part) if isinstance(part, Node) else part for part in value)
-            elif isinstance(value, Node):
-                changed[entry.name] = change(value)
-        return replace(self, **changed)  # type: ignore[type-var]
+                parts = tuple(change(part) if isinstance(part, Node) else part for part in value)
+                if any(new is not old for new, old in zip(parts, value, strict=True)):
+                    changed[entry.name] = parts
+            elif isinstance(value, Node) and (part := change(value)) is not value:
+                changed[entry.name] = part
+        return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
 
 class Expression(Node):
@@ -122,11 +124,30 @@ class Passing(Enum):
 
 @dataclass(frozen=True)
 class Argument(Node):
-    """An argument of a call. ``name`` is the name of the parameter, "" if it is not known."""
+    """An argument of a call.
+
+    Attributes:
+        value: of the argument.
+        name: of the parameter, "" if it is not known.
+        passing: how it is passed.
+        default: of the parameter, if other calls of the same function do not pass it.
+    """
 
     value: Expression
     name: str = ""
     passing: Passing = Passing.POSITIONAL
+    default: Expression | None = field(default=None, compare=False)
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the call does not mention it."""
+        return self.passing is Passing.DEFAULT or self.value == self.default
+
+    def changed(self, value: Expression) -> Argument:
+        """The argument with another value."""
+        if self.passing is not Passing.DEFAULT or value == self.value:
+            return replace(self, value=value)
+        return Argument(value, self.name, Passing.KEYWORD, default=self.value)
 
 
 @dataclass(frozen=True)
@@ -138,10 +159,21 @@ class FunctionCall(Expression):
 
     @cached_property
     def text(self) -> str:
-        shown = [each for each in self.arguments if each.passing is not Passing.DEFAULT]
+        shown = [each for each in self.arguments if not each.is_left_out]
         prefixes = ("" if each.passing is Passing.POSITIONAL else f"{each.name}=" for each in shown)
         inside = ", ".join(f"{prefix}{each.value.text}" for prefix, each in zip(prefixes, shown, strict=True))
         return f"{self.function.within(ATOM)}({inside})"
+
+
+@dataclass(frozen=True)
+class ModuleInvocation(FunctionCall):
+    """The call of a module of a generated class: ``self.attention(hidden_states, mask)``.
+
+    Attributes:
+        classes: the class of the module. In a loop over modules of several classes, all of them.
+    """
+
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -248,6 +280,11 @@ def unary(symbol: str, operand: Expression) -> Template:
 def conditional(value: Expression, test: Expression, other: Expression) -> Template:
     """``value if test else other``."""
     return Template("{} if {} else {}", (value, test, other), outer=_CONDITIONAL)
+
+
+def is_none(value: Expression, negated: bool = False) -> Template:
+    """``value is None``, or ``value is not None``."""
+    return Template(f"{{}} is {'not ' if negated else ''}None", (value,), outer=_COMPARISON, inner=ATOM)
 
 
 def part(start: Expression | None = None, stop: Expression | None = None, step: Expression | None = None) -> Template:

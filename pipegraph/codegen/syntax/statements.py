@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Node, unary
+from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Name, Node, is_none, unary
 from pipegraph.codegen.syntax.line_breaks import wrap
 
 # Several results get brackets if they are longer than this.
@@ -109,8 +109,12 @@ class If(CompoundStatement):
         return f"if {self.test.text}:"
 
     def lines(self, indent: int) -> list[str]:
-        other = [f"{' ' * indent}else:", *lines(self.other, indent + _STEP)] if self.other else []
-        return [*super().lines(indent), *other]
+        if not self.other or isinstance(self.body[-1], Return):  # nothing runs after a return
+            return [*super().lines(indent), *lines(self.other, indent)]
+        if len(self.other) == 1 and isinstance(self.other[0], If):
+            first, *others = self.other[0].lines(indent)
+            return [*super().lines(indent), f"{' ' * indent}el{first.lstrip()}", *others]
+        return [*super().lines(indent), f"{' ' * indent}else:", *lines(self.other, indent + _STEP)]
 
 
 def lines(statements: Iterable[Statement], indent: int) -> list[str]:
@@ -175,29 +179,49 @@ class ClassSource:
         name, docstring: of the class.
         base: the class that it derives from.
         init_parameters: the parameters of ``__init__``.
+        init_defaults: the default of a parameter of ``__init__``, by its name.
+        init_modules: the parameters of ``__init__`` that are modules (or None).
         children: the arguments of ``super().__init__``.
         init: the statements of ``__init__`` after that.
         parameters: the parameters of ``forward``.
-        forward: the statements of ``forward``.
+        optional: those of them that may be left out. They are None then.
+        substitutes: for an optional parameter, the parameter whose value it has if it is left out.
+        given: statements that keep whether optional parameters are given, before they are assigned.
+        forward: the statements of ``forward`` after those.
         model_class: the model's own class.
-        numbers: the numbers that a module of that class holds, by the name of the attribute.
+        attributes: the numbers, texts and None that every module of that class holds, by the name of the attribute.
+        part: "" for all of the model's class; "Start", "Middle" or "End" if stages begin inside.
     """
 
     name: str
     docstring: str
     base: str = "nn.Module"
     init_parameters: tuple[str, ...] = ()
+    init_defaults: Mapping[str, Expression] = field(default_factory=dict)
+    init_modules: frozenset[str] = frozenset()
     children: tuple[Expression, ...] = ()
     init: tuple[Statement, ...] = ()
     parameters: tuple[str, ...] = ()
+    optional: frozenset[str] = frozenset()
+    substitutes: Mapping[str, str] = field(default_factory=dict)
+    given: tuple[Assign, ...] = ()
     forward: tuple[Statement, ...] = ()
     model_class: str = ""
-    numbers: Mapping[str, Expression] = field(default_factory=dict)
+    attributes: Mapping[str, Expression] = field(default_factory=dict)
+    part: str = ""
 
     @property
     def constructors(self) -> tuple[Node, ...]:
         """The code that makes the modules in it."""
         return *self.children, *self.init
+
+    @property
+    def body(self) -> tuple[Statement, ...]:
+        """All statements of ``forward``."""
+        substitutes = (
+            If(is_none(Name(name)), (Assign((Name(name),), Name(other)),)) for name, other in self.substitutes.items()
+        )
+        return *self.given, *substitutes, *self.forward
 
     def walk(self) -> Iterator[Node]:
         """All nodes of its source."""

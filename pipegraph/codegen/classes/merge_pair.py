@@ -1,0 +1,257 @@
+"""Make one class of two that the model has under one name: with optional arguments, and branches where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipegraph.codegen.classes.merge_bodies import BodyMerger, Condition, NoConditionError, Statements
+from pipegraph.codegen.classes.merged_arguments import FALSE, TRUE, MergedArguments
+from pipegraph.codegen.classes.number_arguments import MAX_ARGUMENTS, PER_COPY
+from pipegraph.codegen.classes.unify import (
+    NONE,
+    Difference,
+    DifferentCodeError,
+    InitArgument,
+    Unifier,
+    assigned_names,
+    is_module,
+    opened,
+)
+from pipegraph.codegen.syntax.expressions import (
+    SELF,
+    Argument,
+    Attribute,
+    Binary,
+    Expression,
+    FunctionCall,
+    Name,
+    Passing,
+)
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, If, Statement
+
+# A parameter that one class lacks stands for one that it has if at least this many more statements are equal then.
+_GAIN = 1.5
+
+
+@dataclass(frozen=True)
+class MergedPair:
+    """Two classes as one.
+
+    Attributes:
+        members: the two classes.
+        source: the class for both, under the name of the first.
+        values: for each member, the arguments that its constructor passes on: parameter → value in terms of its own
+            arguments; None for a parameter that it does not use.
+        statements_in_branches: the number of statements that only one of them runs.
+    """
+
+    members: tuple[ClassSource, ClassSource]
+    source: ClassSource
+    values: tuple[Mapping[str, Expression | None], Mapping[str, Expression | None]]
+    statements_in_branches: int
+
+    def constructor(self, side: int, made: FunctionCall) -> FunctionCall:
+        """The call of the constructor that replaces one of a member."""
+        given = {argument.name: argument.value for argument in made.arguments}
+
+        def passed(node: Any) -> Any:
+            return given[node.name] if isinstance(node, InitArgument) else node.rebuilt(passed)
+
+        arguments: list[Argument] = []
+        defaults = self.source.init_defaults
+        for name, value in self.values[side].items():
+            argument = defaults[name] if value is None else passed(value)
+            is_default = name in defaults and argument == defaults[name]
+            arguments.append(Argument(argument, name, Passing.DEFAULT if is_default else Passing.KEYWORD))
+        shown = [each for each in arguments if each.passing is Passing.KEYWORD]
+        if len(shown) <= 2 and shown == arguments[: len(shown)] and all(each.value.text.isdigit() for each in shown):
+            arguments[: len(shown)] = [replace(each, passing=Passing.POSITIONAL) for each in shown]
+        return FunctionCall(Name(self.source.name), tuple(arguments))
+
+
+def merge_pair(first: ClassSource, second: ClassSource, signatures: Mapping[str, Sequence[str]]) -> MergedPair | None:
+    """Make one class of two.
+
+    An object of the class runs exactly the statements of the class that it replaces: those that both have, and those
+    under conditions that hold for this class only. Such a condition is that an optional argument of ``forward`` is
+    given, or a flag or an optional module that the constructor was given.
+
+    Args:
+        first, second: classes that the model has under one name.
+        signatures: the parameters of ``forward`` of each generated class.
+
+    Returns:
+        None if nothing tells the two apart, or if its constructor would have too many arguments.
+    """
+    try:
+        return _PairMerger(first, second, signatures).merge()
+    except (NoConditionError, DifferentCodeError, TooManyArgumentsError):
+        return None
+
+
+def distance(first: ClassSource, second: ClassSource, signatures: Mapping[str, Sequence[str]]) -> float:
+    """How many statements of ``forward`` two classes do not have in common."""
+    one, two = opened(first, 0).forward, opened(second, 1).forward
+    unifier = Unifier(_only(first, second), signatures)
+    return len(one) + len(two) - 2 * BodyMerger(unifier, (), frozenset()).likeness(one, two)
+
+
+def _only(first: ClassSource, second: ClassSource) -> tuple[frozenset[str], frozenset[str]]:
+    """The parameters of each class that the other does not have."""
+    one, two = frozenset(first.parameters), frozenset(second.parameters)
+    return one - two, two - one
+
+
+class TooManyArgumentsError(Exception):
+    """Two classes read better than one with that many arguments."""
+
+
+class _PairMerger:
+    def __init__(self, first: ClassSource, second: ClassSource, signatures: Mapping[str, Sequence[str]]) -> None:
+        self._members = first, second
+        self._opened = opened(first, 0), opened(second, 1)
+        self._only = _only(first, second)
+        self._unifier = Unifier(self._only, signatures, {**first.substitutes, **second.substitutes})
+        self._optional_modules: list[Condition] = []
+
+    def merge(self) -> MergedPair:
+        first, second = self._members
+        flags, others = self._attribute_conditions()
+        init = self._init(self._opened[0].init, self._opened[1].init, flags or others)
+        required = [name for name in first.parameters if name in second.parameters]
+        required = [name for name in required if name not in first.optional | second.optional]
+        parameters = dict.fromkeys((*required, *first.parameters, *second.parameters))
+        given = [
+            Condition.is_given(Name(name), side, is_parameter=True)
+            for side, own in enumerate(self._members)
+            for name in own.parameters
+            if name in self._only[side] and name not in own.optional
+        ]
+        bodies = self._opened[0].forward, self._opened[1].forward
+        merger = BodyMerger(
+            self._unifier,
+            [*given, *flags, *self._optional_modules, *others],
+            {*parameters, *assigned_names(bodies[0]), *assigned_names(bodies[1])},
+        )
+        self._find_substitutes(merger, bodies)
+        bodies = merger.with_named_results(*bodies)
+        assigned = frozenset(self._unifier.in_place_of)
+        forward = merger.merge(*bodies, (assigned, assigned))
+        arguments = MergedArguments(self._members, {*parameters})
+        closed_init, closed_forward = arguments.closed(init, in_init=True), arguments.closed(forward, in_init=False)
+        stored = (Assign((Attribute(SELF, name),), Name(name)) for name in arguments.stored)
+        names = arguments.ordered()
+        if len(names) > max(MAX_ARGUMENTS, *(len(each.init_parameters) + PER_COPY for each in self._members)):
+            raise TooManyArgumentsError
+        longer = max(self._members, key=lambda each: len(each.parameters))
+        source = replace(
+            first,
+            docstring=longer.docstring,
+            init_parameters=tuple(names),
+            init_defaults=arguments.defaults,
+            init_modules=frozenset(arguments.modules),
+            init=(*stored, *closed_init),
+            parameters=tuple(parameters),
+            optional=frozenset(parameters) - {*required},
+            substitutes=self._unifier.in_place_of,
+            given=tuple(dict.fromkeys((*first.given, *second.given, *merger.hoisted.values()))),
+            forward=closed_forward,
+            attributes={
+                name: value for name, value in first.attributes.items() if second.attributes.get(name) == value
+            },
+        )
+        values = tuple({name: arguments.values[name][side] for name in names} for side in (0, 1))
+        return MergedPair(self._members, source, (values[0], values[1]), merger.statements_in_branches)
+
+    def _find_substitutes(self, merger: BodyMerger, bodies: tuple[Statements, Statements]) -> None:
+        """Find the parameters that one class lacks, if it reads another parameter in their place."""
+        found = self._unifier.in_place_of
+        both = [name for name in self._members[0].parameters if name in self._members[1].parameters]
+        for name in sorted((self._only[0] | self._only[1]) - found.keys()):
+            scores: dict[str | None, float] = {None: merger.likeness(*bodies, (frozenset(), frozenset()))}
+            for other in both:
+                found[name] = other
+                scores[other] = merger.likeness(*bodies, (frozenset(), frozenset()))
+                del found[name]
+            best = max(scores, key=scores.__getitem__)
+            if best is not None and scores[best] >= scores[None] + _GAIN:
+                found[name] = best
+
+    # ---- __init__ ----------------------------------------------------------------------------------------------------
+
+    def _attribute_conditions(self) -> tuple[list[Condition], list[Condition]]:
+        """The conditions on attributes of the model's modules: on flags, and on texts, None and whole numbers."""
+        flags: list[Condition] = []
+        others: list[Condition] = []
+        attributes = self._members[0].attributes, self._members[1].attributes
+        for name, one in attributes[0].items():
+            two = attributes[1].get(name)
+            if two is None or one == two or "." in one.text + two.text:
+                continue
+            value = Difference(one, two, name)
+            if {one, two} == {TRUE, FALSE}:
+                flags.append(Condition.flag(value, 0 if one == TRUE else 1))
+            elif NONE in (one, two):
+                others.append(Condition.is_given(value, 0 if two == NONE else 1))
+            else:
+                others.append(Condition(Binary("==", value, one), Binary("!=", value, one), 0, value))
+        return flags, others
+
+    def _init(self, first: Statements, second: Statements, conditions: Sequence[Condition]) -> Statements:
+        """The statements of ``__init__``, those of the same target next to each other."""
+        targets = [{_target(each): each for each in statements} for statements in (first, second)]
+        return tuple(
+            self._set(targets[0].get(target), targets[1].get(target), conditions)
+            for target in _merged_order(list(targets[0]), list(targets[1]))
+        )
+
+    def _set(self, first: Statement | None, second: Statement | None, conditions: Sequence[Condition]) -> Statement:
+        """The statement that sets one target."""
+        if isinstance(first, If) and isinstance(second, If):
+            test = self._unifier.unify(first.test, second.test)
+            body = self._init(first.body, second.body, conditions)
+            return If(test, body, self._init(first.other, second.other, conditions))
+        try:
+            common: Statement = self._unifier.unify(first, second)
+        except DifferentCodeError:
+            return self._differing(first, second, conditions)
+        return common
+
+    def _differing(
+        self, first: Statement | None, second: Statement | None, conditions: Sequence[Condition]
+    ) -> Statement:
+        """A module that differs: the constructor is given it, or makes it under a condition."""
+        known = first or second
+        one, two = (each.value if isinstance(each, Assign) else NONE for each in (first, second))
+        target = known.targets[0] if isinstance(known, Assign) else None
+        has_arguments = known is not None and any(isinstance(node, InitArgument) for node in known.walk())
+        can_be_given = all(is_module(value) or value == NONE for value in (one, two))
+        makes_it = bool(conditions) and NONE in (one, two) and not has_arguments
+        if makes_it or not (isinstance(target, Attribute) and target.owner == SELF and can_be_given):
+            if not conditions:
+                raise NoConditionError
+            return conditions[0].branch([first] if first else [], [second] if second else [])
+        if NONE in (one, two):
+            self._optional_modules.append(Condition.is_given(target, 0 if two == NONE else 1))
+        return Assign((target,), Difference(one, two, target.name, is_module=True))
+
+
+def _target(statement: Statement) -> object:
+    """What a statement of ``__init__`` sets."""
+    if isinstance(statement, Assign):
+        return statement.targets
+    if isinstance(statement, Evaluate) and isinstance(statement.value, FunctionCall):
+        return statement.value.function, statement.value.arguments[:1]
+    return statement.test.text if isinstance(statement, If) else statement
+
+
+def _merged_order(first: Sequence[object], second: Sequence[object]) -> list[object]:
+    """Both sequences without repetition; what only the second has comes after what it follows there."""
+    order = list(first)
+    for place, each in enumerate(second):
+        if each not in order:
+            before = second[place - 1] if place else None
+            order.insert(order.index(before) + 1 if place else 0, each)
+    return order

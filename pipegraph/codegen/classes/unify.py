@@ -1,0 +1,238 @@
+"""What two classes have in common: their code, with a difference in place of each value that is not the same."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from pipegraph.codegen.syntax.expressions import (
+    SELF,
+    Argument,
+    Attribute,
+    Expression,
+    FunctionCall,
+    Literal,
+    ModuleInvocation,
+    Name,
+    Node,
+    Passing,
+    Subscript,
+)
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, Statement
+
+NONE = Literal("None")
+
+
+@dataclass(frozen=True)
+class InitArgument(Expression):
+    """An argument of the constructor of one of two classes, wherever its code reads it.
+
+    Attributes:
+        name: of the argument.
+        side: 0 for the first class, 1 for the second.
+        is_module: whether it is a module.
+    """
+
+    name: str
+    side: int
+    is_module: bool
+
+    @property
+    def text(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Difference(Expression):
+    """The values that two classes have at one place: an argument of the constructor of the class for both.
+
+    Attributes:
+        first, second: the values; None if that class does not use it.
+        name: what it is called there.
+        is_module: whether it is a module.
+    """
+
+    first: Expression | None
+    second: Expression | None
+    name: str
+    is_module: bool = False
+
+    @property
+    def text(self) -> str:
+        return self.name
+
+
+def stored_name(statement: Statement, parameters: Container[str]) -> str | None:
+    """The argument that a statement of ``__init__`` keeps as an attribute of its name: ``self.size = size``."""
+    if isinstance(statement, Assign) and isinstance(statement.value, Name) and statement.value.name in parameters:
+        name = statement.value.name
+        return name if statement.targets == (Attribute(SELF, name),) else None
+    return None
+
+
+def opened(source: ClassSource, side: int) -> ClassSource:
+    """A class with `InitArgument` in place of the arguments of its constructor.
+
+    Statements that keep a number as an attribute are left out; those that keep a module stay.
+    """
+    names = set(source.init_parameters)
+
+    def argument(name: str) -> InitArgument:
+        return InitArgument(name, side, name in source.init_modules)
+
+    def in_init(node: Any) -> Any:
+        if isinstance(node, Name) and node.name in names:
+            return argument(node.name)
+        return node.rebuilt(in_init)
+
+    def in_forward(node: Any) -> Any:
+        if isinstance(node, Attribute) and node.owner == SELF and node.name in names - source.init_modules:
+            return argument(node.name)
+        return node.rebuilt(in_forward)
+
+    kept = [each for each in source.init if stored_name(each, names - source.init_modules) is None]
+    init, forward = tuple(map(in_init, kept)), tuple(map(in_forward, source.forward))
+    return replace(source, init=init, forward=forward)
+
+
+def assigned_names(statements: Iterable[Statement]) -> set[str]:
+    """The variables that statements assign."""
+    names: set[str] = set()
+    for statement in statements:
+        for node in statement.walk():
+            if isinstance(node, Assign):
+                names.update(target.name for target in node.targets if isinstance(target, Name))
+    return names
+
+
+class DifferentCodeError(Exception):
+    """Two pieces of code have no common form."""
+
+
+@dataclass
+class Unifier:
+    """Puts equal code of two classes together.
+
+    Attributes:
+        only: for each class, the parameters of ``forward`` that the other class does not have.
+        signatures: the parameters of ``forward`` of each generated class.
+        in_place_of: a parameter that one class lacks → the parameter that this class reads in its place.
+        assigned: for each class, the variables that were assigned before the code at hand.
+    """
+
+    only: tuple[frozenset[str], frozenset[str]]
+    signatures: Mapping[str, Sequence[str]]
+    in_place_of: dict[str, str] = field(default_factory=dict)
+    assigned: tuple[Set[str], Set[str]] = (frozenset(), frozenset())
+
+    def unify(self, first: Any, second: Any, name: str = "size") -> Any:
+        """The common code of two nodes, with a `Difference` for each value in which they differ.
+
+        Args:
+            name: what a difference is called if the nodes are values.
+
+        Raises:
+            DifferentCodeError: they differ in more than values.
+        """
+        if first == second:
+            return first
+        if is_value(first) and is_value(second):
+            is_whole = not any("." in each.text or "e-" in each.text for each in (first, second))
+            return Difference(first, second, name if is_whole or name != "size" else "value")
+        if isinstance(first, Name) and isinstance(second, Name):
+            return self._parameter(first, second)
+        if isinstance(first, ModuleInvocation) and isinstance(second, ModuleInvocation):
+            return self._invocation(first, second)
+        if isinstance(first, FunctionCall) and isinstance(second, FunctionCall):
+            return self._call(first, second)
+        if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
+            return tuple(self.unify(one, two, name) for one, two in zip(first, second, strict=True))
+        is_target = isinstance(first, Assign) and isinstance(second, Assign) and first.targets != second.targets
+        if type(first) is not type(second) or not isinstance(first, Node) or isinstance(first, Literal) or is_target:
+            raise DifferentCodeError
+        names = [entry.name for entry in fields(first)]  # type: ignore[arg-type]
+        name = "index" if isinstance(first, Subscript) else "size"
+        parts = {each: self.unify(getattr(first, each), getattr(second, each), name) for each in names}
+        return replace(first, **parts)  # type: ignore[type-var]
+
+    def _parameter(self, first: Name, second: Name) -> Name:
+        """A parameter that only one class has, if the other reads its own parameter in its place."""
+        for side, (own, other) in enumerate(((first, second), (second, first))):
+            replaces = own.name in self.only[side] and self.in_place_of.get(own.name) == other.name
+            if replaces and other.name not in self.assigned[1 - side]:
+                return own
+        raise DifferentCodeError
+
+    def _call(self, first: FunctionCall, second: FunctionCall) -> FunctionCall:
+        function = self.unify(first.function, second.function)
+        names = [[each.name for each in made.arguments] for made in (first, second)]
+        if names[0] != names[1]:
+            raise DifferentCodeError
+        arguments: list[Argument] = []
+        for one, two in zip(first.arguments, second.arguments, strict=True):
+            known = one if one.passing is Passing.DEFAULT else two
+            like = known if known.passing is not Passing.POSITIONAL else one
+            arguments.append(like.changed(self._argument(one, two)))
+        return FunctionCall(function, tuple(arguments))
+
+    def _argument(self, first: Argument, second: Argument) -> Expression:
+        try:
+            value: Expression = self.unify(first.value, second.value, first.name or "size")
+        except DifferentCodeError:
+            values = (first.value, second.value)
+            modules = all(is_module(value) or value == NONE for value in values)
+            if not first.name or not (modules or all(is_value(value) or value == NONE for value in values)):
+                raise
+            return Difference(*values, first.name, modules)
+        return value
+
+    def _invocation(self, first: ModuleInvocation, second: ModuleInvocation) -> ModuleInvocation:
+        """The call of a module with the arguments of both calls. What one leaves out is None in that class."""
+        function = self.unify(first.function, second.function)
+        classes = tuple(dict.fromkeys((*first.classes, *second.classes)))
+        arguments = [{argument.name: argument.value for argument in each.arguments} for each in (first, second)]
+        signatures = {tuple(self.signatures[name]) for name in classes}
+        if len(signatures) > 1:  # by position: the two modules call their parameters differently
+            if first.classes == second.classes or not (_is_positional(first) and _is_positional(second)):
+                raise DifferentCodeError
+            one, two = (tuple(each.value for each in made.arguments) for made in (first, second))
+            named = zip(self.unify(one, two), first.arguments, strict=True)
+            return ModuleInvocation(function, tuple(Argument(value, each.name) for value, each in named), classes)
+        values: dict[str, Expression] = {}
+        for name in dict.fromkeys((*arguments[0], *arguments[1])):
+            given = [each[name] for each in arguments if name in each]
+            side = int(name not in arguments[0])
+            left_out = len(given) == 1
+            if left_out and not (isinstance(given[0], Name) and given[0].name in self.only[side] - self.assigned[side]):
+                raise DifferentCodeError
+            values[name] = given[0] if left_out else self.unify(given[0], given[1])
+        return ModuleInvocation(function, ordered_arguments(values, min(signatures)), classes)
+
+
+def ordered_arguments(values: Mapping[str, Expression], signature: Sequence[str]) -> tuple[Argument, ...]:
+    """Arguments in the order of a signature; from the first one that is left out they are passed by name."""
+    arguments: list[Argument] = []
+    passing = Passing.POSITIONAL
+    for name in signature:
+        if name in values:
+            arguments.append(Argument(values[name], name, passing))
+        else:
+            passing = Passing.KEYWORD
+    return tuple(arguments)
+
+
+def _is_positional(made: FunctionCall) -> bool:
+    return all(argument.passing is Passing.POSITIONAL for argument in made.arguments)
+
+
+def is_value(node: object) -> bool:
+    """Return whether a node is a number, or an argument of a constructor that is none of its modules."""
+    return (isinstance(node, Literal) and node.is_number) or (isinstance(node, InitArgument) and not node.is_module)
+
+
+def is_module(node: object) -> bool:
+    """Return whether an expression of ``__init__`` makes a module or a parameter, or is an argument that is one."""
+    if isinstance(node, FunctionCall) and isinstance(node.function, Name):
+        return node.function.name[:1].isupper() or node.function.name.startswith("nn.")
+    return isinstance(node, InitArgument) and node.is_module

@@ -1,0 +1,210 @@
+"""Classes of one name that do not run the same operations are one class: optional arguments, flags, given modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipegraph
+from tests.codegen.layers import Block, Row, batch
+from tests.codegen.parity import differences, split
+
+
+class Attention(nn.Module):
+    """Attends to itself or to another sequence, perhaps with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        source = x if memory is None else memory
+        q = self.q(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        k = self.k(source).unflatten(-1, (2, 4)).transpose(1, 2)
+        v = self.v(source).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+class Layer(nn.Module):
+    """Calls its attention with what it is given, and scales the result if it is a decoder's."""
+
+    def __init__(self, is_decoder: bool) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.is_decoder = is_decoder
+        self.norm = nn.LayerNorm(8)
+        if is_decoder:
+            self.gate = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        y = x + self.attention(self.norm(x), memory, mask)
+        if self.is_decoder:
+            y = y * self.gate(x).sigmoid()
+        return y
+
+
+class Translator(nn.Module):
+    """An encoder, and a decoder whose layers are given the encoder's result or a mask or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.ModuleList(Layer(False) for _ in range(2))
+        self.decoder = nn.ModuleList(Layer(True) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        x = self.encoder[1](self.encoder[0](x, None, mask))
+        y = self.decoder[0](y, None, mask)
+        return self.decoder[2](self.decoder[1](y, x), x, mask)
+
+
+class Scaled(nn.Module):
+    """A format in words that ``forward`` compares."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.order == "last":
+            return self.norm(x)
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Residual(nn.Module):
+    """A shortcut that only some have, and an inner part that differs."""
+
+    def __init__(self, inner: nn.Module, shortcut: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.shortcut = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.shortcut is None else self.shortcut(x)
+        return self.inner(x) + y
+
+
+class Activated(nn.Sequential):
+    """A Sequential of two or three modules."""
+
+    def __init__(self, activation: nn.Module | None = None) -> None:
+        super().__init__(nn.Linear(8, 8), nn.LayerNorm(8), *([] if activation is None else [activation]))
+
+
+class Reassigned(nn.Module):
+    """Assigns its optional argument before it asks for it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor] | Tensor:
+        given = bias is not None
+        if bias is None:
+            bias = self.linear(x).tanh()
+        h = (x + bias).sigmoid() * 2
+        return h if given else (h, bias)
+
+
+class Biased(nn.Module):
+    """The first layer makes what the others are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Reassigned() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, bias = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = x + layer.linear(layer(x, bias))
+        return x
+
+
+def blocks(folder: Path) -> str:
+    return (folder / "package" / "blocks.py").read_text(encoding="utf-8")
+
+
+def classes(folder: Path) -> list[str]:
+    return [line.split("(")[0][6:] for line in blocks(folder).splitlines() if line.startswith("class ")]
+
+
+MASK = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(0)) > 0
+TRANSLATION = (batch(2, 5, 8), batch(2, 5, 8) + 1, MASK | torch.eye(5, dtype=torch.bool))
+
+
+def test_arguments_that_some_calls_leave_out_are_optional(tmp_path: Path) -> None:
+    model = Translator()
+    package = split(tmp_path, model, TRANSLATION)
+    assert classes(tmp_path) == ["Attention", "Layer"]
+    assert "def forward(self, x, mask=None, memory=None):" in blocks(tmp_path)
+    # What stands for the other argument if that is left out is said once.
+    assert "        if memory is None:\n            memory = x\n" in blocks(tmp_path)
+    assert differences(package, model, TRANSLATION, train=True) == []
+
+
+def test_a_flag_of_the_model_is_an_argument_of_the_constructor(tmp_path: Path) -> None:
+    split(tmp_path, Translator(), TRANSLATION)
+    assert "def __init__(self, is_decoder=False):" in blocks(tmp_path)
+    assert "        if is_decoder:\n            self.gate = nn.Linear(8, 8)\n" in blocks(tmp_path)
+    assert "        if self.is_decoder:\n" in blocks(tmp_path)
+    assert "Layer(is_decoder=True)" in (tmp_path / "package" / "stage_1.py").read_text()
+
+
+def test_a_word_of_the_model_is_compared(tmp_path: Path) -> None:
+    model, x = Row([Scaled("last"), Scaled("first"), Scaled("last")]), batch(2, 8, 8)
+    package = split(tmp_path, model, (x,))
+    assert classes(tmp_path) == ["Scaled"]
+    assert 'if self.order == "last":' in blocks(tmp_path)
+    assert differences(package, model, (x,), train=True) == []
+
+
+def test_modules_that_differ_are_given_to_the_constructor(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inner = [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8)), Block()]
+    model = Row([Residual(each, nn.Linear(8, 8) if i == 1 else None) for i, each in enumerate(inner)])
+    package = split(tmp_path, model, (batch(),))
+    assert classes(tmp_path).count("Residual") == 1
+    assert "Residual2" not in blocks(tmp_path)
+    assert "def __init__(self, inner, shortcut=None):" in blocks(tmp_path)
+    assert "if self.shortcut is not None:" in blocks(tmp_path)
+    assert differences(package, model, (batch(),), train=True) == []
+
+
+def test_a_sequential_is_given_its_modules(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Row([Activated(nn.ReLU()), Activated(), Activated(nn.Tanh())])
+    package = split(tmp_path, model, (batch(),))
+    assert classes(tmp_path) == ["Activated"]
+    assert "Activated(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())" in (tmp_path / "package" / "stage_0.py").read_text()
+    assert differences(package, model, (batch(),), train=True) == []
+
+
+def test_a_condition_is_kept_before_its_argument_is_assigned(tmp_path: Path) -> None:
+    model = Biased()
+    package = split(tmp_path, model, (batch(),))
+    assert "Reassigned2" not in blocks(tmp_path)
+    assert differences(package, model, (batch(),), train=True) == []
+
+
+def test_parts_of_a_class_are_named_after_their_place(tmp_path: Path) -> None:
+    model = Translator()
+    package = split(tmp_path, model, TRANSLATION, cut="decoder.1.attention.k")
+    assert {"LayerStart", "LayerEnd", "Layer"} < set(classes(tmp_path))
+    assert differences(package, model, TRANSLATION) == []
+
+
+def test_kernels_are_those_of_the_branch_that_each_module_takes(tmp_path: Path) -> None:
+    model = Translator()
+    package = split(tmp_path, model, TRANSLATION, cut=3)
+    inputs = tuple(torch.cat([each, each.flip(0)]) for each in TRANSLATION)
+    F.mse_loss(model(*inputs), target := batch(4, 5, 8)).backward()
+    pipe = pipegraph.Pipeline(package, schedule="zb-h1", microbatches=2, loss_fn=F.mse_loss, kernels="eager")
+    pipe.step(*inputs, target=target)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
