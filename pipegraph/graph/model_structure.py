@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.export import ExportedProgram
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import ModuleEntry, StateEntry, plain_containers
+from pipegraph.graph.class_text import class_text
 from pipegraph.graph.internals import is_persistent, pytree
 from pipegraph.graph.nodes import label_of
 
@@ -44,7 +44,7 @@ def state_of(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.T
 
 def modules_of(model: nn.Module) -> dict[str, ModuleEntry]:
     """Every module under every name it has."""
-    lines = {cls: _first_line(cls) for cls in {type(module) for module in model.modules()}}  # it reads whole files
+    lines = {cls: _first_line(cls) for cls in {type(module) for module in model.modules()}}
     return {
         fqn: ModuleEntry(
             fqn=fqn,
@@ -60,12 +60,8 @@ def modules_of(model: nn.Module) -> dict[str, ModuleEntry]:
 def _first_line(cls: type) -> str:
     """``file.py:line`` of a class outside torch, or nothing. Only the file's name, so that output does not depend on a
     machine's folders."""
-    try:
-        file = inspect.getsourcefile(cls)
-        _, line = inspect.getsourcelines(cls)
-    except (OSError, TypeError):
-        return ""
-    return "" if file is None or _TORCH in Path(file).parents else f"{Path(file).name}:{line}"
+    found = class_text(cls)
+    return "" if found is None or _TORCH in found.file.parents else f"{found.file.name}:{found.line}"
 
 
 def inputs_of(

@@ -7,7 +7,6 @@ anything else.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from pipegraph.graph.captured import ModuleEntry
+from pipegraph.graph.class_text import class_text
 from pipegraph.graph.mode_comparison import OtherGraphError
 from pipegraph.graph.nodes import arguments_of, path_of, source_line
 from pipegraph.graph.operators import operator_of
@@ -92,7 +92,4 @@ def _attention_dropout(node: fx.Node) -> bool:
 def _mentions_mode(cls: type[nn.Module]) -> bool:
     """Return whether the source of a class asks for its mode."""
     own = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
-    try:
-        return any(".training" in inspect.getsource(base) for base in own)
-    except (OSError, TypeError):
-        return True
+    return any(found is None or ".training" in found.text for found in map(class_text, own))
