@@ -12,6 +12,7 @@ import pytest
 import pipegraph
 from pipegraph.codegen.package_files import generate
 from pipegraph.graph.sources.load import load
+from tests.captures import captured
 from tests.codegen.parity import ROOT, untidy
 from tests.torch_version import is_tested_version
 
@@ -38,9 +39,8 @@ def generated(name: str) -> dict[str, str]:
     """The files of a package by name; the weights are not built."""
     model, points = MODELS[name]
     path = f"hf:{ROOT / model[3:]}" if model.startswith("hf:") else str(ROOT / model)
-    source = load(path, weights=False)
-    captured = pipegraph.capture(source.model, source.args, source.kwargs)
-    files, manifest = generate(pipegraph.plan(captured, points=points.split(",")), weights=False, source=source)
+    plan = pipegraph.plan(captured(model), points=points.split(","))
+    files, manifest = generate(plan, weights=False, source=load(path, weights=False))
     return {**files, "pipeline.json": manifest.to_json()}
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.errors import PackageError
-from pipegraph.graph.sources.load import load
 from pipegraph.package import Package
+from tests.captures import captured
 from tests.codegen.layers import Block, batch
-from tests.codegen.parity import ROOT, plan_of, split
+from tests.codegen.parity import plan_of, split
 
 
 class Model(nn.Module):
@@ -99,8 +99,7 @@ def test_written_without_weights_shards_hold_buffers(tmp_path: Path) -> None:
 
 def test_rotary_tables_keep_their_values(tmp_path: Path) -> None:
     """The parameters are on the meta device; a table computed in a constructor must survive."""
-    source = load(f"hf:{ROOT / 'examples/llama'}", weights=False)
-    plan = plan_of(source.model, (), source.kwargs, cut=2)
+    plan = pipegraph.plan(captured("hf:examples/llama"), stages=2, balance="uniform")
     package = pipegraph.write_package(plan, tmp_path / "out", weights=False)
     stage = package.load_stage(1, weights=False)
     tables = [buffer for name, buffer in stage.named_buffers() if name.endswith("inv_freq")]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ import pipegraph
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources.model_source import ModelSource
+from tests.captures import captured as captured_once
 
 ROOT = Path(__file__).parents[2]
 NOT_MODELS = ("__init__.py", "data_dependent.py")
@@ -36,15 +38,31 @@ class Linears(nn.Module):
         self.b = nn.Linear(4, 4)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_state_is_the_models(name: str) -> None:
-    """Names in the order of ``state_dict()``, shapes, dtypes, persistence and ties; and nothing is changed."""
+class WithWeights(NamedTuple):
+    """A model, its values, modes and parameters before it was captured, and what it was captured as."""
+
+    source: ModelSource
+    values: dict[str, Tensor]
+    modes: list[bool]
+    parameters: list[nn.Parameter]
+    captured: Captured
+
+
+@cache
+def with_weights(name: str) -> WithWeights:
     source = load(str(ROOT / "tests/models" / name))
     model = source.model
     values = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     parameters = list(model.parameters())
-    found = pipegraph.capture(model, source.args, source.kwargs)
+    return WithWeights(source, values, modes, parameters, captured(model, *source.args, **source.kwargs))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_state_is_the_models(name: str) -> None:
+    """Names in the order of ``state_dict()``, shapes, dtypes, persistence and ties; and nothing is changed."""
+    source, values, modes, parameters, found = with_weights(name)
+    model = source.model
     own = [entry for entry in found.state.values() if entry.kind != "constant"]
     assert [entry.fqn for entry in own if entry.persistent] == list(values)
     named = {
@@ -63,22 +81,21 @@ def test_state_is_the_models(name: str) -> None:
 
 def test_a_model_can_be_captured_and_split_twice(tmp_path: Path) -> None:
     """torch.distributed.pipelining changes the model, and recurses for ever the second time."""
-    source = load(str(ROOT / "tests/models/rotary.py"))
-    before = copy.deepcopy(source.model)
+    source, values, *_, first = with_weights("rotary.py")
     folders = []
-    for name in ("one", "two"):
-        found = pipegraph.capture(source.model, source.args)
+    for name, found in (("one", first), ("two", captured(source.model, *source.args))):
         for points in (["layers.2"], ["layers.1", "layers.4"]):
             plan = pipegraph.plan(found, points=points)
             folders.append(pipegraph.write_package(plan, tmp_path / name / str(len(points))).path)
     for file in folders[0].iterdir():
         assert file.read_bytes() == (folders[2] / file.name).read_bytes()
+    before = load(str(ROOT / "tests/models/rotary.py")).model
+    before.load_state_dict(values)
     assert torch.equal(before(*source.args), source.model(*source.args))
 
 
 def test_a_graph_is_not_changed_by_a_plan() -> None:
-    source = load(str(ROOT / "tests/models/chain.py"))
-    found = pipegraph.capture(source.model, source.args)
+    found = captured_once("tests/models/chain.py")
     before = str(found.graph)
     pipegraph.plan(found, stages=3, balance="uniform")
     assert str(found.graph) == before
@@ -90,11 +107,12 @@ def test_empty_parameters_give_the_same_package(name: str) -> None:
     from pipegraph.codegen.package_files import generate
 
     texts = []
-    for weights in (True, False):
-        source = load(str(ROOT / "tests/models" / name), weights=weights)
-        assert {parameter.is_meta for parameter in source.model.parameters()} == {not weights}
-        assert not any(buffer.is_meta for buffer in source.model.buffers())
-        found = pipegraph.capture(source.model, source.args, source.kwargs)
+    for weights, found in ((True, with_weights(name).captured), (False, captured_once(f"tests/models/{name}"))):
+        empty = {kind: set[bool]() for kind in ("parameter", "buffer", "constant")}
+        for entry in found.state.values():
+            empty[entry.kind].add(found.tensors[entry.fqn].is_meta)
+        assert empty["parameter"] == {not weights}
+        assert True not in empty["buffer"] | empty["constant"]
         files, manifest = generate(pipegraph.plan(found, stages=3, balance="uniform"), weights=True)
         texts.append({**files, "pipeline.json": manifest.to_json()})
     assert texts[0] == texts[1]
@@ -131,8 +149,7 @@ def test_a_copy_that_is_written_into_stays() -> None:
 
 
 def test_checks_of_export_are_dropped() -> None:
-    source = load(str(ROOT / "tests/models/llama.py"), weights=False)
-    graph = pipegraph.capture(source.model, source.args, source.kwargs)
+    graph = captured_once("tests/models/llama.py")
     assert not [name for name in operations(graph) if "assert" in name]
 
 
@@ -237,8 +254,7 @@ def test_constants_of_the_code_become_state() -> None:
 
 
 def test_modules_and_where_they_are_written() -> None:
-    source = load(str(ROOT / "tests/models/chain.py"))
-    found = pipegraph.capture(source.model, source.args)
+    found = captured_once("tests/models/chain.py")
     line = next(
         i for i, text in enumerate((ROOT / "tests/models/chain.py").read_text().splitlines(), 1) if "class" in text
     )

@@ -9,21 +9,25 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.captured import Captured
 from pipegraph.package import StageCost
+from tests.captures import captured
 
 ROOT = Path(__file__).parents[2]
 Crossing = tuple[int, tuple[int, ...], bool]
 
 
 def crossing(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], cut: str) -> list[Crossing]:
-    plan = pipegraph.plan(pipegraph.capture(model, args, kwargs), points=cut.split(","))
-    return [(each.producer, each.consumers, each.requires_grad) for each in plan.boundaries]
+    return of_capture(pipegraph.capture(model, args, kwargs), cut)
 
 
 def of_file(name: str, cut: str) -> list[Crossing]:
-    source = load(str(ROOT / name), weights=False)
-    return crossing(source.model, source.args, source.kwargs, cut)
+    return of_capture(captured(name), cut)
+
+
+def of_capture(model: Captured, cut: str) -> list[Crossing]:
+    plan = pipegraph.plan(model, points=cut.split(","))
+    return [(each.producer, each.consumers, each.requires_grad) for each in plan.boundaries]
 
 
 @pytest.mark.parametrize(
@@ -155,8 +159,7 @@ def test_random_numbers_are_drawn_once() -> None:
 
 
 def test_costs_count_what_is_held_and_sent() -> None:
-    source = load(str(ROOT / "tests/models/chain.py"), weights=False)
-    plan = pipegraph.plan(pipegraph.capture(source.model, source.args), points=["layers.2"])
+    plan = pipegraph.plan(captured("tests/models/chain.py"), points=["layers.2"])
     held = [
         {"flops": 1024, "parameters": 144, "parameter_bytes": 576, "input_bytes": 0, "output_bytes": 128},
         {"flops": 1152, "parameters": 162, "parameter_bytes": 648, "input_bytes": 128, "output_bytes": 0},

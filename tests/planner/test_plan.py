@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,9 @@ import pipegraph
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured, split_point
 from pipegraph.graph.partition.split_points import Point, SplitPoint
-from pipegraph.graph.sources.load import load
+from tests.captures import captured
 
 ROOT = Path(__file__).parents[2]
-
-
-@cache
-def captured(model: str) -> Captured:
-    path = model if model.startswith("hf:") else str(ROOT / model)
-    source = load(path.replace("hf:", f"hf:{ROOT}/"), weights=False)
-    return pipegraph.capture(source.model, source.args, source.kwargs)
 
 
 def lines(model: str, cut: str | int) -> list[str]:
