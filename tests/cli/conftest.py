@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipegraph.cli import main
+from tests.captures import equal_captures_shared
 from tests.cli.command import ROOT, Command, Result
+
+
+@pytest.fixture(autouse=True)
+def shared_captures() -> Iterator[None]:
+    with equal_captures_shared():
+        yield
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 
 import pipegraph
 from pipegraph.schedule import Times, build, names, simulate
+from tests.captures import equal_captures_shared
 from tests.project.pages import LANGUAGES, PAGES, ROOT, Page, Runner, agree, read_pages
 from tests.torch_version import is_tested_version
 
@@ -32,19 +33,24 @@ NOT_RUN = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of what the pages use, so that they leave nothing in the checkout; modules from there are forgotten."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of what the pages use, so that they leave nothing in the checkout; modules from there are forgotten.
+
+    It is the same folder for all pages, so that they share the captures of the examples.
+    """
+    folder = tmp_path_factory.getbasetemp() / "page"
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     before = set(sys.modules)
-    yield tmp_path
+    with equal_captures_shared():
+        yield folder
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).is_relative_to(tmp_path):
+        if file and Path(file).is_relative_to(folder):
             del sys.modules[name]
-    shutil.rmtree(tmp_path)
+    shutil.rmtree(folder)
 
 
 @pytest.mark.timeout(900)  # only a hang takes that long, also on a busy machine
