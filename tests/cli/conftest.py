@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from pipegraph.cli import main
-from tests.captures import equal_captures_shared
 from tests.cli.command import ROOT, Command, Result
+from tests.equal_work import equal_work_shared
 
 
 @pytest.fixture(autouse=True)
-def shared_captures() -> Iterator[None]:
-    with equal_captures_shared():
+def shared_work() -> Iterator[None]:
+    with equal_work_shared():
         yield
 
 

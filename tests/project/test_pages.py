@@ -13,7 +13,7 @@ import pytest
 
 import pipegraph
 from pipegraph.schedule import Times, build, names, simulate
-from tests.captures import equal_captures_shared
+from tests.equal_work import equal_work_shared
 from tests.project.pages import LANGUAGES, PAGES, ROOT, Page, Runner, agree, read_pages
 from tests.torch_version import is_tested_version
 
@@ -36,7 +36,7 @@ NOT_RUN = {
 def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of what the pages use, so that they leave nothing in the checkout; modules from there are forgotten.
 
-    It is the same folder for all pages, so that they share the captures of the examples.
+    It is the same folder for all pages, so that they share the work on the examples.
     """
     folder = tmp_path_factory.getbasetemp() / "page"
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     before = set(sys.modules)
-    with equal_captures_shared():
+    with equal_work_shared():
         yield folder
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)
