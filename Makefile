@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format docs clean
+.PHONY: help setup demo test test-all lint format docs survey clean
 
 help:  ## List what can be done
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,5 +53,13 @@ format: $(READY)  ## Put the source in order
 docs: $(VENV)/.docs-ready  ## Build the pages of docs/ into build/docs; a warning is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky docs build/docs
 
+# In an environment of its own: transformers imports torchvision where it is there, and beside a torch for the CPU that
+# fails unless torchvision's operators are declared first.
+survey:  ## Split some 60 public models and compare their stages with them (an hour)
+	test -x .venv-survey/bin/python || $(PYTHON) -m venv .venv-survey
+	.venv-survey/bin/python -m pip install --quiet "torch==$(TESTED)"
+	.venv-survey/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,survey]"
+	.venv-survey/bin/python -m benchmarks.survey
+
 clean:  ## Remove what the targets above made, environments too
-	rm -rf .venv .venv-torch-* build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-survey build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

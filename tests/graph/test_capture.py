@@ -283,8 +283,8 @@ def test_a_model_that_traces_in_evaluation_only_is_captured_so_with_a_warning() 
 
 
 class Remembers(nn.Module):
-    """Sets attributes in its forward: its own and a child's, new ones and old ones, what is inside of others. It writes
-    into tensors."""
+    """Sets attributes in its forward: its own and a child's, new ones and old ones, what is inside of others; hooks. It
+    writes into tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,6 +301,7 @@ class Remembers(nn.Module):
         self.last = x
         self.extra = x
         self.linear.flag = True
+        self.linear.register_forward_hook(lambda *_: None)
         self.shapes["seen"].append(x.dim())
         self.steps.add_(1)
         self.sums += 1
@@ -325,5 +326,6 @@ def test_attributes_that_forward_sets_are_left_as_they_were(
         pipegraph.capture(model, (torch.randn(3, 4),))
     assert (model.calls, model.last, model.shapes, model.sums.tolist()) == (0, None, {"seen": [1]}, [0.0] * 4)
     torch.testing.assert_close(dict(model.named_buffers()), values, rtol=0, atol=0)
+    assert not model.linear._forward_hooks
     assert [set(vars(module)) for module in model.modules()] == before
     assert "aten" not in "".join(capfd.readouterr())  # torch would print the graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -54,11 +55,11 @@ def _values_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _containers(container: Any) -> Iterator[Any]:
-    """A dict, list or set, and those inside it."""
+    """A dict, list or set, and those inside it; a module's hooks are in ordered dicts."""
     waiting, seen = [container], set[int]()
     while waiting:
         each = waiting.pop()
-        if type(each) in (dict, list, set) and id(each) not in seen:
+        if type(each) in (dict, OrderedDict, list, set) and id(each) not in seen:
             seen.add(id(each))
             yield each
             waiting.extend(each.values() if isinstance(each, dict) else each)

@@ -1,0 +1,80 @@
+"""The survey in print: a line a model on the terminal, or the tables of docs/models.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from benchmarks.survey.examination import CHECKS, CheckResult, Report, Verdict
+
+_WORDS = {Verdict.NOT_TAKEN: "–", Verdict.REFUSED: "refused", Verdict.FAILED: "fails", Verdict.WARNED: "warned"}
+COUNTS = ("lines", "numbered", "torch.ops", "constants", "literals", "seconds")
+
+
+def cell(outcome: CheckResult) -> str:
+    """``=`` for equal, bit for bit; else the difference, in bold if it is more than rounding."""
+    if outcome.verdict is not Verdict.COMPARED:
+        return _WORDS[outcome.verdict]
+    text = f"{outcome.difference:.0e}" if outcome.difference else "="
+    return f"**{text}**" if outcome.is_silent_error else text
+
+
+def print_report(report: Report) -> None:
+    """Print what was found for one model: its cells, and the messages behind them."""
+    print(f"{report.case.name}  ({report.case.origin})", flush=True)
+    if report.error:
+        print(f"  not split: {report.error}", flush=True)
+        return
+    print("  " + "  ".join(f"{name} {cell(outcome)}" for name, outcome in report.outcomes.items()))
+    print("  " + "  ".join(f"{name} {text}" for name, text in zip(COUNTS, _counts(report), strict=True)), flush=True)
+    for name, outcome in report.outcomes.items():
+        if outcome.verdict in (Verdict.REFUSED, Verdict.FAILED):
+            print(f"    {name}: {outcome.message}", flush=True)
+
+
+def markdown_lines(reports: Sequence[Report]) -> Iterator[str]:
+    """The table of what was compared, and that of the source."""
+    yield from _table(("model", *CHECKS), ([report.case.name, *_cells(report)] for report in reports))
+    yield ""
+    split = [report for report in reports if not report.error]
+    counted = ([report.case.name, report.case.origin, *_counts(report)] for report in split)
+    yield from _table(("model", "from", *COUNTS), counted)
+
+
+def summary(reports: Sequence[Report]) -> str:
+    """What was found in all."""
+    split = [report for report in reports if not report.error]
+    outcomes = [outcome for report in split for outcome in report.outcomes.values()]
+    compared = [outcome for outcome in outcomes if outcome.verdict is Verdict.COMPARED]
+    found = {each: sum(outcome.verdict is each for outcome in outcomes) for each in Verdict}
+    counts = [report.counts for report in split if report.counts is not None]
+    half = [report.outcomes["bfloat16"] for report in split]
+    close = sum(outcome.verdict is Verdict.COMPARED and outcome.difference <= 1e-6 for outcome in half)
+    return "\n".join(
+        [
+            f"{len(split)} of {len(reports)} models split; {len(compared)} comparisons, of which "
+            f"{sum(outcome.difference == 0 for outcome in compared)} equal bit for bit; "
+            f"{sum(outcome.is_silent_error for outcome in compared)} silent errors, {found[Verdict.WARNED]} warned of, "
+            f"{found[Verdict.REFUSED]} refused, {found[Verdict.FAILED]} failed",
+            f"bfloat16 within 1e-6: {close} of {sum(outcome.verdict is not Verdict.NOT_TAKEN for outcome in half)}",
+            f"numbered classes {sum(each.numbered for each in counts)}, torch.ops "
+            f"{sum(each.operators for each in counts)}, constants {sum(each.constants for each in counts)}, literal "
+            f"sizes {sum(report.literals for report in split)}",
+        ]
+    )
+
+
+def _cells(report: Report) -> list[str]:
+    return ["not split"] * len(CHECKS) if report.error else [*map(cell, report.outcomes.values())]
+
+
+def _counts(report: Report) -> list[str]:
+    found = report.counts
+    assert found is not None, "it was split"
+    whole = (found.lines, found.numbered, found.operators, found.constants, report.literals)
+    return [*map(str, whole), f"{report.seconds:.1f}"]
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    aligned = ["---" if header in ("model", "from") else "---:" for header in headers]
+    for row in (headers, aligned, *rows):
+        yield f"| {' | '.join(row)} |"
