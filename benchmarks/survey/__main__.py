@@ -13,7 +13,7 @@ import torch
 import typer
 
 from benchmarks.survey.examination import examine
-from benchmarks.survey.table import markdown_lines, print_report, summary
+from benchmarks.survey.table import markdown_lines, report_lines, summary
 
 app = typer.Typer(add_completion=False)
 
@@ -37,8 +37,8 @@ def main(
                 continue
             folder = (keep or Path(temporary)) / "".join(each if each.isalnum() else "_" for each in case.name)
             reports.append(examine(case, folder))
-            if not markdown:
-                print_report(reports[-1])
+            for line in report_lines(reports[-1]):
+                typer.echo(line, err=markdown)
     for line in markdown_lines(reports) if markdown else ():
         print(line)
     typer.echo(summary(reports), err=markdown)

@@ -8,8 +8,6 @@ from math import inf, isnan
 import torch
 from torch import Tensor
 
-_TOLERANCE = 1e-5
-
 
 def difference(reference: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> float:
     """The largest difference of two sets of tensors, each relative to its largest value in the reference.
@@ -24,9 +22,18 @@ def difference(reference: Mapping[str, Tensor | None], found: Mapping[str, Tenso
     return max((_relative(reference[name], found[name], floor) for name in reference), default=0.0)
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """What rounding explains: 1e-5, or eight units in the last place of a coarser format."""
-    return max(_TOLERANCE, 8 * torch.finfo(dtype).eps)
+def rounding(reference: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> float:
+    """How far a model is from itself in float64: a package that sums in another order is as far from the model.
+
+    Args:
+        reference: tensors of the model in its dtype.
+        exact: the same of the model in float64.
+    """
+    like = {
+        name: None if value is None or each is None else each.to(value.dtype)
+        for (name, value), each in zip(reference.items(), exact.values(), strict=True)
+    }
+    return difference(reference, like)
 
 
 def _relative(reference: Tensor | None, found: Tensor | None, floor: float) -> float:

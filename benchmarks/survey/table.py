@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.survey.examination import CHECKS, CheckResult, Report, Verdict
 
-_WORDS = {Verdict.NOT_TAKEN: "–", Verdict.REFUSED: "refused", Verdict.FAILED: "fails", Verdict.WARNED: "warned"}
+_WORDS = {
+    Verdict.NOT_TAKEN: "–",
+    Verdict.REFUSED: "refused",
+    Verdict.FAILED: "fails",
+    Verdict.DIFFERENT: "differs",
+    Verdict.WARNED: "warned",
+}
 COUNTS = ("lines", "numbered", "torch.ops", "constants", "literals", "seconds")
 
 
@@ -18,17 +24,17 @@ def cell(outcome: CheckResult) -> str:
     return f"**{text}**" if outcome.is_silent_error else text
 
 
-def print_report(report: Report) -> None:
-    """Print what was found for one model: its cells, and the messages behind them."""
-    print(f"{report.case.name}  ({report.case.origin})", flush=True)
+def report_lines(report: Report) -> Iterator[str]:
+    """What was found for one model: its cells, and the messages behind them."""
+    yield f"{report.case.name}  ({report.case.origin})"
     if report.error:
-        print(f"  not split: {report.error}", flush=True)
+        yield f"  not split: {report.error}"
         return
-    print("  " + "  ".join(f"{name} {cell(outcome)}" for name, outcome in report.outcomes.items()))
-    print("  " + "  ".join(f"{name} {text}" for name, text in zip(COUNTS, _counts(report), strict=True)), flush=True)
+    yield "  " + "  ".join(f"{name} {cell(outcome)}" for name, outcome in report.outcomes.items())
+    yield "  " + "  ".join(f"{name} {text}" for name, text in zip(COUNTS, _counts(report), strict=True))
     for name, outcome in report.outcomes.items():
         if outcome.verdict in (Verdict.REFUSED, Verdict.FAILED):
-            print(f"    {name}: {outcome.message}", flush=True)
+            yield f"    {name}: {outcome.message}"
 
 
 def markdown_lines(reports: Sequence[Report]) -> Iterator[str]:

@@ -50,7 +50,7 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
     """Return a dimension as a number.
 
     Args:
-        dimension: a number, or an expression of names, whole numbers, parentheses, ``+ - * //`` and ``%``.
+        dimension: a number, or an expression of names, whole numbers, parentheses, signs, ``+ - * //`` and ``%``.
         sizes: name → number.
 
     Raises:
@@ -82,6 +82,8 @@ def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:
     match node:
         case ast.Constant(value=value) if type(value) is int:
             return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand, sizes)
         case ast.Name(id=name):
             if name not in sizes:
                 known = ", ".join(sizes) or "none"

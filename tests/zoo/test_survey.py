@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.survey import __main__ as command
 from benchmarks.survey import catalogue
-from benchmarks.survey.comparison import difference
+from benchmarks.survey.comparison import difference, rounding
 from benchmarks.survey.examination import Verdict, examine
 from benchmarks.survey.source_counts import SourceCounts, count, numbers, products
 from benchmarks.survey.survey_case import SurveyCase, rows
@@ -61,7 +61,7 @@ def test_two_models_of_the_zoo_are_right(tmp_path: Path) -> None:
 def test_a_wrong_number_is_a_silent_error_and_ends_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = examine(WRONG, tmp_path)
     assert report.has_silent_error
-    assert cell(report.outcomes["verify"]) == cell(report.outcomes["evaluation"]) == "**1e+00**"
+    assert [cell(report.outcomes[name]) for name in ("verify", "evaluation")] == ["differs", "**1e+00**"]
     assert report.outcomes["batch 1"].verdict is Verdict.NOT_TAKEN
     monkeypatch.setattr(catalogue, "cases", lambda: [WRONG])
     assert CliRunner().invoke(command.app, []).exit_code == 1
@@ -89,3 +89,4 @@ def test_a_difference_is_relative_and_infinite_where_nothing_compares() -> None:
     assert difference(ones, ones | {"y": None}) == difference(ones, {"x": torch.ones(2)}) == float("inf")
     assert difference({"x": torch.tensor([float("-inf"), 1])}, {"x": torch.tensor([float("-inf"), 1])}) == 0
     assert difference(ones, {"x": torch.full((3,), float("nan"))}) == float("inf")
+    assert rounding(ones, {"x": torch.tensor([1, 1, 1.25], dtype=torch.float64)}) == 0.25
