@@ -183,6 +183,7 @@ def test_shapes_are_expressions_of_sizes() -> None:
     manifest = replace(MANIFEST, sizes=sizes, values=MANIFEST.values | {"h": value})
     assert Manifest.from_json(manifest.to_json(), "pipeline.json") == manifest
     assert value.shape_at({"batch": 2, "seq": 10}) == (2, 3, 16)
+    assert replace(value, shape=("12 + -1 * (seq // 2) // 2",)).shape_at({"seq": 10}) == (9,)
     for dimension, said in (
         ("bach", 'values.h.shape: there is no size "bach". Did you mean "batch"'),
         ("batch ** 9", "no expression of sizes"),
