@@ -208,3 +208,21 @@ def test_the_second_export_leaves_the_model_as_it_was() -> None:
     pipegraph.capture(model, (batch(),))
     assert {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())} == held
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
+
+
+class Codes(nn.Module):
+    """Casts its whole numbers to the dtype of a weight, which no other value of the stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        return self.second(self.first(nn.functional.one_hot(codes, 4).to(self.first.weight.dtype)))
+
+
+def test_a_stage_asks_its_modules_for_a_dtype_that_no_value_has(tmp_path: Path) -> None:
+    model, codes = Codes(), torch.randint(4, (3, 5))
+    package = split(tmp_path, model, (codes,), cut="second")
+    assert "next(self.parameters()).dtype" in source(package)
+    assert torch.equal(stages_in(package, torch.bfloat16, codes), copy.deepcopy(model).bfloat16()(codes))

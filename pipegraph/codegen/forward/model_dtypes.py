@@ -34,20 +34,27 @@ class ModelDtypes:
     def expression(self, node: fx.Node) -> Expression:
         """``x.dtype`` or ``torch.finfo(x.dtype).min``, of the first variable or parameter that has the model's dtype.
 
+        A stage without such a variable asks its modules: ``next(self.parameters()).dtype``.
+
         Raises:
-            UnknownDtypeError: a module has none; the code around it does. A stage without one keeps what was captured.
+            UnknownDtypeError: a module has none; the code around it does. A stage without parameters of that dtype
+                keeps what was captured.
         """
         values = self._values
         own, other, *limit = node.args
         places = (*values.variables.values(), *self._contents.state_names, *values.deferred)
         found = next((each for each in places if _dtypes(each) == (own, other)), None)
-        if found is None and self._contents.prefix:
+        if found is not None:
+            values.write(found)
+            variable = next((Name(name) for name, each in values.variables.items() if each is found), None)
+            holder: Expression = variable or values.written[found]
+        elif self._contents.prefix:
             raise UnknownDtypeError
-        if found is None:
+        elif {each.dtype for each in self._contents.state.values() if each.kind == "parameter"} == {own}:
+            holder = call("next", call("self.parameters"))
+        else:
             return literal(node.meta["val"])
-        values.write(found)
-        variable = next((Name(name) for name, each in values.variables.items() if each is found), None)
-        dtype = Attribute(variable or values.written[found], "dtype")
+        dtype = Attribute(holder, "dtype")
         return Attribute(call("torch.finfo", dtype), str(limit[0])) if limit else dtype
 
 
