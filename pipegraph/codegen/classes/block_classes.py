@@ -23,13 +23,14 @@ from pipegraph.codegen.forward.items import (
     modules_in,
 )
 from pipegraph.codegen.forward.model_dtypes import UnknownDtypeError
+from pipegraph.codegen.forward.module_numbers import ModuleNumbers
 from pipegraph.codegen.forward.roll_loops import roll_loops
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, call, literal
-from pipegraph.codegen.syntax.statements import ClassSource
+from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, FunctionCall, call, literal
+from pipegraph.codegen.syntax.statements import Assign, ClassSource
 from pipegraph.graph.call_tree import CallTree, call_tree
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of
@@ -226,8 +227,10 @@ class BlockClasses:
 
         def parts() -> dict[str, object]:
             parameters = self.names.parameters(tree, called.reads)
-            forward = write_forward(contents, modules, parameters, self.source).statements
-            return {"init": init, "parameters": tuple(parameters), "forward": forward}
+            numbers = ModuleNumbers(self._captured, self.source, tree.fqn)
+            forward = write_forward(contents, modules, parameters, self.source, numbers=numbers).statements
+            kept = (Assign((Attribute(SELF, name),), value) for name, value in numbers.used.items())
+            return {"init": (*kept, *init), "parameters": tuple(parameters), "forward": forward}
 
         return self._add(called, structure, parts), modules_of(contents, modules)
 

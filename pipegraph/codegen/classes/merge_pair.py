@@ -8,7 +8,7 @@ from typing import Any
 
 from pipegraph.codegen.classes.merge_bodies import BodyMerger, Condition, NoConditionError, Statements
 from pipegraph.codegen.classes.merged_arguments import FALSE, TRUE, MergedArguments
-from pipegraph.codegen.classes.number_arguments import MAX_ARGUMENTS, PER_COPY
+from pipegraph.codegen.classes.number_arguments import MAX_ARGUMENTS, PER_COPY, assigned_attributes
 from pipegraph.codegen.classes.unify import (
     NONE,
     Difference,
@@ -17,6 +17,7 @@ from pipegraph.codegen.classes.unify import (
     Unifier,
     assigned_names,
     is_module,
+    is_value,
     opened,
 )
 from pipegraph.codegen.syntax.expressions import (
@@ -26,6 +27,7 @@ from pipegraph.codegen.syntax.expressions import (
     Binary,
     Expression,
     FunctionCall,
+    Literal,
     Name,
     Passing,
 )
@@ -137,11 +139,17 @@ class _PairMerger:
         )
         self._find_substitutes(merger, bodies)
         bodies = merger.with_named_results(*bodies)
-        assigned = frozenset(self._unifier.in_place_of)
-        forward = merger.merge(*bodies, (assigned, assigned))
-        arguments = MergedArguments(self._members, {*parameters})
+        substitutes = frozenset(self._unifier.in_place_of)
+        forward = merger.merge(*bodies, (substitutes, substitutes))
+        constants = {name for name, value in assigned_attributes(init).items() if isinstance(value, Literal)}
+        arguments = MergedArguments(self._members, {*parameters, *constants})
         closed_init, closed_forward = arguments.closed(init, in_init=True), arguments.closed(forward, in_init=False)
-        stored = (Assign((Attribute(SELF, name),), Name(name)) for name in arguments.stored)
+        assigned = assigned_attributes(closed_init)
+        stored = (
+            Assign((Attribute(SELF, name),), Name(name))
+            for name in arguments.stored
+            if assigned.get(name) != Name(name)
+        )
         names = arguments.ordered()
         if len(names) > max(MAX_ARGUMENTS, *(len(each.init_parameters) + PER_COPY for each in self._members)):
             raise TooManyArgumentsError
@@ -224,6 +232,8 @@ class _PairMerger:
     ) -> Statement:
         """A module that differs: the constructor is given it, or makes it under a condition."""
         known = first or second
+        if isinstance(known, Assign) and is_value(known.value) and None in (first, second):
+            return known  # the other class does not read it
         one, two = (each.value if isinstance(each, Assign) else NONE for each in (first, second))
         target = known.targets[0] if isinstance(known, Assign) else None
         has_arguments = known is not None and any(isinstance(node, InitArgument) for node in known.walk())

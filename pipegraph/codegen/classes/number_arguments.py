@@ -17,7 +17,7 @@ from pipegraph.codegen.syntax.expressions import (
     Name,
     Passing,
 )
-from pipegraph.codegen.syntax.statements import Assign, ClassSource
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, Statement
 
 # Two copies of a class read better than one class with more arguments than this. Each further copy allows two more.
 MAX_ARGUMENTS, PER_COPY = 6, 2
@@ -43,15 +43,15 @@ def equal_but_for_numbers(classes: Sequence[ClassSource]) -> list[NumberGroup]:
 def _varying(members: Sequence[ClassSource]) -> dict[tuple[Literal, ...], str]:
     """The numbers that differ: their values in all members → the name of the argument that replaces them."""
     first = members[0]
-    attributes = {target.text for each in first.init if isinstance(each, Assign) for target in each.targets}
-    taken = {*first.parameters, *(attribute.removeprefix("self.") for attribute in attributes)}
+    assigned = [assigned_attributes(each.init) for each in members]
     names: dict[tuple[Literal, ...], str] = {}
     for numbers in zip(*map(_numbers, members), strict=True):
         values, parameter = tuple(value for value, _ in numbers), numbers[0][1]
         if len(set(values)) > 1 and values not in names:
             own = [name for name in first.attributes if tuple(each.attributes.get(name) for each in members) == values]
             name = parameter if parameter in own or not own else own[0]
-            names[values] = unused(variable(name, "size"), {*taken, *names.values()})
+            other = {each for each in assigned[0] if tuple(member.get(each) for member in assigned) != values}
+            names[values] = unused(variable(name, "size"), {*first.parameters, *other, *names.values()})
     return names
 
 
@@ -88,8 +88,23 @@ class NumberGroup:
             return Attribute(SELF, argument.name)
 
         made = _with_numbers(self.members[0], in_init, in_forward)
-        own = (Assign((Attribute(SELF, name),), Name(name)) for name in stored)
+        own = (
+            Assign((Attribute(SELF, name),), Name(name))
+            for name in stored
+            if Name(name) != assigned_attributes(made.init).get(name)
+        )
         return replace(made, init_parameters=tuple(self.varying.values()), init=(*own, *made.init))
+
+
+def assigned_attributes(init: Sequence[Statement]) -> dict[str, Expression]:
+    """The attributes that statements of ``__init__`` assign → their values."""
+    return {
+        target.name: each.value
+        for each in init
+        if isinstance(each, Assign)
+        for target in each.targets
+        if isinstance(target, Attribute) and target.owner == SELF
+    }
 
 
 def _numbers(source: ClassSource) -> Iterator[tuple[Literal, str]]:

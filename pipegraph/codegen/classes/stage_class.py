@@ -73,7 +73,18 @@ def _docstring(plan: Plan, stage: StageGraph, parameters: Sequence[str], results
     gives = ", ".join(f"{name} {value_text(node)}" for name, node in outputs)
     cost = plan.costs[stage.index]
     size = f"{format_count(cost.parameters or 0, 'parameters')}, {format_count(cost.flops or 0, 'FLOP')}"
-    return "  ".join([f"{modules}.", f"{takes} → {gives}.", f"{size}.", *_ties_to_other_stages(plan, stage)])
+    fixed = _fixed_sizes(plan.captured, stage)
+    return "  ".join([f"{modules}.", f"{takes} → {gives}.", f"{size}.", *fixed, *_ties_to_other_stages(plan, stage)])
+
+
+def _fixed_sizes(captured: Captured, stage: StageGraph) -> list[str]:
+    """``tokens.shape[1] is 12 in every batch (mamba.py:260).``, for the sizes of its inputs that a line fixes."""
+    own = {node.name for node in stage.inputs if node.op == "placeholder"}
+    return [
+        f"{prose(size.place)} is {size.size} in every batch ({prose(size.place_in_source)})."
+        for size in captured.sizes.fixed
+        if size.line and size.place.partition(".")[0] in own
+    ]
 
 
 def _ties_to_other_stages(plan: Plan, stage: StageGraph) -> list[str]:

@@ -17,6 +17,8 @@ from pipegraph.codegen.syntax.statements import For, If, Statement
 # A loop whose iterations differ must have at least this many of them, so that it is shorter than its calls: four if one
 # argument alternates (two lines), six if whole calls do (four lines).
 _ITERATIONS, _ITERATIONS_OF_CALLS = 4, 6
+# A loop over modules of several classes must have at least this many.
+_CALLS_OF_CLASSES = 3
 
 # The argument of a call at each position: the number of a result of the call before, or a value.
 _Pattern = tuple[int | fx.Node, ...]
@@ -50,6 +52,8 @@ def _longest_loop(items: Sequence[Item], start: int, outputs: Iterable[fx.Node])
     # Carried positions of the first call have no call before. It may begin every pattern whose other values it takes.
     firsts = [pattern for pattern in dict.fromkeys(patterns) if _can_begin(calls[0], pattern)]
     for count in range(len(calls), 1, -1):
+        if count < _CALLS_OF_CLASSES and len({call.model_class for call in calls[:count]}) > 1:
+            continue
         for first in firsts:
             alternate = _alternate(calls[:count], [first, *patterns][:count])
             is_loop = alternate is not None or set(patterns[: count - 1]) == {first}
@@ -59,13 +63,14 @@ def _longest_loop(items: Sequence[Item], start: int, outputs: Iterable[fx.Node])
 
 
 def _follows(before: ModuleCall, after: ModuleCall) -> bool:
-    """Return whether two calls run neighbouring modules of one class in one container."""
+    """Return whether two calls run neighbouring modules of one container: of one class, or one after the other."""
     (container, _, name), (other, _, next_name) = before.fqn.rpartition("."), after.fqn.rpartition(".")
     if before.arguments is not None or after.arguments is not None:
         return False
     counted = is_number(name) and is_number(next_name) and int(next_name) == int(name) + 1
+    chained = len(before.reads) == len(after.reads) == 1 and before.makes == after.reads
     same = before.model_class == after.model_class and len(before.makes) == len(after.makes)
-    return counted and container == other and same
+    return counted and container == other and (same or (chained and len(after.makes) == 1))
 
 
 def _pattern(before: ModuleCall, after: ModuleCall) -> _Pattern:

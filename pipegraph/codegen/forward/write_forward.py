@@ -9,6 +9,7 @@ from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import ClassContents
+from pipegraph.codegen.forward.module_numbers import ModuleNumbers
 from pipegraph.codegen.forward.writer import ForwardWriter, WrittenForward
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.graph.symbolic_size import UnknownSizeError
@@ -20,6 +21,7 @@ def write_forward(
     parameters: Sequence[str],
     source: SourceStatements | None,
     wanted: Mapping[fx.Node, str] | None = None,
+    numbers: ModuleNumbers | None = None,
 ) -> WrittenForward:
     """Write one ``forward``.
 
@@ -33,6 +35,7 @@ def write_forward(
         source: finds names and line breaks in the model's source. Without it, every value has a line of its own and a
             neutral name, so that two classes of equal structure have equal statements.
         wanted: names for values that have none in the source.
+        numbers: writes numbers as the model's source does. It keeps the attributes that it wrote.
 
     Raises:
         UnknownSizeError: no value of the class has a size that an operation names.
@@ -40,7 +43,7 @@ def write_forward(
     sizes: list[sympy.Expr] = []
     while True:
         try:
-            written = ForwardWriter(contents, tree, parameters, source, wanted or {}, (), sizes).write()
+            written = ForwardWriter(contents, tree, parameters, source, wanted or {}, numbers, (), sizes).write()
         except UnknownSizeError as error:
             if error.size in sizes:
                 raise
@@ -50,7 +53,7 @@ def write_forward(
     if not written.clashes:
         return written
     try:
-        other = ForwardWriter(contents, tree, parameters, source, wanted or {}, written.clashes, sizes).write()
+        other = ForwardWriter(contents, tree, parameters, source, wanted or {}, numbers, written.clashes, sizes).write()
     except UnknownSizeError:
         return written
     return other if len(other.clashes) < len(written.clashes) else written

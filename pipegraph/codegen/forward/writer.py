@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import sympy
@@ -26,8 +25,9 @@ from pipegraph.codegen.forward.items import (
     with_inner,
 )
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
+from pipegraph.codegen.forward.loop_writer import LoopWriter
 from pipegraph.codegen.forward.model_dtypes import OF_MODEL_DTYPE, ModelDtypes
-from pipegraph.codegen.forward.roll_loops import loop_statement
+from pipegraph.codegen.forward.module_numbers import ModuleNumbers
 from pipegraph.codegen.forward.size_variables import SizeVariables
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
@@ -64,6 +64,7 @@ class ForwardWriter:
 
     Args:
         contents, tree, parameters, source, wanted: as `write_forward` takes them.
+        numbers: writes numbers as the model's source does; None for the class of a stage.
         clashes: names to avoid: a value gets the name of the parameter under which a module takes it instead.
         sizes: those that get a variable as soon as a value has them.
     """
@@ -75,11 +76,13 @@ class ForwardWriter:
         parameters: Sequence[str],
         source: SourceStatements | None,
         wanted: Mapping[fx.Node, str],
+        numbers: ModuleNumbers | None,
         clashes: Container[str],
         sizes: Sequence[sympy.Expr],
     ) -> None:
         self._contents = contents
         self._tree = tree
+        self._numbers = numbers
         names = dict(zip(contents.inputs, parameters, strict=True))
         self._names = ValueNames(contents, source, wanted, names, clashes) if source is not None else None
         uses = Counter(node for item in contents.items for node in operands(item))
@@ -92,6 +95,7 @@ class ForwardWriter:
         self._sizes = SizeVariables(self._values, sizes)
         self._dtypes = ModelDtypes(self._values, contents)
         self._branches = BranchWriter(self._values, self._name, self._item)
+        self._loops = LoopWriter(self._values, contents, tree, self._name, self._emit)
 
     def write(self) -> WrittenForward:
         """Write the statements; once only.
@@ -133,7 +137,7 @@ class ForwardWriter:
 
     def _item(self, item: Item) -> None:
         if isinstance(item, ModuleLoop):
-            self._loop(item)
+            self._loops.write(item)
         elif isinstance(item, ModuleCall):
             self._call(item)
         elif isinstance(item, ModeBranch):
@@ -158,7 +162,14 @@ class ForwardWriter:
     def _express(self, node: fx.Node) -> Expression:
         if node.target in OF_MODEL_DTYPE:
             return self._dtypes.expression(node)
-        return express(node, self._expression, self._device)
+        operands: list[Expression] = []
+
+        def operand(argument: fx.Node | SymbolicSize) -> Expression:
+            operands.append(self._expression(argument))
+            return operands[-1]
+
+        expression = express(node, operand, self._device)
+        return self._numbers.named(expression, node, operands) if self._numbers is not None else expression
 
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
         """``a, b = x.split(…)``."""
@@ -196,68 +207,6 @@ class ForwardWriter:
             self._place(item, item.makes[0], expression)
         else:
             self._emit(item, Assign(tuple(self._bind(item, node, expression) for node in item.makes), expression))
-
-    def _loop(self, item: ModuleLoop) -> None:
-        """``for layer in self.layers.values(): h = layer(h, cos, sin)``."""
-        values = self._values
-        container = self._path(item.calls[0].fqn)[:-1]
-        carried = dict(item.carried)
-        begin = {made: item.reads[position] for position, made in item.carried}
-        for position, node in enumerate(item.reads):
-            if position not in carried:
-                values.write(node)
-        # Names are chosen before the values that every iteration reads are consumed, so that they stay in use.
-        names: dict[int, str] = {}
-        for made, node in sorted(begin.items()):
-            names[made] = self._carry(item, made, node, set(names.values()))
-        taken = values.taken() | set(names.values())
-        module = unused(variable(container[-1].removesuffix("s") if container else "module", "module"), taken)
-        number = unused("i", taken)
-        for made, node in enumerate(item.makes):
-            if made in names:
-                values.variables[names[made]] = node
-                values.written[node] = Name(names[made])
-            else:
-                names[made] = values.bind(node, self._name(item, node))
-        targets = tuple(Name(names[made]) for made in range(len(item.makes)))
-        arguments = [
-            [Name(names[made]) if made is not None else values.expression(node) for node, made in pattern]
-            for pattern in item.patterns
-        ]
-        values.consume(node for pattern in item.patterns for node, made in pattern if made is None)
-
-        classes = [each.constructor.function.text for each in item.calls]
-
-        def iteration(called: Expression, values: Sequence[Expression]) -> Statement:
-            like = next(each for each in item.calls if len(each.reads) == len(values))
-            return Assign(targets, like.invocation(called, values, classes))
-
-        self._emit(item, loop_statement(item, self._tree, container, (module, number), iteration, arguments))
-
-    def _carry(self, item: ModuleLoop, made: int, begin: fx.Node, others: AbstractSet[str]) -> str:
-        """Choose the variable that each iteration assigns, and assign ``begin`` to it before the loop if necessary.
-
-        Args:
-            made: the position of the result that each iteration assigns to it.
-            begin: the value that the first iteration reads.
-            others: the variables of other results.
-        """
-        values = self._values
-        wanted = variable(self._name(item, item.makes[made]), "x")
-        deferred = values.deferred.pop(begin, None)
-        values.uses_left[begin] -= sum(result == made for _, result in item.carried)
-        if deferred is not None:
-            name = unused(wanted, values.taken() | others)
-            values.statements.append((deferred.contexts, Assign((Name(name),), deferred.expression)))
-        else:
-            current = values.written[begin].text
-            is_free = values.uses_left[begin] == 0 and current in values.variables
-            if is_free and (current.startswith(wanted) or begin in self._contents.inputs):
-                return current
-            name = unused(wanted, values.taken() | {current, *others})
-            self._emit(item, Assign((Name(name),), values.written[begin]))
-        values.variables[name] = begin
-        return name
 
     # ---- values ----------------------------------------------------------------------------------------------------
 

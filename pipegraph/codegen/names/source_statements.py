@@ -7,7 +7,7 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +35,7 @@ class SourceStatement:
         targets: the names that it assigns to; none for a ``return``.
         calls: the attributes that it calls, such as ``norm`` in ``self.norm(x)``.
         in_loop: whether it is inside a loop.
+        tree: its syntax; of a ``for``, that of what it goes over.
     """
 
     file: str
@@ -43,6 +44,7 @@ class SourceStatement:
     targets: tuple[str, ...]
     calls: frozenset[str]
     in_loop: bool
+    tree: ast.AST = field(compare=False, repr=False)
 
     @property
     def is_of_torch(self) -> bool:
@@ -102,6 +104,12 @@ class SourceStatements:
             if own and parameter != name:
                 return parameter
         return None
+
+    def of_forward(self, fqn: str) -> list[SourceStatement]:
+        """The statements of the ``forward`` of a module."""
+        file, first, last = _lines_of(type(self._captured.modules[fqn].module).forward)
+        statements = _statements(file) if file else {}
+        return list(dict.fromkeys(statements[line] for line in range(first, last + 1) if line in statements))
 
     def of_call(self, fqn: str, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements that led to the call of the module ``fqn``, in which ``node`` ran."""
@@ -185,7 +193,7 @@ def _statements(file: str) -> dict[int, SourceStatement]:
             header, targets = node.iter, (node.target.id,)
         if header is not None:
             first, last = node.lineno, header.end_lineno or header.lineno  # type: ignore[attr-defined]
-            statement = SourceStatement(file, first, last, targets, _attributes_called(header), in_loop)
+            statement = SourceStatement(file, first, last, targets, _attributes_called(header), in_loop, header)
             statements |= dict.fromkeys(range(first, last + 1), statement)
         inside = not isinstance(node, ast.FunctionDef) and (in_loop or isinstance(node, (ast.For, ast.While)))
         waiting += [(child, inside) for child in ast.iter_child_nodes(node)]

@@ -32,12 +32,13 @@ class LlamaRMSNorm(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.variance_epsilon = 1e-05
         self.weight = nn.Parameter(torch.empty(128))
 
     def forward(self, hidden_states):
         hidden_states_1 = hidden_states.to(torch.float32)
         variance = (hidden_states_1**2).mean(-1, keepdim=True)
-        return self.weight * (hidden_states_1 * (variance + 1e-05).rsqrt()).to(hidden_states.dtype)
+        return self.weight * (hidden_states_1 * (variance + self.variance_epsilon).rsqrt()).to(hidden_states.dtype)
 
 
 class LlamaAttention(nn.Module):
@@ -49,15 +50,16 @@ class LlamaAttention(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.head_dim = 16
         self.q_proj = nn.Linear(128, 128, bias=False)
         self.k_proj = nn.Linear(128, 64, bias=False)
         self.v_proj = nn.Linear(128, 64, bias=False)
         self.o_proj = nn.Linear(128, 128, bias=False)
 
     def forward(self, hidden_states, cos, sin):
-        query_states = self.q_proj(hidden_states).unflatten(-1, (-1, 16)).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).unflatten(-1, (-1, 16)).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).unflatten(-1, (-1, 16)).transpose(1, 2)
+        query_states = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         cos = cos.unsqueeze(1)
         sin = sin.unsqueeze(1)
         query_states = query_states * cos + torch.cat([-query_states[..., 8:], query_states[..., :8]], dim=-1) * sin

@@ -13,11 +13,12 @@ class T5LayerNorm(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.variance_epsilon = 1e-06
         self.weight = nn.Parameter(torch.empty(32))
 
     def forward(self, hidden_states):
         variance = (hidden_states.to(torch.float32) ** 2).mean(-1, keepdim=True)
-        hidden_states = (hidden_states * (variance + 1e-06).rsqrt()).to(hidden_states.dtype)
+        hidden_states = (hidden_states * (variance + self.variance_epsilon).rsqrt()).to(hidden_states.dtype)
         return self.weight * hidden_states
 
 
@@ -34,6 +35,9 @@ class T5Attention(nn.Module):
         self.size = size
         self.value = value
         self.size_1 = size_1
+        self.key_value_proj_dim = 8
+        self.n_heads = 4
+        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -45,9 +49,9 @@ class T5Attention(nn.Module):
         has_key_value_states = key_value_states is not None
         if key_value_states is None:
             key_value_states = hidden_states
-        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
-        key_states = self.k(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
-        value_states = self.v(key_value_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        query_states = self.q(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
+        key_states = self.k(key_value_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
+        value_states = self.v(key_value_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
         if self.has_relative_attention_bias:
             context_position = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(1)
             memory_position = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
@@ -77,30 +81,30 @@ class T5Attention(nn.Module):
             else:
                 attention_mask = position_bias.contiguous()
             attn_output = F.scaled_dot_product_attention(
-                query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
+                query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
             )
         elif has_key_value_states:
             if position_bias is None:
                 position_bias = torch.zeros(
                     1,
-                    4,
+                    self.n_heads,
                     hidden_states.shape[1],
                     key_value_states.shape[1],
                     dtype=hidden_states.dtype,
                     device=hidden_states.device,
                 )
             attn_output = F.scaled_dot_product_attention(
-                query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
+                query_states, key_states, value_states, attn_mask=position_bias, scale=self.scaling
             )
         elif mask is not None:
             attention_mask = torch.where(mask, position_bias, torch.finfo(hidden_states.dtype).min).contiguous()
             attn_output = F.scaled_dot_product_attention(
-                query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
+                query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
             )
         else:
             position_bias = position_bias.contiguous()
             attn_output = F.scaled_dot_product_attention(
-                query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
+                query_states, key_states, value_states, attn_mask=position_bias, scale=self.scaling
             )
         attn_output = attn_output.transpose(1, 2).flatten(2)
         attn_output = self.o(attn_output)

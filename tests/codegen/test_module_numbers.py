@@ -1,0 +1,57 @@
+"""Numbers that the model's source reads from attributes are attributes in the package, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tests.codegen.layers import Row, batch
+from tests.codegen.parity import differences, split
+
+
+def halves(x: Tensor) -> Tensor:
+    """A function with a whole number of its own."""
+    return x[..., :4] * x[..., 4:].exp().clamp(max=6)
+
+
+class Scaled(nn.Module):
+    """Reads numbers in all the ways that models do."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.width, self.heads, self.eps, self.number = 8, 4, 1e-3, number
+        self.one = 1
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], self.heads, self.width // self.heads)
+        h = self.linear(x).view(shape).transpose(1, 2) * self.width**-0.5
+        x = x + h.transpose(1, 2).flatten(2) / (self.eps + 1)
+        y = halves(x) * 3 + self.one  # the number of a layer may be 3
+        return torch.cat([y, y + self.eps], dim=-1) * (1 + 0 * self.number)
+
+
+def written(folder: Path) -> str:
+    return (folder / "package" / "blocks.py").read_text(encoding="utf-8")
+
+
+def test_numbers_of_attributes_keep_their_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Row([Scaled(3), Scaled(4)]), batch(2, 5, 8)
+    package = split(tmp_path, model, (x,))
+    text = written(tmp_path)
+    assert "* self.width**-0.5" in text
+    assert "/ (self.eps + 1)" in text
+    assert "y + self.eps" in text
+    assert "        self.eps = 0.001\n" in text
+    assert differences(package, model, (x,), train=True) == []
+
+
+def test_a_number_that_is_no_attribute_stays_a_number(tmp_path: Path) -> None:
+    split(tmp_path, Row([Scaled(3), Scaled(3)]), (batch(2, 5, 8),))
+    text = written(tmp_path)
+    assert "x[..., :4]" in text  # in a function, where 4 is not the number of heads
+    assert "* 3" in text
+    assert "self.number" not in text
