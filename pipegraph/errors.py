@@ -84,11 +84,23 @@ def user_line(error: BaseException) -> str:
     through; empty if there is none. Not the user's are torch, pipegraph, and Python itself."""
     current: BaseException | None = error
     while current is not None:
-        for frame in reversed(traceback.extract_tb(current.__traceback__)):
-            if is_user_file(frame.filename):
-                return f"{frame.filename}:{frame.lineno}{f': {frame.line}' if frame.line else ''}"
+        line = _innermost_user_line(traceback.extract_tb(current.__traceback__))
+        if line:
+            return line
         current = current.__cause__ or current.__context__
     return ""
+
+
+def current_user_line() -> str:
+    """The innermost line of the user's own source that is running, as `user_line` gives it."""
+    return _innermost_user_line(traceback.extract_stack())
+
+
+def _innermost_user_line(frames: traceback.StackSummary) -> str:
+    frame = next((each for each in reversed(frames) if is_user_file(each.filename)), None)
+    if frame is None:
+        return ""
+    return f"{frame.filename}:{frame.lineno}{f': {frame.line}' if frame.line else ''}"
 
 
 @lru_cache(maxsize=1024)

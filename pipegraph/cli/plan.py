@@ -68,7 +68,7 @@ def plan(
     with progress(f"loading {model}"):
         from pipegraph.cost.block_times import MeasureOptions
         from pipegraph.cost.hardware import Hardware
-        from pipegraph.graph.capture import capture
+        from pipegraph.graph.capture import capture_source
         from pipegraph.graph.sources.load import load
         from pipegraph.planner.comparison import candidates, compare_model
         from pipegraph.planner.plan import plan_of
@@ -90,7 +90,7 @@ def plan(
             setting=MeasureOptions(device),
         )
     with progress(f"capturing {source.name}"), hold_back_stderr(unless=debug):
-        captured = capture(source.model, source.args, source.kwargs, allow_derivative=allow_derivative)
+        captured = capture_source(source, allow_derivative)
     with progress("comparing plans"):
         comparison = compare_model(captured, options, ranks, plans)
         best = plan_of(comparison.best)

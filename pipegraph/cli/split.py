@@ -155,12 +155,12 @@ def _planned(
     debug: bool,
 ) -> Plan:
     """Capture the model and cut it."""
-    from pipegraph.graph.capture import capture
+    from pipegraph.graph.capture import capture_source
     from pipegraph.planner.plan import plan
     from pipegraph.workflows.batch import loss_and_target
 
     with progress(f"capturing {source.name}"), hold_back_stderr(unless=debug):
-        captured = capture(source.model, source.args, source.kwargs, allow_derivative=allow_derivative)
+        captured = capture_source(source, allow_derivative)
     with progress("looking for the best cuts"):
         if file is not None:
             return file.apply(captured, memory)
@@ -209,6 +209,8 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -
         print_json({"out": None if folder is None else str(folder), **manifest_dict(manifest)})
         return
     print("\n".join(map(one_line, planned.describe())))
+    for size in planned.captured.sizes.fixed:
+        print(one_line(str(size)))
     if planned.prediction is not None:
         print(render_prediction_summary(planned.prediction))
     if folder is not None:

@@ -13,8 +13,10 @@ from torch import Tensor, fx, nn
 from pipegraph.dump import dump
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
+from pipegraph.graph.export.fixed_sizes import fixed_sizes
 from pipegraph.graph.export.flatten import flatten
-from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputDimension
+from pipegraph.graph.export.input_sizes import FixedSizeNeededError
 from pipegraph.graph.export.other_dtype import mark_dtypes
 from pipegraph.graph.export.restored_attributes import attributes_restored
 from pipegraph.graph.export.same_in_both_modes import same_in_both_modes
@@ -42,6 +44,8 @@ from pipegraph.graph.passes.relax_attention_views import relax_attention_views
 from pipegraph.graph.passes.restore_repeat_interleave import restore_repeat_interleave
 from pipegraph.graph.passes.simplify_masks import simplify_masks
 from pipegraph.graph.passes.tie_casts_to_buffers import tie_casts_to_buffers
+from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.graph.symbolic_size import InputDimension
 from pipegraph.graph.verifier import GraphVerifier, Pass
 from pipegraph.progress import track
 from pipegraph.units import format_seconds
@@ -76,6 +80,7 @@ def capture(
     kwargs: dict[str, Any] | None = None,
     *,
     allow_derivative: bool = False,
+    dynamic_shapes: Any = None,
 ) -> Captured:
     """Capture ``model`` on the inputs of one microbatch.
 
@@ -91,10 +96,13 @@ def capture(
         args, kwargs: its inputs, one microbatch; tensors may be real or on the meta device.
         allow_derivative: whether to take the derivative of the forward of a ``torch.autograd.Function`` whose own
             backward is another one, which ``torch.export`` drops.
+        dynamic_shapes: the sizes that may vary, in the form of ``torch.export``; a text in place of a ``Dim`` names a
+            size, too. None lets every size vary that the model lets vary, False fixes all. The size called ``batch`` is
+            the one that is cut into microbatches; without one, it is the first dimension of the first tensor.
 
     Raises:
         CaptureError: ``torch.export`` cannot trace it, or a backward would be lost; names the line of the model's own
-            source.
+            source. Or a size that ``dynamic_shapes`` lets vary does not.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
@@ -104,19 +112,33 @@ def capture(
     if not isinstance(args, tuple):
         raise CaptureError(f"args must be a tuple, not {type(args).__name__}.\nTry: args=(tokens,).")
     with CAPTURE_LOCK, attributes_restored(model):
-        return _capture(model, args, dict(kwargs or {}), allow_derivative)
+        wanted = wanted_sizes(model, args, kwargs or {}, dynamic_shapes)
+        return _capture(model, args, dict(kwargs or {}), wanted, allow_derivative)
 
 
-def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], allow_derivative: bool) -> Captured:
+def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captured:
+    """Capture the model of a file or of a configuration, as `capture` does."""
+    return capture(
+        source.model,
+        source.args,
+        source.kwargs,
+        allow_derivative=allow_derivative,
+        dynamic_shapes=source.dynamic_shapes,
+    )
+
+
+def _capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: WantedSizes, allow_derivative: bool
+) -> Captured:
     phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments"))
     next(phases)
     modules = modules_of(model)
-    exported = export(model, args, kwargs, allow_derivative=allow_derivative)
+    exported = export(model, args, kwargs, wanted.fixed, allow_derivative=allow_derivative)
     next(phases)
     while True:
         state, tensors = state_of(model)
         try:
-            graph, sizes = flatten(exported.program, state, tensors)
+            graph, sizes = flatten(exported.program, state, tensors, wanted.names)
             guards = sizes.guards()
             break
         except FixedSizeNeededError as error:
@@ -124,6 +146,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], al
             fixed = None if is_known else (exported.fixed or frozenset()) | error.dimensions
             exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative)
     dump("export", lambda: str(exported.program))
+    fixed_dimensions = dict(fixed_sizes(exported, sizes, wanted))
     training = exported.mode[model]
     mark_dtypes(graph, exported, model, args, kwargs)
     run_passes(graph, PASSES, state)
@@ -131,7 +154,9 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], al
     if training and may_differ_by_mode(graph, modules):
         same = same_in_both_modes(model, args, kwargs)
         both, both_tensors = dict(state), dict(tensors)
-        evaluation = graph if same else _evaluation_graph(model, args, kwargs, exported.fixed, both, both_tensors)
+        evaluation = (
+            graph if same else _evaluation_graph(model, args, kwargs, exported.fixed, wanted.names, both, both_tensors)
+        )
         if evaluation is not None:
             run_passes(graph, [partial(mark_mode_differences, evaluation=evaluation, modules=modules)], both)
             for node in graph.find_nodes(op="get_attr"):  # with constants that only evaluation mode reads
@@ -148,7 +173,10 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], al
         state=state,
         tensors=tensors,
         modules=modules,
-        sizes=limits_of(exported, sizes, guards, model, args, kwargs),
+        sizes=replace(
+            wanted.limited(limits_of(exported, sizes, guards, model, args, kwargs), fixed_dimensions),
+            fixed=tuple(fixed_dimensions.values()),
+        ),
         training=training,
     )
     captured = replace(captured, segments=find_segments(captured))
@@ -178,6 +206,7 @@ def _evaluation_graph(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fixed: frozenset[InputDimension] | None,
+    names: Mapping[InputDimension, str],
     state: dict[str, StateEntry],
     tensors: dict[str, Tensor],
 ) -> fx.Graph | None:
@@ -186,7 +215,7 @@ def _evaluation_graph(
     mode = dict.fromkeys(model.modules(), False)
     try:
         exported = Exported(export_in(mode, model, args, kwargs, fixed=fixed), mode, fixed)
-        graph, _ = flatten(exported.program, state, tensors)
+        graph, _ = flatten(exported.program, state, tensors, names)
         mark_dtypes(graph, exported, model, args, kwargs)
         run_passes(graph, PASSES, state, prefix="evaluation_")
     except InvalidGraphError:

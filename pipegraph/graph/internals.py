@@ -226,6 +226,29 @@ def lstm_states_in_their_shapes() -> Iterator[None]:
 
 
 @contextmanager
+def fixed_sizes_seen(see: Callable[[str, int], None]) -> Iterator[None]:
+    """Call ``see`` when an export fixes a size of an input that might vary, while the code that fixes it runs.
+
+    torch says which sizes are fixed, but not by which line of the model; it logs a line of its own.
+
+    Args:
+        see: takes the size as torch names it, ``L['tokens'].size()[1]``, and its value.
+    """
+
+    def replace(
+        original: Callable[..., None], env: ShapeEnv, symbol: sympy.Symbol, to: sympy.Expr, reason: str
+    ) -> None:
+        if to.is_Integer:
+            for source in env.var_to_sources.get(symbol, ()):
+                name = source.name
+                see(name() if callable(name) else name, int(to))
+        original(env, symbol, to, reason)
+
+    with _replaced(ShapeEnv, "_set_replacement", replace):
+        yield
+
+
+@contextmanager
 def _replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Let ``replacement(original, *arguments)`` stand for a method of a class or function of a module, in this thread.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -28,21 +29,53 @@ class UnknownSizeError(Exception):
         self.size = size
 
 
+InputDimension = tuple[int, int]
+"""The position of a tensor among the leaves of (args, kwargs), and one of its dimensions."""
+
+
+@dataclass(frozen=True)
+class FixedSize:
+    """A size of an input that does not vary.
+
+    Attributes:
+        place: where it is: ``tokens.shape[1]``.
+        size: its value.
+        line: the line of the model's source that fixes it: ``/models/mamba.py:12: code``; "" if it is not known.
+        reason: why it does not vary, in words.
+    """
+
+    place: str
+    size: int
+    line: str = ""
+    reason: str = ""
+
+    @property
+    def place_in_source(self) -> str:
+        """The file and the number of the line: ``mamba.py:12``."""
+        file, _, number = self.line.partition(": ")[0].rpartition(":")
+        return f"{Path(file).name}:{number}"
+
+    def __str__(self) -> str:
+        return f"{self.place} is {self.size} in every batch: {self.line or self.reason}"
+
+
 @dataclass(frozen=True)
 class SizeLimits:
-    """The sizes that vary, and what holds of them.
+    """The sizes of inputs, and what holds of them.
 
     Attributes:
         captured: size → its value at capture.
         lowest, highest: size → the bounds, if the model has any.
         conditions: what else the program takes for granted, as Python: ``images_2 % 2 == 0``. A model that branches on
             its sizes takes the branch of the example; another one may be right where a condition does not hold.
+        fixed: the sizes that do not vary.
     """
 
     captured: Mapping[str, int]
     lowest: Mapping[str, int]
     highest: Mapping[str, int]
     conditions: tuple[str, ...]
+    fixed: tuple[FixedSize, ...] = ()
 
 
 class SymbolicSize(int):

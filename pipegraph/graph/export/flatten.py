@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes,
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.operators import operator_of
+from pipegraph.graph.symbolic_size import InputDimension
 
 aten = torch.ops.aten
 
@@ -32,7 +34,10 @@ class _Unwritable(NamedTuple):
 
 
 def flatten(
-    exported: ExportedProgram, state: dict[str, StateEntry], tensors: dict[str, torch.Tensor]
+    exported: ExportedProgram,
+    state: dict[str, StateEntry],
+    tensors: dict[str, torch.Tensor],
+    names: Mapping[InputDimension, str] = MappingProxyType({}),
 ) -> tuple[fx.Graph, InputSizes]:
     """exported(state…, inputs…) → graph(inputs…) with ``get_attr`` nodes for state, and the sizes that vary.
 
@@ -43,25 +48,32 @@ def flatten(
     Symbolic sizes become numbers, in shapes (``meta["sizes"]`` keeps the `SymbolicSize`s) and in arguments. What
     computes them is left out.
 
+    Args:
+        names: of sizes of inputs, in place of the usual ones.
+
     Raises:
         CaptureError: the graph holds what a stage's source cannot: a custom object, control flow, an unknown shape.
         FixedSizeNeededError: something other than a whole number is computed from sizes that vary.
     """
-    return _Flattening(exported, state, tensors).run()
+    return _Flattening(exported, state, tensors, InputSizes(exported, names)).run()
 
 
 class _Flattening:
     """One use of `flatten`: ``graph`` is what has been made, ``held`` the node of each tensor of the state."""
 
     def __init__(
-        self, exported: ExportedProgram, state: dict[str, StateEntry], tensors: dict[str, torch.Tensor]
+        self,
+        exported: ExportedProgram,
+        state: dict[str, StateEntry],
+        tensors: dict[str, torch.Tensor],
+        sizes: InputSizes,
     ) -> None:
         self.exported = exported
         self.state = state
         self.tensors = tensors
         self.graph = fx.Graph()
         self.held: dict[str, fx.Node] = {}
-        self.sizes = InputSizes(exported)
+        self.sizes = sizes
 
     def run(self) -> tuple[fx.Graph, InputSizes]:
         module = self.exported.graph_module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -11,13 +11,11 @@ import torch
 from sympy.core.relational import Relational
 from torch.export import ExportedProgram
 
+from pipegraph.graph.export.dynamic_shapes import BATCH
 from pipegraph.graph.export.size_guards import SizeGuards
 from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
 from pipegraph.graph.nodes import SIZES
-from pipegraph.graph.symbolic_size import OPERATORS, SymbolicSize
-
-InputDimension = tuple[int, int]
-"""The position of a tensor among the leaves of (args, kwargs), and one of its dimensions."""
+from pipegraph.graph.symbolic_size import OPERATORS, InputDimension, SymbolicSize
 
 
 class FixedSizeNeededError(Exception):
@@ -36,9 +34,13 @@ class InputSizes:
     """The sizes that vary in an exported program.
 
     The first dimension of the first tensor is called ``batch``, others by the input and the dimension: ``tokens_1``.
+
+    Args:
+        exported: the program.
+        names: other names, by the dimension.
     """
 
-    def __init__(self, exported: ExportedProgram) -> None:
+    def __init__(self, exported: ExportedProgram, names: Mapping[InputDimension, str]) -> None:
         inputs = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
         values = {node.name: node.meta.get("val") for node in exported.graph.find_nodes(op="placeholder")}
         self._names: dict[sympy.Expr, sympy.Symbol] = {}
@@ -49,6 +51,7 @@ class InputSizes:
         examples = pytree.tree_leaves(exported.example_inputs)
         tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
         self._shapes: list[list[sympy.Expr]] = []  # of each leaf of the inputs
+        self._inputs = inputs
         self._guards = next((guards for guards in map(guards_of, tensors) if guards), [])
         first = next((name for name in inputs if isinstance(values[name], torch.Tensor)), None)
         for position, (name, example) in enumerate(zip(inputs, examples, strict=True)):
@@ -56,7 +59,9 @@ class InputSizes:
             expressions = [symbolic_expression(size) if is_symbolic(size) else sympy.Integer(size) for size in sizes]
             for dim, expression in enumerate(expressions):
                 if isinstance(expression, sympy.Symbol) and expression not in self._names:
-                    symbol = self._names[expression] = self._symbol(name, dim, is_batch=dim == 0 and name == first)
+                    is_batch = dim == 0 and name == first and BATCH not in names.values()
+                    usual = BATCH if is_batch else f"{name}_{dim}"
+                    symbol = self._names[expression] = self._symbol(names.get((position, dim), usual), dim)
                     self._captured[symbol] = example.shape[dim]
                 self._learn_stride(values[name].stride()[dim], example.stride()[dim])
                 for symbol in expression.xreplace(self._names).free_symbols:
@@ -68,12 +73,17 @@ class InputSizes:
         if is_symbolic(stride) and symbolic_expression(stride).is_Symbol:
             self._strides.setdefault(symbolic_expression(stride), sympy.Integer(captured))
 
-    def _symbol(self, name: str, dim: int, is_batch: bool) -> sympy.Symbol:
+    def _symbol(self, name: str, dim: int) -> sympy.Symbol:
         """A symbol for the size of an input's dimension, under a name that Python takes and no other one has."""
-        label = "batch" if is_batch else f"{name if name.isidentifier() and name.isascii() else 'input'}_{dim}"
+        label = name if name.isidentifier() and name.isascii() else f"input_{dim}"
         while sympy.Symbol(label, integer=True, positive=True) in self._captured:
             label += "_"
         return sympy.Symbol(label, integer=True, positive=True)
+
+    def fixed(self) -> Iterator[tuple[str, InputDimension, int]]:
+        """The sizes of inputs that do not vary: (input, dimension, size)."""
+        for position, (name, shape) in enumerate(zip(self._inputs, self._shapes, strict=True)):
+            yield from ((name, (position, dim), int(size)) for dim, size in enumerate(shape) if size.is_Integer)
 
     @property
     def vary(self) -> bool:

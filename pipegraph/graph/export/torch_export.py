@@ -10,39 +10,50 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from pipegraph.errors import CaptureError, user_line
+from pipegraph.errors import CaptureError, current_user_line, user_line
 from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import plain_containers
 from pipegraph.graph.export.custom_functions import CustomFunctions, LostBackwardError
 from pipegraph.graph.export.fake_parameters import fake_parameters
-from pipegraph.graph.export.input_sizes import InputDimension
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
     call_name,
     current_call,
+    fixed_sizes_seen,
     lstm_states_in_their_shapes,
     module_calls_wrapped,
     pytree,
     traced_node,
 )
+from pipegraph.graph.symbolic_size import InputDimension
 
 # Arguments whose values are recorded.
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Exported(NamedTuple):
-    """An exported program, the mode in which each module was, and the dimensions of inputs that were not let vary; None
-    if none was let."""
+    """An exported program.
+
+    Attributes:
+        program: of ``torch.export``.
+        mode: in which each module was.
+        fixed: the dimensions of inputs that were not let vary; None if none was let.
+        lines: a size that the model fixed, as torch names it → the line of the model's source.
+        obstacle: why no dimension was let vary.
+    """
 
     program: ExportedProgram
     mode: Mapping[nn.Module, bool]
     fixed: frozenset[InputDimension] | None
+    lines: Mapping[str, str] = MappingProxyType({})
+    obstacle: str = ""
 
 
 def export(
@@ -63,14 +74,19 @@ def export(
     own_modes = {module: module.training for module in modules}
     modes = [dict.fromkeys(modules, True), own_modes, dict.fromkeys(modules, False)]
     first_error: Exception | None = None
+    obstacle = ""
     for mode, tried in product(modes, dict.fromkeys((fixed, None))):
+        lines: dict[str, str] = {}
         try:
-            program = export_in(mode, model, args, kwargs, fixed=tried, allow_derivative=allow_derivative)
+            with fixed_sizes_seen(lambda size, value, lines=lines: lines.setdefault(size, current_user_line())):  # type: ignore[misc]
+                program = export_in(mode, model, args, kwargs, fixed=tried, allow_derivative=allow_derivative)
         except LostBackwardError as error:
             raise CaptureError(_lost_backward(model, error)) from error
         except Exception as error:
             if tried is None:  # otherwise the reason is the same, or it is that sizes vary
                 first_error = first_error or error
+            else:
+                obstacle = obstacle or ", at ".join(filter(None, (_summary(error), user_line(error))))
             continue
         if first_error is not None:
             warnings.warn(
@@ -78,7 +94,7 @@ def export(
                 "in evaluation mode, without the dropout inside attention.",
                 stacklevel=3,
             )
-        return Exported(program, mode, tried)
+        return Exported(program, mode, tried, lines, obstacle if tried is None else "")
     assert first_error is not None
     raise CaptureError(_explanation(model, first_error)) from first_error
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+from torch import nn
+
 from pipegraph.graph.call_tree import CallTree, call_tree
 from pipegraph.graph.captured import Captured, Segment
 
@@ -45,7 +47,7 @@ def whole_calls(captured: Captured, root: CallTree) -> Iterator[CallTree]:
 
 @lru_cache(maxsize=4)  # asked for by every stage
 def opened_calls(captured: Captured) -> frozenset[str]:
-    """The calls on the way to repeated layers, the model itself included."""
+    """The calls on the way to repeated layers, the model itself included; without layers, to the parts of sequences."""
 
     def visit(call: CallTree, inside_layer: bool) -> bool:
         layers = _layers(captured, call)
@@ -58,8 +60,18 @@ def opened_calls(captured: Captured) -> frozenset[str]:
 
     root = call_tree(captured.nodes)
     opened: set[str] = {root.call}
-    visit(root, inside_layer=False)
+    if not visit(root, inside_layer=False):
+        opened |= _sequences(captured, root)
     return frozenset(opened)
+
+
+def _sequences(captured: Captured, within: CallTree) -> set[str]:
+    """The calls of each ``nn.Sequential`` that is in no other kind of module, as in VGG, which repeats no module."""
+    found: set[str] = set()
+    for call in within.calls():
+        if type(captured.modules[call.fqn].module).forward is nn.Sequential.forward:
+            found |= {call.call} | _sequences(captured, call)
+    return found
 
 
 def _layers(captured: Captured, call: CallTree) -> set[str]:

@@ -26,6 +26,7 @@ class ModelSource:
     kwargs: dict[str, Any] = field(repr=False)
     loss_fn: Callable[..., torch.Tensor] | None = None
     example_target: Any = field(default=None, repr=False)
+    dynamic_shapes: Any = field(default=None, repr=False)
 
 
 @contextmanager

@@ -1,0 +1,175 @@
+"""What a user says of the sizes of inputs, in the form of ``torch.export``'s ``dynamic_shapes``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+from pipegraph.errors import CaptureError, nearest
+from pipegraph.graph.internals import pytree
+from pipegraph.graph.symbolic_size import FixedSize, InputDimension, SizeLimits
+
+BATCH = "batch"
+"""The name of the size that is cut into microbatches."""
+
+_FORM = 'dynamic_shapes={"tokens": {0: "batch", 1: torch.export.Dim("length", max=4096)}}'
+
+
+@dataclass(frozen=True)
+class WantedSizes:
+    """Which sizes of inputs may vary, and how they are called.
+
+    Attributes:
+        fixed: the dimensions whose sizes do not vary; None for all.
+        names: dimension → the name of its size.
+        bounds: name of a size → its smallest and its largest value; None if it has none.
+        places: the dimensions that have to vary → where they are: ``tokens.shape[1]``.
+    """
+
+    fixed: frozenset[InputDimension] | None = frozenset()
+    names: Mapping[InputDimension, str] = field(default_factory=dict)
+    bounds: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    places: Mapping[InputDimension, str] = field(default_factory=dict)
+
+    def limited(self, limits: SizeLimits, fixed: Mapping[InputDimension, FixedSize]) -> SizeLimits:
+        """Limits with the bounds that the user gave.
+
+        Raises:
+            CaptureError: a size that has to vary does not.
+        """
+        for dimension, size in fixed.items():
+            if dimension in self.places:
+                why = size.line or size.reason
+                raise CaptureError(
+                    f"dynamic_shapes lets {self.places[dimension]} vary, but it is always {size.size}: {why}\n"
+                    "Try: without this dimension, or torch.export.Dim.AUTO, which lets it vary if the model does."
+                )
+        lowest, highest = dict(limits.lowest), dict(limits.highest)
+        for name, (low, high) in self.bounds.items():
+            captured = limits.captured.get(name)
+            if captured is not None and not (low or 0) <= captured <= (high if high is not None else captured):
+                raise CaptureError(
+                    f"dynamic_shapes says that {name} is from {low or 1} to {high}, but the example has {captured}.\n"
+                    "Try: an example within the bounds."
+                )
+            if low is not None and low > 1:
+                lowest[name] = max(lowest.get(name, 1), low)
+            if high is not None:
+                highest[name] = min(highest.get(name, high), high)
+        return replace(limits, lowest=lowest, highest=highest)
+
+
+def wanted_sizes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any
+) -> WantedSizes:
+    """Read ``dynamic_shapes``.
+
+    Args:
+        model, args, kwargs: the model and the inputs of its example.
+        dynamic_shapes: None lets every size vary that the model lets vary; False fixes all. Else as ``torch.export``
+            takes it: for each argument, by its name or in the order of ``args``, the dimensions that vary, each with
+            a ``Dim``, ``Dim.AUTO`` or a name; nested as the arguments are. All other dimensions are fixed.
+
+    Raises:
+        CaptureError: it does not fit the arguments.
+    """
+    if dynamic_shapes is None:
+        return WantedSizes()
+    if dynamic_shapes is False:
+        return WantedSizes(fixed=None)
+    by_name = dict(kwargs)
+    try:
+        names = list(inspect.signature(model.forward).bind(*args).arguments)
+    except (TypeError, ValueError):
+        names = []
+    if isinstance(dynamic_shapes, Mapping):
+        by_name = {**dict(zip(names, args, strict=False)), **by_name}
+        unknown = next((name for name in dynamic_shapes if name not in by_name), None)
+        if unknown is not None:
+            hint = nearest(str(unknown), by_name)
+            raise CaptureError(
+                f"dynamic_shapes names {unknown!r}, which is no argument of the example.{hint}\n"
+                f"Try: {', '.join(by_name)}."
+            )
+        specs = [dynamic_shapes.get(name) for name in names]
+        keyword_specs = {name: dynamic_shapes.get(name) for name in kwargs}
+    elif isinstance(dynamic_shapes, (tuple, list)) and len(dynamic_shapes) == len(args):
+        specs, keyword_specs = list(dynamic_shapes), dict.fromkeys(kwargs)
+    else:
+        raise CaptureError(f"dynamic_shapes does not have an entry for each of {len(args)} arguments.\nTry: {_FORM}.")
+    labels = names if len(names) == len(args) else [f"args[{index}]" for index in range(len(args))]
+    entries = [*zip(labels, args, specs, strict=True), *((name, kwargs[name], keyword_specs[name]) for name in kwargs)]
+    found = [tensor for entry in entries for tensor in _tensors(*entry)]
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if len(found) != len(positions):
+        raise CaptureError(
+            "dynamic_shapes cannot describe tensors in containers other than tuples, lists and dicts.\n"
+            "Try: capture without it, which lets every size vary that the model lets vary."
+        )
+    wanted_by_dimension = [
+        ((position, dim), f"{place}.shape[{dim}]", wanted.get(dim))
+        for position, (place, tensor, wanted) in zip(positions, found, strict=True)
+        for dim in range(tensor.dim())
+    ]
+    return _wanted(wanted_by_dimension, first=(positions[0], 0) if positions else (0, 0))
+
+
+def _tensors(place: str, value: Any, spec: Any) -> Iterator[tuple[str, torch.Tensor, Mapping[int, Any]]]:
+    """(Place, tensor, dimension → what is wanted) for the tensors of an argument, in order."""
+    if isinstance(value, torch.Tensor):
+        yield place, value, _by_dimension(place, value, spec)
+    elif isinstance(value, Mapping):
+        specs = spec if isinstance(spec, Mapping) else {}
+        for name, inner in value.items():
+            yield from _tensors(f"{place}[{name!r}]", inner, specs.get(name))
+    elif isinstance(value, (tuple, list)):
+        entries = spec if isinstance(spec, (tuple, list)) and len(spec) == len(value) else [None] * len(value)
+        for index, (inner, each) in enumerate(zip(value, entries, strict=True)):
+            yield from _tensors(f"{place}[{index}]", inner, each)
+
+
+def _by_dimension(place: str, tensor: torch.Tensor, spec: Any) -> Mapping[int, Any]:
+    if spec is None:
+        return {}
+    if isinstance(spec, (tuple, list)) and len(spec) == tensor.dim():
+        return dict(enumerate(spec))
+    if isinstance(spec, Mapping) and all(isinstance(dim, int) and 0 <= dim < tensor.dim() for dim in spec):
+        return spec
+    raise CaptureError(f"dynamic_shapes has {spec!r} for {place}, which has {tensor.dim()} dimensions.\nTry: {_FORM}.")
+
+
+def _wanted(found: Iterable[tuple[InputDimension, str, Any]], first: InputDimension) -> WantedSizes:
+    fixed: set[InputDimension] = set()
+    names: dict[InputDimension, str] = {}
+    bounds: dict[str, tuple[int | None, int | None]] = {}
+    places: dict[InputDimension, str] = {}
+    for dimension, place, wanted in found:
+        name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", None)
+        if wanted is None or isinstance(wanted, int) or wanted == Dim.STATIC:
+            fixed.add(dimension)
+        elif isinstance(name, str):
+            if not name.isidentifier():
+                raise CaptureError(f"dynamic_shapes calls {place} {name!r}, which is no name in Python.\nTry: {_FORM}.")
+            names[dimension] = name
+            places[dimension] = place
+            bounds[name] = (getattr(wanted, "min", None), _upper(getattr(wanted, "max", None)))
+        elif wanted == Dim.DYNAMIC:
+            places[dimension] = place
+        elif wanted != Dim.AUTO:
+            raise CaptureError(f"dynamic_shapes has {wanted!r} for {place}.\nTry: {_FORM}.")
+    if BATCH not in names.values() and first in names:  # whatever the user calls it, it is cut into microbatches
+        bounds[BATCH] = bounds.pop(names[first])
+        names[first] = BATCH
+    return WantedSizes(frozenset(fixed), names, bounds, places)
+
+
+def _upper(bound: Any) -> int | None:
+    """The largest size; None for torch's way to say that there is none."""
+    return bound if isinstance(bound, int) and bound < 2**31 else None

@@ -1,0 +1,117 @@
+"""Sizes that do not vary are named with the line that fixes them; ``dynamic_shapes`` says which have to vary."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import pipegraph
+from pipegraph.errors import CaptureError
+
+
+class Steps(nn.Module):
+    """Runs over time steps in Python, and scales by the root of another length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        h = self.linear(x[:, 0])
+        for step in range(1, x.shape[1]):  # fixes the length
+            h = h + self.linear(x[:, step])
+        return h * table.shape[1] ** 0.5
+
+
+class Scaled(nn.Module):
+    """Takes any number of rows and any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, frames: Tensor, extra: dict[str, Tensor] | None = None) -> Tensor:
+        h = self.linear(frames)
+        return h if extra is None else h * extra["scale"]
+
+
+FRAMES = torch.zeros(5, 3, 8)
+
+
+def sizes(dynamic_shapes: Any) -> dict[str, int]:
+    captured = pipegraph.capture(Scaled(), (FRAMES,), dynamic_shapes=dynamic_shapes)
+    return dict(captured.sizes.captured)
+
+
+def test_the_line_that_fixes_a_size_is_named() -> None:
+    captured = pipegraph.capture(Steps(), (torch.zeros(3, 5, 8), torch.zeros(1, 7)))
+    fixed = {size.place: size for size in captured.sizes.fixed}
+    assert re.search(r"test_dynamic_shapes\.py:\d+: for step in range\(1, x\.shape\[1\]\)", fixed["x.shape[1]"].line)
+    assert fixed["x.shape[1]"].place_in_source.startswith("test_dynamic_shapes.py:")
+    assert "Linear" in fixed["x.shape[2]"].line or "self.linear" in fixed["x.shape[2]"].line
+    assert "capture 2 or more" in fixed["table.shape[0]"].reason
+    assert "cannot express" in fixed["table.shape[1]"].reason
+    assert "x.shape[0]" not in fixed
+
+
+def test_a_stage_says_what_fixes_its_sizes() -> None:
+    captured = pipegraph.capture(Steps(), (torch.zeros(3, 5, 8), torch.zeros(2, 7)))
+    from pipegraph.codegen.package_files import generate
+
+    files, _ = generate(pipegraph.plan(captured, stages=1), weights=False)
+    assert re.search(r"x\.shape\[1\] is 5 in every\s+batch\s+\(test_dynamic_shapes\.py:\d+\)", files["stage_0.py"])
+
+
+@pytest.mark.parametrize(
+    ("dynamic_shapes", "expected"),
+    [
+        (None, {"batch": 5, "frames_1": 3}),
+        (False, {}),
+        ({"frames": {1: "rows"}}, {"rows": 3}),
+        ({"frames": {0: Dim("length", max=64), 1: "batch"}}, {"length": 5, "batch": 3}),
+        (({0: "rows", 1: Dim.AUTO},), {"batch": 5, "frames_1": 3}),  # what is cut is called batch in any case
+        (({0: Dim.DYNAMIC, 1: None},), {"batch": 5}),
+    ],
+)
+def test_dynamic_shapes(dynamic_shapes: Any, expected: dict[str, int]) -> None:
+    assert sizes(dynamic_shapes) == expected
+
+
+def test_bounds_are_those_of_the_package() -> None:
+    captured = pipegraph.capture(Scaled(), (FRAMES,), dynamic_shapes={"frames": {0: Dim("rows", min=2, max=64)}})
+    assert (captured.sizes.lowest, captured.sizes.highest) == ({"batch": 2}, {"batch": 64})
+
+
+def test_nested_arguments_are_described_as_they_are_nested() -> None:
+    inputs = (FRAMES, {"scale": torch.ones(3, 8)})
+    captured = pipegraph.capture(Scaled(), inputs, dynamic_shapes=({1: "batch"}, {"scale": {0: "batch"}}))
+    assert captured.sizes.captured == {"batch": 3}
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "dynamic_shapes", "message"),
+    [
+        (
+            Steps(),
+            (torch.zeros(3, 5, 8), torch.zeros(2, 7)),
+            {"x": {1: "length"}},
+            r"x\.shape\[1\].*always 5.*range\(1",
+        ),
+        (Scaled(), (FRAMES,), {"frame": {1: "length"}}, r"'frame'.*Did you mean \"frames\""),
+        (Scaled(), (FRAMES,), {"frames": {3: "length"}}, "has 3 dimensions"),
+        (Scaled(), (FRAMES,), ({}, {}), "each of 1 arguments"),
+        (Scaled(), (FRAMES,), {"frames": {0: "a b"}}, "no name in Python"),
+        (Scaled(), (FRAMES,), {"frames": {0: Dim("rows", max=4)}}, "from 1 to 4, but the example has 5"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    model: nn.Module, inputs: tuple[Tensor, ...], dynamic_shapes: Any, message: str
+) -> None:
+    with pytest.raises(CaptureError, match=message) as error:
+        pipegraph.capture(model, inputs, dynamic_shapes=dynamic_shapes)
+    assert "Try:" in str(error.value)
