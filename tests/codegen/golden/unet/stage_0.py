@@ -11,6 +11,7 @@ class Stage0(nn.Module):
     images f32[batch, 3, images_2, images_3] → skip f32[batch, 16, images_2, images_3], skip_1 f32[batch, 32,
     images_2 // 2, images_3 // 2], x f32[batch, 32, images_2 // 4, images_3 // 4].
     16.8 k parameters, 25.4 MFLOP.
+    images.shape[1] is 3 in every batch (unet.py:60).
     """
 
     def __init__(self):
