@@ -94,7 +94,7 @@ class BodyMerger:
         for pair in (*self._aligned(first, second, before), (len(first), len(second))):
             own, other = first[here[0] : pair[0]], second[here[1] : pair[1]]
             if own or other:
-                changed = before[0][here[0]] | before[1][here[1]]
+                changed = before[0][here[0]] | before[1][here[1]] | self.unifier.in_place_of.keys()
                 merged.append(self._branch(own, other, changed))
             if pair != (len(first), len(second)):
                 merged.append(self._common(first[pair[0]], second[pair[1]], (before[0][pair[0]], before[1][pair[1]])))

@@ -87,10 +87,21 @@ def merge_pair(first: ClassSource, second: ClassSource, signatures: Mapping[str,
     Returns:
         None if nothing tells the two apart, or if its constructor would have too many arguments.
     """
+    if first.parameters[:1] != second.parameters[:1]:  # a Sequential passes its value by position
+        return None
+    if _asks_for_substituted(first, second) or _asks_for_substituted(second, first):
+        return None
     try:
         return _PairMerger(first, second, signatures).merge()
     except (NoConditionError, DifferentCodeError, TooManyArgumentsError):
         return None
+
+
+def _asks_for_substituted(first: ClassSource, second: ClassSource) -> bool:
+    """Return whether one class gives an optional parameter a value where the other one asks whether it is given."""
+    return any(
+        name in second.optional and second.substitutes.get(name) != other for name, other in first.substitutes.items()
+    )
 
 
 def distance(first: ClassSource, second: ClassSource, signatures: Mapping[str, Sequence[str]]) -> float:
@@ -139,8 +150,7 @@ class _PairMerger:
         )
         self._find_substitutes(merger, bodies)
         bodies = merger.with_named_results(*bodies)
-        substitutes = frozenset(self._unifier.in_place_of)
-        forward = merger.merge(*bodies, (substitutes, substitutes))
+        forward = merger.merge(*bodies)
         constants = {name for name, value in assigned_attributes(init).items() if isinstance(value, Literal)}
         arguments = MergedArguments(self._members, {*parameters, *constants})
         closed_init, closed_forward = arguments.closed(init, in_init=True), arguments.closed(forward, in_init=False)
@@ -174,10 +184,14 @@ class _PairMerger:
         return MergedPair(self._members, source, (values[0], values[1]), merger.statements_in_branches)
 
     def _find_substitutes(self, merger: BodyMerger, bodies: tuple[Statements, Statements]) -> None:
-        """Find the parameters that one class lacks, if it reads another parameter in their place."""
+        """Find the parameters that one class lacks, if it reads another parameter in their place.
+
+        A parameter that the other class may be called without is none of them: it branches on it.
+        """
         found = self._unifier.in_place_of
+        optional = self._members[0].optional | self._members[1].optional
         both = [name for name in self._members[0].parameters if name in self._members[1].parameters]
-        for name in sorted((self._only[0] | self._only[1]) - found.keys()):
+        for name in sorted((self._only[0] | self._only[1]) - found.keys() - optional):
             scores: dict[str | None, float] = {None: merger.likeness(*bodies, (frozenset(), frozenset()))}
             for other in both:
                 found[name] = other

@@ -160,7 +160,8 @@ class Unifier:
         """A parameter that only one class has, if the other reads its own parameter in its place."""
         for side, (own, other) in enumerate(((first, second), (second, first))):
             replaces = own.name in self.only[side] and self.in_place_of.get(own.name) == other.name
-            if replaces and other.name not in self.assigned[1 - side]:
+            assigned = own.name in self.assigned[0] | self.assigned[1] or other.name in self.assigned[1 - side]
+            if replaces and not assigned:
                 return own
         raise DifferentCodeError
 
@@ -204,10 +205,15 @@ class Unifier:
             given = [each[name] for each in arguments if name in each]
             side = int(name not in arguments[0])
             left_out = len(given) == 1
-            if left_out and not (isinstance(given[0], Name) and given[0].name in self.only[side] - self.assigned[side]):
+            if left_out and not self._is_none_in_other(given[0], side):
                 raise DifferentCodeError
             values[name] = given[0] if left_out else self.unify(given[0], given[1])
         return ModuleInvocation(function, ordered_arguments(values, min(signatures)), classes)
+
+    def _is_none_in_other(self, value: Expression, side: int) -> bool:
+        """Return whether a value is a parameter that only one class has, so that it is None in the other."""
+        changed = self.assigned[0] | self.assigned[1] | self.in_place_of.keys()
+        return isinstance(value, Name) and value.name in self.only[side] - changed
 
 
 def ordered_arguments(values: Mapping[str, Expression], signature: Sequence[str]) -> tuple[Argument, ...]:

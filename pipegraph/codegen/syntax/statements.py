@@ -109,10 +109,16 @@ class If(CompoundStatement):
         return f"if {self.test.text}:"
 
     def lines(self, indent: int) -> list[str]:
-        if not self.other or isinstance(self.body[-1], Return):  # nothing runs after a return
+        if isinstance(self.body[-1], Return):  # nothing of the body runs on into what follows
             return [*super().lines(indent), *lines(self.other, indent)]
+        return self._chain(indent)
+
+    def _chain(self, indent: int) -> list[str]:
+        """``if … elif … else``."""
+        if not self.other:
+            return super().lines(indent)
         if len(self.other) == 1 and isinstance(self.other[0], If):
-            first, *others = self.other[0].lines(indent)
+            first, *others = self.other[0]._chain(indent)
             return [*super().lines(indent), f"{' ' * indent}el{first.lstrip()}", *others]
         return [*super().lines(indent), f"{' ' * indent}else:", *lines(self.other, indent + _STEP)]
 
