@@ -40,10 +40,12 @@ def equal_work_shared() -> Iterator[None]:
 def _sharing_captures(own: Any) -> Any:
     """A model gets the graph of the one before, with its own weights and modules."""
 
-    def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], allow_derivative: bool) -> Captured:
-        key = _description(model), repr(pytree.tree_map_only(torch.Tensor, _form, (args, kwargs)))
+    def capture(
+        model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: object, allow_derivative: bool
+    ) -> Captured:
+        key = _description(model), repr(pytree.tree_map_only(torch.Tensor, _form, (args, kwargs))), repr(wanted)
         if key not in _captures:
-            _captures[key] = own(model, args, kwargs, allow_derivative)
+            _captures[key] = own(model, args, kwargs, wanted, allow_derivative)
             return _captures[key]
         _, tensors = state_of(model)
         return replace(_captures[key], tensors=_captures[key].tensors | tensors, modules=modules_of(model))
