@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,12 +17,10 @@ CHAIN = "tests/models/chain.py"
 def test_split_echoes_the_stages(pipegraph: Command, tmp_path: Path) -> None:
     done = pipegraph("split", CHAIN, "--points", "layers.1,layers.3:end", "-o", tmp_path / "out")
     assert (done.code, done.err) == (0, "")
-    assert done.out.splitlines() == [
-        "stage 0: layers.0",
-        "stage 1: layers.1 – layers.3",
-        "stage 2: head",
-        f"wrote {tmp_path / 'out'}",
-    ]
+    *stages, fixed, wrote = done.out.splitlines()
+    assert stages == ["stage 0: layers.0", "stage 1: layers.1 – layers.3", "stage 2: head"]
+    assert re.fullmatch(r"x\.shape\[1\] is 8 in every batch: .*chain\.py:\d+: x = layer\(x\)", fixed)
+    assert wrote == f"wrote {tmp_path / 'out'}"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "__init__.py",
         "blocks.py",
@@ -40,13 +39,13 @@ def test_split_echoes_the_stages(pipegraph: Command, tmp_path: Path) -> None:
 
 def test_names_are_printed_on_one_line(pipegraph: Command) -> None:
     done = pipegraph("split", "tests/models/hostile_names.py", "--points", "head", "--dry-run")
-    assert (done.code, len(done.out.splitlines())) == (0, 2)
+    assert (done.code, len(done.out.splitlines())) == (0, 3)
     assert "layers.new\\nline" in done.out
 
 
 def test_dry_run_writes_nothing(pipegraph: Command, tmp_path: Path) -> None:
     done = pipegraph("split", CHAIN, "--stages", 2, "--dry-run", "-o", tmp_path / "out")
-    assert (done.code, len(done.out.splitlines())) == (0, 4)  # two stages, and what a step takes
+    assert (done.code, len(done.out.splitlines())) == (0, 5)  # two stages, a fixed size, and what a step takes
     assert list(tmp_path.iterdir()) == []
 
 
