@@ -33,16 +33,6 @@ class Visit:
     package: Package
     verification: Verification
 
-    @property
-    def lines(self) -> int:
-        """Lines of source in the package."""
-        return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in self.package.path.glob("*.py"))
-
-    @property
-    def difference(self) -> float:
-        """The largest relative difference of an output, a gradient or a buffer."""
-        return max(comparison.difference for comparison in self.verification.comparisons)
-
 
 def visit(name: str, folder: Path) -> Visit:
     """Split ``name`` into STAGES stages under ``folder``, train it for one step in this process, and compare."""
