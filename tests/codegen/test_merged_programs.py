@@ -67,7 +67,17 @@ def variant(rng: random.Random, base: list[Statement], parameters: tuple[str, ..
 
 def classes(rng: random.Random) -> list[ClassSource]:
     base = program(rng, PARAMETERS, 6)
-    made: list[ClassSource] = []
+    size = Attribute(SELF, "size")
+    inner = ClassSource(
+        name="Inner",
+        docstring="A module.",
+        init_parameters=("size",),
+        init=(Assign((size,), Name("size")),),
+        parameters=("value",),
+        forward=(Return((Binary("*", Name("value"), size),)),),
+        model_class="Inner",
+    )
+    made = [inner]
     for index in range(rng.randint(2, 5)):
         parameters = ("x", *(name for name in PARAMETERS[1:] if rng.random() < 0.5))
         body = variant(rng, base, parameters)
@@ -78,11 +88,18 @@ def classes(rng: random.Random) -> list[ClassSource]:
             "kind": literal(f"kind {index}"),
             "size": literal(index + 7),
         }
+        init: list[Statement] = []
+        if rng.random() < 0.5:
+            init.append(Assign((Attribute(SELF, "eps"),), literal(rng.randint(2, 4))))
+        if rng.random() < 0.5:  # a module that not all have
+            init.append(Assign((Attribute(SELF, "inner"),), call("Inner", size=literal(rng.randint(2, 4)))))
+            called = ModuleInvocation(Attribute(SELF, "inner"), (Argument(Name("x"), "value"),), ("Inner",))
+            body.insert(rng.randint(0, len(body)), Assign((Name("h"),), called))
         made.append(
             ClassSource(
                 name=f"Block{index or ''}",
                 docstring="A block.",
-                init=(Assign((Attribute(SELF, "eps"),), literal(rng.randint(2, 4))),) if rng.random() < 0.5 else (),
+                init=tuple(init),
                 parameters=parameters,
                 forward=(*body, result),
                 model_class="Block",
@@ -94,12 +111,17 @@ def classes(rng: random.Random) -> list[ClassSource]:
 
 def stage(blocks: list[ClassSource]) -> ClassSource:
     """Calls an object of each class."""
-    init = [Assign((Attribute(SELF, f"b{index}"),), call(block.name)) for index, block in enumerate(blocks)]
+    init = [
+        Assign((Attribute(SELF, f"b{index}"),), call(block.name))
+        for index, block in enumerate(blocks)
+        if block.name != "Inner"
+    ]
     calls = [
         ModuleInvocation(
             Attribute(SELF, f"b{index}"), tuple(Argument(Name(name), name) for name in block.parameters), (block.name,)
         )
         for index, block in enumerate(blocks)
+        if block.name != "Inner"
     ]
     return ClassSource("Stage0", "A stage.", init=tuple(init), parameters=PARAMETERS, forward=(Return(tuple(calls)),))
 

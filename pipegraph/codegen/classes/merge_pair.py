@@ -223,6 +223,9 @@ class _PairMerger:
 
     def _init(self, first: Statements, second: Statements, conditions: Sequence[Condition]) -> Statements:
         """The statements of ``__init__``, those of the same target next to each other."""
+        places = [_places(statements) for statements in (first, second)]
+        if any(places[1].get(name, place) != place for name, place in places[0].items()):
+            raise NoConditionError  # one class makes a module under a condition, the other under another one or none
         targets = [{_target(each): each for each in statements} for statements in (first, second)]
         return tuple(
             self._set(targets[0].get(target), targets[1].get(target), conditions)
@@ -258,7 +261,11 @@ class _PairMerger:
                 raise NoConditionError
             return conditions[0].branch([first] if first else [], [second] if second else [])
         if NONE in (one, two):
-            self._optional_modules.append(Condition.is_given(target, 0 if two == NONE else 1))
+            side = 0 if two == NONE else 1
+            given = two if side else one
+            # A class that was merged before may itself be made without the module.
+            if not (isinstance(given, InitArgument) and given.name in self._members[side].init_defaults):
+                self._optional_modules.append(Condition.is_given(target, side))
         return Assign((target,), Difference(one, two, target.name, is_module=True))
 
 
@@ -269,6 +276,17 @@ def _target(statement: Statement) -> object:
     if isinstance(statement, Evaluate) and isinstance(statement.value, FunctionCall):
         return statement.value.function, statement.value.arguments[:1]
     return statement.test.text if isinstance(statement, If) else statement
+
+
+def _places(statements: Statements) -> dict[str, object]:
+    """The attributes that statements set, also inside ``if`` → the `_target` of the outermost statement."""
+    return {
+        target.text: _target(each)
+        for each in statements
+        for node in each.walk()
+        if isinstance(node, Assign)
+        for target in node.targets
+    }
 
 
 def _merged_order(first: Sequence[object], second: Sequence[object]) -> list[object]:
