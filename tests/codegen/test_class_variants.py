@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipegraph
-from tests.codegen.layers import Block, Row, batch
+from tests.codegen.layers import Row, batch
 from tests.codegen.parity import differences, split
 
 
@@ -165,7 +165,7 @@ def test_a_word_of_the_model_is_compared(tmp_path: Path) -> None:
 
 def test_modules_that_differ_are_given_to_the_constructor(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    inner = [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8)), Block()]
+    inner = [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))]
     model = Row([Residual(each, nn.Linear(8, 8) if i == 1 else None) for i, each in enumerate(inner)])
     package = split(tmp_path, model, (batch(),))
     assert classes(tmp_path).count("Residual") == 1
