@@ -44,7 +44,7 @@ def variant(rng: random.Random, base: list[Statement], parameters: tuple[str, ..
     known = set(parameters)
     for statement in base:
         if rng.random() < 0.15:
-            changed += program(rng, tuple(known), 1)
+            changed += program(rng, tuple(sorted(known)), 1)
         if rng.random() < 0.15:
             continue
 

@@ -28,7 +28,7 @@ def merge_order(members: Sequence[ClassSource], distance: Distance) -> list[tupl
     """
     if len(members) < 2:
         return []
-    splits = list(_splits(members)) or [((each,), _without(members, each)) for each in members]
+    splits = list(_splits(members)) or [_alone(members, each) for each in members]
     first, second = max(splits, key=lambda split: _contrast(split, distance))
     return [*merge_order(first, distance), *merge_order(second, distance), (first[0].name, second[0].name)]
 
@@ -58,5 +58,7 @@ def _contrast(split: _Split, distance: Distance) -> float:
     return between - fmean(inside or [0])
 
 
-def _without(members: Sequence[ClassSource], member: ClassSource) -> tuple[ClassSource, ...]:
-    return tuple(each for each in members if each is not member)
+def _alone(members: Sequence[ClassSource], member: ClassSource) -> _Split:
+    """One class, and the others; the first of all is in the first group, which the merged class is named after."""
+    others = tuple(each for each in members if each is not member)
+    return ((member,), others) if member is members[0] else (others, (member,))
