@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 
 import torch
 from torch import fx
@@ -44,10 +45,17 @@ def _marked_arguments(node: fx.Node, written: bool) -> list[fx.Node]:
         return [] if written else [node.args[0]]  # type: ignore[list-item]
     if not isinstance(node.target, OpOverload):
         return []
+    names = _marked_names(node.target, written)
+    if not names:
+        return []
     named = arguments_of(node)
-    aliases = {each.name: each.alias_info for each in schema_arguments(node.target) if each.alias_info is not None}
-    marked = [named.get(name) for name, alias in aliases.items() if alias.is_write == written]
-    return [value for value in marked if isinstance(value, fx.Node)]
+    return [value for value in map(named.get, names) if isinstance(value, fx.Node)]
+
+
+@cache
+def _marked_names(target: OpOverload, written: bool) -> tuple[str, ...]:
+    arguments = schema_arguments(target)
+    return tuple(each.name for each in arguments if each.alias_info and each.alias_info.is_write == written)
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:

@@ -13,7 +13,7 @@ from torch import fx
 from pipegraph.graph.aliasing import written_by
 from pipegraph.graph.captured import StateEntry, by_mode, model_dtype, model_number
 from pipegraph.graph.graph_text import graph_text, type_text
-from pipegraph.graph.internals import OpOverload, fake_empty, fake_mode_of, pytree
+from pipegraph.graph.internals import OpOverload, fake_empty, fake_mode_of, is_mutable, pytree
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.passes.drop_dead_code import drop_dead_code
 from pipegraph.graph.passes.functionalize_writes import functionalize_writes
@@ -151,7 +151,10 @@ def _run(node: fx.Node) -> Any:
             if kind == "autocast":
                 device, dtype, enabled, cache = settings
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: _fresh(each.meta["val"]))
+        may_write = isinstance(node.target, OpOverload) and is_mutable(node.target)
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda each: _fresh(each.meta["val"]) if may_write else each.meta["val"]
+        )
         tensors = [leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
         if tensors:
             stack.enter_context(fake_mode_of(tensors[0]) or nullcontext())
