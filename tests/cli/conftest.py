@@ -37,7 +37,7 @@ def pipegraph(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package of ``tests/models/chain.py`` in two stages. Tests that change it copy it first."""
     folder = tmp_path_factory.mktemp("chain") / "package"
-    with pytest.raises(SystemExit) as ended:
+    with equal_work_shared(), pytest.raises(SystemExit) as ended:
         main(["split", str(ROOT / "tests/models/chain.py"), "--points", "layers.2", "-o", str(folder)])
     assert ended.value.code == 0
     return folder

@@ -63,7 +63,7 @@ def test_split_shows_capture_pricing_and_weights(tmp_path: Path) -> None:
 
 
 def test_run_shows_its_children_and_prints_their_lines_above(chain: Path) -> None:
-    code, shown = on_a_terminal("run", chain, "--kernels", "eager", "--steps", 40, "--nproc", 2)
+    code, shown = on_a_terminal("run", chain, "--kernels", "autograd", "--steps", 40, "--nproc", 2)
     assert code == 0
     assert [line.split("   ")[0] for line in shown if line.startswith("step ")][:40] == [f"step {n}" for n in range(40)]
     assert any("AdamW's moments" in line for line in shown)

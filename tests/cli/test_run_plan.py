@@ -12,6 +12,7 @@ import pytest
 
 from pipegraph.cli import main
 from tests.cli.command import ROOT, Command
+from tests.equal_work import equal_work_shared
 
 AUTOGRAD = ("--kernels", "autograd")
 CHAIN = ROOT / "tests/models/chain.py"
@@ -26,7 +27,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["plan", str(CHAIN), "--ranks", "2", *plan],
         ["split", str(CHAIN), "--plan", str(folder / "plan.json"), "-o", str(folder / "package")],
     ):
-        with pytest.raises(SystemExit) as raised:
+        with equal_work_shared(), pytest.raises(SystemExit) as raised:
             main(arguments)
         assert not raised.value.code
     return folder / "package"
