@@ -13,7 +13,7 @@ from pipegraph.cli import main
 from pipegraph.graph.sources.load import load
 from tests.cli.command import Command
 from tests.equal_work import equal_work_shared
-from tests.zoo.architectures import CONFIGURATIONS
+from tests.zoo.architectures import shallow
 
 SIZES = ("--batch", "2", "--seq", "8")
 
@@ -22,8 +22,7 @@ SIZES = ("--batch", "2", "--seq", "8")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as it comes from the hub: config.json, shards and their index. Its experts are stored one by one."""
     folder, name = tmp_path_factory.mktemp("mixtral"), "MixtralForCausalLM"
-    small = {"num_hidden_layers": 2, "num_local_experts": 2}
-    (folder / "config.json").write_text(json.dumps({"architectures": [name], **CONFIGURATIONS[name], **small}))
+    (folder / "config.json").write_text(json.dumps({"architectures": [name], **shallow(name)}))
     model = load(f"hf:{folder}", batch=2, seq=8).model
     torch.manual_seed(1)
     with torch.no_grad():

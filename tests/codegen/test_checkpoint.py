@@ -23,7 +23,7 @@ from pipegraph.graph.sources.load import load
 from pipegraph.package import Package
 from pipegraph.planner.plan import Plan
 from tests.codegen.parity import plan_of, split
-from tests.zoo.architectures import CONFIGURATIONS
+from tests.zoo.architectures import shallow
 
 LISTING = "model.safetensors.index.json"
 
@@ -43,7 +43,7 @@ class Saved:
 
 
 def save(folder: Path, architecture: str) -> Saved:
-    config = {"architectures": [architecture], **CONFIGURATIONS[architecture]}
+    config = {"architectures": [architecture], **shallow(architecture)}
     (folder / "config.json").write_text(json.dumps(config))
     model: Any = load(f"hf:{folder}", batch=2, seq=12).model
     torch.manual_seed(1)
@@ -96,15 +96,15 @@ def test_what_save_pretrained_writes_is_read(model: str, request: pytest.Fixture
 def test_experts_are_read_in_their_parts(tmp_path: Path) -> None:
     saved = save(tmp_path, "MixtralForCausalLM")
     stored = saved.package.manifest.checkpoint.stored
-    assert stored["model.layers.2.mlp.experts.gate_up_proj"] == (
-        "model.layers.2.block_sparse_moe.experts.*.w1.weight",
-        "model.layers.2.block_sparse_moe.experts.*.w3.weight",
+    assert stored["model.layers.1.mlp.experts.gate_up_proj"] == (
+        "model.layers.1.block_sparse_moe.experts.*.w1.weight",
+        "model.layers.1.block_sparse_moe.experts.*.w3.weight",
     )
-    assert "model.layers.2.self_attn.q_proj.weight" not in stored
+    assert "model.layers.1.self_attn.q_proj.weight" not in stored
     weights = load_file(saved.single / "model.safetensors")
-    del weights["model.layers.2.block_sparse_moe.experts.3.w3.weight"]
+    del weights["model.layers.1.block_sparse_moe.experts.3.w3.weight"]
     save_file(weights, saved.single / "model.safetensors")
-    with pytest.raises(PackageError, match=r"model.safetensors lacks model.layers.2.block.*experts.3.w3.weight"):
+    with pytest.raises(PackageError, match=r"model.safetensors lacks model.layers.1.block.*experts.3.w3.weight"):
         stages(saved.package, saved.single)
 
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_the_base_model_has_no_prefix(gpt2: Saved, tmp_path: Pat
 
 def test_the_base_model_is_read_from_a_checkpoint_with_a_head(gpt2: Saved, tmp_path: Path) -> None:
     base, tokens = gpt2.model.base_model, torch.ones(1, 4, dtype=torch.long)
-    package = split(tmp_path, base, (tokens,), {"use_cache": False}, cut="h.2")
+    package = split(tmp_path, base, (tokens,), {"use_cache": False}, cut="h.1")
     assert differing(package, gpt2.single, base) == []
 
 

@@ -17,7 +17,7 @@ from pipegraph.graph.sources.load import load
 from pipegraph.package import Package
 from tests.codegen.layers import Block, batch
 from tests.codegen.parity import plan_of, split
-from tests.zoo.architectures import CONFIGURATIONS
+from tests.zoo.architectures import shallow
 from tests.zoo.visit import loss_fn
 
 # With rotary tables, with experts, and with learned positions.
@@ -31,7 +31,7 @@ def half(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_stages_train_in_bfloat16_as_the_model_does(architecture: str, tmp_path: Path) -> None:
     """Converted after the split: losses, gradients and what crosses between stages."""
-    config = {"architectures": [architecture], **CONFIGURATIONS[architecture]}
+    config = {"architectures": [architecture], **shallow(architecture)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     source = load(f"hf:{tmp_path}", batch=2, seq=12)
     package = split(tmp_path, source.model, (), source.kwargs, cut=3)
@@ -56,7 +56,7 @@ def test_stages_train_in_bfloat16_as_the_model_does(architecture: str, tmp_path:
 
 
 def test_a_table_follows_its_buffer(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIGURATIONS["LlamaForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps(shallow("LlamaForCausalLM")))
     source = load(f"hf:{tmp_path}", weights=False, batch=2, seq=12)
     package = pipegraph.write_package(plan_of(source.model, (), source.kwargs), tmp_path / "out", weights=False)
     assert "return cos.to(self.inv_freq.dtype), sin.to(self.inv_freq.dtype)" in (package.path / "blocks.py").read_text()

@@ -99,3 +99,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
 }
 """By the class that transformers calls them."""
+
+
+def shallow(architecture: str) -> dict[str, Any]:
+    """A configuration with two layers, for tests of something else than the architecture."""
+    full = CONFIGURATIONS[architecture]
+    return {**full, **{name: 2 for name in ("num_hidden_layers", "n_layer") if name in full}}
