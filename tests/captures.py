@@ -8,6 +8,7 @@ from pathlib import Path
 import pipegraph
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.sources.load import load
+from tests.equal_work import equal_work_shared
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,4 +21,5 @@ def captured(model: str, weights: bool = False) -> Captured:
     """
     name, folder = model.removeprefix("hf:"), "hf:" if model.startswith("hf:") else ""
     source = load(f"{folder}{ROOT / name}", weights=weights)
-    return pipegraph.capture(source.model, source.args, source.kwargs)
+    with equal_work_shared():
+        return pipegraph.capture(source.model, source.args, source.kwargs)

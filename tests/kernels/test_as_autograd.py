@@ -48,11 +48,14 @@ def test_without_gradients_of_inputs(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["layers", "dropout", "convolutions", "batch norm", "views of one value", "integers", "an expanded gradient"],
+    [
+        *("layers", "dropout", "convolutions", "batch norm", "attention"),
+        *("views of one value", "integers", "an expanded gradient"),
+    ],
 )
 def test_inductor(name: str) -> None:
     stage, inputs = build(name)
-    if name == "dropout":
+    if name in ("dropout", "attention"):
         stage.eval()
     assert_as_autograd(stage, inputs, kernels="inductor")
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import pipegraph
 from pipegraph.graph.sources.load import load
 from pipegraph.graph.sources.model_source import ModelSource
+from tests.equal_work import equal_work_shared
 from tests.parity.cases import CASES, EQUAL, MODELS, ROOT, STAGES, Case, Model
 
 STEPS = 2
@@ -24,7 +25,8 @@ def prepare(model_name: str, folder: Path) -> None:
     """Write the model's packages (``2``, ``3``, ``4``) and the references (``<case>.pt``) of all its cases."""
     model = MODELS[model_name]
     source = _load(model)
-    captured = pipegraph.capture(source.model, source.args, source.kwargs)
+    with equal_work_shared():
+        captured = pipegraph.capture(source.model, source.args, source.kwargs)
     for stages in STAGES:
         cut = model.cuts[stages]
         if cut == EQUAL:

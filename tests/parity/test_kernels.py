@@ -13,7 +13,11 @@ from tests.parity.workshop import Workshop
 TRAINING = [name for name in names() if trains(name)]
 
 # A bias before a batch norm has a gradient of rounding alone, and compiled code rounds in another order.
-COMPILED = [("rotary", "zb-h1", TOLERANCE), ("batch norm", "1f1b", 20 * TOLERANCE), ("late input", "zb-v", TOLERANCE)]
+COMPILED = [
+    pytest.param("rotary", "zb-h1", TOLERANCE, marks=pytest.mark.slow),
+    ("batch norm", "1f1b", 20 * TOLERANCE),
+    ("late input", "zb-v", TOLERANCE),
+]
 
 
 # Skips to stages far away; on as many ranks as it takes. The matrix has the other schedules.

@@ -16,6 +16,7 @@ from pipegraph.graph.sources.load import load
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.workflows.verify import Verification, verify
+from tests.equal_work import equal_work_shared
 from tests.zoo.architectures import CONFIGURATIONS
 from tests.zoo.handwritten import HANDWRITTEN
 
@@ -43,7 +44,8 @@ def visit(name: str, folder: Path) -> Visit:
 def split_in_stages(name: str, folder: Path) -> tuple[ModelSource, Package]:
     """A model, and its package in STAGES stages under ``folder``."""
     source = _source(name, folder)
-    captured = pipegraph.capture(source.model, source.args, source.kwargs)
+    with equal_work_shared():
+        captured = pipegraph.capture(source.model, source.args, source.kwargs)
     plan = pipegraph.plan(captured, stages=STAGES, balance="uniform")
     return source, pipegraph.write_package(plan, folder / "package", source=source)
 
