@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -23,6 +24,12 @@ os.environ.setdefault("PIPEGRAPH_VERIFY", "1")
 
 # A shell starts jobs in the background with SIGINT ignored, which every process that they start inherits.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Python's garbage collector need not look at what was imported, whenever it looks at all there is."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

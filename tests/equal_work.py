@@ -37,6 +37,13 @@ def equal_work_shared() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def shared_work() -> Iterator[None]:
+    """For the tests of a folder whose conftest.py imports it."""
+    with equal_work_shared():
+        yield
+
+
 def _sharing_captures(own: Any) -> Any:
     """A model gets the graph of the one before, with its own weights and modules."""
 

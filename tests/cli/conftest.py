@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipegraph.cli import main
 from tests.cli.command import ROOT, Command, Result
-from tests.equal_work import equal_work_shared
+from tests.equal_work import equal_work_shared, shared_work
 
-
-@pytest.fixture(autouse=True)
-def shared_work() -> Iterator[None]:
-    with equal_work_shared():
-        yield
+__all__ = ["shared_work"]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def split_and_verify(pipegraph: Command, model: str, out: Path, *options: str) -
     return split.out.splitlines()[:-1]
 
 
-# The transformer itself is split, verified and run by README's commands.
+@pytest.mark.slow  # README's commands split, verify and run the same model in two stages
 def test_tiny_transformer(pipegraph: Command, tmp_path: Path) -> None:
     model = "examples/transformer.py:build_tiny_model"
     stages = split_and_verify(pipegraph, model, tmp_path / "out", "--points", "layers.2,layers.4,layers.6")

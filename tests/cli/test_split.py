@@ -60,11 +60,12 @@ def test_default_folder_is_named_after_the_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert pipegraph("split", ROOT / CHAIN, "--points", "layers.2").out.splitlines()[-1] == "wrote build/chain"
-    config = ROOT / "tests/models/tied_llama"
-    assert (
-        pipegraph("split", f"hf:{config}", "--points", "model.layers.1").out.splitlines()[-1]
-        == "wrote build/tied_llama"
-    )
+    config = json.loads((ROOT / "tests/models/tied_llama/config.json").read_text())
+    folder = tmp_path / "small_llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    done = pipegraph("split", f"hf:{folder}", "--points", "model.norm")
+    assert done.out.splitlines()[-1] == "wrote build/small_llama"
 
 
 def test_split_json(pipegraph: Command, tmp_path: Path) -> None:

@@ -25,8 +25,12 @@ MODELS = {
 }
 
 
+# tests/codegen/test_parity.py compares the others too.
+QUICK = ("batch_norm", "chain", "dropout", "hostile_names", "late_input")
+
+
 @pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=[pytest.mark.slow] if name in ("llama", "t5") else []) for name in MODELS]
+    "model", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
 )
 def test_package_computes_what_the_model_computes(pipegraph: Command, tmp_path: Path, model: str) -> None:
     file = f"tests/models/{model}.py"

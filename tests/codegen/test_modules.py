@@ -270,8 +270,8 @@ CASES = {
         [batch()],
     ),
     "a whole Transformer": (
-        lambda: nn.Transformer(8, 2, 2, 2, 16, dropout=0.1, batch_first=True),
-        "encoder.layers.1,decoder.layers.0,decoder.layers.1",
+        lambda: nn.Transformer(8, 2, 1, 2, 16, dropout=0.1, batch_first=True),
+        "decoder.layers.0,decoder.layers.1",
         [batch(2, 4, 8), batch(2, 3, 8)],
     ),
     "an embedding of its own": (

@@ -20,6 +20,7 @@ from torch.testing import assert_close
 
 import pipegraph
 from pipegraph.package import Package
+from tests.equal_work import equal_work_shared
 from tests.models import buffers, chain, dropout, masked, rotary
 from tests.parity.cases import ROOT
 from tests.parity.training import KERNELS, TOLERANCE
@@ -29,7 +30,8 @@ from tests.parity.workshop import Workshop
 def write(
     model: nn.Module, out: Path, inputs: Any, points: list[str] | None = None, stages: int | None = None
 ) -> Package:
-    captured = pipegraph.capture(model, inputs)
+    with equal_work_shared():
+        captured = pipegraph.capture(model, inputs)
     plan = pipegraph.plan(captured, points=points, stages=stages, balance=None if points else "uniform")
     return pipegraph.write_package(plan, out)
 
@@ -42,6 +44,7 @@ def gradients(holder: nn.Module | pipegraph.Pipeline) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in holder.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.timeout(300)  # as of the matrix, whose work it may be the first to need
 def test_item_2_tied_weights_stay_one_weight(made: Workshop) -> None:
     """Elsewhere each stage trains a copy of its own, and the copies drift apart."""
     ranks = made.in_processes("llama", 2)
@@ -224,7 +227,7 @@ def test_item_11_gradients_accumulate_over_steps(tmp_path: Path) -> None:
         assert_close(gradients(pipe), gradients(model))
 
 
-@pytest.mark.parametrize("layers", [5, 7])
+@pytest.mark.parametrize("layers", [3, 5])
 def test_item_13_no_layer_is_dropped_where_they_do_not_divide_evenly(layers: int, tmp_path: Path) -> None:
     """Elsewhere what is left over goes missing."""
     model = rotary.RotaryTransformer(layers=layers)

@@ -21,6 +21,7 @@ from pipegraph.planner.run_comparison import compare_run
 from pipegraph.runtime.measurements import MeasuredRun
 from pipegraph.schedule import Kind, build
 from pipegraph.workflows.recalibrate import find_uneven_ratios, format_ratios, profile_for, recalibrate_hardware
+from tests.equal_work import equal_work_shared
 from tests.models.chain import Chain
 
 SLOWER = MeasuredRatio(forward=1.5, input_grad=2.0, weight_grad=0.8)
@@ -28,8 +29,10 @@ SLOWER = MeasuredRatio(forward=1.5, input_grad=2.0, weight_grad=0.8)
 
 def priced(hardware: Hardware) -> Manifest:
     torch.manual_seed(0)
-    captured = capture(Chain(64), (torch.randn(4, 64),))
-    return generate(plan(captured, points=["layers.2"], balance="time", hardware=hardware), weights=False)[1]
+    with equal_work_shared():
+        captured = capture(Chain(64), (torch.randn(4, 64),))
+        made = plan(captured, points=["layers.2"], balance="time", hardware=hardware)
+    return generate(made, weights=False)[1]
 
 
 def took(manifest: Manifest, schedule: str) -> MeasuredRun:
