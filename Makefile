@@ -35,10 +35,10 @@ demo: $(READY)  ## Split the example transformer in two, verify it, run it on tw
 	$(BIN)/pipegraph run build/transformer --nproc 2 --schedule 1f1b --microbatches 4 --steps 3
 
 test: $(READY)  ## Run the tests but the slow ones (JOBS=2 at a time, TORCH=2.15.0 with that torch)
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
 test-all: $(READY)  ## Run all tests
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(READY)  ## Check style, types and the floors of imports
 	$(BIN)/ruff check
