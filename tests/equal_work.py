@@ -65,10 +65,11 @@ def _sharing_traces(own: Any) -> Any:
         if tracing.loss is not None:
             return own(subgraph, loss, target, tracing)
         outputs = subgraph.captured.outputs if subgraph.last else None
-        key = subgraph.key, repr(outputs), tracing.recompute, tracing.gpu
+        key = subgraph.key, repr(outputs), tracing.gpu
         if key not in _traces:
             _traces[key] = own(subgraph, loss, target, tracing)
-        return _traces[key]
+            return _traces[key]
+        return _traces[key].with_recompute(tracing.recompute)
 
     return traced
 

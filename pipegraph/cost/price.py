@@ -22,6 +22,7 @@ from pipegraph.cost.segments.subgraph import fx_graph
 from pipegraph.cost.stage_cost import buffer_bytes, parameter_bytes
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of
+from pipegraph.kernels.blocks.divided_function import DividedFunction
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +86,7 @@ def price(
     setting: MeasureOptions | None = None,
     cache: Cache | None = None,
     kept: Collection[int] = (),
+    traced: dict[str, DividedFunction] | None = None,
 ) -> PricedModel:
     """Price every segment of a model for one microbatch, each distinct block once.
 
@@ -99,6 +101,8 @@ def price(
         setting: how ``measured`` measures.
         cache: what ``measured`` measured before.
         kept: positions in ``Captured.nodes`` at which the chain is always cut.
+        traced: filled with the derivatives of blocks, by a hash of their structure, and read: for prices with another
+            ``recompute``.
 
     Raises:
         PlanError: the method is unknown; ``type:`` matches nothing; the blocks to measure do not fit the device.
@@ -108,7 +112,7 @@ def price(
     chain = find_chain(captured, inside_layers=name != "type", kept={*kept, *begins})
     hardware, setting = hardware or Hardware.load("cpu"), setting or MeasureOptions()
     gpu = not setting.device.startswith("cpu") if name == "measured" else hardware.first_touch is None
-    parts = group_segments(chain, BlockOptions(loss, recompute, gpu))
+    parts = group_segments(chain, BlockOptions(loss, recompute, gpu, {} if traced is None else traced))
     blocks = parts.blocks()
     prices = {block.key: _price(block, hardware) for block in blocks}
     uncounted = sorted({each for three in prices.values() for graph in three for each in graph.uncounted})

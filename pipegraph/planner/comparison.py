@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import ArgumentError, PlanError, ScheduleError
 from pipegraph.graph.captured import Captured
+from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.registry import RECOMPUTE, check_recompute
 from pipegraph.planner.chain_costs import ChainCosts
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, refine_cuts
@@ -125,7 +126,8 @@ def compare_model(
 def price_candidates(captured: Captured, options: PlanOptions, plans: Sequence[PlanCandidate]) -> dict[str, ChainCosts]:
     """Return the costs of a model for each recompute of the plans."""
     names = dict.fromkeys(plan.recompute for plan in plans)
-    return {name: replace(options, recompute=name).price(captured) for name in names}
+    traced: dict[str, DividedFunction] = {}
+    return {name: replace(options, recompute=name).price(captured, traced=traced) for name in names}
 
 
 def compare_plans(

@@ -15,6 +15,7 @@ from pipegraph.cost.price import price
 from pipegraph.cost.segments.distinct_blocks import LossOf
 from pipegraph.errors import ArgumentError, PlanError
 from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.registry import check_recompute
 from pipegraph.kernels.threads import threads_per_rank
 from pipegraph.planner.chain_costs import ChainCosts
@@ -84,8 +85,13 @@ class PlanOptions:
         """Return the bytes of each of so many ranks; infinite without a limit."""
         return memory_of_ranks(self.memory_bytes, ranks) or (math.inf,) * ranks
 
-    def price(self, captured: Captured, kept: Collection[int] = ()) -> ChainCosts:
-        """Price a model by the balance. Segments are cut at the operations ``kept`` in any case."""
+    def price(
+        self, captured: Captured, kept: Collection[int] = (), traced: dict[str, DividedFunction] | None = None
+    ) -> ChainCosts:
+        """Price a model by the balance. Segments are cut at the operations ``kept`` in any case.
+
+        ``traced`` is shared by prices that differ in ``recompute`` alone.
+        """
         return ChainCosts(
             price(
                 captured,
@@ -96,6 +102,7 @@ class PlanOptions:
                 self.setting,
                 self.cache,
                 kept,
+                traced,
             )
         )
 

@@ -78,6 +78,15 @@ def test_each_distinct_block_is_traced_and_priced_once(monkeypatch: pytest.Monke
     assert found.costs[1:4] == found.costs[4:7] == found.costs[7:10]
 
 
+def test_a_block_is_traced_once_for_every_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, traced = model("decoder"), {}
+    alone = price(captured, recompute="block")
+    for recompute in ("none", "min-cut"):
+        price(captured, recompute=recompute, traced=traced)
+    monkeypatch.delattr(distinct_blocks, "trace")
+    assert price(captured, recompute="block", traced=traced).costs == alone.costs
+
+
 def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path) -> tuple[list[int], list[int]]:
     """Bytes that the graphs of each stage of a package keep after F, and after I, the caller's inputs and the stage's
     state aside."""

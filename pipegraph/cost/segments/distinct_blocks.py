@@ -157,11 +157,14 @@ class BlockOptions:
         recompute: what the backward computes again, as ``pipegraph.kernels.registry`` takes it. In a model with
             repeated layers "block" holds for these; the code between them keeps what "min-cut" keeps.
         gpu: whether to trace for a GPU, whatever this machine has.
+        traced: what was traced for the same loss and kind of device, by `Subgraph.key`. Only the division depends on
+            ``recompute``.
     """
 
     loss: tuple[LossOf, Any] | None = None
     recompute: str = "min-cut"
     gpu: bool = False
+    traced: dict[str, DividedFunction] = field(default_factory=dict)
 
 
 def group_segments(chain: Chain, tracing: BlockOptions) -> SegmentGroups:
@@ -198,7 +201,7 @@ def _block(subgraph: Subgraph, count: int, tracing: BlockOptions) -> Block:
     function, target = (tracing.loss or (mean_square, None)) if subgraph.last else (None, None)
     packed = None if function is None else _packed(subgraph.captured, function)
     try:
-        derivative = _traced(subgraph, packed, target, tracing)
+        derivative = _divided(subgraph, packed, target, tracing)
     except Exception as error:  # whatever an operation raises on a tensor without memory
         reason = str(error).strip().partition("\n")[0] or "no reason given"
         return Block(
@@ -206,6 +209,14 @@ def _block(subgraph: Subgraph, count: int, tracing: BlockOptions) -> Block:
         )
     key = _with_loss(subgraph.key, derivative) if subgraph.last else subgraph.key
     return Block(key, subgraph, count, tracing.recompute, packed, target, derivative)
+
+
+def _divided(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: BlockOptions) -> DividedFunction:
+    found = tracing.traced.get(subgraph.key)
+    if found is not None:
+        return found.with_recompute(tracing.recompute)
+    made = tracing.traced[subgraph.key] = _traced(subgraph, loss, target, tracing)
+    return made
 
 
 def _traced(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: BlockOptions) -> DividedFunction:

@@ -35,6 +35,7 @@ class DividedFunction:
     ) -> None:
         self.joint = joint
         self.number = block_operation.register(self)
+        self._label = name
         self._name = f"{name}_{self.number}"  # by this number other graphs call it
         self.programs: dict[Any, Any] = {}  # what compilers have made of the graphs
         self.blocks = tuple(blocks)
@@ -42,6 +43,10 @@ class DividedFunction:
         self._saved = saved_values(joint, recompute)
         self._backward: dict[GradientMask, BackwardGraphs] = {}
         self._dump("joint", joint.module)
+
+    def with_recompute(self, recompute: str) -> DividedFunction:
+        """The same joint graph, divided so that the backward computes something else again."""
+        return DividedFunction(self._label, self.joint, self._is_input, recompute, self.blocks)
 
     @cached_property
     def full_mask(self) -> GradientMask:
