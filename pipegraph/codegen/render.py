@@ -13,7 +13,7 @@ import jinja2
 
 from pipegraph.codegen.syntax.expressions import Expression, Name, literal
 from pipegraph.codegen.syntax.line_breaks import wrap
-from pipegraph.codegen.syntax.statements import ClassSource, lines
+from pipegraph.codegen.syntax.statements import ClassSource, RegisterConstant, lines
 
 _DOCSTRING_WIDTH = 112
 # A name and its shape stay on one line, and so do an arrow and the word after it: while a docstring is filled, their
@@ -91,6 +91,7 @@ def _class_lines(source: ClassSource) -> list[str]:
         parameters = _parameters(source.init_parameters, source.init_defaults)
         head += wrap(f"def __init__({parameters}):", 4)
         head += [*wrap(f"super().__init__({children})", 8), *lines(source.init, 8)]
+    head += _apply_lines([each for each in source.init if isinstance(each, RegisterConstant)])
     if not source.forward:
         return head
     separator = [""] if source.init else []
@@ -100,6 +101,28 @@ def _class_lines(source: ClassSource) -> list[str]:
         *wrap(f"def forward({_parameters(source.parameters, dict.fromkeys(source.optional, literal(None)))}):", 4),
         *lines(source.body, 8),
     ]
+
+
+def _apply_lines(constants: Sequence[RegisterConstant]) -> list[str]:
+    """A method that lets ``.to(device)`` move constants, but no ``.to(dtype)`` convert them. As bits nothing does."""
+    if not constants:
+        return []
+    names = ", ".join(each.tensor.text.removeprefix("self.") for each in constants)
+    reason = "it is a plain attribute" if len(constants) == 1 else "they are plain attributes"
+    docstring = _docstring(f"Move {names} too, but convert only the rest: in the model {reason}.", 8)
+    return [
+        "",
+        "    def _apply(self, fn, recurse=True):",
+        *(f"        {line}" if line else "" for line in docstring),
+        *(line for each in constants for line in _view(each.tensor, each.bits)),
+        "        super()._apply(fn, recurse)",
+        *(line for each in constants for line in _view(each.tensor, each.dtype)),
+        "        return self",
+    ]
+
+
+def _view(tensor: Expression, dtype: Expression) -> list[str]:
+    return wrap(f"{tensor.text} = {tensor.text}.view({dtype.text})", 8)
 
 
 def _parameters(names: Sequence[str], defaults: Mapping[str, Expression]) -> str:

@@ -27,10 +27,12 @@ from pipegraph.codegen.syntax.expressions import (
     method,
     string,
 )
-from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
+from pipegraph.codegen.syntax.statements import Assign, Evaluate, RegisterConstant, Statement
 from pipegraph.graph.captured import StateEntry
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# Bytes of an element → whole numbers of that width. A complex128 is 16 of them; without dimensions it has no such view.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.uint8}
 
 
 @dataclass
@@ -159,10 +161,15 @@ def _register_state(owner: Expression, name: str, entry: StateEntry) -> Statemen
     sizes = [literal(size) for size in entry.shape] or [literal(())]
     dtype = {} if entry.dtype == torch.float32 else {"dtype": literal(entry.dtype)}
     tensor = call("torch.empty", *sizes, **dtype)
+    differentiable = entry.dtype.is_floating_point or entry.dtype.is_complex
     if entry.kind != "parameter":
         options = {} if entry.persistent else {"persistent": literal(False)}
-        return Evaluate(method(owner, "register_buffer", string(name), tensor, **options))
-    differentiable = entry.dtype.is_floating_point or entry.dtype.is_complex
+        registered = method(owner, "register_buffer", string(name), tensor, **options)
+        has_bits = entry.dtype.itemsize < 16 or entry.shape
+        if entry.kind == "constant" and differentiable and has_bits:
+            bits = literal(_BITS[entry.dtype.itemsize])
+            return RegisterConstant(registered, Attribute(owner, name), literal(entry.dtype), bits)
+        return Evaluate(registered)
     parameter = call("nn.Parameter", tensor, **({} if differentiable else {"requires_grad": literal(False)}))
     if is_plain(name):
         return Assign((Attribute(owner, name),), parameter)

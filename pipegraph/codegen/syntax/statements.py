@@ -51,6 +51,20 @@ class Evaluate(Statement):
 
 
 @dataclass(frozen=True)
+class RegisterConstant(Evaluate):
+    """``self.register_buffer(…)`` for a tensor that the model holds as a plain attribute.
+
+    Attributes:
+        tensor: what the tensor is called.
+        dtype, bits: its dtype, which ``.to(dtype)`` must leave alone, and a dtype of whole numbers as wide as that.
+    """
+
+    tensor: Expression
+    dtype: Expression
+    bits: Expression
+
+
+@dataclass(frozen=True)
 class Return(Statement):
     """``return a, b``."""
 
