@@ -24,7 +24,7 @@ class Stopwatch:
         """CPU seconds of the kernels: without the time that the core gave to other threads"""
         self.waited = 0.0
         # Private, because an observer sees actions, which contain more than their kernels.
-        (executor,) = pipeline.pipe._training
+        (executor,) = pipeline.pipe._executors.own
         self._executor = executor
         self._kernels, self._transport = executor._kernels, executor._transport
         executor._kernels = {stage: _TimedKernels(made, stage, self) for stage, made in self._kernels.items()}
@@ -76,8 +76,8 @@ class _TimedTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def receive(self, transfer: Any) -> Any:
-        return _TimedReceive(self._transport.receive(transfer), self._watch)
+    def receive(self, transfer: Any, given: Any) -> Any:
+        return _TimedReceive(self._transport.receive(transfer, given), self._watch)
 
 
 class _TimedReceive:

@@ -9,7 +9,7 @@ stage ─ differentiate ─▶ blocks: equal module calls, traced once ─┐
                      └─▶ joint graph, a call of a block one node ─┴─ divide ─▶ F, I, W, B ─ program ─▶ kernels
 """
 
-from pipegraph.kernels.interface import Forward, Loss, StageKernels
+from pipegraph.kernels.interface import Forward, Loss, SizedKernels, StageKernels
 from pipegraph.kernels.registry import Maker, make, maker, names
 
-__all__ = ["Forward", "Loss", "Maker", "StageKernels", "make", "maker", "names"]
+__all__ = ["Forward", "Loss", "Maker", "SizedKernels", "StageKernels", "make", "maker", "names"]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.sharded import is_sharded, layout, local, rebuilt
+from pipegraph.kernels.symbolic.symbolic_sizes import same
 
 
-def with_strides(gradient: Tensor, value: Tensor) -> Tensor:
-    """Return the gradient with the strides of `value`, which the graphs were traced for."""
-    if gradient.stride() == value.stride():
-        return gradient
-    copy = torch.empty_strided(value.shape, value.stride(), dtype=gradient.dtype, device=gradient.device)
-    return copy.copy_(gradient)
+def with_strides(tensor: Tensor, strides: Sequence[Any]) -> Tensor:
+    """Return the tensor with the strides that graphs were traced for: a copy if it has others."""
+    if same(tensor.stride(), strides):
+        return tensor
+    copy = torch.empty_strided(tensor.shape, list(strides), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
 
 
 def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor | None] = ()) -> None:

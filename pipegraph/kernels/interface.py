@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -76,4 +76,16 @@ class StageKernels(Protocol):
 
     def weight_backward(self, saved: Any) -> None:
         """Run W, once after I: accumulate the gradients of the parameters."""
+        ...
+
+
+@runtime_checkable
+class SizedKernels(Protocol):
+    """Kernels that want to know which dimensions of the inputs are sizes. Others learn it from the shapes they see."""
+
+    def name_dimensions(self, shapes: Sequence[Sequence[int | str]]) -> None:
+        """Take over what is known of each input's dimensions: a number never changes, a name is that of a size.
+
+        Called once, before all else.
+        """
         ...

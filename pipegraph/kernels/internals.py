@@ -132,19 +132,25 @@ def renew_rnn_weights(module: nn.Module) -> None:
 
 
 @contextmanager
-def fake_tensors() -> Iterator[Any]:
-    """Let tensors have a shape and no memory.
+def fake_tensors(environment: Any = None) -> Iterator[Any]:
+    """Let tensors have a shape and no memory. The environment is that of the symbols in their shapes.
 
     Public torch has such tensors only inside `torch.export` and `torch.compile`. Tensors with memory are allowed: they
     become constants of the graph. Torch logs as an error what does not run on fake tensors, and raises it as well.
+
+    Where torch asks itself whether a size is 1, as for a broadcast, a symbol counts as another number, and may still
+    be 1: `backed_size_oblivious`. Where the model asks, a condition is noted.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental import _config
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            yield mode
+        with ExitStack() as stack:
+            if environment is not None:
+                stack.enter_context(_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
+            yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment))
     finally:
         logger.disabled = before
 
@@ -184,6 +190,14 @@ def from_functional(tensor: Tensor) -> Tensor:
     return inner
 
 
+def python_dispatch() -> AbstractContextManager[None]:
+    """Take torch's Python implementation of an operation where there is one: those in C++ often take no symbols."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    context: AbstractContextManager[None] = enable_python_dispatcher()
+    return context
+
+
 def trace(
     function: Callable[..., Any], arguments: Sequence[Any], decompositions: Mapping[Any, Any] | None
 ) -> fx.GraphModule:
@@ -192,54 +206,11 @@ def trace(
     `torch.export` has no joint graph, and AOTAutograd's has no gradient for an output that is a view of an input.
     Operations are dispatched as AOTAutograd does: only so does batch norm return its new statistics.
     """
-    from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with enable_python_dispatcher():
+    with python_dispatch():
         module: fx.GraphModule = make_fx(function, decomposition_table=decompositions)(*arguments)
     return module
-
-
-def graph_so_far() -> fx.Graph:
-    """Return the graph that `trace` has made until now. Public torch gives a graph only once it is done."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    mode = get_proxy_mode()
-    assert mode is not None
-    graph: fx.Graph = mode.tracer.graph
-    return graph
-
-
-def without_duplicates(graph: fx.Graph) -> fx.Graph:
-    """Do equal computations once, as AOTAutograd does before it partitions a graph.
-
-    Random ones stay, and so do collectives: two that are equal here may differ on a rank with a smaller shard, which
-    would then wait for the other for ever. Each gets its number as one more argument for as long as this looks.
-    """
-    from torch._functorch.compile_utils import fx_graph_cse
-
-    for number, node in enumerate(filter(is_collective, graph.nodes)):
-        node.args = (*node.args, number)
-    simplified: fx.Graph = fx_graph_cse(graph)
-    for node in filter(is_collective, simplified.nodes):
-        node.args = node.args[:-1]
-    return simplified
-
-
-def min_cut(module: fx.GraphModule, outputs: int) -> set[str]:
-    """Return the names of the values that torch's partitioner would keep from forward to backward.
-
-    There is no public partitioner. Its graphs are not used: they are divided here.
-
-    Args:
-        module: its placeholders are called primals_… and tangents_….
-        outputs: how many of its outputs, the first ones, are the forward's.
-    """
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    forward, _ = min_cut_rematerialization_partition(module, (), num_fwd_outputs=outputs)
-    (output,) = forward.graph.find_nodes(op="output")
-    return {node.name for node in output.args[0][outputs:] if isinstance(node, fx.Node)}
 
 
 # Compiling
@@ -309,18 +280,43 @@ def deferred_waits() -> Iterator[list[Callable[[], None]]]:
 
 
 def compile_graph(module: fx.GraphModule) -> Run:
-    """Compile a functional graph of ATen operations with Inductor.
+    """Compile a functional graph of ATen operations with Inductor, which gets a copy.
 
     `torch._inductor.compile`, the public way, wraps each call in AOTAutograd's run-time checks, which cost more than
     some of the kernels. Outputs have the strides that the graph says: other graphs are compiled for them.
+
+    For a graph with symbols Inductor is to choose what suits all sizes, where it would otherwise choose by those at
+    hand, on the condition of sizes like these: how a long sum is added up, for example. If it cannot, it may. Its cache
+    is not used: with a graph of another trace it returns that trace's conditions. Compiled C++ and Triton is.
     """
+    from torch._inductor import config
+    from torch.fx.experimental import _config
+
+    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    if any(isinstance(example, torch.SymInt) for example in examples):
+        with config.patch(fx_graph_cache=False):
+            try:
+                with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+                    return _compiled(_copied(module), examples)
+            except Exception:  # whatever Inductor raises on a choice that it cannot leave open
+                return _compiled(_copied(module), examples)
+    return _compiled(_copied(module), examples)
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
+
+
+def _compiled(module: fx.GraphModule, examples: list[Any]) -> Run:
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
     from torch._inductor.virtualized import V
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    mode = examples[0].fake_mode if examples else FakeTensorMode()
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    mode = next((each.fake_mode for each in values if isinstance(each, FakeTensor)), None) or FakeTensorMode()
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(V.set_fake_mode(mode))

@@ -2,7 +2,8 @@
 
 graph ─▶ level by level: compiled graphs, then the calls of blocks that need no later one ─▶ instructions over slots
 
-A value leaves its slot with the last instruction that reads it, so a saved tensor lives no longer than needed.
+A value leaves its slot with the last instruction that reads it, so a saved tensor lives no longer than needed. Sizes
+have no slots: each instruction is given them all.
 """
 
 from __future__ import annotations
@@ -17,27 +18,33 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.kernels.blocks.divided_function import DividedFunction
-from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph, block_of, called_graph
+from pipegraph.kernels.compiled_graph import CompiledGraph, graph_key
+from pipegraph.kernels.graphs.block_operation import (
+    OPERATION,
+    GradientMask,
+    KernelGraph,
+    block_of,
+    called_graph,
+    size_values,
+)
 from pipegraph.kernels.graphs.joint_graph import constant_of
+from pipegraph.kernels.graphs.size_nodes import is_size
 from pipegraph.kernels.internals import Run
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class CompiledGraph:
-    """A graph, and once it is compiled how it runs."""
-
-    module: fx.GraphModule
-    run: Run | None = None
+from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, SymbolicSizes
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Run `code` on the slots `reads`, empty the slots `drops`, and put the results into the slots `writes`."""
+    """Run `code` on the slots `reads`, empty the slots `drops`, and put the results into the slots `writes`.
+
+    `sizes` are those of a block, by those of the program.
+    """
 
     code: CompiledGraph | Program
     reads: tuple[int, ...]
     drops: tuple[int, ...]
     writes: tuple[int, ...]
+    sizes: SizeMap | None = None
 
 
 @dataclass(frozen=True)
@@ -56,19 +63,20 @@ class Program:
     slots: int
     outputs: tuple[int, ...]
 
-    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Run. Empties `inputs`."""
+    def __call__(self, numbers: Numbers, inputs: list[Tensor]) -> list[Tensor]:
+        """Run, with these sizes. Empties `inputs`."""
         slots: list[Any] = [*inputs, *self.constants, *[None] * self.slots]
         inputs.clear()
         for instruction in self.instructions:
             values = [slots[slot] for slot in instruction.reads]
             for slot in instruction.drops:
                 slots[slot] = None
-            code = instruction.code
-            results = code(values) if isinstance(code, Program) else code.run(values)  # type: ignore[misc]
+            sizes = instruction.sizes
+            results: Sequence[Any] = instruction.code(numbers if sizes is None else sizes(numbers), values)
             for slot, result in zip(instruction.writes, results, strict=True):
                 slots[slot] = result
             slots[-1] = result = None
+            results = ()
         return [slots[slot] for slot in self.outputs]
 
     def compiled_graphs(self) -> Iterator[CompiledGraph]:
@@ -104,28 +112,33 @@ class Compiler:
         program: Program = divided.programs[key]
         return program
 
-    def compiled_graph(self, module: fx.GraphModule) -> CompiledGraph:
+    def compiled_graph(self, module: fx.GraphModule, sizes: SymbolicSizes) -> CompiledGraph:
         """Return the one for all equal graphs. It may have to be compiled."""
-        return self._compiled.setdefault(_graph_key(module), CompiledGraph(module))
+        return self._compiled.setdefault(graph_key(module, sizes), CompiledGraph(module, sizes))
+
+
+_Step = tuple[CompiledGraph | Program, list[fx.Node], list[fx.Node | None], SizeMap | None]
+"""Code, what it reads, what it writes, and the sizes of a block."""
 
 
 @dataclass
 class _ProgramBuilder:
     compiler: Compiler
     kernel_graph: KernelGraph
-    steps: list[tuple[CompiledGraph | Program, list[fx.Node], list[fx.Node | None]]] = field(default_factory=list)
+    steps: list[_Step] = field(default_factory=list)
 
     def program(self) -> Program:
         graph = _with_whole_backwards(self.kernel_graph.module)
         (end,) = graph.find_nodes(op="output")
         outputs: list[fx.Node] = list(end.args[0])
-        inputs = graph.find_nodes(op="placeholder")
+        inputs = graph.find_nodes(op="placeholder")[len(self.kernel_graph.sizes) :]
         constants = list(filter(self._is_constant, graph.nodes))
         for between, calls in _levels(graph):
             self._add_graph(between, outputs)
             for node in calls:
                 self._add_call(node)
-        nodes = [*inputs, *constants, *(node for _, _, writes in self.steps for node in writes if node is not None)]
+        written = (node for _, _, writes, _ in self.steps for node in writes if node is not None)
+        nodes = [*inputs, *constants, *written]
         slots: dict[fx.Node | None, int] = {node: index for index, node in enumerate(nodes)}
         slots[None] = len(slots)  # for what nothing reads
         return Program(
@@ -136,34 +149,43 @@ class _ProgramBuilder:
         )
 
     def _add_graph(self, nodes: list[fx.Node], outputs: Sequence[fx.Node]) -> None:
-        """Add a graph of its own for some nodes."""
+        """Add a graph of its own for some nodes. It computes the sizes that they read."""
+        sizes = self.kernel_graph.sizes
         inside = set(nodes)
         read = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)
-        reads = [node for node in read if node.op != "get_attr" or self._is_constant(node)]
+        reads = [node for node in read if not is_size(node) and (node.op != "get_attr" or self._is_constant(node))]
         writes = [node for node in nodes if node in outputs or any(user not in inside for user in node.users)]
         if not writes:
             return
         graph = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
-        for node in reads:
+        for node in (*self._sizes(), *reads):
             values[node] = graph.placeholder(f"input_{len(values)}")
             values[node].meta = node.meta
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in values:  # one of the nodes, a size, or a tensor that was made while tracing
+                values[node] = graph.node_copy(node, copied)
+            return values[node]
+
         for node in nodes:
-            for each in node.all_input_nodes:
-                if each not in values:  # a tensor that was made while tracing
-                    values[each] = graph.node_copy(each)
-            values[node] = graph.node_copy(node, values.__getitem__)
+            copied(node)
         graph.output(tuple(values[node] for node in writes))
         module = fx.GraphModule(self.kernel_graph.module, graph)
-        self.steps.append((self.compiler.compiled_graph(module), reads, [*writes]))
+        self.steps.append((self.compiler.compiled_graph(module, sizes), reads, [*writes], None))
+
+    def _sizes(self) -> list[fx.Node]:
+        """The placeholders of the sizes."""
+        return self.kernel_graph.module.graph.find_nodes(op="placeholder")[: len(self.kernel_graph.sizes)]
 
     def _add_call(self, node: fx.Node) -> None:
         """Add the call of a block."""
-        tensors, _, kind, mask, _ = node.args
+        tensors, _, _, kind, mask, _ = node.args
         program = self.compiler.program(block_of(node), str(kind), tuple(mask))  # type: ignore[arg-type]
+        sizes = SizeMap(self.kernel_graph.sizes, size_values(node))
         items = {user.args[1]: user for user in node.users}
         writes = [items.get(index) for index in range(len(program.outputs))]
-        self.steps.append((program, list(tensors), writes))  # type: ignore[arg-type]
+        self.steps.append((program, list(tensors), writes, sizes))  # type: ignore[arg-type]
 
     def _is_constant(self, node: fx.Node) -> bool:
         """Whether a node is a tensor that someone holds. One that was made while tracing is copied where it is read."""
@@ -172,15 +194,16 @@ class _ProgramBuilder:
 
     def _instructions(self, slots: dict[fx.Node | None, int], outputs: set[fx.Node]) -> Iterator[Instruction]:
         last: dict[fx.Node, int] = {}
-        for index, (_, reads, _) in enumerate(self.steps):
+        for index, (_, reads, _, _) in enumerate(self.steps):
             last |= dict.fromkeys(reads, index)
-        for index, (code, reads, writes) in enumerate(self.steps):
+        for index, (code, reads, writes, sizes) in enumerate(self.steps):
             drops = {node for node in reads if last[node] == index and node not in outputs}
             yield Instruction(
                 code,
                 tuple(slots[node] for node in reads),
                 tuple(sorted(slots[node] for node in drops)),
                 tuple(slots[node] for node in writes),
+                sizes,
             )
 
 
@@ -189,7 +212,7 @@ def _levels(graph: fx.Graph) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     level: dict[fx.Node, int] = {}
     levels: list[tuple[list[fx.Node], list[fx.Node]]] = []
     for node in graph.nodes:
-        if node.op in ("output", "get_attr"):
+        if node.op in ("output", "get_attr") or is_size(node):
             continue
         level[node] = max((level.get(each, 0) for each in node.all_input_nodes), default=0)
         if node.target is operator.getitem and node.args[0].target is OPERATION:
@@ -206,7 +229,8 @@ def _with_whole_backwards(module: fx.GraphModule) -> fx.Graph:
     graph = module.graph
     calls: dict[tuple[Any, Any], dict[Any, fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPERATION):
-        calls.setdefault((node.args[1], node.args[4]), {})[node.args[2]] = node
+        _, _, block, kind, _, call = node.args
+        calls.setdefault((block, call), {})[kind] = node
     pairs = [(found["I"], found["W"]) for found in calls.values() if "I" in found and "W" in found]
     for of_inputs, of_weights in pairs:
         _join(graph, of_inputs, of_weights)
@@ -220,9 +244,10 @@ def _join(graph: fx.Graph, of_inputs: fx.Node, of_weights: fx.Node) -> None:
     for node in (of_weights, of_inputs):
         tensors |= zip(called_graph(node).inputs, node.args[0], strict=True)  # type: ignore[arg-type]
     whole = called_graph(of_inputs, "B")
-    _, block, _, mask, call = of_inputs.args
+    _, sizes, block, _, mask, call = of_inputs.args
     with graph.inserting_before(of_inputs):
-        joined = graph.call_function(OPERATION, ([tensors[name] for name in whole.inputs], block, "B", mask, call))
+        arguments = [tensors[name] for name in whole.inputs], sizes, block, "B", mask, call
+        joined = graph.call_function(OPERATION, arguments)
         items = {name: graph.call_function(operator.getitem, (joined, i)) for i, name in enumerate(whole.outputs)}
     for node in (of_inputs, of_weights):
         names = called_graph(node).outputs
@@ -230,20 +255,3 @@ def _join(graph: fx.Graph, of_inputs: fx.Node, of_weights: fx.Node) -> None:
             if (name := names[item.args[1]]) in items:  # type: ignore[index]
                 items[name].meta = item.meta
                 item.replace_all_uses_with(items[name])
-
-
-def _graph_key(module: fx.GraphModule) -> Any:
-    """Equal for equal graphs: operations, their arguments, the inputs' shapes, and which constants."""
-    number: dict[fx.Node, int] = {}
-    lines: list[Any] = []
-    for node in module.graph.nodes:
-        number[node] = len(number)
-        if node.op == "placeholder":
-            value = node.meta["val"]
-            lines.append((tuple(value.shape), value.stride(), value.dtype, value.device))
-        elif node.op == "get_attr":
-            lines.append(("constant", id(constant_of(module, node))))
-        else:
-            arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda each: f"%{number[each]}")
-            lines.append((str(node.target), repr(arguments)))
-    return tuple(lines)

@@ -61,8 +61,8 @@ def maker(name: str, recompute: str = "min-cut", max_variants: int = 8) -> Maker
         name: one of `names()`.
         recompute: one of `RECOMPUTE`. "min-cut" is the default on every device: also on a CPU, computing a chain of
             pointwise operations again takes less time than writing and reading its results.
-        max_variants: how often a stage is traced, for different modes, shapes and so on. Further variants are left to
-            autograd, with a warning.
+        max_variants: how many variants of a stage are traced, for different modes, dtypes, branches on sizes and so
+            on. Further ones are left to autograd, with a warning.
 
     Raises:
         PipegraphError: an argument has another value.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import internals
+from pipegraph.kernels.symbolic.symbolic_sizes import dimensions
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -62,7 +63,7 @@ def layout(tensor: Any) -> Any:
     """Return how a DTensor is laid out over which ranks, hashable. Return None for another tensor."""
     if not is_sharded(tensor):
         return None
-    return tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), tensor.stride()
+    return tensor.device_mesh, tuple(tensor.placements), dimensions(tensor.shape), dimensions(tensor.stride())
 
 
 def layout_text(tensor: Any) -> str:

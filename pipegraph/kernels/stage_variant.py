@@ -1,4 +1,4 @@
-"""A stage traced for one kind of call: these modes, shapes, dtypes and frozen parameters."""
+"""A stage traced for one kind of call: these modes, dtypes and frozen parameters, and one shape or all that fit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions, differentiate
 from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.gradients import with_strides
 from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import Loss
 from pipegraph.kernels.loss import check_gradients, scalar_loss
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.program import Compiler, Program
 from pipegraph.kernels.sharded import check_outputs, local
+from pipegraph.kernels.symbolic.call_layout import CallLayout, Dimension
+from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SymbolicSizes
 from pipegraph.kernels.trace_guard import unchanged, value_signature
 
 Results = tuple[int | tuple[Any], ...]
@@ -64,14 +67,30 @@ class StageCall:
         """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
+    def named(self, names: Sequence[Sequence[Dimension]]) -> list[Sequence[Dimension]]:
+        """Return what is known of the dimensions of each tensor, by what is known of each input's."""
+        known = [*names[: self.inputs], *((),) * (len(self.leaves) - len(names))]
+        tensors = ((leaf, own) for leaf, own in zip(self.leaves, known, strict=False) if isinstance(leaf, Tensor))
+        return [own if len(own) == leaf.dim() else (None,) * leaf.dim() for leaf, own in tensors]
+
     @property
-    def signature(self) -> Any:
-        """Equal for calls that run the same graphs."""
+    def kind(self) -> Any:
+        """Equal for calls that differ in sizes and strides alone."""
         leaves = tuple(
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else value_signature(leaf)
+            (leaf.dim(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else value_signature(leaf)
             for leaf in self.leaves
         )
         return (self.inputs, leaves, self.target_spec, self.with_loss, self.differentiable)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the tensors."""
+        return tuple(tuple(tensor.shape) for tensor in self.tensors)
+
+    @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """The strides of the tensors."""
+        return tuple(tensor.stride() for tensor in self.tensors)
 
 
 class StageVariant:
@@ -82,11 +101,15 @@ class StageVariant:
     Attributes:
         divided: the graphs.
         results: how the stage's outputs are made of what the forward returns.
+        layout: which calls they are for; None if for those of one shape.
     """
 
-    def __init__(self, divided: DividedFunction, compiler: Compiler, results: Results, call: StageCall) -> None:
+    def __init__(
+        self, divided: DividedFunction, compiler: Compiler, results: Results, call: StageCall, layout: CallLayout | None
+    ) -> None:
         self.divided = divided
         self.results = results
+        self.layout = layout
         self._compiler = compiler
         self._programs: dict[tuple[str, GradientMask], Program] = {}
         joint, forward = divided.joint, divided.forward
@@ -98,20 +121,27 @@ class StageVariant:
         self._written = [(index, outputs[node.name]) for index, node in joint.written.items()]
         self._saved_primals = [(name, primals[name]) for name in saved if name in primals]
         self._saved_outputs = [(name, outputs[name]) for name in saved if name not in primals]
-        positions = iter(range(len(primals) - len(call.tensors), len(primals)))
+        self._first_input = len(primals) - len(call.tensors)
+        positions = iter(range(self._first_input, len(primals)))
         self._inputs = [next(positions) if isinstance(leaf, Tensor) else None for leaf in call.leaves[: call.inputs]]
 
-    def forward(self, primals: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def match(self, call: StageCall) -> Numbers | None:
+        """Return the sizes of a call of this kind, or None if the graphs are not for it."""
+        numbers = () if self.layout is None else self.layout.match(call.tensors)
+        return numbers if numbers is not None and self.divided.hold(numbers) else None
+
+    def forward(self, primals: Sequence[Tensor], numbers: Numbers) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Run F, which also writes to buffers. Returns the outputs, and what the backward reads by name."""
-        outputs = self._program("F", ())([primals[index] for index in self._read])
+        read = self._laid_out(primals, numbers)
+        outputs = self._program("F", ())(numbers, [read[index] for index in self._read])
         for index, position in self._written:
             primals[index].copy_(outputs[position])
-        saved = {name: primals[index] for name, index in self._saved_primals}
+        saved = {name: read[index] for name, index in self._saved_primals}
         saved |= {name: outputs[position] for name, position in self._saved_outputs}
         return [outputs[position] for position in self._outputs], saved
 
     def backward(
-        self, kind: str, mask: GradientMask, values: dict[str, Tensor], keep: Iterable[str]
+        self, kind: str, mask: GradientMask, numbers: Numbers, values: dict[str, Tensor], keep: Iterable[str]
     ) -> dict[str, Tensor]:
         """Run I, W or B on named values, which are emptied. Returns the results and the values to `keep`."""
         graph = self.divided.graph(kind, mask)
@@ -119,7 +149,7 @@ class StageVariant:
         inputs = [values[name] for name in graph.inputs]
         results = {name: values[name] for name in keep if name in values}
         values.clear()
-        results.update(zip(graph.outputs, program(inputs), strict=True))
+        results.update(zip(graph.outputs, program(numbers, inputs), strict=True))
         return results
 
     def prepare(self, kinds: str) -> None:
@@ -133,6 +163,13 @@ class StageVariant:
         """Return of each input the value that is named for its primal, or None."""
         of_inputs = [None if position is None else names[position] for position in self._inputs]
         return tuple(None if name is None else values[name] for name in of_inputs)
+
+    def _laid_out(self, primals: Sequence[Tensor], numbers: Numbers) -> Sequence[Tensor]:
+        """The primals with the strides that the graphs are for."""
+        if self.layout is None:
+            return primals
+        inputs = zip(primals[self._first_input :], self.layout.strides_at(numbers), strict=True)
+        return [*primals[: self._first_input], *(with_strides(tensor, strides) for tensor, strides in inputs)]
 
     def _program(self, kind: str, mask: GradientMask) -> Program:
         if (kind, mask) not in self._programs:
@@ -150,6 +187,7 @@ def trace(
     call: StageCall,
     compiler: Compiler,
     options: TraceOptions,
+    layout: CallLayout | None = None,
 ) -> StageVariant:
     """Trace the stage, and its loss, for calls like this one.
 
@@ -160,6 +198,7 @@ def trace(
         call: an example of its calls.
         compiler: makes programs of the graphs.
         options: how the graphs are made.
+        layout: of all calls that the graphs are for; None for those of this shape.
 
     Raises:
         Exception: whatever the stage raises on fake tensors.
@@ -191,12 +230,22 @@ def trace(
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             wanted.append(position < inputs and stage.input_gradients[position])
-    with unchanged(held), internals.fake_tensors(), torch.set_grad_enabled(call.differentiable):
+    sizes = SymbolicSizes() if layout is None else SymbolicSizes(layout.numbers, layout.names)
+    own = [local(tensor) for tensor in state.tensors()]
+    shapes = [*(tensor.shape for tensor in own), *(call.shapes if layout is None else layout.shapes_at(sizes.values))]
+    strides = [tensor.stride() for tensor in own]
+    strides += call.strides if layout is None else layout.strides_at(sizes.values)
+    like = [*own, *call.tensors]
+    with (
+        unchanged(held),
+        internals.fake_tensors(sizes.environment),
+        torch.set_grad_enabled(call.differentiable),
+    ):
         primals = [
-            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).requires_grad_(
+            torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).requires_grad_(
                 is_wanted and call.differentiable
             )
-            for tensor, is_wanted in zip([*map(local, state.tensors()), *call.tensors], wanted, strict=True)
+            for shape, stride, tensor, is_wanted in zip(shapes, strides, like, wanted, strict=True)
         ]
-        divided = differentiate(function, state, primals, stage.module, has_gradient, options)
-    return StageVariant(divided, compiler, tuple(results), call)
+        divided = differentiate(function, state, primals, stage.module, has_gradient, options, sizes)
+    return StageVariant(divided, compiler, tuple(results), call, layout)

@@ -22,6 +22,7 @@ from pipegraph.kernels.interface import Loss
 from pipegraph.kernels.loss import CONTAINERS, objects_held_by
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.sharded import check_traceable, is_layout, is_style, layout, local
+from pipegraph.kernels.symbolic.symbolic_sizes import dimensions
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
 
@@ -50,7 +51,12 @@ class _Numbers:
 def tensor_signature(tensor: Tensor) -> tuple[Any, ...]:
     """Everything about a tensor that a graph is made for."""
     own = local(tensor)
-    return (layout(tensor), tuple(own.shape), own.stride(), own.dtype, own.device, tensor.requires_grad)
+    return (*tensor_kind(tensor), dimensions(own.shape), dimensions(own.stride()))
+
+
+def tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor that a graph is made for, but its sizes and strides."""
+    return (layout(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def module_signature(module: nn.Module) -> tuple[Any, ...]:

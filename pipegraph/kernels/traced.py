@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,18 +17,21 @@ from pipegraph.kernels.gradients import accumulate, with_strides
 from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import Forward, Loss
 from pipegraph.kernels.program import Compiler
+from pipegraph.kernels.shape_variants import FittingVariant, ShapeVariants
 from pipegraph.kernels.sharded import local
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, StageVariant, trace
+from pipegraph.kernels.symbolic.call_layout import CallLayout, Dimension
+from pipegraph.kernels.symbolic.symbolic_sizes import Numbers
 from pipegraph.kernels.trace_guard import TraceGuard
 
 
 class SavedValues:
     """The values that the backward of one microbatch reads, by name. After I: those that W reads."""
 
-    __slots__ = ("mask", "values", "variant")
+    __slots__ = ("mask", "numbers", "values", "variant")
 
-    def __init__(self, variant: StageVariant, values: dict[str, Tensor]) -> None:
-        self.variant, self.values = variant, values
+    def __init__(self, variant: StageVariant, numbers: Numbers, values: dict[str, Tensor]) -> None:
+        self.variant, self.numbers, self.values = variant, numbers, values
         self.mask: GradientMask = ()
 
 
@@ -39,10 +43,10 @@ def held_tensors(saved: Any) -> Collection[Tensor] | None:
 class TracedKernels:
     """F, I, W and B as pure functions of the stage's tensors.
 
-    A stage is traced at its first call, and again if its mode, `requires_grad`, a dtype or shape, autocast, or the
-    identity of its modules, parameters or buffers changes; a stage includes the loss behind it. After `retrace`
-    everything is traced again. What cannot be traced, and a variant beyond `max_variants`, is left to autograd with a
-    warning.
+    A stage is traced at its first call, and again if its mode, `requires_grad`, a dtype, autocast, or the identity of
+    its modules, parameters or buffers changes; a stage includes the loss behind it. It is also traced for the first two
+    shapes of its inputs, and then once for all others, with symbols for sizes. After `retrace` everything is traced
+    again. What cannot be traced, and a variant beyond `max_variants`, is left to autograd with a warning.
     """
 
     def __init__(
@@ -61,16 +65,30 @@ class TracedKernels:
         self._max_variants = max_variants
         self._autograd = AutogradKernels(stage, input_gradients, output_gradients, loss)
         self._guard: TraceGuard | None = None  # made at the first call: until then the stage may change
-        self._variants: dict[Any, StageVariant | None] = {}
+        self._names: list[Sequence[Dimension]] = []
+        self._variants: dict[Any, ShapeVariants] = {}
         self._forgotten: list[StageVariant | None] = []  # keeps their compiled graphs for equal ones
-        self._trace_count = 0
+        self._variant_count = 0  # without those that sizes alone give reason for
         self._refusal: str | None = None  # why the stage is left to autograd, before the user is warned
         self._warned: set[str] = set()
 
     @property
     def variants(self) -> list[StageVariant | None]:
         """The variants traced until now; None for each that is left to autograd."""
+        return [variant for variants in self._variants.values() for variant in variants.every]
+
+    @property
+    def by_kind(self) -> list[ShapeVariants]:
+        """The variants by what they differ in besides sizes."""
         return list(self._variants.values())
+
+    @property
+    def name(self) -> str:
+        """The class of the stage."""
+        return type(self._stage.module).__name__
+
+    def name_dimensions(self, shapes: Sequence[Sequence[int | str]]) -> None:
+        self._names = [*shapes]
 
     def begin(self) -> None:
         if self._guard is None:
@@ -83,32 +101,33 @@ class TracedKernels:
         self._forget()
         self._options.blocks.clear()
         self._guard = None
-        self._trace_count = 0
+        self._variant_count = 0
         self._warned.clear()
 
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
         call = StageCall.of(inputs, target, with_loss, differentiable)
         try:
-            variant = self._variant(call)
+            while (variant := self._variant(call).variant) is not None:
+                variant.prepare(kinds)
+                if variant.match(call) is not None:  # else compiling has added a condition that this call does not meet
+                    return
         except PipegraphError:  # which `forward` raises again
             return
-        if variant is not None:
-            variant.prepare(kinds)
 
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
     ) -> Forward:
         call = StageCall.of(inputs, target, with_loss, differentiable)
-        variant = self._variant(call)
+        variant, numbers, _ = self._variant(call)
         if variant is None:
             result = self._autograd.forward(inputs, target=target, with_loss=with_loss, differentiable=differentiable)
             self._warn()  # after it: an error of the model's own has nothing to do with tracing
             return result
         with without_autograd_and_autocast():
-            tensors, values = variant.forward([*map(local, self._state), *call.tensors])
+            tensors, values = variant.forward([*map(local, self._state), *call.tensors], numbers)
         tensors = [each.detach() if each.requires_grad else each for each in tensors]
         outputs = tuple(tensors[result] if isinstance(result, int) else result[0] for result in variant.results)
-        saved = SavedValues(variant, values) if differentiable else None
+        saved = SavedValues(variant, numbers, values) if differentiable else None
         return Forward(outputs, tensors[-1] if with_loss else None, saved, is_pure=True)
 
     def backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -142,7 +161,7 @@ class TracedKernels:
         backward = divided.backward(saved.mask)
         read_by_w = backward.weight.inputs if kind == "I" and backward.weight is not None else ()
         with without_autograd_and_autocast():
-            values = saved.variant.backward(kind, saved.mask, saved.values, read_by_w)
+            values = saved.variant.backward(kind, saved.mask, saved.numbers, saved.values, read_by_w)
             outputs = set(divided.graph(kind, saved.mask).outputs)
             names = [name if name in outputs else None for name in backward.gradients]
             of_inputs = saved.variant.of_inputs(values, names)
@@ -152,41 +171,48 @@ class TracedKernels:
         saved.values = {name: values[name] for name in read_by_w}
         return of_inputs
 
-    def _variant(self, call: StageCall) -> StageVariant | None:
+    def _variant(self, call: StageCall) -> FittingVariant:
         if self._guard is None:
             self.begin()
         assert self._guard is not None
-        key = self._guard.key, call.signature, autocast_state()
-        if key not in self._variants:
-            if self._trace_count == self._max_variants:
-                self._refusal = (
-                    f"{type(self._stage.module).__name__} and its loss have been traced for {self._max_variants} "
-                    f"variants, each with its own modes, shapes, or values in Python; another one is left to autograd. "
-                    f"Try: give what changes as a tensor, or raise Pipeline(max_variants=…)"
-                )
-                return None
-            self._trace_count += 1
-            self._variants[key] = self._trace(call, self._guard)
-        return self._variants[key]
+        key = self._guard.key, call.kind, autocast_state()
+        variants = self._variants.get(key)
+        found = None if variants is None else variants.find(call)
+        return self._new_variant(key, call, self._guard) if found is None else found
 
-    def _trace(self, call: StageCall, guard: TraceGuard) -> StageVariant | None:
-        try:
-            if guard.obstacle is not None:
-                raise RuntimeError(guard.obstacle)
-            return trace(self._stage, guard.held, guard.state, call, self._compiler, self._options)
-        except PipegraphError:
-            raise
-        except Exception as error:  # whatever an operation raises on a tensor without memory
-            reason = str(error).strip().partition("\n")[0] or "no reason given"
+    def _new_variant(self, key: Any, call: StageCall, guard: TraceGuard) -> FittingVariant:
+        """Trace a variant for a call, unless there are too many. The third shape of inputs and all after it are one."""
+        variants = self._variants.get(key)
+        is_counted = variants is None or variants.is_full
+        if is_counted and self._variant_count == self._max_variants:
+            self._refusal = self._too_many(None if variants is None else variants.refusal)
+            return FittingVariant(None)
+        self._variant_count += is_counted
+        found = self._variants.setdefault(key, ShapeVariants()).add(call, self._names, partial(self._trace, guard))
+        if found.refusal is not None:
             self._refusal = (
-                f"{type(self._stage.module).__name__} cannot be traced and is left to autograd, where a zero-bubble "
-                f"schedule gains nothing: {type(error).__name__}: {reason}"
+                f"{self.name} cannot be traced and is left to autograd, where a zero-bubble "
+                f"schedule gains nothing: {found.refusal}"
             )
-            return None
+        return found
+
+    def _trace(self, guard: TraceGuard, call: StageCall, layout: CallLayout | None) -> StageVariant:
+        if guard.obstacle is not None:
+            raise RuntimeError(guard.obstacle)
+        return trace(self._stage, guard.held, guard.state, call, self._compiler, self._options, layout)
+
+    def _too_many(self, refusal: str | None) -> str:
+        symbols = f" Sizes cannot be symbols ({refusal}), so each shape is a variant." if refusal is not None else ""
+        return (
+            f"{self.name} and its loss have been traced for {self._max_variants} variants, "
+            f"each with its own modes, dtypes, branches on sizes, or values in Python; another one is left to "
+            f"autograd.{symbols} Try: give what changes as a tensor, or raise Pipeline(max_variants=…)"
+        )
 
     def _forget(self, keep_refused: bool = False) -> None:
         self._forgotten = self.variants
-        self._variants = {key: None for key, each in self._variants.items() if keep_refused and each is None}
+        refused = {key: variants.refused() for key, variants in self._variants.items()} if keep_refused else {}
+        self._variants = {key: variants for key, variants in refused.items() if variants is not None}
 
     def _warn(self) -> None:
         """Warn, once, that autograd has taken over."""
@@ -206,4 +232,5 @@ def _add_gradients(saved: SavedValues, gradients: Sequence[Tensor | None]) -> No
     saved.mask = tuple(node is not None and gradient is not None for node, gradient in pairs)
     for node, gradient in pairs:
         if node is not None and gradient is not None:
-            saved.values[node.name] = with_strides(gradient, node.meta["val"])
+            strides = saved.variant.divided.strides(node, saved.numbers)
+            saved.values[node.name] = with_strides(gradient, strides)

@@ -57,7 +57,11 @@ class Executor:
         self._transfers = {action: transfer_of(action, wiring, schedule.placement) for action in moves}
         self._receives = [action for action in moves if not action.sends]
         self._due = receives_due(self.actions)
-        self._is_prepared = False
+        self._prepared: set[tuple[tuple[str, int], ...]] = set()  # sizes of microbatches
+        self._kinds: dict[int, str] = {}
+        for action in self.actions:
+            if not action.kind.is_transfer and action.kind.value not in self._kinds.setdefault(action.stage, ""):
+                self._kinds[action.stage] += action.kind.value
         self._do: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -99,28 +103,31 @@ class Executor:
 
     def _prepare(self, given: StepInputs) -> None:
         """Compile before the first action, so that ranks compile side by side, not each when its first input comes."""
-        if self._is_prepared:
-            return
-        self._is_prepared = True
-        kinds: dict[int, str] = {}
-        for action in self.actions:
-            if not action.kind.is_transfer and action.kind.value not in kinds.setdefault(action.stage, ""):
-                kinds[action.stage] += action.kind.value
-        for stage, needed in kinds.items():
+        sizes = given.batch.sizes.microbatches
+        for microbatch, each in enumerate(sizes):
+            key = tuple(each.sizes.items())
+            if key not in self._prepared:
+                self._prepared.add(key)
+                self._prepare_for(given, microbatch)
+
+    def _prepare_for(self, given: StepInputs, microbatch: int) -> None:
+        """Compile for the sizes of a microbatch, on inputs of zeros."""
+        for stage, needed in self._kinds.items():
             with_loss = self._is_last(stage) and given.with_loss
             self._kernels[stage].prepare(
                 [
-                    given.batch.inputs[value.name][0]
+                    given.batch.inputs[value.name][microbatch]
                     if value.producer == CALLER
-                    else zeros(value, given.shape(value, 0), self._device)
+                    else zeros(value, given.shape(value, microbatch), self._device)
                     for value in self._wiring[stage].inputs
                 ],
-                target=given.batch.targets[0] if with_loss else None,
+                target=given.batch.targets[microbatch] if with_loss else None,
                 with_loss=with_loss,
                 differentiable=self._trains,
                 kinds=needed,
             )
-        report_progress("running the first step")
+        if len(self._prepared) == 1:
+            report_progress("running the first step")
 
     def _post(self, step: StepState, action: Action) -> None:
         message = self._transfers[action]

@@ -22,18 +22,25 @@ from pipegraph.runtime.wiring import dtype_name, torch_dtype
 class BatchSplitter:
     """Cuts the batches that the stages of this process take, and joins what the last stage gives."""
 
-    def __init__(self, manifest: Manifest, stages: Collection[int], microbatches: int, device: torch.device) -> None:
+    def __init__(self, manifest: Manifest, stages: Collection[int], device: torch.device) -> None:
         self._manifest = manifest
-        self._microbatches = microbatches
         self._device = device
         self.has_last_stage = len(manifest.stages) - 1 in stages
         inputs = {name for index in stages for name in manifest.stages[index].inputs}
         self._needed = {name for name in inputs if manifest.values[name].producer == CALLER}
 
     def split(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, with_loss: bool, keep_outputs: bool
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        with_loss: bool,
+        keep_outputs: bool,
+        microbatches: int,
     ) -> StepInputs:
         """Check and cut a batch. Raises BatchError for what does not fit the package.
+
+        A batch with too few rows for so many microbatches is cut into fewer.
 
         Inputs that only stages of other processes take are checked as well, so that every process raises the same.
         """
@@ -44,23 +51,22 @@ class BatchSplitter:
         known = sizes_of_inputs(manifest, {name: tensor.shape for name, tensor in passed.items()})
 
         def cut(sizes: Mapping[str, int]) -> StepBatch:
-            return self._cut(sizes, passed, target)
+            return self._cut(sizes, passed, target, microbatches)
 
-        given = StepInputs(known, tuple(manifest.sizes), cut, with_loss, keep_outputs)
+        given = StepInputs(known, tuple(manifest.sizes), cut, microbatches, with_loss, keep_outputs)
         if given.unknown:
             return given
         given.learn({})
         return given
 
-    def _cut(self, sizes: Mapping[str, int], passed: Mapping[str, Tensor], target: Any) -> StepBatch:
+    def _cut(self, sizes: Mapping[str, int], passed: Mapping[str, Tensor], target: Any, microbatches: int) -> StepBatch:
         """Cut what was passed. Raises BatchError for what does not fit."""
-        values, microbatches = self._manifest.values, self._microbatches
-        if sizes.get(BATCH, microbatches) < microbatches:
-            rows = sizes[BATCH]
-            raise BatchError(
-                f"the batch has {rows} rows for {microbatches} microbatches: pass {microbatches} rows or more, or "
-                f"make the Pipeline with microbatches={max(rows, 1)}."
-            )
+        values = self._manifest.values
+        if BATCH in sizes:
+            least = max(self._manifest.sizes[BATCH].min, 1)
+            if sizes[BATCH] < least:
+                raise BatchError(f"the batch has {sizes[BATCH]} rows: pass {least} or more.")
+            microbatches = min(microbatches, sizes[BATCH] // least)
         step = StepSizes(sizes, microbatches)
         for each in {id(each): each for each in step.microbatches}.values():
             _check_limits(self._manifest, each.sizes)
@@ -89,7 +95,7 @@ class BatchSplitter:
         """A checked input, cut along its batch, or the same for all microbatches if it has none."""
         tensor = passed.detach().to(self._device, non_blocking=True)
         if value.batch_dim is None:
-            return (tensor,) * self._microbatches
+            return (tensor,) * len(step.microbatches)
         return tensor.split(step.lengths(value), value.batch_dim)
 
 

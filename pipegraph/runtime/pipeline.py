@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -13,49 +13,37 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import Loss, Maker, StageKernels, maker
-from pipegraph.package import Manifest, Package
+from pipegraph.kernels import Maker, maker
+from pipegraph.package import Package
 from pipegraph.runtime import parameters
 from pipegraph.runtime.executor import Executor, run_executors
 from pipegraph.runtime.gradient_clipping import clip_grad_norm
-from pipegraph.runtime.microbatch import BatchSplitter, fill_structure
+from pipegraph.runtime.microbatch import BatchSplitter
 from pipegraph.runtime.observer import Observer, ObserverList
 from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.world import LoneProcess, World, join_world, local_device
-from pipegraph.runtime.schedule_choice import forward_only, resolve_schedule
+from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.runtime.sizes import StepSizes
+from pipegraph.runtime.stage_kernels import make_kernels, packed_loss
+from pipegraph.runtime.step_executors import StepExecutors
 from pipegraph.runtime.step_inputs import StepInputs
+from pipegraph.runtime.step_result import StepResult, mean_loss
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
 from pipegraph.runtime.transport.local import LocalTransport
 from pipegraph.runtime.transport.protocol import Transport
-from pipegraph.runtime.wiring import StageWiring, rank_pairs, stage_wirings
-from pipegraph.schedule import Schedule, lower
+from pipegraph.runtime.wiring import first_senders, rank_pairs, stage_wirings
+from pipegraph.schedule import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from pipegraph.kernels.kernel_report import KernelCount
+
 LossFunction = Callable[[Any, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of a step on the rank of the last stage. On other ranks everything is None.
-
-    Attributes:
-        loss: the mean over microbatches, each weighed by its rows; None without a loss function.
-        losses: one number for each microbatch, if asked for.
-        outputs: the model's outputs joined along the batch, if asked for.
-
-    No tensor carries a graph.
-    """
-
-    loss: Tensor | None
-    losses: Tensor | None
-    outputs: Any
 
 
 class Pipeline:
@@ -89,15 +77,16 @@ class Pipeline:
             step, the first one with its compilation included.
         weights: the folder of a Hugging Face checkpoint. Its parameters and persistent buffers take the place of the
             package's, in the stages' dtypes. Each process reads those of its own stages, and no file without any.
-        max_variants: how many times a stage is traced, counted from the last `retrace`. One more variant is left to
-            autograd, with a warning.
+        max_variants: how many variants of a stage are traced, counted from the last `retrace`: for its modes, dtypes,
+            branches on sizes and so on. One more is left to autograd, with a warning.
 
     Attributes:
         last_sizes: the sizes of the last step, on every rank; None before the first.
 
-    A stage is traced again when its mode, `requires_grad`, a dtype or shape, autocast, or the identity of its modules,
-    parameters or buffers changes. For anything else call `pipe.retrace()`: attributes such as `dropout.p`, and numbers
-    that `loss_fn` reads, are constants of the traced graph.
+    A stage is traced again when its mode, `requires_grad`, a dtype, autocast, or the identity of its modules,
+    parameters or buffers changes, and for the second and third shape of its inputs, the third time for all sizes. For
+    anything else call `pipe.retrace()`: attributes such as `dropout.p`, and numbers that `loss_fn` reads, are constants
+    of the traced graph.
     """
 
     def __init__(
@@ -137,20 +126,25 @@ class Pipeline:
                 self.stages, manifest = parameters.parallelize_stages(self.package, self.stages, parallelize_fn)
                 self.package = replace(self.package, manifest=manifest)
             manifest = self.package.manifest
-            self._batches = BatchSplitter(manifest, self.stages, self.schedule.microbatches, self.device)
+            self._batches = BatchSplitter(manifest, self.stages, self.device)
             self._ties = TiedWeights(manifest, self.stages, placement, self.ranks)
             wiring = stage_wirings(manifest)
             make = maker(kernels, recompute, max_variants) if isinstance(kernels, str) else kernels
-            self._kernels = _make_kernels(make, self.stages, wiring, _packed_loss(manifest, loss_fn))
-            training = lower(self.schedule, manifest.edges(), manifest.gradient_edges())
-            evaluation = lower(forward_only(self.schedule), manifest.edges(), ())
+            self._kernels = make_kernels(make, self.stages, wiring, packed_loss(manifest, loss_fn))
+            self._executors = StepExecutors(
+                self.schedule,
+                schedule,
+                world.size if world else None,
+                manifest.edges(),
+                manifest.gradient_edges(),
+                lambda lowered: [
+                    Executor(rank, lowered, wiring, self._kernels, self._transport, self.device) for rank in self.ranks
+                ],
+            )
+            self._informants = first_senders(wiring[min(own)], placement) if world else []
 
             # Everything that may fail on one rank alone is done. From here on the ranks need each other.
-            self._transport = self._connect(world, training)
-            self._training, self._evaluation = (
-                [Executor(rank, lowered, wiring, self._kernels, self._transport, self.device) for rank in self.ranks]
-                for lowered in (training, evaluation)
-            )
+            self._transport = self._connect(world, self._executors.training)
 
     def step(
         self,
@@ -158,36 +152,48 @@ class Pipeline:
         target: Any = None,
         return_outputs: bool = False,
         return_losses: bool = False,
+        microbatches: int | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Do one training step over a batch. Gradients of the mean loss are added to `.grad`.
 
         Takes the model's own arguments, for a batch of any size that the capture allows. Inputs are cut into
-        microbatches along their batch, as evenly as it goes, and so is the target along dimension 0. A rank may be
-        given None for inputs that its stages do not take.
+        microbatches along their batch, as evenly as it goes, and so is the target along dimension 0. A batch with fewer
+        rows than microbatches has as many as it has rows. A rank may be given None for inputs that its stages do not
+        take.
+
+        Args:
+            args, kwargs: the model's.
+            target: the second argument of `loss_fn`.
+            return_outputs: whether the result has the model's outputs.
+            return_losses: whether it has the loss of each microbatch.
+            microbatches: how many the batch is cut into, on every rank the same; by default those of the pipeline. A
+                schedule that was given by its name is then built for this number.
 
         Raises:
             BatchError: a shape or dtype is not the package's. Nothing was sent.
+            ScheduleError: the schedule cannot have so many microbatches. Nothing was sent.
             RuntimeFault: this rank or another one failed.
         """
-        with_loss = self._loss_fn is not None
+        with_loss, trains = self._loss_fn is not None, self.schedule.trains
         given, results = self._run(
-            self._training, args, kwargs, target, with_loss, return_outputs, self.schedule.trains
+            args, kwargs, target, microbatches, with_loss, return_outputs, evaluates=False, trains=trains
         )
         self.last_sizes = given.batch.sizes
         losses = torch.stack([results.losses[index] for index in sorted(results.losses)]) if results.losses else None
         return StepResult(
-            loss=None if losses is None else _mean(losses, given.batch.sizes),
+            loss=None if losses is None else mean_loss(losses, given.batch.sizes),
             losses=losses if return_losses else None,
             outputs=self._batches.join(results),
         )
 
-    def eval(self, *args: Any, **kwargs: Any) -> Any:
+    def eval(self, *args: Any, microbatches: int | None = None, **kwargs: Any) -> Any:
         """The model's outputs for a batch, on the rank of the last stage; None on other ranks.
 
-        Forward only, without gradients. Modules stay in the mode they are in: `pipe.stages[0].eval()` sets it.
+        Forward only, without gradients. Modules stay in the mode they are in: `pipe.stages[0].eval()` sets it. The
+        batch and `microbatches` are as for `step`.
         """
-        _, results = self._run(self._evaluation, args, kwargs, None, False, True, False)
+        _, results = self._run(args, kwargs, None, microbatches, False, True, evaluates=True, trains=False)
         return self._batches.join(results)
 
     def retrace(self) -> None:
@@ -198,6 +204,16 @@ class Pipeline:
         """
         for kernels in self._kernels.values():
             kernels.retrace()
+
+    def kernels_report(self) -> list[KernelCount]:
+        """How often the stages of this process, and the blocks in them, have been traced and compiled. Not collective.
+
+        for count in pipe.kernels_report():
+            print(count)  # TransformerEncoderLayer (stage 0, 3): 2 static, 1 symbolic
+        """
+        from pipegraph.kernels.kernel_report import kernels_report
+
+        return kernels_report(self._kernels)
 
     def observe(self, observer: Observer, evals: bool = True) -> RemovableHandle:
         """Show an observer every action of the steps to come: when it begins, when it ends, and what is saved.
@@ -274,12 +290,14 @@ class Pipeline:
 
     def _run(
         self,
-        executors: Sequence[Executor],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         target: Any,
+        microbatches: int | None,
         with_loss: bool,
         keep_outputs: bool,
+        *,
+        evaluates: bool,
         trains: bool,
     ) -> tuple[StepInputs, StepOutputs]:
         results = StepOutputs()
@@ -287,12 +305,16 @@ class Pipeline:
             if trains and self._batches.has_last_stage and not with_loss:
                 name = self.schedule.name
                 raise PipegraphError(f"{name} has a backward, which needs a loss: give Pipeline a loss_fn.")
-            given = self._batches.split(args, kwargs, target, with_loss, keep_outputs)
-            is_eval = executors is self._evaluation
-            observer = self._observers.joined(is_eval)
+            asked = self._executors.check(microbatches)
+            given = self._batches.split(args, kwargs, target, with_loss, keep_outputs, asked)
+            self._transport.start("eval" if evaluates else "step", given)
+            for ranks in self._informants:
+                if given.unknown:
+                    self._transport.learn(ranks, given)
+            executors = self._executors.executors(evaluates, len(given.batch.sizes.microbatches), asked)
+            observer = self._observers.joined(evaluates)
             for executor in executors:
                 executor.observer = observer
-            self._transport.start("eval" if is_eval else "step", given)
             if trains:
                 with self._ties.summed_gradients():
                     run_executors(executors, given, results)
@@ -310,31 +332,3 @@ def _guard(world: World | None) -> FaultGuard:
     guard = FaultGuard(world.rank, world.size, world.store)
     guard.closing.callback(lambda: world.close(abort=guard.has_failed))
     return guard
-
-
-def _make_kernels(
-    make: Maker, stages: Mapping[int, nn.Module], wiring: Sequence[StageWiring], loss: Loss | None
-) -> dict[int, StageKernels]:
-    """The kernels of each stage. The last stage computes the loss as well."""
-    last = len(wiring) - 1
-    return {
-        index: make(
-            stage, wiring[index].input_gradients, wiring[index].output_gradients, loss if index == last else None
-        )
-        for index, stage in stages.items()
-    }
-
-
-def _mean(losses: Tensor, sizes: StepSizes) -> Tensor:
-    """The mean of the losses [microbatches] over the rows of the batch."""
-    if sizes.is_even:
-        return losses.mean()
-    return (losses * torch.tensor(sizes.weights, dtype=losses.dtype, device=losses.device)).sum()
-
-
-def _packed_loss(manifest: Manifest, loss_fn: LossFunction | None) -> Loss | None:
-    """The loss of the last stage's outputs: `loss_fn` takes them in the model's own structure."""
-    if loss_fn is None:
-        return None
-    names, structure = manifest.stages[-1].outputs, manifest.outputs
-    return lambda outputs, target: loss_fn(fill_structure(structure, dict(zip(names, outputs, strict=True))), target)

@@ -45,6 +45,39 @@ def resolve_schedule(
     return resolved
 
 
+def with_microbatches(
+    schedule: Schedule, given: str | PathLike[str] | Schedule, microbatches: int, processes: int | None
+) -> Schedule:
+    """The schedule of a pipeline for another number of microbatches.
+
+    Args:
+        schedule: the pipeline's own.
+        given: what it was chosen by.
+        microbatches: 1 or more.
+        processes: as for `resolve_schedule`.
+
+    Raises:
+        ScheduleError: the schedule has an order of its own, or cannot have this number.
+    """
+    if microbatches == schedule.microbatches:
+        return schedule
+    if not isinstance(given, str) or given.endswith(".csv"):
+        count = schedule.microbatches
+        raise ScheduleError(
+            f"{schedule.name} is an order of {count} microbatches, and microbatches={microbatches} was given. Leave it "
+            f"out, give Pipeline the name of a schedule, or make another Pipeline with an order of {microbatches}."
+        )
+    return resolve_schedule(given, microbatches, schedule.stages, processes, schedule.ranks)
+
+
+def fewer_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule without its last microbatches. What is left keeps its order, and so can run if the whole can."""
+    kept = tuple(tuple(action for action in row if action.microbatch < microbatches) for row in schedule.actions)
+    pairs = frozenset(pair for pair in schedule.overlapped if all(action.microbatch < microbatches for action in pair))
+    name = f"{schedule.name}, its first {microbatches} microbatches"
+    return schedule.changed(name=name, microbatches=microbatches, actions=kept, overlapped=pairs)
+
+
 def forward_only(schedule: Schedule) -> Schedule:
     """The schedule without its backward, in the same placement: what `eval` runs."""
     actions = tuple(tuple(action for action in row if action.kind is Kind.F) for row in schedule.actions)

@@ -28,6 +28,9 @@ class StepInputs:
         known: the sizes that the inputs of this process show, by name.
         names: all sizes, in the order of the manifest.
         cut: cuts the batch, given all sizes. Raises BatchError.
+        microbatches: how many were asked for. There are fewer if the batch has too few rows.
+        with_loss: whether the loss is asked for.
+        keep_outputs: whether the outputs are.
     """
 
     def __init__(
@@ -35,10 +38,11 @@ class StepInputs:
         known: Mapping[str, int],
         names: Sequence[str],
         cut: Callable[[Mapping[str, int]], StepBatch],
+        microbatches: int,
         with_loss: bool = False,
         keep_outputs: bool = False,
     ) -> None:
-        self.with_loss, self.keep_outputs = with_loss, keep_outputs
+        self.microbatches, self.with_loss, self.keep_outputs = microbatches, with_loss, keep_outputs
         self._known, self._names, self._cut = dict(known), names, cut
         self._batch: StepBatch | None = None
 

@@ -233,4 +233,4 @@ def test_a_forward_that_replaces_a_buffer_is_tried_once() -> None:
     for _ in range(3):
         kernels.begin()
         kernels.forward((x,))
-    assert kernels.variants == [None] and kernels._trace_count == 1
+    assert kernels.variants == [None] and kernels._variant_count == 1

@@ -84,7 +84,7 @@ def break_at(
     inputs, _ = arguments(package, batch(package.manifest, 4))
     target = torch.zeros(len(inputs[0]))
     pipe.step(*inputs, target=target)
-    (executor,) = pipe._training
+    (executor,) = pipe._executors.own
 
     def breaking(do: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*given: Any) -> None:

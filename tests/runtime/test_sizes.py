@@ -6,81 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-import pipegraph
-from pipegraph import Pipeline
 from pipegraph.errors import BatchError
 from pipegraph.package import Package
 from pipegraph.runtime.sizes import StepSizes
-from tests.equal_work import equal_work_shared
 from tests.runtime import ranks
 from tests.runtime.pipelines import pipeline
+from tests.runtime.sized_model import LENGTH, Model, assert_is_the_step_of_the_model, inputs, loss, write
 
-LENGTH = 6
-# (rows, length): even and uneven microbatches, the captured length and others; some of them twice.
-BATCHES = [(8, LENGTH), (9, 11), (5, LENGTH), (9, 11), (4, 1), (10, 3)]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        mask = torch.ones(x.shape[1], x.shape[1]).tril()
-        positions = torch.arange(x.shape[1]).view(1, -1, 1) / 10
-        return x + self.out((mask @ self.mix(x + positions)).relu()) * table
-
-
-class Model(nn.Module):
-    """Takes a batch, the same batch with it at dimension 1, and a table without it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, bias: Tensor, table: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, table)
-        return self.head(x + bias.transpose(0, 1))
-
-
-def inputs(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(rows + 100 * length)
-    return torch.randn(rows, length, 8), torch.randn(length, rows, 8), torch.rand(8)
-
-
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def write(folder: Path) -> Path:
-    torch.manual_seed(0)
-    with equal_work_shared():
-        captured = pipegraph.capture(Model(), inputs(2, LENGTH))
-    plan = pipegraph.plan(captured, points=["layers.1", "layers.2", "head"])
-    return pipegraph.write_package(plan, folder / "package").path
-
-
-def assert_is_the_step_of_the_model(pipe: Pipeline, rows: int, length: int, given: int = 3) -> None:
-    """``given``: how many of the inputs this rank is given."""
-    torch.manual_seed(0)
-    model, x = Model(), inputs(rows, length)
-    target = torch.randn(rows, length, 3)
-    expected = loss(model(*x), target)
-    expected.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    own = (*x[:given], *[None] * (3 - given))
-    result = pipe.step(*own, target=target)
-    if result.loss is not None:
-        torch.testing.assert_close(result.loss, expected.detach())
-    for name, parameter in pipe.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name])
-        parameter.grad = None
-    outputs = pipe.eval(*own)
-    if outputs is not None:
-        torch.testing.assert_close(outputs, model(*x))
+# (rows, length): even and uneven microbatches, the captured length and others; some of them twice; too few rows for the
+# microbatches.
+BATCHES = [(8, LENGTH), (9, 11), (5, LENGTH), (9, 11), (4, 1), (10, 3), (2, 5), (1, 4)]
 
 
 @pytest.mark.parametrize(
@@ -93,21 +29,20 @@ def assert_is_the_step_of_the_model(pipe: Pipeline, rows: int, length: int, give
 )
 def test_steps_of_every_size(schedule: str, kernels: str, tmp_path: Path) -> None:
     microbatches = 4 if schedule != "zb-v" else 3
-    pipe = pipeline(write(tmp_path), schedule, kernels, microbatches=microbatches, loss_fn=loss, max_variants=40)
+    pipe = pipeline(write(tmp_path), schedule, kernels, microbatches=microbatches, loss_fn=loss)
     for rows, length in BATCHES:
         assert_is_the_step_of_the_model(pipe, rows, length)
 
 
 def steps(rank: int, folder: str) -> str:
-    """Rank 1 is given none of the inputs with a size in the first steps, and all in the others."""
-    pipe = pipeline(folder, "zb-v", "eager", microbatches=3, loss_fn=loss, max_variants=40)
+    pipe = pipeline(folder, "zb-v", "eager", microbatches=3, loss_fn=loss)
     for rows, length in BATCHES:
         assert_is_the_step_of_the_model(pipe, rows, length)
     return "equal"
 
 
 def steps_without_inputs(rank: int, folder: str) -> str:
-    pipe = pipeline(folder, "1f1b", microbatches=4, loss_fn=loss, max_variants=40)
+    pipe = pipeline(folder, "1f1b", microbatches=4, loss_fn=loss)
     needed = {name for stage in pipe.stages for name in pipe.package.manifest.stages[stage].inputs}
     for rows, length in BATCHES:
         x, bias, table = inputs(rows, length)
@@ -149,7 +84,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     x, bias, table = inputs(8, LENGTH)
     target = torch.zeros(8, LENGTH, 3)
     for given, message in [
-        ((x[:3], bias[:, :3], table), "the batch has 3 rows for 4 microbatches: .* microbatches=3"),
+        ((x[:0], bias[:, :0], table), "the batch has 0 rows: pass 1 or more"),
         ((x, bias[:, :7], table), "bias .*: 7 rows, and another input has 8"),
         ((x, bias[:5], table), r"bias has the shape \[5, 8, 8\].*make \[6, 8, 8\] with batch 8, x_1 6"),
         ((x[0], bias, table), r"x has the shape \[6, 8\].*x float32\[batch, x_1, 8\]"),

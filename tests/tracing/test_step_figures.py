@@ -56,7 +56,7 @@ def test_a_step_and_its_parts(tmp_path: Path) -> None:
 
 def test_parts_show_the_slow_rank(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path, "zb-h1")
-    kernels = pipe._training[1]._kernels[1]
+    kernels = pipe._executors.own[1]._kernels[1]
     own = kernels.weight_backward
     kernels.weight_backward = lambda saved: (time.sleep(NAP), own(saved))[1]  # type: ignore[method-assign]
     recorder = StepRecorder(pipe)
@@ -106,6 +106,16 @@ def test_the_timeline_of_the_last_step(tmp_path: Path) -> None:
     for row in timeline.events:
         assert all(event.start <= event.end for event in row)
         assert all(before.end <= after.start for before, after in pairwise(row))
+
+
+def test_a_call_of_other_microbatches_has_no_timeline(tmp_path: Path) -> None:
+    package, batch = recorded(tmp_path, "zb-v", microbatches=4)[0].package, torch.randn(8, 8)
+    pipe = Pipeline(package, "zb-v", 3, loss_fn=lambda output, target: output.square().mean(), kernels="autograd")
+    recorder = StepRecorder(pipe)
+    pipe.observe(recorder.times, evals=False)
+    pipe.step(batch, microbatches=4)
+    recorder.end_step(None)
+    assert recorder.timeline() is None
 
 
 def test_parts_of_a_schedule() -> None:

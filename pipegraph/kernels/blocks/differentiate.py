@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipegraph.kernels import internals
 from pipegraph.kernels.autocast import autocast_as
+from pipegraph.kernels.blocks.block_sizes import Layout
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.blocks.repeated_modules import RecordedCall, RepeatedModules
 from pipegraph.kernels.graphs import joint_graph
 from pipegraph.kernels.internals import tree_leaves, tree_unflatten
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.sharded import local
+from pipegraph.kernels.symbolic.internals import is_symbolic, number_of
+from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes, dimensions
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ def differentiate(
     root: nn.Module,
     has_gradient: Callable[[int, Tensor], bool],
     options: TraceOptions,
+    sizes: SymbolicSizes,
 ) -> DividedFunction:
     """Differentiate and divide a function, in the caller's grad mode and autocast.
 
@@ -52,14 +58,17 @@ def differentiate(
         root: its inner modules may be blocks.
         has_gradient: of an output that requires one (its position, the output), whether a gradient arrives.
         options: how graphs are made.
+        sizes: the symbols in the shapes of the primals.
 
     Raises:
         Exception: whatever the function raises on fake tensors.
     """
-    blocks = RepeatedModules(root)
-    leaves = [_new_leaf(primal) for primal in primals]
-    with blocks.recording(), state.replaced(leaves[: len(state)]):
-        outputs = function(leaves)
+    expressions: Any = None
+    while expressions != (now := dimensions(sizes.values)):  # two symbols may turn out to be one
+        expressions, blocks = now, RepeatedModules(root)
+        leaves = [_new_leaf(primal) for primal in primals]
+        with internals.python_dispatch(), blocks.recording(), state.replaced(leaves[: len(state)]):
+            outputs = function(leaves)
     while waiting := [record for record in blocks.outermost() if record.block is None]:
         for record in waiting:
             try:
@@ -74,7 +83,7 @@ def differentiate(
     ]
     with blocks.calling():
         leaves = [_new_leaf(primal) for primal in primals]
-        joint = joint_graph.trace(function, state, leaves, tangents, options.decompositions())
+        joint = joint_graph.trace(function, state, leaves, tangents, options.decompositions(), sizes)
     called = [record.block for record in blocks.records.values() if record.block is not None]
     is_input = [index >= len(state) for index in range(len(primals))]
     return DividedFunction(type(root).__name__, joint, is_input, options.recompute, called)
@@ -83,26 +92,47 @@ def differentiate(
 def block_of(record: RecordedCall, options: TraceOptions) -> DividedFunction:
     """Return the block of a call, one for all stages that share the options. Raises whatever tracing raises."""
     block = options.blocks.get(record.signature)
-    if block is None:
+    if block is None or not block.hold(tuple(map(number_of, record.sizes.values))):
         block = options.blocks[record.signature] = _differentiate_call(record, options)
+        block.family = record.family
     return block
 
 
 def _differentiate_call(record: RecordedCall, options: TraceOptions) -> DividedFunction:
     state = ModuleState(record.module.modules())
-    tensors = [leaf for leaf in record.leaves if isinstance(leaf, Tensor)]
+    sizes = SymbolicSizes([number_of(value) for value in record.sizes.values])
+    layouts = [record.sizes.at(layout, sizes.values) for layout in record.sizes.layouts]
 
     def function(primals: Sequence[Tensor]) -> list[Tensor]:
         inputs = iter(primals[len(state) :])
-        leaves = [next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in record.leaves]
+        leaves = [
+            next(inputs) if isinstance(leaf, Tensor) else layout if is_symbolic(leaf) else leaf
+            for leaf, layout in zip(record.leaves, layouts, strict=True)
+        ]
         args, kwargs = tree_unflatten(leaves, record.spec)
         returned = tree_leaves(record.original(*args, **kwargs))
         return [each for each, result in zip(returned, record.results, strict=True) if isinstance(result, Tensor)]
 
-    with torch.set_grad_enabled(record.grad_enabled), autocast_as(record.autocast):
-        return differentiate(
-            function, state, [*record.state, *tensors], record.module, lambda index, output: True, options
-        )
+    with ExitStack() as stack:
+        if sizes:  # with an environment of their own
+            stack.enter_context(internals.fake_tensors(sizes.environment))
+        stack.enter_context(torch.set_grad_enabled(record.grad_enabled))
+        stack.enter_context(autocast_as(record.autocast))
+        primals = [
+            *record.state,
+            *(
+                _laid_out(leaf, layout)
+                for leaf, layout in zip(record.leaves, layouts, strict=True)
+                if isinstance(leaf, Tensor)
+            ),
+        ]
+        return differentiate(function, state, primals, record.module, lambda index, output: True, options, sizes)
+
+
+def _laid_out(tensor: Tensor, layout: Layout) -> Tensor:
+    """A tensor without memory of this layout."""
+    like = torch.empty_strided(layout.shape, layout.strides, dtype=tensor.dtype, device=tensor.device)
+    return like.requires_grad_(tensor.requires_grad)
 
 
 def _new_leaf(tensor: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, Ke
 from pipegraph.kernels.graphs.division import BackwardGraphs, backward_graphs, forward_graph, saved_values
 from pipegraph.kernels.graphs.division_check import check_division
 from pipegraph.kernels.graphs.joint_graph import JointGraph
+from pipegraph.kernels.graphs.size_check import runs_as_traced
+from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, dimensions
 from pipegraph.verification import verifying
 
 
@@ -23,21 +25,26 @@ class DividedFunction:
     """The joint graph of a stage or of a block, divided. All calls of equal blocks share one.
 
     Args:
-        name: in dumps.
+        name: of its class.
         joint: the joint graph.
         is_input: of each primal, whether its gradient belongs to I.
         recompute: what the backward computes again, one of `registry.RECOMPUTE`.
         blocks: the blocks that the graph calls by number. They live as long as this does.
+
+    Attributes:
+        sizes: those that may differ between calls.
+        family: of a block, equal for those that differ in sizes alone.
     """
 
     def __init__(
         self, name: str, joint: JointGraph, is_input: Sequence[bool], recompute: str, blocks: Sequence[DividedFunction]
     ) -> None:
-        self.joint = joint
+        self.name, self.joint, self.sizes = name, joint, joint.sizes
         self.number = block_operation.register(self)
-        self._label = name
-        self._name = f"{name}_{self.number}"  # by this number other graphs call it
+        self.family: Any = None
         self.programs: dict[Any, Any] = {}  # what compilers have made of the graphs
+        self._strides: dict[fx.Node, SizeMap] = {}
+        self._runs_with_ones: dict[tuple[bool, ...], bool] = {}  # by which sizes are 1
         self.blocks = tuple(blocks)
         self._is_input = tuple(is_input)
         self._saved = saved_values(joint, recompute)
@@ -46,7 +53,7 @@ class DividedFunction:
 
     def with_recompute(self, recompute: str) -> DividedFunction:
         """The same joint graph, divided so that the backward computes something else again."""
-        return DividedFunction(self._label, self.joint, self._is_input, recompute, self.blocks)
+        return DividedFunction(self.name, self.joint, self._is_input, recompute, self.blocks)
 
     @cached_property
     def full_mask(self) -> GradientMask:
@@ -94,32 +101,66 @@ class DividedFunction:
         read = (name for graph in self.backward(mask).graphs for name in graph.inputs)
         return tuple(dict.fromkeys(name for name in read if name in available))
 
-    def call(self, number: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def hold(self, numbers: Numbers) -> bool:
+        """Return whether the graphs are right for these sizes, those of the blocks that they call included."""
+        if not self.sizes.hold(numbers):
+            return False
+        ones = tuple(number == 1 for number in numbers)
+        if any(ones) and ones not in self._runs_with_ones:
+            self._runs_with_ones[ones] = runs_as_traced(self.joint, numbers)
+        calls = ((block, size_map(numbers)) for block, size_map in self._symbolic_calls)
+        return self._runs_with_ones.get(ones, True) and all(block.hold(sizes) for block, sizes in calls)
+
+    def strides(self, node: fx.Node, numbers: Numbers) -> Numbers:
+        """Return the strides of a node's tensor for these sizes."""
+        if not self.sizes:
+            found: Numbers = node.meta["val"].stride()
+            return found
+        if node not in self._strides:
+            self._strides[node] = SizeMap(self.sizes, node.meta["val"].stride())
+        return self._strides[node](numbers)
+
+    @cached_property
+    def _symbolic_calls(self) -> list[tuple[DividedFunction, SizeMap]]:
+        """The blocks with sizes that the forward calls. The backward calls them with the same sizes."""
+        nodes = self.joint.module.graph.find_nodes(op="call_function", target=OPERATION)
+        found = {(block.number, values): block for block, values in map(_called_with, nodes) if block.sizes}
+        return [(block, SizeMap(self.sizes, values)) for (_, values), block in found.items()]
+
+    def call(self, number: int, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> tuple[Tensor, ...]:
         """Call the block in a graph that is being traced, with gradients.
 
         Args:
             number: of this call among those of the graph.
             tensors: the primals, in order.
+            sizes: what the block's sizes are in this call.
 
         Returns:
             The outputs, then the new values of the primals that the function writes to.
         """
-        results: tuple[Tensor, ...] = _BlockFunction.apply(self, number, *tensors)
+        results: tuple[Tensor, ...] = _BlockFunction.apply(self, number, sizes, *tensors)
         return results
 
     def _dump(self, kind: str, module: fx.GraphModule) -> None:
-        dump(f"{self._name}_{kind}", lambda: module.print_readable(print_output=False))
+        dump(f"{self.name}_{self.number}_{kind}", lambda: module.print_readable(print_output=False))
+
+
+def _called_with(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """The block that a node calls, and the sizes for it as expressions of the caller's."""
+    return block_operation.block_of(node), dimensions(block_operation.size_values(node))
 
 
 class _BlockFunction(torch.autograd.Function):
     """Autograd's view of a call: one operation forward, I and W backward."""
 
     @staticmethod
-    def forward(ctx: Any, block: DividedFunction, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, block: DividedFunction, number: int, sizes: Sequence[Any], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         joint = block.joint
         values = {node.name: tensor for node, tensor in zip(joint.primals, tensors, strict=True)}
-        _run(values, block, "F", (), number)
-        ctx.block, ctx.number, ctx.names = block, number, block.saved(block.full_mask)
+        _run(values, block, "F", (), number, sizes)
+        ctx.block, ctx.number, ctx.sizes, ctx.names = block, number, sizes, block.saved(block.full_mask)
         ctx.save_for_backward(*(values[name] for name in ctx.names))
         ctx.set_materialize_grads(False)
         results = [values[node.name] for node in (*joint.outputs, *joint.written.values())]
@@ -138,15 +179,17 @@ class _BlockFunction(torch.autograd.Function):
         values = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         for node, gradient in pairs:
             if node is not None and gradient is not None:
-                values[node.name] = with_strides(gradient, node.meta["val"])
+                values[node.name] = with_strides(gradient, block.sizes.at(node.meta["val"].stride(), ctx.sizes))
         backward = block.backward(mask)
         for kind, graph in (("I", backward.input), ("W", backward.weight)):
             if graph is not None:
-                _run(values, block, kind, mask, ctx.number)
-        return (None, None, *(None if name is None else values[name] for name in backward.gradients))
+                _run(values, block, kind, mask, ctx.number, ctx.sizes)
+        return (None, None, None, *(None if name is None else values[name] for name in backward.gradients))
 
 
-def _run(values: dict[str, Tensor], block: DividedFunction, kind: str, mask: GradientMask, number: int) -> None:
+def _run(
+    values: dict[str, Tensor], block: DividedFunction, kind: str, mask: GradientMask, number: int, sizes: Sequence[Any]
+) -> None:
     graph = block.graph(kind, mask)
-    results = OPERATION([values[name] for name in graph.inputs], block.number, kind, list(mask), number)
+    results = OPERATION([values[name] for name in graph.inputs], list(sizes), block.number, kind, list(mask), number)
     values |= zip(graph.outputs, results, strict=True)

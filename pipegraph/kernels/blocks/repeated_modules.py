@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.kernels.autocast import AutocastState, autocast_state
+from pipegraph.kernels.blocks.block_sizes import BlockSizes
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.internals import storage_identity, tree_flatten, tree_unflatten, version
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.sharded import differentiable_local, is_sharded, local
-from pipegraph.kernels.trace_guard import module_signature, tensor_signature, value_signature
+from pipegraph.kernels.symbolic.internals import is_symbolic
+from pipegraph.kernels.symbolic.symbolic_sizes import dimensions
+from pipegraph.kernels.trace_guard import module_signature, tensor_kind, tensor_signature, value_signature
 
 _CONSTANTS = (type(None), bool, int, float, str)
 
@@ -32,7 +35,8 @@ class RecordedCall:
 
     Attributes:
         module, original: the module and its own forward.
-        signature: equal for calls that run the same code.
+        signature: equal for calls that run the same code, whatever their sizes are called.
+        sizes: those of its arguments.
         state: the module's parameters and buffers.
         leaves, spec: the flattened arguments.
         inside: the call around this one.
@@ -46,6 +50,7 @@ class RecordedCall:
     module: nn.Module
     original: Callable[..., Any]
     signature: Any
+    sizes: BlockSizes
     state: list[Tensor]
     leaves: list[Any]
     spec: Any
@@ -57,6 +62,11 @@ class RecordedCall:
     autocast: AutocastState = field(default_factory=autocast_state)
     is_refused: bool = False
     block: DividedFunction | None = None
+
+    @property
+    def family(self) -> Any:
+        """Equal for calls that differ in sizes alone."""
+        return self.signature[0]
 
     @property
     def is_block(self) -> bool:
@@ -105,7 +115,7 @@ class RepeatedModules:
     """Finds and calls the blocks among the modules inside `root`.
 
     Attributes:
-        records: the first call with each signature.
+        records: the first call with each signature and sizes.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -143,23 +153,31 @@ class RepeatedModules:
                 else:
                     module.forward = forward
 
-    def _signature(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> Any:
-        values = tuple(tensor_signature(leaf) if isinstance(leaf, Tensor) else value_signature(leaf) for leaf in leaves)
+    def _signature(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> tuple[Any, BlockSizes]:
+        sizes = BlockSizes.of([local(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        kinds = tuple(
+            tensor_kind(leaf) if isinstance(leaf, Tensor) else None if _is_whole(leaf) else value_signature(leaf)
+            for leaf in leaves
+        )
         same = tuple(next(i for i, other in enumerate(leaves) if other is leaf) for leaf in leaves)
         state = tuple(map(tensor_signature, self._states[module].tensors()))
-        return (self._signatures[module], state, values, same, spec, torch.is_grad_enabled(), autocast_state())
+        modes = torch.is_grad_enabled(), autocast_state()
+        numbers = tuple(leaf for leaf in leaves if type(leaf) is int)
+        return ((self._signatures[module], state, kinds, same, spec, modes), sizes.layouts, numbers), sizes
 
     def _record(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        signature = self._signature(module, leaves, spec)
-        record = self.records.get(signature)
+        signature, sizes = self._signature(module, leaves, spec)
+        key = signature, dimensions(sizes.values)
+        record = self.records.get(key)
         if record is not None and record.is_refused:
             return original(*args, **kwargs)
         if record is not None:
             record.count += 1
             return record.result(leaves, iter([_like(each) for each in record.results if isinstance(each, Tensor)]))
         state = self._states[module].tensors()
-        record = self.records[signature] = RecordedCall(module, original, signature, state, leaves, spec, self._around)
+        record = RecordedCall(module, original, signature, sizes, state, leaves, spec, self._around)
+        self.records[key] = record
         versions = [version(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         self._around = record
         try:
@@ -172,13 +190,14 @@ class RepeatedModules:
 
     def _call(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        record = self.records.get(self._signature(module, leaves, spec))
+        signature, sizes = self._signature(module, leaves, spec)
+        record = self.records.get((signature, dimensions(sizes.values)))
         if record is None or record.block is None or record.is_refused:
             return original(*args, **kwargs)
         self._calls += 1
         state = map(differentiable_local, self._states[module].tensors())
         tensors = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-        results = record.block.call(self._calls, tensors)
+        results = record.block.call(self._calls, tensors, sizes.values)
         written = record.block.joint.written
         with torch.no_grad():
             for index, value in zip(written, results[len(results) - len(written) :], strict=True):
@@ -190,6 +209,11 @@ def _may_be_block(module: nn.Module) -> bool:
     """Whether a module holds others and computes with parameters. A lone layer is better fused with its neighbours."""
     is_called = type(module).forward is not nn.Module.forward
     return is_called and any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a value may be a size: a whole number, or a symbol for one."""
+    return type(value) is int or is_symbolic(value)
 
 
 def _like(tensor: Tensor) -> Tensor:

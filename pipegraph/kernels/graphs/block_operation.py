@@ -8,12 +8,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
 from pipegraph.kernels import internals
+from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes
 
 GradientMask = tuple[bool, ...]
 """Of each output of a function: whether a gradient arrives for it."""
@@ -21,17 +22,32 @@ GradientMask = tuple[bool, ...]
 
 @dataclass(frozen=True)
 class KernelGraph:
-    """The graph of one of F, I, W and B. Inputs and outputs are named as in the joint graph; no output comes twice."""
+    """The graph of one of F, I, W and B. Inputs and outputs are named as in the joint graph; no output comes twice.
+
+    Attributes:
+        module: the graph. Its placeholders are the sizes, then the inputs.
+        inputs, outputs: the names of tensors.
+        sizes: those that may differ between calls.
+    """
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    sizes: SymbolicSizes
 
-    @property
-    def values(self) -> list[Tensor]:
-        """The outputs as tensors without memory."""
+    def values_at(self, numbers: Sequence[Any]) -> list[Tensor]:
+        """The outputs for these sizes, as tensors without memory."""
         (end,) = self.module.graph.find_nodes(op="output")
-        return [node.meta["val"] for node in end.args[0]]
+        values: list[Tensor] = [node.meta["val"] for node in end.args[0]]
+        return [
+            torch.empty_strided(
+                self.sizes.at(each.shape, numbers),
+                self.sizes.at(each.stride(), numbers),
+                dtype=each.dtype,
+                device=each.device,
+            )
+            for each in values
+        ]
 
 
 class CallableBlock(Protocol):
@@ -49,17 +65,18 @@ class CallableBlock(Protocol):
 
 _blocks: weakref.WeakValueDictionary[int, CallableBlock] = weakref.WeakValueDictionary()
 _library = torch.library.Library("pipegraph", "FRAGMENT")
-# `kind` is F, I, W or B. `call` numbers the calls of a block: equal calls (dropout) stay apart, and I and W of one call
-# are known to belong together.
-_library.define("call(Tensor[] tensors, int block, str kind, bool[] mask, int call) -> Tensor[]")
+# `sizes` are those of the block's symbols. `kind` is F, I, W or B. `call` numbers the calls of a block: equal calls
+# (dropout) stay apart, and I and W of one call are known to belong together.
+_library.define("call(Tensor[] tensors, SymInt[] sizes, int block, str kind, bool[] mask, int call) -> Tensor[]")
 
 OPERATION = torch.ops.pipegraph.call.default
 
 
 @torch.library.register_fake("pipegraph::call", lib=_library)
-def _results(tensors: Sequence[Tensor], block: int, kind: str, mask: Sequence[bool], call: int) -> list[Tensor]:
-    values = _blocks[block].graph(kind, tuple(mask)).values
-    return [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in values]
+def _results(
+    tensors: Sequence[Tensor], sizes: Sequence[Any], block: int, kind: str, mask: Sequence[bool], call: int
+) -> list[Tensor]:
+    return _blocks[block].graph(kind, tuple(mask)).values_at(sizes)
 
 
 def register(block: CallableBlock) -> int:
@@ -71,12 +88,17 @@ def register(block: CallableBlock) -> int:
 
 def block_of(node: fx.Node) -> CallableBlock:
     """Return the block that a node of `OPERATION` calls."""
-    return _blocks[node.args[1]]  # type: ignore[index]
+    return _blocks[node.args[2]]  # type: ignore[index]
+
+
+def size_values(node: fx.Node) -> list[Any]:
+    """Return the sizes with which a node of `OPERATION` calls its block: numbers or symbolic."""
+    return [each.meta["val"] if isinstance(each, fx.Node) else each for each in node.args[1]]  # type: ignore[union-attr]
 
 
 def called_graph(node: fx.Node, kind: str | None = None) -> KernelGraph:
     """Return the graph that a node of `OPERATION` runs; with `kind`, another one of the same call."""
-    _, _, own_kind, mask, _ = node.args
+    _, _, _, own_kind, mask, _ = node.args
     return block_of(node).graph(kind or str(own_kind), tuple(mask))  # type: ignore[arg-type]
 
 
@@ -84,7 +106,7 @@ def is_random(node: fx.Node) -> bool:
     """Return whether a node draws random numbers, itself or in the block whose forward it calls."""
     operation = node.target
     if operation is OPERATION:
-        return node.args[2] == "F" and block_of(node).is_random
+        return node.args[3] == "F" and block_of(node).is_random
     if not isinstance(operation, internals.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     # The backward of attention has the tag too, but repeats the forward's numbers from the seed that it is given.

@@ -4,6 +4,8 @@ F  primals                                ─▶ outputs, new values of what was
 I  saved values, tangents                 ─▶ gradients of inputs, values that W needs
 W  saved values, tangents, values from I  ─▶ gradients of parameters
 B  saved values, tangents                 ─▶ all gradients
+
+All of them are given the sizes as well.
 """
 
 from __future__ import annotations
@@ -12,13 +14,17 @@ import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph, is_random
+from pipegraph.kernels.graphs.internals import min_cut
 from pipegraph.kernels.graphs.joint_graph import JointGraph
+from pipegraph.kernels.graphs.size_nodes import is_size, size_nodes
+from pipegraph.kernels.symbolic.symbolic_sizes import same
 
 aten = torch.ops.aten
 
@@ -69,7 +75,7 @@ def saved_values(joint: JointGraph, recompute: str) -> set[fx.Node]:
         return kept
     copy = fx.Graph()
     copy.output(copy.graph_copy(joint.module.graph, {}))
-    names = internals.min_cut(fx.GraphModule(joint.module, copy), len(joint.outputs) + len(joint.written))
+    names = min_cut(fx.GraphModule(joint.module, copy), len(joint.outputs) + len(joint.written))
     bases = {base_of(node) for node in forward if node.name in names}
     return kept | {node for node in bases if node.op == "call_function"}
 
@@ -139,8 +145,8 @@ def _without_none(nodes: Iterable[fx.Node | None]) -> list[fx.Node]:
 
 
 def _forward_nodes(joint: JointGraph) -> set[fx.Node]:
-    """The operations that depend on no tangent."""
-    backward = _reached(_without_none(joint.tangents))
+    """The operations that depend on no tangent, without those that compute sizes."""
+    backward = {*_reached(_without_none(joint.tangents)), *filter(is_size, joint.module.graph.nodes)}
     return {node for node in joint.module.graph.nodes if node not in backward and node.op == "call_function"}
 
 
@@ -175,7 +181,7 @@ def _frontier(ends: Iterable[fx.Node], in_i: set[fx.Node], available: Collection
     waiting = list(ends)
     while waiting:
         node = waiting.pop()
-        if node in seen or node in available or node.op != "call_function":
+        if node in seen or node in available or node.op != "call_function" or is_size(node):
             continue
         seen.add(node)
         is_item = node.target is operator.getitem and node.args[0] in in_i
@@ -194,7 +200,7 @@ def _sharing_memory(gradients: Sequence[fx.Node | None], weights: Collection[fx.
     for node in weights:
         base = base_of(node)
         value, whole = node.meta.get("val"), base.meta.get("val")
-        same_size = value is not None and whole is not None and value.numel() == whole.numel()
+        same_size = value is not None and whole is not None and same([value.numel()], [whole.numel()])
         if base.op != "call_function" or users[base] > 1 or not same_size:
             sharing.add(node)
     return sharing
@@ -225,23 +231,24 @@ def _extract(
     ends = list(dict.fromkeys(outputs))
     wanted = _ancestors(ends, available)
     read = {node for each in wanted for node in each.all_input_nodes} - wanted | (set(ends) - wanted)
+    nodes = list(joint.module.graph.nodes)
+    sizes = nodes[: len(joint.sizes)]
+    inputs = [node for node in nodes if node in read - set(sizes) and node.op != "get_attr" and node not in absent]
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    inputs = [
-        node for node in joint.module.graph.nodes if node in read and node.op != "get_attr" and node not in absent
-    ]
-    for node in inputs:
+    for node in (*sizes, *inputs):
         values[node] = graph.placeholder(node.name)
         values[node].meta = node.meta
-    for node in joint.module.graph.nodes:
+    for node in nodes:
         if node in absent and node in read:
-            values[node] = _zeros(graph, node)
+            shape = size_nodes(graph, node.meta["val"].shape, joint.sizes, [values[each] for each in sizes])
+            values[node] = _zeros(graph, node, shape)
         elif node in wanted or (node in read and node.op == "get_attr"):
             values[node] = graph.node_copy(node, values.__getitem__)
     copied = set() if uncopied is None else set(_without_none(joint.gradients)) - set(uncopied)
     graph.output(tuple(_copy(graph, values[node]) if node in copied else values[node] for node in ends))
-    names = [tuple(node.name for node in nodes) for nodes in (inputs, ends)]
-    return KernelGraph(fx.GraphModule(joint.module, graph), *names)
+    read_names, returned_names = (tuple(node.name for node in each) for each in (inputs, ends))
+    return KernelGraph(fx.GraphModule(joint.module, graph), read_names, returned_names, joint.sizes)
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -251,9 +258,8 @@ def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return copy
 
 
-def _zeros(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _zeros(graph: fx.Graph, node: fx.Node, shape: list[Any]) -> fx.Node:
     value = node.meta["val"]
-    options = {"dtype": value.dtype, "device": value.device}
-    zeros = graph.call_function(aten.zeros.default, (list(value.shape),), options)
+    zeros = graph.call_function(aten.zeros.default, (shape,), {"dtype": value.dtype, "device": value.device})
     zeros.meta = dict(node.meta)
     return zeros

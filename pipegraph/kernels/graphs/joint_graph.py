@@ -1,6 +1,6 @@
 """Forward and backward of a function of tensors as one graph of ATen operations.
 
-(primals, tangents) ─▶ joint graph ─▶ (outputs, new values of what was written to, gradients of the primals)
+(sizes, primals, tangents) ─▶ joint graph ─▶ (outputs, new values of what was written to, gradients of the primals)
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch import Tensor, fx
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import is_random
+from pipegraph.kernels.graphs.internals import graph_so_far, without_duplicates
+from pipegraph.kernels.graphs.size_nodes import compute_from_sizes
 from pipegraph.kernels.module_state import ModuleState
+from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -27,7 +30,8 @@ class JointGraph:
     """Forward and backward of a function. A node's `meta["val"]` is its value without memory.
 
     Attributes:
-        module: the graph.
+        module: the graph. Its placeholders are the sizes, the primals and the tangents.
+        sizes: those that may differ between calls.
         primals: the inputs of the function.
         tangents: the gradient of each output; None if none arrives.
         outputs: what the function returns.
@@ -36,6 +40,7 @@ class JointGraph:
     """
 
     module: fx.GraphModule
+    sizes: SymbolicSizes
     primals: tuple[fx.Node, ...]
     tangents: tuple[fx.Node | None, ...]
     outputs: tuple[fx.Node, ...]
@@ -49,6 +54,7 @@ def trace(
     primals: Sequence[Tensor],
     tangents: Sequence[Tensor | None],
     decompositions: Mapping[Any, Any] | None,
+    sizes: SymbolicSizes,
 ) -> JointGraph:
     """Trace a function with its backward, in the caller's grad mode.
 
@@ -58,28 +64,29 @@ def trace(
         primals: fake. A primal that requires a gradient gets one.
         tangents: fake; None for an output without a gradient.
         decompositions: what operations are made of, by operation.
+        sizes: the symbols in the shapes of primals and tangents.
 
     Raises:
         RuntimeError: the function does what a graph cannot.
     """
     written: list[int] = []
 
-    def joint(primals: list[Tensor], arriving: list[Tensor]) -> list[Tensor | None]:
+    def joint(_: list[Any], primals: list[Tensor], arriving: list[Tensor]) -> list[Tensor | None]:
         with internals.functional():
             leaves = [internals.to_functional(primal) for primal in primals]
             with state.replaced(leaves[: len(state)]):
                 outputs = function(leaves)
-                forward = set(internals.graph_so_far().nodes)
+                forward = set(graph_so_far().nodes)
                 values = [internals.from_functional(leaf) for leaf in leaves]
                 written[:] = [index for index, primal in enumerate(primals) if values[index] is not primal]
                 gradients = _gradients(leaves, outputs, tangents, [internals.to_functional(each) for each in arriving])
-            _check_backward(node for node in internals.graph_so_far().nodes if node not in forward)
+            _check_backward(node for node in graph_so_far().nodes if node not in forward)
             results = [*outputs, *(leaves[index] for index in written), *gradients]
             return [None if each is None else internals.from_functional(each) for each in results]
 
     arriving = [tangent for tangent in tangents if tangent is not None]
-    module = internals.trace(joint, (list(primals), arriving), decompositions)
-    return _joint_graph(module, len(primals), tangents, written)
+    module = internals.trace(joint, (list(sizes.values), list(primals), arriving), decompositions)
+    return _joint_graph(module, sizes, len(primals), tangents, written)
 
 
 def constant_of(module: fx.GraphModule, node: fx.Node) -> Any:
@@ -103,28 +110,36 @@ def _gradients(
 
 
 def _joint_graph(
-    module: fx.GraphModule, primal_count: int, tangents: Sequence[Tensor | None], written: Sequence[int]
+    module: fx.GraphModule,
+    sizes: SymbolicSizes,
+    primal_count: int,
+    tangents: Sequence[Tensor | None],
+    written: Sequence[int],
 ) -> JointGraph:
     graph = module.graph
+    compute_from_sizes(graph, sizes)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
     for node in graph.nodes:
         _check_node(module, node)
-    _copy_written(graph, written)
+    _copy_written(graph, graph.find_nodes(op="placeholder")[len(sizes) :], written)
     graph.eliminate_dead_code()
-    module.graph = graph = internals.without_duplicates(graph)
+    module.graph = graph = without_duplicates(graph)
     placeholders = graph.find_nodes(op="placeholder")
-    names = [f"primals_{index}" for index in range(primal_count)]
+    names = [f"sizes_{index}" for index in range(len(sizes))]
+    names += [f"primals_{index}" for index in range(primal_count)]
     names += [f"tangents_{index}" for index, tangent in enumerate(tangents) if tangent is not None]
     for node, name in zip(placeholders, names, strict=True):
         node.target = node.name = name
-    arriving = iter(placeholders[primal_count:])
+    primals = placeholders[len(sizes) :][:primal_count]
+    arriving = iter(placeholders[len(sizes) + primal_count :])
     (end,) = graph.find_nodes(op="output")
     results = iter(end.args[0])
     return JointGraph(
         module,
-        primals=tuple(placeholders[:primal_count]),
+        sizes,
+        primals=tuple(primals),
         tangents=tuple(None if tangent is None else next(arriving) for tangent in tangents),
         outputs=tuple(islice(results, len(tangents))),
         written=dict(zip(written, islice(results, len(written)), strict=True)),
@@ -156,12 +171,12 @@ def _check_node(module: fx.GraphModule, node: fx.Node) -> None:
         raise RuntimeError(f"it writes to a tensor of shape {shape} that is no buffer of a module")
 
 
-def _copy_written(graph: fx.Graph, written: Sequence[int]) -> None:
+def _copy_written(graph: fx.Graph, primals: Sequence[fx.Node], written: Sequence[int]) -> None:
     """Read a primal that is written to as a copy: the backward reads the value from before."""
-    placeholders = graph.find_nodes(op="placeholder")
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for index in written:
         with graph.inserting_before(first):
-            copy = graph.call_function(aten.clone.default, (placeholders[index],))
-        copy.meta.update(placeholders[index].meta)
-        placeholders[index].replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+            copy = graph.call_function(aten.clone.default, (primals[index],))
+        copy.meta.update(primals[index].meta)
+        for user in set(primals[index].users) - {copy}:
+            user.replace_input_with(primals[index], copy)

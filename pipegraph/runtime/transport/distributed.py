@@ -32,24 +32,30 @@ _KINDS: Final = ("step", "eval")
 
 @dataclass(frozen=True)
 class PipelineCall:
-    """The call `number` of a pipeline, a "step" or an "eval", of these sizes; −1 for one that is not known."""
+    """The call `number` of a pipeline, a "step" or an "eval".
+
+    Attributes:
+        microbatches: how many were asked for.
+        sizes: of the batch; −1 for one that is not known.
+    """
 
     number: int = 0
     kind: str = "step"
+    microbatches: int = 1
     sizes: tuple[int, ...] = ()
 
     def header(self, device: torch.device) -> Tensor:
-        """A tensor [1 + sizes] that says which call this is."""
+        """A tensor [2 + sizes] that says which call this is."""
         number = self.number * len(_KINDS) + _KINDS.index(self.kind)
         # Filled on the device: a copy from the host would be waited for.
-        return torch.stack([torch.full((), each, device=device) for each in (number, *self.sizes)])
+        return torch.stack([torch.full((), each, device=device) for each in (number, self.microbatches, *self.sizes)])
 
     @classmethod
     def of(cls, header: Tensor) -> PipelineCall:
         """The call that a header names. Waits for a GPU."""
-        first, *sizes = header.tolist()
+        first, microbatches, *sizes = header.tolist()
         number, kind = divmod(first, len(_KINDS))
-        return cls(number, _KINDS[kind], tuple(sizes))
+        return cls(number, _KINDS[kind], microbatches, tuple(sizes))
 
     def check(self, header: Tensor, peer: int) -> None:
         """Raise RuntimeFault unless the header that came from rank `peer` is that of this call. Waits for a GPU."""
@@ -59,6 +65,11 @@ class PipelineCall:
             raise RuntimeFault(
                 f"rank {peer} takes a batch of the sizes {list(other.sizes)}, and this rank one of {list(self.sizes)}. "
                 "All ranks take the same batch."
+            )
+        if other.microbatches != self.microbatches:
+            raise RuntimeFault(
+                f"rank {peer} was asked for {other.microbatches} microbatches, and this rank for {self.microbatches}. "
+                "All ranks are asked for the same number."
             )
         if (other.number, other.kind) != (self.number, self.kind):
             raise RuntimeFault(
@@ -190,6 +201,12 @@ class DistributedTransport:
             sent.insert(0, call.header(self._device))
         self._sends.add(PendingSend(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
 
+    def learn(self, ranks: tuple[int, int], given: StepInputs) -> None:
+        call = replace(self._call, sizes=given.numbers)
+        header = ReceivedHeader(self._groups[ranks], ranks[0], call, self._device)
+        self._headed.add(ranks)
+        given.learn_numbers(header.wait().sizes)
+
     def receive(self, transfer: Transfer, given: StepInputs) -> DistributedReceive:
         stages = transfer.sender, transfer.receiver
         if stages not in self._pools:
@@ -197,16 +214,13 @@ class DistributedTransport:
         group, peer = self._groups[transfer.ranks], transfer.ranks[0]
         call = replace(self._call, sizes=given.numbers)
         header = ReceivedHeader(group, peer, call, self._device) if self._is_first(transfer) else None
-        if given.unknown and header is not None:
-            given.learn_numbers(header.wait().sizes)
-            header = None
         shapes = tuple(given.shape(value, transfer.microbatch) for value in transfer.values)
         return DistributedReceive(group, peer, self._pools[stages], shapes, header, self._deferred, self._unfinished)
 
     def start(self, kind: str, given: StepInputs) -> None:
         if self._deferred is not None:
             self._deferred.check()
-        self._call, self._given = PipelineCall(self._call.number + 1, kind), given
+        self._call, self._given = PipelineCall(self._call.number + 1, kind, given.microbatches), given
         self._headed.clear()
 
     def finish(self) -> None:

@@ -40,8 +40,12 @@ class Transport(Protocol):
         """Start sending and return at once. The tensors are kept until they are sent, and no longer."""
         ...
 
+    def learn(self, ranks: tuple[int, int], given: StepInputs) -> None:
+        """Wait for the sizes that come with the first message from one rank to another, and let `given` learn them."""
+        ...
+
     def receive(self, transfer: Transfer, given: StepInputs) -> Receive:
-        """Start receiving and return at once, unless a size is unknown: then it is learned from the message."""
+        """Start receiving and return at once."""
         ...
 
     def start(self, kind: str, given: StepInputs) -> None:

@@ -108,8 +108,10 @@ class StepRecorder:
         row: list[float] = []
         for rank in self._pipe.ranks:
             spans = [span for span in self._last.spans.get(rank, ()) if not span.action.kind.is_transfer]
+            spans = spans[-len(actions[rank]) :]
+            if [span.action for span in spans] != actions[rank]:  # a call of another number of microbatches
+                spans = []
             times = [self._last_start + each for span in spans for each in (span.begin, span.end)]
-            times = times[-2 * len(actions[rank]) :] if len(times) >= 2 * len(actions[rank]) else []
             row += [*times, *[math.nan] * (longest - len(times))]
         rows = self._pipe.gather(row)
         by_rank = rows if len(rows) > 1 else [rows[0][at : at + longest] for at in range(0, len(rows[0]), longest)]

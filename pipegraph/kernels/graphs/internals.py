@@ -1,0 +1,53 @@
+"""Every private interface of torch that joint graphs use: one function each, with the reason.
+
+All were checked with torch 2.11, 2.13 and 2.15. One that a new torch breaks raises, and the stage is then left to
+autograd.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from pipegraph.kernels.internals import is_collective
+
+
+def graph_so_far() -> fx.Graph:
+    """Return the graph that `trace` has made until now. Public torch gives a graph only once it is done."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    graph: fx.Graph = mode.tracer.graph
+    return graph
+
+
+def without_duplicates(graph: fx.Graph) -> fx.Graph:
+    """Do equal computations once, as AOTAutograd does before it partitions a graph.
+
+    Random ones stay, and so do collectives: two that are equal here may differ on a rank with a smaller shard, which
+    would then wait for the other for ever. Each gets its number as one more argument for as long as this looks.
+    """
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    for number, node in enumerate(filter(is_collective, graph.nodes)):
+        node.args = (*node.args, number)
+    simplified: fx.Graph = fx_graph_cse(graph)
+    for node in filter(is_collective, simplified.nodes):
+        node.args = node.args[:-1]
+    return simplified
+
+
+def min_cut(module: fx.GraphModule, outputs: int) -> set[str]:
+    """Return the names of the values that torch's partitioner would keep from forward to backward.
+
+    There is no public partitioner. Its graphs are not used: they are divided here.
+
+    Args:
+        module: its placeholders are called primals_… and tangents_….
+        outputs: how many of its outputs, the first ones, are the forward's.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    forward, _ = min_cut_rematerialization_partition(module, (), num_fwd_outputs=outputs)
+    (output,) = forward.graph.find_nodes(op="output")
+    return {node.name for node in output.args[0][outputs:] if isinstance(node, fx.Node)}

@@ -1,0 +1,82 @@
+"""How often stages and blocks have been traced and compiled, and for which sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.interface import StageKernels
+from pipegraph.kernels.traced import TracedKernels
+
+
+@dataclass(frozen=True)
+class KernelCount:
+    """The kernels of a stage's own code, or of a block. Other modes and dtypes of the same code count apart.
+
+    Attributes:
+        name: the class of the module.
+        stages: in which it runs.
+        static: how many shapes have kernels of their own.
+        symbolic: how many kernels are for many sizes: 1, and one more for each branch on sizes.
+        autograd: how many shapes are left to autograd.
+        conditions: of each symbolic one, what its sizes meet.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    static: int
+    symbolic: int
+    autograd: int
+    conditions: tuple[tuple[str, ...], ...]
+
+    @property
+    def compilations(self) -> int:
+        """How often the code was compiled."""
+        return self.static + self.symbolic
+
+    def __str__(self) -> str:
+        where = f"{self.name} (stage {', '.join(map(str, self.stages))})"
+        parts = [f"{self.static} static", f"{self.symbolic} symbolic"]
+        parts += [f"{self.autograd} left to autograd"] if self.autograd else []
+        conditions = [" and ".join(each) for each in self.conditions if each]
+        return f"{where}: {', '.join(parts)}{''.join(f'; for {each}' for each in conditions)}"
+
+
+def kernels_report(kernels: Mapping[int, StageKernels]) -> list[KernelCount]:
+    """Return the counts of all stages that are traced, and then of their blocks, each once."""
+    counts: list[KernelCount] = []
+    blocks: dict[Any, dict[DividedFunction, None]] = {}
+    stages: dict[Any, dict[int, None]] = {}
+    for stage, each in kernels.items():
+        if not isinstance(each, TracedKernels):
+            continue
+        for variants in each.by_kind:
+            functions = [variant.divided for variant in variants.every if variant is not None]
+            left = len(variants.every) - len(functions)
+            counts.append(_count(each.name, (stage,), functions, left))
+            for block in (block for function in functions for block in _blocks(function)):
+                blocks.setdefault(block.family, {})[block] = None
+                stages.setdefault(block.family, {})[stage] = None
+    return counts + [
+        _count(next(iter(found)).name, tuple(stages[family]), list(found), 0) for family, found in blocks.items()
+    ]
+
+
+def _count(name: str, stages: tuple[int, ...], functions: list[DividedFunction], left: int) -> KernelCount:
+    symbolic = [function for function in functions if function.sizes]
+    return KernelCount(
+        name,
+        stages,
+        len(functions) - len(symbolic),
+        len(symbolic),
+        left,
+        tuple(tuple(function.sizes.described()) for function in symbolic),
+    )
+
+
+def _blocks(function: DividedFunction) -> Iterator[DividedFunction]:
+    for block in function.blocks:
+        yield block
+        yield from _blocks(block)

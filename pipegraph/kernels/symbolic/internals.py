@@ -1,0 +1,125 @@
+"""Every private interface of torch that symbolic sizes use: one function each, with the reason.
+
+All were checked with torch 2.11, 2.13 and 2.15. If one breaks, a stage is traced for each shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+def shape_environment() -> Any:
+    """Return what collects the conditions on symbols.
+
+    Public torch has symbols only inside `torch.export` and `torch.compile`. Two sizes that are equal now stay two
+    symbols, and an operation whose shape depends on values raises, as it does without symbols. A symbol may be 1.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return ShapeEnv(
+        allow_scalar_outputs=False,
+        allow_dynamic_output_shape_ops=False,
+        duck_shape=False,
+        specialize_zero_one=False,
+    )
+
+
+_LIMITS = 1, 2**31 - 1
+
+
+def new_symbol(environment: Any, name: str, number: int) -> torch.SymInt:
+    """Return a new symbol for a size that is `number` now, at least 1. Sources are named by a private class.
+
+    A size is below 2³¹. Then it is known that a slice to the end, which in a graph is one to 2⁶³ − 1, ends there.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    source = ConstantSource(name)
+    limits = StrictMinMaxConstraint(vr=ValueRanges(*_LIMITS), warn_only=False)
+    symbol = environment.create_symbol(number, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=limits)
+    value: torch.SymInt = environment.create_symintnode(symbol, hint=number, source=source)
+    return value
+
+
+def placeholder_symbol(index: int) -> Any:
+    """Return a symbol of no environment, the same one for the same index."""
+    import sympy  # which takes half a second
+
+    return sympy.Symbol(f"size_{index}", integer=True, positive=True)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Return whether a value is no number yet."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def expression(value: Any) -> Any:
+    """Return a symbolic value as sympy's expression of symbols, and a number as itself.
+
+    The one is the attribute `node.expr`, which has no public name; a symbolic value is not hashable.
+    """
+    if not is_symbolic(value):
+        return value
+    found = value.node.expr
+    return int(found) if found.is_Integer else found
+
+
+def number_of(value: Any) -> int:
+    """Return what a size is in the call that is traced, without a condition that it always is."""
+    return int(value.node.hint) if is_symbolic(value) else int(value)
+
+
+def evaluate(value: Any, numbers: Mapping[Any, Any]) -> Any:
+    """Return an expression with other values in place of its symbols: numbers, symbolic ones, or proxies of a graph.
+
+    sympy's own `lambdify` does not know torch's functions, such as whole division.
+    """
+    if not hasattr(value, "free_symbols"):
+        return value
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    return sympy_interp(PythonReferenceAnalysis, dict(numbers), value)
+
+
+def condition_count(environment: Any) -> int:
+    """Return how many conditions there are. They only become more, with all that is traced and compiled."""
+    return len(environment.guards)
+
+
+def conditions(environment: Any) -> list[Any]:
+    """Return what holds for the symbols wherever the graphs traced and compiled with them are right.
+
+    `produce_guards_expression`, with which torch's cache of compiled graphs does the same, gives text for `eval`.
+    """
+    import sympy
+
+    found = [guard.expr for guard in environment.guards]
+    for symbol, limits in environment.var_to_range.items():
+        found += [sympy.Ge(symbol, limits.lower)] if limits.lower.is_Integer else []
+        found += [sympy.Le(symbol, limits.upper)] if limits.upper.is_Integer else []
+    return [condition for condition in dict.fromkeys(found) if condition != sympy.true]
+
+
+def hold(conditions: Iterable[Any], numbers: Mapping[Any, int]) -> bool:
+    """Return whether all conditions hold for these numbers of their symbols. Torch has functions of its own in them."""
+    import sympy
+
+    values = {symbol: sympy.Integer(number) for symbol, number in numbers.items()}
+    return all(condition.xreplace(values) == sympy.true for condition in conditions)
+
+
+def described(environment: Any, names: Mapping[Any, str]) -> list[str]:
+    """Return the conditions as text, with these names of the symbols. The limits of sizes follow from them."""
+    import sympy
+
+    named = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.items()}
+    found = [guard.expr.xreplace(named) for guard in environment.guards]
+    relations = [each for each in found if isinstance(each, sympy.core.relational.Relational)]
+    texts = [f"{each.lhs} {each.rel_op} {each.rhs}" if each in relations else str(each) for each in found]
+    return list(dict.fromkeys(texts))
