@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from msgspec import structs
+from msgspec import UNSET, structs
 from torch import fx
 
 from pipegraph.codegen.classes.block_classes import BlockClasses
@@ -23,7 +23,7 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.index_bounds import index_bound
 from pipegraph.graph.internals import OpOverload, pytree
-from pipegraph.graph.nodes import label_of, shape_of
+from pipegraph.graph.nodes import keeps_dtype, label_of, shape_of
 from pipegraph.graph.partition.stages import Boundary, tensor_of
 from pipegraph.graph.sources.huggingface import checkpoint_names
 from pipegraph.graph.sources.model_source import ModelSource
@@ -158,6 +158,7 @@ def _value(name: str, boundary: Boundary, sizes: Mapping[str, Size]) -> Value:
         consumers=boundary.consumers,
         requires_grad=boundary.requires_grad,
         batch_dim=_batch_dim(boundary.node, sizes),
+        keeps_dtype=(boundary.producer >= 0 and keeps_dtype(boundary.node)) or UNSET,
         bound=index_bound(boundary.node) if integer else None,
     )
 

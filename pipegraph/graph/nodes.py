@@ -82,6 +82,12 @@ def follows_model(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and node.meta.get(OTHER_DTYPE, value.dtype) != value.dtype
 
 
+def keeps_dtype(node: fx.Node) -> bool:
+    """Return whether a value of floats has the same dtype if the model is converted to another one."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and node.meta.get(OTHER_DTYPE) == value.dtype
+
+
 def any_layout(node: fx.Node) -> Any:
     """The operator of a node, or ``reshape``, which takes any layout of memory, for a ``view``."""
     return aten.reshape.default if node.target is aten.view.default else node.target

@@ -196,6 +196,8 @@ _ROWS: tuple[tuple[str, Operator], ...] = (
     ("one_hot", Operator(spelling="F.name")),
     ("sort topk nonzero bincount histc masked_select multinomial", Operator(loop=Loop.MEMORY)),
     ("searchsorted bucketize randperm cumprod logcumsumexp cummax cummin", Operator(loop=Loop.MEMORY)),
+    ("cross_entropy_loss nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss", Operator(spelling="loss")),
+    ("binary_cross_entropy binary_cross_entropy_with_logits kl_div", Operator(spelling="loss")),
     ("nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward", Operator(loop=Loop.MEMORY)),
     ("_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward", Operator(loop=Loop.MEMORY)),
     # images

@@ -31,6 +31,7 @@ class Value(Entry, frozen=True, rename={"name": KEY}):
         bound: an exclusive upper bound for integers.
         batch_dim: the dimension along which it is cut into microbatches; None if each takes the whole.
         constant: the constant; UNSET for a tensor.
+        keeps_dtype: True if it has this dtype even if the model is converted to another one.
     """
 
     name: Name
@@ -42,6 +43,7 @@ class Value(Entry, frozen=True, rename={"name": KEY}):
     bound: Count | None = None
     batch_dim: Count | None = None
     constant: Constant | UnsetType = UNSET
+    keeps_dtype: bool | UnsetType = UNSET
 
     @property
     def is_constant(self) -> bool:

@@ -139,7 +139,8 @@ def _dtypes(stages: Stages) -> dict[str, torch.dtype]:
 
 
 def _converted(manifest: Manifest, before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> Manifest:
-    """The manifest after `.to(dtype)` on every stage: values take the new dtype of the parameters that had theirs.
+    """The manifest after `.to(dtype)` on every stage: values take the new dtype of the parameters that had theirs, but
+    for those that the model keeps, such as a residual in float32.
 
     If some parameters kept the dtype, or they took several, values keep it as well: the stages then cast.
     """
@@ -152,7 +153,7 @@ def _converted(manifest: Manifest, before: Mapping[str, torch.dtype], after: Map
         if len(new) == 1
     }
     values = {
-        name: structs.replace(value, dtype=names.get(value.dtype, value.dtype))
+        name: value if value.keeps_dtype is True else structs.replace(value, dtype=names.get(value.dtype, value.dtype))
         for name, value in manifest.values.items()
     }
     return structs.replace(manifest, values=values)

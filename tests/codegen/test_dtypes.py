@@ -226,3 +226,23 @@ def test_a_stage_asks_its_modules_for_a_dtype_that_no_value_has(tmp_path: Path) 
     package = split(tmp_path, model, (codes,), cut="second")
     assert "next(self.parameters()).dtype" in source(package)
     assert torch.equal(stages_in(package, torch.bfloat16, codes), copy.deepcopy(model).bfloat16()(codes))
+
+
+class WideResidual(Normed):
+    """Adds in float32, whatever the dtype of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            h = h + linear(norm(h).to(linear.weight.dtype))
+        return h
+
+
+def test_a_residual_in_float32_crosses_stages_in_bfloat16(tmp_path: Path) -> None:
+    model = WideResidual()
+    package = split(tmp_path, model, (batch(),), cut="norms.2")
+    pipe = pipegraph.Pipeline(
+        package, microbatches=1, kernels="autograd", parallelize_fn=lambda stage: stage.to(torch.bfloat16)
+    )
+    x = batch().bfloat16()
+    assert torch.equal(pipe.eval(x), model.bfloat16()(x))

@@ -135,7 +135,7 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: torch.outer(x[0], y[0]).tril(), "x[0].outer(y[0]).tril()"),
     (lambda x, y: torch.linalg.vector_norm(x, dim=1), "torch.linalg.vector_norm(x, dim=[1])"),
     (lambda x, y: torch.fft.rfft(x).abs(), "torch.fft.rfft(x).abs()"),
-    (lambda x, y: torch.ops.aten.mse_loss(x, y, 2), "torch.ops.aten.mse_loss.default(x, y, 2)"),
+    (lambda x, y: torch.ops.aten.mse_loss(x, y, 2), 'F.mse_loss(x, y, reduction="sum")'),
     (lambda x, y: x.neg().neg(), "(-x).neg()"),
     (lambda x, y: (x.abs() + 1) ** y**2, "(x.abs() + 1) ** y**2"),
     (lambda x, y: y**x**2, "y**x**2"),
@@ -155,6 +155,12 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: x + torch.zeros((), dtype=torch.float32), "x + torch.zeros((), device=z.device)"),
     (lambda x, y: x * torch.ones(4, 1, dtype=torch.int64), "x * torch.ones(4, 1, dtype=torch.int64, device=z.device)"),
     (lambda x, y: x + torch.ones_like(y), "x + torch.ones_like(y)"),
+    (lambda x, y: F.mse_loss(x, y, reduction="sum"), 'F.mse_loss(x, y, reduction="sum")'),
+    (lambda x, y: F.cross_entropy(x, y.softmax(1)), "F.cross_entropy(x, F.softmax(y, dim=1))"),
+    (
+        lambda x, y: F.cross_entropy(x, y.argmax(1), ignore_index=-1),
+        "F.cross_entropy(x, y.argmax(dim=1), ignore_index=-1)",
+    ),
 ]
 
 

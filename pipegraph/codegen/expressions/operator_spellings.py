@@ -23,6 +23,7 @@ from pipegraph.codegen.syntax.expressions import (
     Binary,
     Expression,
     Subscript,
+    call,
     conditional,
     literal,
     method,
@@ -233,6 +234,17 @@ def _interpolate(operator: OperatorCall, mode: str, antialias: bool) -> Expressi
     return operator.function("F.interpolate", arguments["input"], **named)
 
 
+def _loss(operator: OperatorCall) -> Expression:
+    """``F.cross_entropy(x, y, reduction="sum")``: the operator has numbers for reductions."""
+    named = dict(operator.arguments)
+    if "reduction" in named:
+        named["reduction"] = ("none", "mean", "sum")[named["reduction"]]
+    positional = [operator.expression(named.pop(name)) for name in ("self", "target")]
+    function = operator.name.removesuffix("_nd")
+    function = "cross_entropy" if function == "cross_entropy_loss" else function
+    return call(f"F.{function}", *positional, **{name: operator.expression(each) for name, each in named.items()})
+
+
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +287,7 @@ SPELLINGS: dict[str, Spelling] = {
     "dropout": _dropout,
     "attention": _attention,
     "cast": _cast,
+    "loss": _loss,
     "softmax": _softmax,
     "reshape": _reshape,
     "flatten": _flatten,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -14,7 +16,8 @@ aten = torch.ops.aten
 
 
 def drop_identities(graph: fx.Graph) -> None:
-    """Replace each operation that returns its argument: a cast to the dtype it has, a full slice, ``x + 0``.
+    """Replace each operation that returns its argument: a cast to the dtype it has, a full slice, ``x + 0``, one of
+    ``broadcast_tensors`` of equal shapes.
 
     A cast that does something in a model of another dtype stays.
 
@@ -24,10 +27,20 @@ def drop_identities(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
-        source = node.args[0]
+        source = _broadcast(node) or node.args[0]
         unseen = not is_written(node) and (source in viewed_by(node) or is_stable(source))
         if unseen and _is_identity(node, source):
             replace_node(node, source)
+
+
+def _broadcast(node: fx.Node) -> fx.Node | None:
+    """Return what a result of ``broadcast_tensors`` was before; None for another operation."""
+    tensors = node.args[0]
+    if node.target is not operator.getitem or getattr(tensors, "target", None) is not aten.broadcast_tensors.default:
+        return None
+    assert isinstance(tensors, fx.Node)
+    source: fx.Node = tensors.args[0][node.args[1]]  # type: ignore[index, assignment]
+    return source
 
 
 def _is_identity(node: fx.Node, source: fx.Node) -> bool:
@@ -39,6 +52,8 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
     ]
     same = bool(dtypes[0] == dtypes[1] and shape_of(source) == shape_of(node) and before.device == after.device)
     target, row = node.target, operator_of(node)
+    if target is operator.getitem:
+        return same and source is _broadcast(node)
     if row.cast:
         return same and not _copies(node) and FOLLOWS_BUFFER not in node.meta
     if row.identity:
