@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -14,7 +13,7 @@ from pipegraph.cost.hardware.profile import OTHER, Hardware
 from pipegraph.cost.roofline.fusion import FusedKernel, fused_kernels
 from pipegraph.cost.roofline.kernel_work import is_uncounted, kernel_work
 from pipegraph.cost.roofline.operator_roles import FusionRole, loop_elements, name_of, rate_name, result_tensors
-from pipegraph.kernels.graphs.block_operation import OPERATION, called_graph
+from pipegraph.kernels.graphs.block_operation import OPERATION, call_of, called_graph
 
 
 @dataclass(frozen=True)
@@ -143,9 +142,10 @@ def _is_call(kernel: FusedKernel) -> bool:
 
 def _block_calls(graph: fx.Graph) -> dict[fx.Node, str]:
     """Map each call of a block to the kind that runs. I and W of one call here run as its B, in the place of I."""
-    found: dict[Any, dict[Any, fx.Node]] = {}
+    found: dict[object, dict[str, fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPERATION):
-        found.setdefault((node.args[1], node.args[4]), {})[node.args[2]] = node
+        call, kind = call_of(node)
+        found.setdefault(call, {})[kind] = node
     calls: dict[fx.Node, str] = {}
     for kinds in found.values():
         whole = "I" in kinds and "W" in kinds

@@ -91,6 +91,12 @@ def block_of(node: fx.Node) -> CallableBlock:
     return _blocks[node.args[2]]  # type: ignore[index]
 
 
+def call_of(node: fx.Node) -> tuple[tuple[object, object], str]:
+    """Return which call of which block a node of `OPERATION` belongs to, and the kind of graph that it runs."""
+    _, _, block, kind, _, number = node.args
+    return (block, number), str(kind)
+
+
 def size_values(node: fx.Node) -> list[Any]:
     """Return the sizes with which a node of `OPERATION` calls its block: numbers or symbolic."""
     return [each.meta["val"] if isinstance(each, fx.Node) else each for each in node.args[1]]  # type: ignore[union-attr]
