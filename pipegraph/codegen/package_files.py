@@ -14,6 +14,7 @@ from torch import fx
 from pipegraph.codegen.classes.block_classes import BlockClasses
 from pipegraph.codegen.classes.merge_classes import merge_classes
 from pipegraph.codegen.classes.stage_class import stage_class
+from pipegraph.codegen.initialisation_table import initialisation_lines
 from pipegraph.codegen.internals import defining_module
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.model_names import dtype_name, prose
@@ -61,7 +62,8 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
         "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {__version__}."),
         "blocks.py": render_blocks(shared, f"The blocks that the stages of {about} share.", requires),
         "weights.py": render_weights(
-            "Reads the tensors of a stage from this folder or from a Hugging Face checkpoint."
+            "Reads the tensors of a stage from this folder or from a Hugging Face checkpoint, or initialises them.",
+            initialisation_lines(captured),
         ),
     }
     for index, stage in enumerate(stages):

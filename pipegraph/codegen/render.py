@@ -72,9 +72,9 @@ def render_init(stages: Sequence[ClassSource], header: str) -> str:
     return _render("init.py.jinja", header=_docstring(header, 0), stages=[stage.name for stage in stages])
 
 
-def render_weights(header: str) -> str:
-    """Render ``weights.py``."""
-    return _render("weights.py.jinja", header=_docstring(header, 0))
+def render_weights(header: str, initialisation: Sequence[str]) -> str:
+    """Render ``weights.py``, with the entries of its table of initial values."""
+    return _render("weights.py.jinja", header=_docstring(header, 0), initialisation=initialisation)
 
 
 def _render(template: str, **values: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from pipegraph.graph.initialisation import Initialisation
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.symbolic_size import SizeLimits
 
@@ -26,6 +27,7 @@ class StateEntry:
         requires_grad: False for frozen parameters, buffers and constants.
         persistent: whether ``state_dict()`` has it.
         canonical: the first name of the tensor; tied weights share it.
+        initialisation: how the model initialises it; None if that is not known.
     """
 
     fqn: str
@@ -35,6 +37,7 @@ class StateEntry:
     requires_grad: bool
     persistent: bool
     canonical: str
+    initialisation: Initialisation | None = None
 
     @property
     def numel(self) -> int:

@@ -70,6 +70,11 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def storage_identity(tensor: torch.Tensor) -> int:
+    """A number for the memory of a tensor while it lives. ``data_ptr`` has none on the meta device."""
+    return tensor.untyped_storage()._cdata
+
+
 def values_of(tensor: torch.Tensor) -> bytes | None:
     """The values of a tensor, also while a mode without memory is active; None if it has none.
 

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import ModuleEntry, StateEntry, plain_containers
 from pipegraph.graph.class_text import class_text
+from pipegraph.graph.initialisation import initialisation_of
 from pipegraph.graph.internals import is_persistent, pytree
 from pipegraph.graph.nodes import label_of
 
@@ -23,6 +24,7 @@ def state_of(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.T
     state: dict[str, StateEntry] = {}
     tensors: dict[str, torch.Tensor] = {}
     first_name: dict[int, str] = {}
+    initialisation = initialisation_of(model)
     for prefix, module in model.named_modules(remove_duplicate=False):
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         buffers = module.named_buffers(recurse=False, remove_duplicate=False)
@@ -38,6 +40,7 @@ def state_of(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.T
                     requires_grad=kind == "parameter" and tensor.requires_grad,
                     persistent=kind == "parameter" or is_persistent(module, name),
                     canonical=first_name.setdefault(id(tensor), fqn),
+                    initialisation=initialisation.get(id(tensor)),
                 )
     return state, tensors
 

@@ -90,7 +90,7 @@ class Package:
     def load_stage(self, index: int, device: str = "cpu", weights: bool | str | PathLike[str] = True) -> nn.Module:
         """Stage `index`, from its source as it is now.
 
-        Without `weights`, parameters are as their constructors make them. With a path, they and the buffers of
+        Without `weights`, parameters are initialised as the model does it. With a path, they and the buffers of
         `state_dict()` are those of a Hugging Face checkpoint, in the stage's dtypes: only the files that hold them are
         opened.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
@@ -33,17 +32,14 @@ def load_stages(
     has_weights = weights is not None or package.has_weights
     if not has_weights:
         warnings.warn(
-            f"{package.path} holds no weights: its parameters are initialised at random, equally on every rank. A "
-            "checkpoint's are read with --weights DIR, in Python with weights=.",
+            f"{package.path} holds no weights: its parameters are initialised as the model does it, equally on every "
+            "rank. A checkpoint's are read with --weights DIR, in Python with weights=.",
             stacklevel=3,
         )
     stages = {}
     with torch.random.fork_rng(devices=[]):  # making layers must not move the caller's random numbers
         for index in track("loading weights of stages", indices):
-            if has_weights:
-                stages[index] = package.load_stage(index, str(device), True if weights is None else weights)
-            else:
-                stages[index] = _initialise(package.load_stage(index, "cpu", weights=False)).to(device)
+            stages[index] = package.load_stage(index, str(device), has_weights if weights is None else weights)
     for index, stage in stages.items():
         missing, added = _differing_names(package, index, stage)
         if missing or added:
@@ -164,27 +160,3 @@ def _differing_names(package: Package, index: int, stage: nn.Module) -> tuple[li
     expected = {*package.manifest.stages[index].parameters}
     names = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
     return sorted(expected - names), sorted(names - expected)
-
-
-def _initialise(stage: nn.Module) -> nn.Module:
-    """Initialise each module as its class does, else normally (std 0.02), seeded by name. Buffers keep their values."""
-    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
-    done: set[int] = set()
-    for name, module in stage.named_modules():
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            torch.manual_seed(_seed(name))
-            reset()
-            done |= {id(parameter) for parameter in module.parameters()}
-    with torch.no_grad():
-        for name, parameter in stage.named_parameters():
-            if id(parameter) not in done and parameter.is_floating_point():
-                torch.manual_seed(_seed(name))
-                parameter.normal_(std=0.02)
-        for name, buffer in stage.named_buffers():
-            buffer.copy_(buffers[name])
-    return stage
-
-
-def _seed(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 2**63

@@ -47,12 +47,12 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, weights: bool = True) -> Path:
     torch.manual_seed(0)
     with equal_work_shared():
         captured = pipegraph.capture(Model(), inputs(2, LENGTH))
     plan = pipegraph.plan(captured, points=["layers.1", "layers.2", "head"])
-    return pipegraph.write_package(plan, folder / "package").path
+    return pipegraph.write_package(plan, folder / "package", weights=weights).path
 
 
 def assert_is_the_step_of_the_model(pipe: Pipeline, rows: int, length: int, microbatches: int | None = None) -> None:

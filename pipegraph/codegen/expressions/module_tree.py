@@ -160,7 +160,7 @@ def _register_module(owner: Expression, name: str, constructor: Expression) -> S
 def _register_state(owner: Expression, name: str, entry: StateEntry) -> Statement:
     sizes = [literal(size) for size in entry.shape] or [literal(())]
     dtype = {} if entry.dtype == torch.float32 else {"dtype": literal(entry.dtype)}
-    tensor = call("torch.empty", *sizes, **dtype)
+    tensor = _new_tensor(entry, sizes, dtype)
     differentiable = entry.dtype.is_floating_point or entry.dtype.is_complex
     if entry.kind != "parameter":
         options = {} if entry.persistent else {"persistent": literal(False)}
@@ -174,6 +174,16 @@ def _register_state(owner: Expression, name: str, entry: StateEntry) -> Statemen
     if is_plain(name):
         return Assign((Attribute(owner, name),), parameter)
     return Evaluate(method(owner, "register_parameter", string(name), parameter))
+
+
+def _new_tensor(entry: StateEntry, sizes: Sequence[Expression], dtype: Mapping[str, Expression]) -> FunctionCall:
+    """The value that a parameter is made with, if it is one number. All others are initialised, or read, afterwards."""
+    number = None if entry.initialisation is None else entry.initialisation.constant
+    if number is None:
+        return call("torch.empty", *sizes, **dtype)
+    if number in (0, 1):
+        return call("torch.ones" if number else "torch.zeros", *sizes, **dtype)
+    return call("torch.full", literal(entry.shape), literal(number), **dtype)
 
 
 def _container(tree: ModuleTree) -> FunctionCall:

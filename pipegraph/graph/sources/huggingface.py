@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pipegraph.errors import SourceError, nearest
+from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
 
 
@@ -43,7 +44,9 @@ def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
             if stored:
                 built = builder.from_pretrained(path.parent, config=config, local_files_only=True)
             else:
-                built = builder(config)
+                with initialisation_recorded() as mark:
+                    built = builder(config)
+                    mark(built)
         except Exception as error:
             folder = repr(str(path.parent))
             tried = f".from_pretrained({folder})" if stored else f"(AutoConfig.from_pretrained({folder}))"

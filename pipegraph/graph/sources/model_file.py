@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from pipegraph.errors import SourceError, nearest
+from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
 
 
@@ -26,9 +27,10 @@ def load_file(model: str, weights: bool) -> ModelSource:
         found = [str(folder / entry.name) for entry in sorted(folder.glob("*.py"))] if folder.is_dir() else []
         hint = nearest(str(path), found) or (f" Python files there: {', '.join(found)}." if found else "")
         raise SourceError(f"No model file {path}.{hint}\nTry: a path to a .py file that defines build_model.")
-    with nullcontext() if weights else parameters_on_meta():
+    with initialisation_recorded() as mark, nullcontext() if weights else parameters_on_meta():
         module = _import_file(path)
         built = _build(module, path, attribute)
+        mark(built)
     args, kwargs = _example_inputs(module, path)
     return ModelSource(
         name=path.name if attribute is None else f"{path.name}:{attribute}",

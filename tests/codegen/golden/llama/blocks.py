@@ -33,7 +33,7 @@ class LlamaRMSNorm(nn.Module):
     def __init__(self):
         super().__init__()
         self.variance_epsilon = 1e-05
-        self.weight = nn.Parameter(torch.empty(128))
+        self.weight = nn.Parameter(torch.ones(128))
 
     def forward(self, hidden_states):
         hidden_states_1 = hidden_states.to(torch.float32)

@@ -1,13 +1,48 @@
-"""Reads the tensors of a stage from this folder or from a Hugging Face checkpoint."""
+"""Reads the tensors of a stage from this folder or from a Hugging Face checkpoint, or initialises them."""
 
 import difflib
 import json
+import zlib
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 _FOLDER = Path(__file__).parent
+
+# How the model initialises its parameters, if not as their modules do: by name, * for any number.
+INITIALISATION = {
+    "model.embed_tokens.weight": partial(nn.init.normal_, std=0.02),
+    "model.layers.*.self_attn.q_proj.weight": partial(nn.init.normal_, std=0.02),
+    "model.layers.*.self_attn.k_proj.weight": partial(nn.init.normal_, std=0.02),
+    "model.layers.*.self_attn.v_proj.weight": partial(nn.init.normal_, std=0.02),
+    "model.layers.*.self_attn.o_proj.weight": partial(nn.init.normal_, std=0.02),
+    "model.layers.*.mlp.gate_proj.weight": partial(nn.init.normal_, std=0.02),
+    "model.layers.*.mlp.up_proj.weight": partial(nn.init.normal_, std=0.02),
+    "model.layers.*.mlp.down_proj.weight": partial(nn.init.normal_, std=0.02),
+}
+
+
+def initialise(stage):
+    """Initialise parameters as the model does, with random numbers that are seeded by names.
+
+    They are equal on every rank, and however the model is cut.
+    """
+    tied = json.loads((_FOLDER / "pipeline.json").read_text(encoding="utf-8"))["tied"]
+    first_name = {name: group[0] for group in tied for name in group}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for name, module in reversed(list(stage.named_modules())):
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if reset is not None:
+                torch.manual_seed(zlib.crc32(name.encode()))
+                reset()
+        for name, parameter in stage.named_parameters():
+            name = first_name.get(name, name)
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            if name in INITIALISATION or pattern in INITIALISATION:
+                torch.manual_seed(zlib.crc32(name.encode()))
+                INITIALISATION.get(name, INITIALISATION.get(pattern))(parameter)
 
 
 def read_stage(stage, index, device, weights):

@@ -14,7 +14,7 @@ class T5LayerNorm(nn.Module):
     def __init__(self):
         super().__init__()
         self.variance_epsilon = 1e-06
-        self.weight = nn.Parameter(torch.empty(32))
+        self.weight = nn.Parameter(torch.ones(32))
 
     def forward(self, hidden_states):
         variance = (hidden_states.to(torch.float32) ** 2).mean(-1, keepdim=True)

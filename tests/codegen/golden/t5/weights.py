@@ -1,13 +1,63 @@
-"""Reads the tensors of a stage from this folder or from a Hugging Face checkpoint."""
+"""Reads the tensors of a stage from this folder or from a Hugging Face checkpoint, or initialises them."""
 
 import difflib
 import json
+import zlib
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 _FOLDER = Path(__file__).parent
+
+# How the model initialises its parameters, if not as their modules do: by name, * for any number.
+INITIALISATION = {
+    "t5.shared.weight": nn.init.normal_,
+    "t5.encoder.block.*.layer.*.SelfAttention.q.weight": partial(nn.init.normal_, std=0.0625),
+    "t5.encoder.block.*.layer.*.SelfAttention.k.weight": partial(nn.init.normal_, std=0.1767766952966369),
+    "t5.encoder.block.*.layer.*.SelfAttention.v.weight": partial(nn.init.normal_, std=0.1767766952966369),
+    "t5.encoder.block.*.layer.*.SelfAttention.o.weight": partial(nn.init.normal_, std=0.1767766952966369),
+    "t5.encoder.block.*.layer.*.SelfAttention.relative_attention_bias.weight": partial(
+        nn.init.normal_, std=0.1767766952966369
+    ),
+    "t5.encoder.block.*.layer.*.DenseReluDense.wi.weight": partial(nn.init.normal_, std=0.1767766952966369),
+    "t5.encoder.block.*.layer.*.DenseReluDense.wo.weight": partial(nn.init.normal_, std=0.125),
+    "t5.decoder.block.*.layer.*.SelfAttention.q.weight": partial(nn.init.normal_, std=0.0625),
+    "t5.decoder.block.*.layer.*.SelfAttention.k.weight": partial(nn.init.normal_, std=0.1767766952966369),
+    "t5.decoder.block.*.layer.*.SelfAttention.v.weight": partial(nn.init.normal_, std=0.1767766952966369),
+    "t5.decoder.block.*.layer.*.SelfAttention.o.weight": partial(nn.init.normal_, std=0.1767766952966369),
+    "t5.decoder.block.*.layer.*.SelfAttention.relative_attention_bias.weight": partial(
+        nn.init.normal_, std=0.1767766952966369
+    ),
+    "t5.decoder.block.*.layer.*.EncDecAttention.q.weight": partial(nn.init.normal_, std=0.0625),
+    "t5.decoder.block.*.layer.*.EncDecAttention.k.weight": partial(nn.init.normal_, std=0.1767766952966369),
+    "t5.decoder.block.*.layer.*.EncDecAttention.v.weight": partial(nn.init.normal_, std=0.1767766952966369),
+    "t5.decoder.block.*.layer.*.EncDecAttention.o.weight": partial(nn.init.normal_, std=0.1767766952966369),
+    "t5.decoder.block.*.layer.*.DenseReluDense.wi.weight": partial(nn.init.normal_, std=0.1767766952966369),
+    "t5.decoder.block.*.layer.*.DenseReluDense.wo.weight": partial(nn.init.normal_, std=0.125),
+}
+
+
+def initialise(stage):
+    """Initialise parameters as the model does, with random numbers that are seeded by names.
+
+    They are equal on every rank, and however the model is cut.
+    """
+    tied = json.loads((_FOLDER / "pipeline.json").read_text(encoding="utf-8"))["tied"]
+    first_name = {name: group[0] for group in tied for name in group}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for name, module in reversed(list(stage.named_modules())):
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if reset is not None:
+                torch.manual_seed(zlib.crc32(name.encode()))
+                reset()
+        for name, parameter in stage.named_parameters():
+            name = first_name.get(name, name)
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            if name in INITIALISATION or pattern in INITIALISATION:
+                torch.manual_seed(zlib.crc32(name.encode()))
+                INITIALISATION.get(name, INITIALISATION.get(pattern))(parameter)
 
 
 def read_stage(stage, index, device, weights):

@@ -4,7 +4,7 @@ import torch
 
 from .stage_0 import Stage0
 from .stage_1 import Stage1
-from .weights import read_stage
+from .weights import initialise, read_stage
 
 __all__ = ["NUM_STAGES", "Stage0", "Stage1", "load_stage"]
 
@@ -17,11 +17,16 @@ def load_stage(index, device="cpu", weights=True):
 
     With `weights`, parameters are read from the safetensors files of this folder. If `weights` is a path, parameters
     and the buffers of `state_dict()` are read from the Hugging Face checkpoint in that folder and converted to the
-    stage's dtypes. Without `weights`, parameters are as their constructors make them, and a bare
-    `nn.Parameter(torch.empty(…))` holds no values yet. Buffers are read in all cases, unless the device is meta.
+    stage's dtypes. Without `weights`, parameters are initialised as the model does it. Buffers are read in all cases,
+    unless the device is meta.
     """
-    with torch.device("meta" if weights else device):
+    is_meta = torch.device(device).type == "meta"
+    with torch.device("meta" if weights or is_meta else "cpu"):
         stage = _STAGES[index]()
-    if torch.device(device).type != "meta":
-        read_stage(stage, index, device, weights)
+    if is_meta:
+        return stage
+    if not weights:
+        initialise(stage)
+        stage.to(device)
+    read_stage(stage, index, device, weights)
     return stage

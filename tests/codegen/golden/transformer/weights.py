@@ -1,13 +1,27 @@
-"""Reads the tensors of a stage from this folder or from a Hugging Face checkpoint."""
+"""Reads the tensors of a stage from this folder or from a Hugging Face checkpoint, or initialises them."""
 
 import difflib
 import json
+import zlib
 from pathlib import Path
 
 import torch
 from torch import nn
 
 _FOLDER = Path(__file__).parent
+
+
+def initialise(stage):
+    """Initialise parameters as the model does, with random numbers that are seeded by names.
+
+    They are equal on every rank, and however the model is cut.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for name, module in reversed(list(stage.named_modules())):
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if reset is not None:
+                torch.manual_seed(zlib.crc32(name.encode()))
+                reset()
 
 
 def read_stage(stage, index, device, weights):

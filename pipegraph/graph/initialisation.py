@@ -1,0 +1,283 @@
+"""How a model initialises its parameters: seen while it is built, or asked of its modules."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from pipegraph.graph.internals import storage_identity
+
+_MARK = "_pipegraph_initialisation"
+
+
+@dataclass(frozen=True)
+class Initialisation:
+    """A call of a function of ``torch.nn.init`` with a parameter.
+
+    Attributes:
+        function: its name, such as ``normal_``.
+        arguments: those other than the parameter that are not the function's defaults.
+        is_usual: whether the module of torch that holds the parameter does this in any case.
+    """
+
+    function: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+    is_usual: bool = False
+
+    @classmethod
+    def of(cls, function: str, **arguments: Any) -> Initialisation:
+        """Return the call with these arguments, or a simpler one that does the same."""
+        if function == "constant_" and arguments.get("val") in (0, 1):
+            return cls("ones_" if arguments["val"] else "zeros_")
+        defaults = inspect.signature(getattr(nn.init, function)).parameters
+        given = ((name, value) for name, value in arguments.items() if value != defaults[name].default)
+        return cls(function, tuple(given))
+
+    @property
+    def constant(self) -> float | None:
+        """The number that every element is; None if they are random."""
+        known = {"zeros_": 0.0, "ones_": 1.0}
+        return known.get(self.function, dict(self.arguments).get("val"))
+
+    def scaled(self, factor: float) -> Initialisation | None:
+        """The initialisation whose values are so many times as large; None if no function has them."""
+        given = dict(self.arguments)
+        if self.constant is not None:
+            return Initialisation.of("constant_", val=self.constant * factor)
+        if self.function == "normal_":
+            mean, std = given.get("mean", 0.0) * factor, given.get("std", 1.0) * abs(factor)
+            return Initialisation.of("normal_", mean=mean, std=std)
+        if self.function == "uniform_":
+            ends = sorted((given.get("a", 0.0) * factor, given.get("b", 1.0) * factor))
+            return Initialisation.of("uniform_", a=ends[0], b=ends[1])
+        return None
+
+
+@contextmanager
+def initialisation_recorded() -> Iterator[Callable[[nn.Module], None]]:
+    """Record how the parameters that are made inside are initialised.
+
+    Yields:
+        a function that marks the parameters of a model, for `initialisation_of`.
+    """
+    recorder = _Recorder()
+    with recorder:
+        yield recorder.mark
+
+
+def initialisation_of(model: nn.Module) -> dict[int, Initialisation]:
+    """Return how the parameters of a model are initialised, by their ids; those of which nothing is known are left out.
+
+    What was recorded when the model was built comes first. Else its modules are asked: they initialise copies without
+    memory, by a ``reset_parameters`` of their own or by ``_init_weights`` of a transformers model. A parameter of a
+    class outside torch whose elements are all one number is taken to be made so.
+    """
+    owners = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
+    marked = {id(each): vars(each)[_MARK] for each in model.parameters() if _MARK in vars(each)}
+    usual: dict[int, Initialisation] = {}
+    asked: dict[int, Initialisation] = {}
+    with torch.random.fork_rng(devices=[]):
+        for module in reversed(list(model.modules())):
+            if _is_of_torch(module):
+                usual |= _initialised(module, _reset)
+            if len(marked) < len(owners):
+                asked |= _asked(model, module)
+    found: dict[int, Initialisation] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            key = id(parameter)
+            values = marked.get(key) or asked.get(key) or (None if _is_of_torch(module) else _constant(parameter))
+            if values is not None:
+                is_usual = values == usual.get(key) and owners[key] == 1
+                found.setdefault(key, replace(values, is_usual=is_usual))
+    return found
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Return whether stages make a module by its constructor, as far as its class says."""
+    is_whole = isinstance(module, nn.MultiheadAttention) or not any(True for _ in module.children())
+    return is_whole and type(module).__module__.startswith("torch.nn.")
+
+
+def _constant(parameter: nn.Parameter) -> Initialisation | None:
+    """That of a parameter whose elements are all one number."""
+    if parameter.is_meta or not parameter.numel() or parameter.is_complex():
+        return None
+    first = parameter.detach().flatten()[0]
+    is_constant = bool(torch.isfinite(first)) and bool((parameter.detach() == first).all())
+    return Initialisation.of("constant_", val=first.item()) if is_constant else None
+
+
+def _asked(model: nn.Module, module: nn.Module) -> dict[int, Initialisation]:
+    """What a module's own function does, and what the model does to it afterwards, by the parameters' ids."""
+    found = _initialised(module, _reset)
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+        found |= _initialised(module, model._init_weights)
+    return found
+
+
+def _reset(module: Any) -> None:
+    module.reset_parameters() if hasattr(module, "reset_parameters") else module._reset_parameters()
+
+
+def _initialised(module: nn.Module, function: Callable[[Any], Any]) -> dict[int, Initialisation]:
+    """What a function does to the parameters of a module: to a copy without memory, so that the module stays as it is.
+
+    Nothing is known if it raises an error, because it takes something else or reads values.
+    """
+    if function is _reset and not (hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")):
+        return {}
+    recorder = _Recorder()
+    twins = {id(each): nn.Parameter(_on_meta(each), each.requires_grad) for each in module.parameters()}
+    held: dict[int, Any] = {**twins, **{id(each): _on_meta(each) for each in module.buffers()}}
+    try:
+        twin = copy.deepcopy(module, held)
+        with torch.no_grad(), recorder:
+            function(twin)
+    except Exception:  # a user's class, which may not be copied, or a function on tensors without memory
+        return {}
+    return {key: known for key, each in twins.items() if (known := recorder.known(each)) is not None}
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta", requires_grad=False)
+
+
+# Functions whose result has the values of their argument.
+_COPIES = {"to", "clone", "detach", "contiguous", "float", "half", "bfloat16", "double", "cpu", "cuda", "type"}
+_SCALE = {"mul", "__mul__", "__rmul__", "mul_", "__imul__"}
+_DIVIDE = {"div", "__truediv__", "true_divide", "div_", "__itruediv__"}
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes, for the memory of every tensor that is made or written inside, what its values are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, Initialisation | None] = {}
+
+    def mark(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            known = self.known(parameter)
+            if known is not None:
+                setattr(parameter, _MARK, known)
+
+    def known(self, tensor: Tensor) -> Initialisation | None:
+        return self._known.get(storage_identity(tensor))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        result = func(*args, **given)
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else given.get("tensor")
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            if isinstance(first, Tensor):
+                bound = inspect.signature(func).bind(*args, **given).arguments
+                self._write(first, _call_of(name, bound))
+        elif isinstance(first, Tensor) and (name in ("__setitem__", "__imul__", "__itruediv__") or _is_in_place(name)):
+            self._write(first, self._written(name, first, args[1:], given))
+        elif name == "__get__" and isinstance(first, Tensor) and first.is_meta:
+            call = _init_call()  # some functions do nothing on the meta device, once they have asked for it
+            if call is not None:
+                self._write(first, call)
+        elif isinstance(result, Tensor) and not any(
+            isinstance(each, Tensor) and storage_identity(each) == storage_identity(result) for each in args
+        ):
+            self._known[storage_identity(result)] = self._made(name, args, given)
+        return result
+
+    def _write(self, tensor: Tensor, values: Initialisation | None) -> None:
+        """Note what a tensor holds. A part set to zero is a row for padding, as torch has it."""
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        if whole or values is None or values.constant != 0:
+            self._known[storage_identity(tensor)] = values if whole else None
+
+    def _written(self, name: str, tensor: Tensor, args: Any, kwargs: Any) -> Initialisation | None:
+        """What an operation in place leaves in a tensor."""
+        call = _init_call()
+        if call is not None:
+            return call
+        if name in _SCALE | _DIVIDE:
+            return self._scaled(name, (tensor, *args))
+        if name == "zero_":
+            return Initialisation.of("zeros_")
+        if name == "copy_" and args and isinstance(args[0], Tensor):
+            return self.known(args[0]) if args[0].shape == tensor.shape else None
+        if name == "__setitem__":
+            value = args[1] if len(args) > 1 else None
+            is_zero = isinstance(value, (int, float)) and value == 0
+            return Initialisation.of("zeros_") if is_zero and args[0] in (slice(None), Ellipsis) else None
+        if name in ("requires_grad_", "detach_", "share_memory_"):
+            return self.known(tensor)
+        functions = {"normal_": ("mean", "std"), "uniform_": ("a", "b"), "fill_": ("val",)}
+        if name not in functions:
+            return None
+        values = dict(zip(functions[name], args, strict=False))
+        values |= {{"from": "a", "to": "b", "value": "val"}.get(key, key): value for key, value in kwargs.items()}
+        values.pop("generator", None)
+        if not all(isinstance(value, (int, float)) for value in values.values()):
+            return None
+        return Initialisation.of(name if name != "fill_" else "constant_", **values)
+
+    def _made(self, name: str, args: Any, kwargs: Any) -> Initialisation | None:
+        """What a new tensor holds."""
+        kind = name.removesuffix("_like").removeprefix("new_")
+        if kind in ("zeros", "ones"):
+            return Initialisation.of(f"{kind}_")
+        if kind == "full":
+            value = kwargs.get("fill_value", args[-1] if args else None)
+            return Initialisation.of("constant_", val=value) if isinstance(value, (int, float)) else None
+        if kind == "tensor":
+            value = args[0] if args else None
+            return Initialisation.of("constant_", val=value) if isinstance(value, (int, float)) else None
+        if kind in ("randn", "rand"):
+            return Initialisation.of("normal_" if kind == "randn" else "uniform_")
+        if name in _COPIES and args:
+            return self.known(args[0])
+        return self._scaled(name, args) if name in _SCALE | _DIVIDE else None
+
+    def _scaled(self, name: str, args: Any) -> Initialisation | None:
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        numbers = [each for each in args if isinstance(each, (int, float)) and not isinstance(each, bool)]
+        known = self.known(tensors[0]) if len(tensors) == 1 and len(numbers) == 1 else None
+        if known is None or (name in _DIVIDE and (numbers[0] == 0 or args[0] is not tensors[0])):
+            return None
+        return known.scaled(1 / numbers[0] if name in _DIVIDE else numbers[0])
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _init_call() -> Initialisation | None:
+    """The call of a function of ``torch.nn.init`` around this one, the outermost one."""
+    frame: FrameType | None = inspect.currentframe()
+    found: FrameType | None = None
+    while frame is not None:
+        if frame.f_code.co_filename == nn.init.__file__ and not frame.f_code.co_name.startswith("_"):
+            found = frame
+        frame = frame.f_back
+    if found is None:
+        return None
+    names = inspect.signature(getattr(nn.init, found.f_code.co_name)).parameters
+    return _call_of(found.f_code.co_name, {name: found.f_locals[name] for name in names if name in found.f_locals})
+
+
+def _call_of(function: str, bound: Mapping[str, Any]) -> Initialisation | None:
+    arguments = {name: value for name, value in bound.items() if name not in ("tensor", "generator")}
+    plain = all(isinstance(value, (bool, int, float, str)) for value in arguments.values())
+    finite = all(math.isfinite(value) for value in arguments.values() if isinstance(value, float))
+    return Initialisation.of(function, **arguments) if plain and finite else None
