@@ -85,6 +85,7 @@ class Captured:
     ``branch``                of what one mode runs and the other does not: its `BranchPart`
     ``writes``                of an in-place operation: the name of the node that made the memory
     ``stack_trace``           the lines of source that made it
+    ``pipe_splits``           the lines of ``torch.distributed.pipelining.pipe_split()`` that the model ran before it
     ``argument_of``           the module calls that took it as an argument; ``result_of``: that returned it
     ========================  ==========================================================================================
 
@@ -124,6 +125,16 @@ class Captured:
         return Counter(call for node in self.nodes for call, _ in path_of(node))
 
     @property
+    def pipe_splits(self) -> list[tuple[int, str]]:
+        """The model's calls of ``torch.distributed.pipelining.pipe_split()``: the position in ``nodes`` of what runs
+        after each, and its line of source."""
+        found: dict[int, tuple[int, str]] = {}
+        for position, node in enumerate(self.nodes):
+            for number, line in enumerate(node.meta.get(PIPE_SPLITS, ())):
+                found.setdefault(number, (position, line))
+        return list(found.values())
+
+    @property
     def inputs(self) -> tuple[fx.Node, ...]:
         """The model's tensor inputs."""
         return tuple(node for node in self.graph.nodes if node.op == "placeholder")
@@ -151,6 +162,9 @@ class Captured:
 def split_point(fqn: str, side: str) -> None:
     """Mark the beginning of a stage on a graph. Computes nothing."""
 
+
+PIPE_SPLITS = "pipe_splits"
+"""Key of a node's metadata: the lines of ``pipe_split()`` that the model ran before it."""
 
 BRANCH = "branch"
 """Key of a node's metadata: the `BranchPart` that it is, if one mode runs it and the other does not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pipegraph.dump import dump
 from pipegraph.errors import ArgumentError, PlanError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import graph_text, stages_text
-from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark
+from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark, points_of_pipe_splits
 from pipegraph.graph.partition.stages import Boundary, StageGraph, boundaries, divide_into_stages
 from pipegraph.package import StageCost
 from pipegraph.package.prediction import Prediction, StagePrediction
@@ -71,7 +72,7 @@ class Plan:
 
 def plan(
     captured: Captured,
-    points: Sequence[str | Point] | Mapping[str, SplitPoint] | None = None,
+    points: Sequence[str | Point] | Mapping[str, Enum] | None = None,
     stages: int | None = None,
     balance: str | None = None,
     schedule: str | Schedule | None = None,
@@ -92,8 +93,9 @@ def plan(
     Args:
         captured: from :func:`pipegraph.capture`.
         points: FQNs that start a stage, in the model's order (``layers.4``; ``layers.3:end`` starts one after that
-            module); or FQN → ``SplitPoint``, as ``torch.distributed.pipelining`` takes them. What a step takes is
-            predicted if a balance, schedule, microbatches, memory_bytes, hardware or recompute is given as well.
+            module); or FQN → ``SplitPoint``, ours or that of ``torch.distributed.pipelining``. If neither they nor
+            ``stages`` are given, the model's own calls of ``pipe_split()`` are taken. What a step takes is predicted
+            if a balance, schedule, microbatches, memory_bytes, hardware or recompute is given as well.
         stages: cut into this many stages instead, where it is best.
         balance: what is balanced. ``time`` (the default) and ``measured`` make the time of a step the least, by a
             roofline of the hardware or as the segments run here. ``flops``, ``parameters``, ``memory`` and
@@ -131,8 +133,8 @@ def plan(
             return _best_plan(captured, options, stages)
         split_points, starts = _equal_segments(captured, stages)
         balance = None
-    elif points:
-        split_points = _points(points)
+    elif points or (points is None and captured.pipe_splits):
+        split_points = _points(points) if points else points_of_pipe_splits(captured)
         starts = locate(captured, split_points)
         if not options.timed:
             raise ArgumentError(
@@ -207,12 +209,20 @@ def _with_recompute(captured: Captured, options: PlanOptions, stages: int) -> st
     return f'With recompute="block" there are cuts that fit, and need {format_bytes(needed)}.\nTry: --recompute block.'
 
 
-def _points(points: Sequence[str | Point] | Mapping[str, SplitPoint]) -> tuple[Point, ...]:
+def _points(points: Sequence[str | Point] | Mapping[str, Enum]) -> tuple[Point, ...]:
     if isinstance(points, Mapping):
-        return tuple(Point(fqn, side) for fqn, side in points.items())
+        return tuple(Point(fqn, _side(fqn, side)) for fqn, side in points.items())
     if isinstance(points, str):
         raise PlanError(f"points is a string, not a sequence of names.\nTry: points={points.split(',')!r}.")
     return tuple(point if isinstance(point, Point) else Point.parse(point) for point in points)
+
+
+def _side(fqn: str, side: object) -> SplitPoint:
+    """The side of a point by its name, because torch has an enumeration of its own with the same names."""
+    name = str(getattr(side, "name", ""))
+    if name not in SplitPoint.__members__:
+        raise PlanError(f"points[{fqn!r}] is {side!r}.\nTry: SplitPoint.BEGINNING or SplitPoint.END.")
+    return SplitPoint[name]
 
 
 def _equal_segments(captured: Captured, stages: int) -> tuple[tuple[Point, ...], list[int]]:

@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.call_arguments import copy_places
-from pipegraph.graph.captured import StateEntry
+from pipegraph.graph.captured import PIPE_SPLITS, StateEntry
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
 from pipegraph.graph.nodes import source_line
@@ -25,6 +25,7 @@ aten = torch.ops.aten
 
 _NO_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
+_PIPE_SPLIT = "pippy._pipe_split.default"
 
 
 class _Unwritable(NamedTuple):
@@ -74,6 +75,7 @@ class _Flattening:
         self.graph = fx.Graph()
         self.held: dict[str, fx.Node] = {}
         self.sizes = sizes
+        self.pipe_splits: tuple[str, ...] = ()
 
     def run(self) -> tuple[fx.Graph, InputSizes]:
         module = self.exported.graph_module
@@ -156,6 +158,8 @@ class _Flattening:
                 return result
             if node.op == "get_attr":
                 values[node] = getattr(module, str(node.target))
+            elif str(node.target) == _PIPE_SPLIT:
+                self.pipe_splits = (*self.pipe_splits, source_line(node))
             elif node.target is operator.getitem and isinstance(values[node.args[0]], (tuple, list)):
                 values[node] = values[node.args[0]][node.args[1]]
             elif _is_region(node):
@@ -218,6 +222,7 @@ class _Flattening:
             "regions": regions,
             "in_every_mode": False,
             "stack_trace": node.meta.get("stack_trace") or "",
+            PIPE_SPLITS: self.pipe_splits,
         }
         copy_places(node, placed)
         return placed

@@ -63,6 +63,30 @@ def locate(captured: Captured, points: Sequence[Point]) -> list[int]:
     return starts
 
 
+def points_of_pipe_splits(captured: Captured) -> tuple[Point, ...]:
+    """The model's own calls of ``torch.distributed.pipelining.pipe_split()``, as points.
+
+    Raises:
+        PlanError: one is inside a module, or cuts nothing.
+    """
+    points: list[Point] = []
+    for position, line in captured.pipe_splits:
+        before = [fqn for _, fqn in path_of(captured.nodes[position - 1])] if position else []
+        behind = [fqn for _, fqn in path_of(captured.nodes[position])]
+        candidates = [
+            *(Point(fqn) for fqn in behind if fqn not in before),
+            *(Point(fqn, SplitPoint.END) for fqn in before if fqn not in behind),
+        ]
+        found = next((point for point in candidates if _position(captured, point) == position), None)
+        if found is None:
+            raise PlanError(
+                f"pipe_split() neither stands before a module that is called there for the first time nor after one.\n"
+                f"  at {line}\nTry: move it between two modules, or --points."
+            )
+        points.append(found)
+    return tuple(points)
+
+
 def _position(captured: Captured, point: Point) -> int:
     inside = [index for index, node in enumerate(captured.nodes) if _runs_in(node, point.fqn)]
     if not inside:
