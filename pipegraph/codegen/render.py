@@ -11,11 +11,13 @@ from typing import Any
 
 import jinja2
 
-from pipegraph.codegen.syntax.expressions import Expression, Name, literal
-from pipegraph.codegen.syntax.line_breaks import wrap
-from pipegraph.codegen.syntax.statements import ClassSource, RegisterConstant, lines
+from pipegraph.codegen.syntax.expressions import Expression, ModuleInvocation, Name
+from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH, wrap
+from pipegraph.codegen.syntax.statements import ClassSource, RegisterConstant, Return, lines
 
 _DOCSTRING_WIDTH = 112
+# Up to so many results, the hint of what is returned names each.
+_LISTED_RESULTS = 6
 # A name and its shape stay on one line, and so do an arrow and the word after it: while a docstring is filled, their
 # spaces are no-break spaces.
 _NAMED_SHAPE = re.compile(r"(?:\w+ )?\w+\[[\d, ]*\]")
@@ -54,7 +56,7 @@ def render_stage(source: ClassSource, blocks: Sequence[ClassSource], header: str
     return _render(
         "stage.py.jinja",
         header=_docstring(header, 0),
-        lines="\n".join(_class_lines(source)),
+        lines="\n".join(_class_lines(source, {block.name: block for block in blocks})),
         imports=_imports([source], libraries),
         blocks=_blocks_import(sorted(used, key=_import_order)),
     )
@@ -62,7 +64,8 @@ def render_stage(source: ClassSource, blocks: Sequence[ClassSource], header: str
 
 def render_blocks(blocks: Sequence[ClassSource], header: str, libraries: Mapping[str, str]) -> str:
     """Render ``blocks.py``; the arguments are those of ``render_stage``."""
-    texts = ["\n".join(_class_lines(block)) for block in blocks]
+    by_name = {block.name: block for block in blocks}
+    texts = ["\n".join(_class_lines(block, by_name)) for block in blocks]
     imports = _imports(blocks, libraries) if blocks else []
     return _render("blocks.py.jinja", header=_docstring(header, 0), classes=texts, imports=imports)
 
@@ -81,7 +84,7 @@ def _render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
 
 
-def _class_lines(source: ClassSource) -> list[str]:
+def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> list[str]:
     docstring = [f"    {line}" if line else "" for line in _docstring(source.docstring, 4)]
     head = [f"class {source.name}({source.base}):", *docstring]
     if source.init or source.children or source.forward:
@@ -98,9 +101,44 @@ def _class_lines(source: ClassSource) -> list[str]:
     return [
         *head,
         *separator,
-        *wrap(f"def forward({_parameters(source.parameters, dict.fromkeys(source.optional, literal(None)))}):", 4),
+        *_forward_signature(source, classes),
         *lines(source.body, 8),
     ]
+
+
+def _forward_signature(source: ClassSource, classes: Mapping[str, ClassSource]) -> list[str]:
+    """``def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:``, at an indentation of 4."""
+    optional = source.optional
+    parameters = [
+        f"{name}: Tensor | None = None" if name in optional else f"{name}: Tensor" for name in source.parameters
+    ]
+    counts = _result_counts(source, classes)
+    kinds = ("Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]" for count in sorted(counts))
+    returns = " | ".join(kinds) if all(count <= _LISTED_RESULTS for count in counts) else "tuple[Tensor, ...]"
+    line = f"    def forward({', '.join(('self', *parameters))}) -> {returns}:"
+    if len(line) <= LINE_LENGTH:
+        return [line]
+    inside = " " * 8 + ", ".join(("self", *parameters))
+    listed = [inside] if len(inside) <= LINE_LENGTH else [f"        {each}," for each in ("self", *parameters)]
+    return ["    def forward(", *listed, f"    ) -> {returns}:"]
+
+
+def _result_counts(source: ClassSource, classes: Mapping[str, ClassSource]) -> set[int]:
+    """How many tensors ``forward`` returns: more than one number if branches differ."""
+    counts: set[int] = set()
+    for statement in source.forward:
+        for node in statement.walk():
+            if not isinstance(node, Return):
+                continue
+            value = node.values[0]
+            called = value.classes if len(node.values) == 1 and isinstance(value, ModuleInvocation) else ()
+            inside = [classes[name] for name in called if name in classes and classes[name] is not source]
+            counts |= (
+                {len(node.values)}
+                if not inside
+                else {count for each in inside for count in _result_counts(each, classes)}
+            )
+    return counts or {1}
 
 
 def _apply_lines(constants: Sequence[RegisterConstant]) -> list[str]:
@@ -157,7 +195,11 @@ def _imports(classes: Sequence[ClassSource], libraries: Mapping[str, str]) -> li
     for namespace, module in libraries.items():
         if any(name.startswith(f"torch.ops.{namespace}.") for name in names):
             imports[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"
-    return [*(imports[module] for module in sorted(imports)), "from torch import nn"]
+    has_forward = any(source.forward for source in classes)
+    return [
+        *(imports[module] for module in sorted(imports)),
+        f"from torch import {'Tensor, ' if has_forward else ''}nn",
+    ]
 
 
 def _import_order(name: str) -> tuple[int, list[tuple[int, str]]]:

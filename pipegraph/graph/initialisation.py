@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipegraph.graph.internals import storage_identity
+from pipegraph.graph.internals import initialise_of_transformers, reset_parameters, storage_identity
 
 _MARK = "_pipegraph_initialisation"
 
@@ -91,7 +92,7 @@ def initialisation_of(model: nn.Module) -> dict[int, Initialisation]:
     with torch.random.fork_rng(devices=[]):
         for module in reversed(list(model.modules())):
             if _is_of_torch(module):
-                usual |= _initialised(module, _reset)
+                usual |= _initialised(module, reset_parameters)
             if len(marked) < len(owners):
                 asked |= _asked(model, module)
     found: dict[int, Initialisation] = {}
@@ -122,15 +123,11 @@ def _constant(parameter: nn.Parameter) -> Initialisation | None:
 
 def _asked(model: nn.Module, module: nn.Module) -> dict[int, Initialisation]:
     """What a module's own function does, and what the model does to it afterwards, by the parameters' ids."""
-    found = _initialised(module, _reset)
+    found = _initialised(module, reset_parameters)
     transformers: Any = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
-        found |= _initialised(module, model._init_weights)
+        found |= _initialised(module, partial(initialise_of_transformers, model))
     return found
-
-
-def _reset(module: Any) -> None:
-    module.reset_parameters() if hasattr(module, "reset_parameters") else module._reset_parameters()
 
 
 def _initialised(module: nn.Module, function: Callable[[Any], Any]) -> dict[int, Initialisation]:
@@ -138,8 +135,6 @@ def _initialised(module: nn.Module, function: Callable[[Any], Any]) -> dict[int,
 
     Nothing is known if it raises an error, because it takes something else or reads values.
     """
-    if function is _reset and not (hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")):
-        return {}
     recorder = _Recorder()
     twins = {id(each): nn.Parameter(_on_meta(each), each.requires_grad) for each in module.parameters()}
     held: dict[int, Any] = {**twins, **{id(each): _on_meta(each) for each in module.buffers()}}
@@ -157,7 +152,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 # Functions whose result has the values of their argument.
-_COPIES = {"to", "clone", "detach", "contiguous", "float", "half", "bfloat16", "double", "cpu", "cuda", "type"}
+_COPIES = {"to", "clone", "detach", "contiguous", "float", "half", "bfloat16", "double", "type"}
 _SCALE = {"mul", "__mul__", "__rmul__", "mul_", "__imul__"}
 _DIVIDE = {"div", "__truediv__", "true_divide", "div_", "__itruediv__"}
 

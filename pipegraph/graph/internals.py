@@ -75,6 +75,18 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def reset_parameters(module: torch.nn.Module) -> None:
+    """Initialise what a module holds, if its class can. ``nn.MultiheadAttention`` has no public method for it."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def initialise_of_transformers(model: Any, module: torch.nn.Module) -> None:
+    """Initialise one module as a model of transformers does. What is public does so for all modules, and then once."""
+    model._init_weights(module)
+
+
 def values_of(tensor: torch.Tensor) -> bytes | None:
     """The values of a tensor, also while a mode without memory is active; None if it has none.
 

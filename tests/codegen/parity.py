@@ -48,7 +48,7 @@ def source(package: Package) -> str:
 def forward_lines(package: Package, stage: int = 0) -> list[str]:
     """The body of a stage's ``forward``, without its indentation."""
     text = (package.path / f"stage_{stage}.py").read_text(encoding="utf-8")
-    body = text.split("def forward(")[1].split("):\n", 1)[1]
+    body = text.split("def forward(")[1].split(":\n", 1)[1]
     return [line.removeprefix(" " * 8) for line in body.splitlines()]
 
 

@@ -141,7 +141,8 @@ def test_arguments_that_some_calls_leave_out_are_optional(tmp_path: Path) -> Non
     model = Translator()
     package = split(tmp_path, model, TRANSLATION)
     assert classes(tmp_path) == ["Attention", "Layer"]
-    assert "def forward(self, x, mask=None, memory=None):" in blocks(tmp_path)
+    signature = "def forward(self, x: Tensor, mask: Tensor | None = None, memory: Tensor | None = None) -> Tensor:"
+    assert signature in blocks(tmp_path)
     # What stands for the other argument if that is left out is said once.
     assert "        if memory is None:\n            memory = x\n" in blocks(tmp_path)
     assert differences(package, model, TRANSLATION, train=True) == []

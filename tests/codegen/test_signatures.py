@@ -50,7 +50,7 @@ class Joined(nn.Module):
 def test_a_class_takes_and_returns_what_its_module_does(tmp_path: Path) -> None:
     model = Joined()
     package = split(tmp_path, model, INPUTS, cut="up.1")
-    assert "def forward(self, x, skip, scale):" in source(package)
+    assert "def forward(self, x: Tensor, skip: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:" in source(package)
     assert "        return joined * scale, gate\n" in source(package)
     assert "x, gate = self.up[0](x, skip_2, factor)" in forward_lines(package)
     assert differences(package, model, INPUTS) == []
@@ -61,7 +61,7 @@ def test_a_stage_calls_what_it_takes_as_its_modules_do(tmp_path: Path) -> None:
     package = split(tmp_path, Joined(), INPUTS, cut="up.1")
     assert package.manifest.stages[1].inputs == ("factor", "x", "x_1", "x_2")
     text = (package.path / "stage_1.py").read_text()
-    assert "def forward(self, factor, skip, skip_1, x):" in text
+    assert "def forward(self, factor: Tensor, skip: Tensor, skip_1: Tensor, x: Tensor) -> Tensor:" in text
     assert "factor f32[8], skip f32[batch, 8], skip_1 f32[batch, 8], x f32[batch, 8] → x f32[batch, 8]" in text
     assert "x_1" not in text
 

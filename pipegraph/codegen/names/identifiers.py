@@ -9,7 +9,11 @@ from collections.abc import Container, Iterator
 from itertools import accumulate
 
 # Names that generated source uses; a local variable must not shadow them.
-_RESERVED = frozenset({"torch", "nn", "F", "self", "str", "float", "range", "getattr", "super", "slice", "bool", "int"})
+# What generated code imports, calls or reads.
+_RESERVED = frozenset(
+    {"torch", "nn", "F", "Tensor", "OrderedDict", "partial", "self", "super", "getattr", "setattr", "str", "float"}
+    | {"int", "bool", "complex", "slice", "range", "enumerate", "zip", "reversed", "len", "min", "max", "tuple"}
+)
 
 # Names of the classes of stages. Their files import the other classes.
 _STAGE = re.compile(r"Stage\d+")

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 
 class LlamaRotaryEmbedding(nn.Module):
@@ -16,7 +16,7 @@ class LlamaRotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", torch.empty(8), persistent=False)
         self.register_buffer("original_inv_freq", torch.empty(8), persistent=False)
 
-    def forward(self, position_ids):
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         freqs = position_ids.unsqueeze(2).to(torch.float32) * self.inv_freq.to(torch.float32)
         emb = torch.cat([freqs, freqs], dim=-1)
         cos = emb.cos()
@@ -35,7 +35,7 @@ class LlamaRMSNorm(nn.Module):
         self.variance_epsilon = 1e-05
         self.weight = nn.Parameter(torch.ones(128))
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         hidden_states_1 = hidden_states.to(torch.float32)
         variance = (hidden_states_1**2).mean(-1, keepdim=True)
         return self.weight * (hidden_states_1 * (variance + self.variance_epsilon).rsqrt()).to(hidden_states.dtype)
@@ -56,7 +56,7 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(128, 64, bias=False)
         self.o_proj = nn.Linear(128, 128, bias=False)
 
-    def forward(self, hidden_states, cos, sin):
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         query_states = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         key_states = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         value_states = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -83,7 +83,7 @@ class LlamaMLP(nn.Module):
         self.up_proj = nn.Linear(128, 352, bias=False)
         self.down_proj = nn.Linear(352, 128, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -101,6 +101,6 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm()
         self.post_attention_layernorm = LlamaRMSNorm()
 
-    def forward(self, hidden_states, cos, sin):
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), cos, sin)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))

@@ -1,7 +1,7 @@
 """Stage 0 of 3 of LlamaForCausalLM (hf:config.json)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -21,7 +21,7 @@ class Stage0(nn.Module):
         self.model.layers = nn.ModuleList([LlamaDecoderLayer() for _ in range(2)])
         self.model.rotary_emb = LlamaRotaryEmbedding()
 
-    def forward(self, input_ids):
+    def forward(self, input_ids: Tensor) -> Tensor:
         inputs_embeds = self.model.embed_tokens(input_ids)
         position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)

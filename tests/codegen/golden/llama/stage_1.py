@@ -1,7 +1,7 @@
 """Stage 1 of 3 of LlamaForCausalLM (hf:config.json)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -19,7 +19,7 @@ class Stage1(nn.Module):
         self.model.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(2, 5)})
         self.model.rotary_emb = LlamaRotaryEmbedding()
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():

@@ -1,7 +1,7 @@
 """Stage 2 of 3 of LlamaForCausalLM (hf:config.json)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -22,7 +22,7 @@ class Stage2(nn.Module):
         self.model.rotary_emb = LlamaRotaryEmbedding()
         self.lm_head = nn.Linear(128, 2048, bias=False)
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():

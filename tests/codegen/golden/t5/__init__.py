@@ -1,6 +1,9 @@
 """Translator (t5.py) in 3 stages, written by pipegraph 0.1.0."""
 
+from os import PathLike
+
 import torch
+from torch import nn
 
 from .stage_0 import Stage0
 from .stage_1 import Stage1
@@ -13,7 +16,7 @@ NUM_STAGES = 3
 _STAGES = (Stage0, Stage1, Stage2)
 
 
-def load_stage(index, device="cpu", weights=True):
+def load_stage(index: int, device: str | torch.device = "cpu", weights: bool | str | PathLike[str] = True) -> nn.Module:
     """Build stage `index` on `device`, in the mode (training or evaluation) that the model was in.
 
     With `weights`, parameters are read from the safetensors files of this folder. If `weights` is a path, parameters

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 
 class T5LayerNorm(nn.Module):
@@ -16,7 +16,7 @@ class T5LayerNorm(nn.Module):
         self.variance_epsilon = 1e-06
         self.weight = nn.Parameter(torch.ones(32))
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         variance = (hidden_states.to(torch.float32) ** 2).mean(-1, keepdim=True)
         hidden_states = (hidden_states * (variance + self.variance_epsilon).rsqrt()).to(hidden_states.dtype)
         return self.weight * hidden_states
@@ -45,7 +45,13 @@ class T5Attention(nn.Module):
         if has_relative_attention_bias:
             self.relative_attention_bias = nn.Embedding(8, 4)
 
-    def forward(self, hidden_states, mask=None, position_bias=None, key_value_states=None):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         has_key_value_states = key_value_states is not None
         if key_value_states is None:
             key_value_states = hidden_states
@@ -129,7 +135,9 @@ class T5LayerSelfAttention(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states, attention_mask=None, position_bias=None):
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         has_position_bias = position_bias is not None
         normed_hidden_states = self.layer_norm(hidden_states)
         if position_bias is not None:
@@ -155,7 +163,7 @@ class T5DenseActDense(nn.Module):
         self.dropout = nn.Dropout(p=0.0)
         self.act = nn.ReLU()
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         hidden_states = self.wi(hidden_states)
         hidden_states = self.act(hidden_states)
         hidden_states = self.dropout(hidden_states)
@@ -174,7 +182,7 @@ class T5LayerFF(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         forwarded_states = self.layer_norm(hidden_states)
         forwarded_states = self.DenseReluDense(forwarded_states)
         return hidden_states + self.dropout(forwarded_states)
@@ -196,12 +204,12 @@ class T5Block(nn.Module):
 
     def forward(
         self,
-        hidden_states,
-        attention_mask=None,
-        encoder_hidden_states=None,
-        position_bias=None,
-        encoder_decoder_position_bias=None,
-    ):
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        encoder_decoder_position_bias: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if position_bias is not None:
             hidden_states = self.layer[0](hidden_states, attention_mask, position_bias)
             if encoder_hidden_states is not None:
@@ -229,7 +237,7 @@ class T5LayerCrossAttention(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states, key_value_states, position_bias=None):
+    def forward(self, hidden_states: Tensor, key_value_states: Tensor, position_bias: Tensor | None = None) -> Tensor:
         normed_hidden_states = self.layer_norm(hidden_states)
         attention_output = self.EncDecAttention(
             normed_hidden_states, position_bias=position_bias, key_value_states=key_value_states

@@ -1,6 +1,6 @@
 """Stage 0 of 3 of Translator (t5.py)."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import T5Block, T5LayerFF, T5LayerSelfAttention
 
@@ -39,7 +39,7 @@ class Stage0(nn.Module):
         self.t5.encoder.dropout = nn.Dropout(p=0.0)
         self.t5.encoder.embed_tokens.weight = self.t5.shared.weight
 
-    def forward(self, input_ids):
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         inputs_embeds = self.t5.encoder.embed_tokens(input_ids)
         hidden_states = self.t5.encoder.dropout(inputs_embeds)
         hidden_states, self_attention_position_bias = self.t5.encoder.block[0](hidden_states)

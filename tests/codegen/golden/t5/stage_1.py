@@ -1,7 +1,7 @@
 """Stage 1 of 3 of Translator (t5.py)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import T5Block, T5LayerCrossAttention, T5LayerFF, T5LayerNorm, T5LayerSelfAttention
 
@@ -46,7 +46,9 @@ class Stage1(nn.Module):
         )
         self.t5.decoder.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, decoder_input_ids, self_attention_position_bias, hidden_states):
+    def forward(
+        self, decoder_input_ids: Tensor, self_attention_position_bias: Tensor, hidden_states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         hidden_states = self.t5.encoder.block["2"](hidden_states, position_bias=self_attention_position_bias)
         hidden_states = self.t5.encoder.final_layer_norm(hidden_states)
         encoder_hidden_states = self.t5.encoder.dropout(hidden_states)

@@ -1,7 +1,7 @@
 """Stage 2 of 3 of Translator (t5.py)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import T5Block, T5LayerCrossAttention, T5LayerFF, T5LayerNorm, T5LayerSelfAttention
 
@@ -32,7 +32,9 @@ class Stage2(nn.Module):
         self.t5.decoder.dropout = nn.Dropout(p=0.0)
         self.t5.lm_head = nn.Linear(32, 89, bias=False)
 
-    def forward(self, encoder_hidden_states, self_attention_position_bias, hidden_states):
+    def forward(
+        self, encoder_hidden_states: Tensor, self_attention_position_bias: Tensor, hidden_states: Tensor
+    ) -> Tensor:
         ones = torch.ones(
             self_attention_position_bias.shape[2],
             self_attention_position_bias.shape[2],

@@ -1,7 +1,7 @@
 """The blocks that the stages of Transformer (transformer.py) share."""
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 
 class TransformerDecoderLayer(nn.Module):
@@ -21,7 +21,7 @@ class TransformerDecoderLayer(nn.Module):
         self.dropout2 = nn.Dropout(p=0.0)
         self.dropout3 = nn.Dropout(p=0.0)
 
-    def forward(self, tgt):
+    def forward(self, tgt: Tensor) -> Tensor:
         x = self.norm1(tgt + self.dropout1(self.self_attn(tgt, tgt, tgt, need_weights=False)[0]))
         x = self.norm2(x + self.dropout2(self.multihead_attn(x, tgt, tgt, need_weights=False)[0]))
         return self.norm3(x + self.dropout3(self.linear2(self.dropout(F.relu(self.linear1(x))))))

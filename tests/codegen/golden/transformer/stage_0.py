@@ -1,6 +1,6 @@
 """Stage 0 of 2 of Transformer (transformer.py)."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import TransformerDecoderLayer
 
@@ -17,7 +17,7 @@ class Stage0(nn.Module):
         self.tok_embeddings = nn.Embedding(10000, 512)
         self.layers = nn.ModuleDict({str(i): TransformerDecoderLayer() for i in range(4)})
 
-    def forward(self, tokens):
+    def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             h = layer(h)

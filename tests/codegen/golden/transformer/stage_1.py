@@ -1,6 +1,6 @@
 """Stage 1 of 2 of Transformer (transformer.py)."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import TransformerDecoderLayer
 
@@ -18,7 +18,7 @@ class Stage1(nn.Module):
         self.norm = nn.LayerNorm(512)
         self.output = nn.Linear(512, 10000)
 
-    def forward(self, h):
+    def forward(self, h: Tensor) -> Tensor:
         for layer in self.layers.values():
             h = layer(h)
         return self.output(self.norm(h))

@@ -1,7 +1,7 @@
 """The blocks that the stages of UNet (unet.py) share."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class DoubleConvolution(nn.Sequential):
@@ -33,5 +33,5 @@ class Up(nn.Module):
         self.upsample = nn.ConvTranspose2d(in_channels, out_channels, 2, stride=2)
         self.convolution = DoubleConvolution(in_channels, out_channels)
 
-    def forward(self, x, skip):
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         return self.convolution(torch.cat([skip, self.upsample(x)], dim=1))

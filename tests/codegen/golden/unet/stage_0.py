@@ -1,6 +1,6 @@
 """Stage 0 of 3 of UNet (unet.py)."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import DoubleConvolution
 
@@ -19,7 +19,7 @@ class Stage0(nn.Module):
         self.down = nn.ModuleList([DoubleConvolution(3, 16), DoubleConvolution(16, 32)])
         self.pool = nn.MaxPool2d(2, stride=2)
 
-    def forward(self, images):
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         skip = self.down[0](images)
         x = self.pool(skip)
         skip_1 = self.down[1](x)

@@ -1,6 +1,6 @@
 """Stage 1 of 3 of UNet (unet.py)."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import DoubleConvolution, Up
 
@@ -19,6 +19,6 @@ class Stage1(nn.Module):
         self.bottom = DoubleConvolution(64, 128)
         self.up = nn.ModuleList([Up(128, 64)])
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x = self.down["2"](x)
         return self.up[0](self.bottom(self.pool(x)), x)

@@ -1,6 +1,6 @@
 """Stage 2 of 3 of UNet (unet.py)."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from .blocks import Up
 
@@ -18,7 +18,7 @@ class Stage2(nn.Module):
         self.up = nn.ModuleDict({"1": Up(64, 32), "2": Up(32, 16)})
         self.head = nn.Conv2d(16, 4, 1)
 
-    def forward(self, skip, skip_1, x):
+    def forward(self, skip: Tensor, skip_1: Tensor, x: Tensor) -> Tensor:
         x = self.up["1"](x, skip_1)
         x = self.up["2"](x, skip)
         return self.head(x)
