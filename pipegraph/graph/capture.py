@@ -44,6 +44,7 @@ from pipegraph.graph.passes.relax_attention_views import relax_attention_views
 from pipegraph.graph.passes.restore_repeat_interleave import restore_repeat_interleave
 from pipegraph.graph.passes.simplify_masks import simplify_masks
 from pipegraph.graph.passes.tie_casts_to_buffers import tie_casts_to_buffers
+from pipegraph.graph.passes.write_constants import write_constants
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import InputDimension
 from pipegraph.graph.verifier import GraphVerifier, Pass
@@ -62,6 +63,7 @@ PASSES: tuple[Pass, ...] = (
     drop_write_backs,
     functionalize_writes,
     drop_identities,  # again: x + 0 is an identity only when nothing writes into its result any longer
+    write_constants,
     cancel_views,
     drop_contiguous,
     drop_expands,
@@ -162,6 +164,9 @@ def _capture(
             for node in graph.find_nodes(op="get_attr"):  # with constants that only evaluation mode reads
                 state[node.target], tensors[node.target] = both[node.target], both_tensors[node.target]
     next(phases)
+    read = {node.target for node in graph.find_nodes(op="get_attr")}
+    for fqn in [fqn for fqn, entry in state.items() if entry.kind == "constant" and fqn not in read]:
+        del state[fqn], tensors[fqn]
     positional, keywords, constants = inputs_of(exported.program, args, kwargs)
     captured = Captured(
         graph=graph,

@@ -76,6 +76,7 @@ class Captured:
     ========================  ==========================================================================================
     ``val``                   a fake tensor with its shape and dtype, or a tuple of them
     ``kind``                  of state: ``parameter``, ``buffer`` or ``constant``
+    ``value``                 of a constant of one element that the model's code makes: the number
     ``path``                  the module calls it ran in, outermost first, as (call, FQN) pairs
     ``regions``               the ``no_grad`` and ``autocast`` blocks around it, outermost first, as (kind, settings)
     ``other_dtype``           the dtype of ``val`` if the model is converted to another dtype; missing if not known
@@ -165,6 +166,9 @@ def split_point(fqn: str, side: str) -> None:
 
 PIPE_SPLITS = "pipe_splits"
 """Key of a node's metadata: the lines of ``pipe_split()`` that the model ran before it."""
+
+VALUE = "value"
+"""Key of a node's metadata: the number in a constant of one element that the model's code makes at each call."""
 
 BRANCH = "branch"
 """Key of a node's metadata: the `BranchPart` that it is, if one mode runs it and the other does not."""

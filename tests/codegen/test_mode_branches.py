@@ -200,7 +200,7 @@ CASES = {
             a = a * 0.5
 """,
     Tables: """
-            h = self.constant_1
+            h = torch.full((), 0.25, device=x.device)
         h = a + h
         if self.training:
             part = self.table

@@ -21,7 +21,10 @@ from pipegraph.codegen.syntax.expressions import (
     ATOM,
     Attribute,
     Binary,
+    Collection,
     Expression,
+    FunctionCall,
+    Name,
     Subscript,
     call,
     conditional,
@@ -98,10 +101,18 @@ def _subscript(operator: OperatorCall, dim: int, index: Expression) -> Expressio
 
 def index(operator: OperatorCall) -> Subscript | None:
     """``x[:, positions]``."""
-    indices = [part() if each is None else operator.expression(each) for each in operator.arguments["indices"]]
+    indices = [part() if each is None else _index(operator.expression(each)) for each in operator.arguments["indices"]]
     while indices and indices[-1] == part():
         indices.pop()
     return Subscript(operator.expression(operator.arguments["self"]), tuple(indices)) if indices else None
+
+
+def _index(value: Expression) -> Expression:
+    """``[-1]`` for ``torch.full((1,), -1)``."""
+    if not isinstance(value, FunctionCall) or value.function != Name("torch.full"):
+        return value
+    shape, number, *_ = value.arguments
+    return Collection((number.value,), "[]") if shape.value == literal((1,)) else value
 
 
 # ---- functions whose arguments have another order in torch.nn.functional ---------------------------------------------

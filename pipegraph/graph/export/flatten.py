@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.call_arguments import copy_places
-from pipegraph.graph.captured import PIPE_SPLITS, StateEntry
+from pipegraph.graph.captured import PIPE_SPLITS, VALUE, StateEntry
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
 from pipegraph.graph.nodes import source_line
@@ -26,6 +27,8 @@ aten = torch.ops.aten
 _NO_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
 _PIPE_SPLIT = "pippy._pipe_split.default"
+# The line of a constant that the model's code makes and gives a name.
+_ASSIGNED = re.compile(r": (\w+) = torch\.(?:tensor|as_tensor|\w*Tensor)\(")
 
 
 class _Unwritable(NamedTuple):
@@ -76,6 +79,11 @@ class _Flattening:
         self.held: dict[str, fx.Node] = {}
         self.sizes = sizes
         self.pipe_splits: tuple[str, ...] = ()
+        self.called = {
+            fqn
+            for node in exported.graph_module.graph.nodes
+            for fqn, _ in node.meta.get("nn_module_stack", {}).values()
+        }
 
     def run(self) -> tuple[fx.Graph, InputSizes]:
         module = self.exported.graph_module
@@ -96,6 +104,9 @@ class _Flattening:
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             assert spec.target is not None
             placed = self._get_attr(node, self._constant(node, spec.target))
+            tensor = self.exported.constants[spec.target]
+            if "lifted" in spec.target and tensor.numel() == 1 and not tensor.is_meta and not tensor.is_complex():
+                placed.meta[VALUE] = tensor.item()
         else:
             raise CaptureError(
                 f"The model uses {spec.target or node.name}, a {spec.kind.name.lower()} that a stage's source cannot "
@@ -123,14 +134,19 @@ class _Flattening:
             )
         owner, _, name = target.rpartition(".")
         if "lifted" in target:  # a name that export made up
-            name = "constant"
+            assigned = _ASSIGNED.search(source_line(reader)) if reader is not None else None
+            name = assigned[1] if assigned else "constant"
         if "lifted" in target or not owner:
             stack = list(reader.meta.get("nn_module_stack", {}).values()) if reader is not None else []
             owner = stack[-1][0] if stack else ""
         first = f"{owner}.{name}" if owner else name
         fqn, count = first, 0
-        while fqn in self.state:
-            if fqn not in self.held and _is_same_constant(self.state[fqn], self.tensors[fqn], tensor):
+        while fqn in self.state or fqn in self.called:
+            if (
+                fqn in self.state
+                and fqn not in self.held
+                and _is_same_constant(self.state[fqn], self.tensors[fqn], tensor)
+            ):
                 return fqn  # the graph of another mode has it
             count += 1
             fqn = f"{first}_{count}"
