@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.codegen.layers import Row, batch
@@ -55,3 +56,30 @@ def test_a_number_that_is_no_attribute_stays_a_number(tmp_path: Path) -> None:
     assert "x[..., :4]" in text  # in a function, where 4 is not the number of heads
     assert "* 3" in text
     assert "self.number" not in text
+
+
+class Dilated(nn.Module):
+    """Convolves with another dilation in each layer, the first of which is torch's default."""
+
+    def __init__(self, dilation: int, is_last: bool) -> None:
+        super().__init__()
+        self.dilation, self.is_last = dilation, is_last
+        self.weight = nn.Parameter(torch.randn(8, 4, 2))
+        self.residual = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        signal, gate = F.conv1d(F.pad(x, (self.dilation, 0)), self.weight, dilation=self.dilation).chunk(2, dim=1)
+        return signal * gate.sigmoid() if self.is_last else x + self.residual(signal * gate.sigmoid())
+
+
+def test_a_number_is_that_of_the_function_to_which_the_source_gives_it(tmp_path: Path) -> None:
+    """Layers of dilation 1, 2 and 4 are one class, also where the number is the default or that of another argument."""
+    torch.manual_seed(0)
+    model, x = Row([Dilated(1, False), Dilated(2, False), Dilated(4, True)]), batch(3, 4, 16)
+    package = split(tmp_path, model, (x,))
+    text = written(tmp_path)
+    assert text.count("\nclass ") == 1
+    assert "F.pad(x, [self.dilation, 0])" in text
+    assert "dilation=[self.dilation]" in text
+    assert ".chunk(2, dim=1)" in text
+    assert differences(package, model, (x,), train=True) == []

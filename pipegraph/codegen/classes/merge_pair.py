@@ -19,6 +19,7 @@ from pipegraph.codegen.classes.unify import (
     is_module,
     is_value,
     opened,
+    with_numbers_of,
 )
 from pipegraph.codegen.syntax.expressions import (
     SELF,
@@ -124,7 +125,7 @@ class TooManyArgumentsError(Exception):
 class _PairMerger:
     def __init__(self, first: ClassSource, second: ClassSource, signatures: Mapping[str, Sequence[str]]) -> None:
         self._members = first, second
-        self._opened = opened(first, 0), opened(second, 1)
+        self._opened = opened(with_numbers_of(first, second), 0), opened(with_numbers_of(second, first), 1)
         self._only = _only(first, second)
         self._unifier = Unifier(self._only, signatures, {**first.substitutes, **second.substitutes})
         self._optional_modules: list[Condition] = []

@@ -96,6 +96,25 @@ def opened(source: ClassSource, side: int) -> ClassSource:
     return replace(source, init=init, forward=forward)
 
 
+def with_numbers_of(source: ClassSource, other: ClassSource) -> ClassSource:
+    """A class with numbers in place of ``self.size``, if the constructor of another one is given that number."""
+    given = {name for each in other.init if (name := stored_name(each, other.init_parameters)) is not None}
+    numbers = {
+        each.targets[0]: each.value
+        for each in source.init
+        if isinstance(each, Assign) and isinstance(each.value, Literal) and each.value.is_number
+        if isinstance(each.targets[0], Attribute) and each.targets[0].name in given - other.init_modules
+    }
+    if not numbers:
+        return source
+
+    def read(node: Any) -> Any:
+        return numbers[node] if node in numbers else node.rebuilt(read)
+
+    kept = (each for each in source.init if not (isinstance(each, Assign) and each.targets[0] in numbers))
+    return replace(source, init=tuple(kept), forward=tuple(map(read, source.forward)))
+
+
 def assigned_names(statements: Iterable[Statement]) -> set[str]:
     """The variables that statements assign."""
     names: set[str] = set()

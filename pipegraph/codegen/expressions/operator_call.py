@@ -99,10 +99,10 @@ class OperatorCall:
         schema = schema_arguments(self.target)
         order = {entry.name: position for position, entry in enumerate(schema)}
         for entry in schema:
-            if entry.name not in self.arguments and isinstance(entry.default_value, (bool, int, float)):
+            if entry.name not in self.arguments and _is_number(entry.default_value):
                 before = (order.get(each.name, -1) < order[entry.name] for each in complete)
                 place = max((position for position, is_before in enumerate(before, 1) if is_before), default=0)
-                complete.insert(place, Argument(literal(entry.default_value), entry.name, Passing.DEFAULT))
+                complete.insert(place, Argument(self.expression(entry.default_value), entry.name, Passing.DEFAULT))
         return tuple(complete)
 
     def method(self, owner: Any, name: str, *positional: Any, **named: Any) -> FunctionCall:
@@ -112,6 +112,12 @@ class OperatorCall:
 
     def _expressions(self, named: dict[str, Any]) -> dict[str, Expression]:
         return {name: self.expression(argument) for name, argument in named.items()}
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a default is a number, or a list of them."""
+    numbers = value if isinstance(value, list) and value else [value]
+    return all(isinstance(number, (bool, int, float)) for number in numbers)
 
 
 def follows_mode(node: fx.Node, argument: str, value: Any) -> bool:

@@ -11,7 +11,17 @@ from torch import fx
 
 from pipegraph.codegen.names.identifiers import is_plain
 from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
-from pipegraph.codegen.syntax.expressions import SELF, Argument, Attribute, Binary, Expression, Literal, literal, unary
+from pipegraph.codegen.syntax.expressions import (
+    SELF,
+    Argument,
+    Attribute,
+    Binary,
+    Expression,
+    FunctionCall,
+    Literal,
+    literal,
+    unary,
+)
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import path_of
 
@@ -54,7 +64,7 @@ class ModuleNumbers:
             name: value for name, value in self._attributes.items() if all(each.get(name) == value for each in alike)
         }
         found: dict[str, Expression | None] = {}
-        for value, expression in _expressions(source.of_forward(fqn), constant):
+        for value, expression, _ in _expressions(source.of_forward(fqn), constant):
             text = literal(value).text
             if found.setdefault(text, expression) != expression or abs(value) in _COMMON:
                 found[text] = None  # it may be another number
@@ -79,9 +89,12 @@ class ModuleNumbers:
         statements = self._source.of_operation(node)
         if statements and path_of(node)[-1:] and path_of(node)[-1][1] == self._fqn:
             texts = [each.text for each in expression.walk() if isinstance(each, Literal)]
-            for value, found in _expressions(statements[-1:], self._attributes):
+            written = {*_plain_numbers(statements[-1].tree, self._attributes)}
+            for value, found, function in _expressions(statements[-1:], self._attributes):
                 text = literal(value).text
-                if abs(value) not in _COMMON or texts.count(text) == 1:
+                # Of `pad(x, (self.dilation, 0)).chunk(2, dim=1)` it is the argument of `pad`, if that is 1 as well.
+                is_meant = value not in written or function == _function_name(expression)
+                if is_meant and (abs(value) not in _COMMON or texts.count(text) == 1):
                     numbers[text] = found
 
         def walk(part: Any) -> Any:
@@ -109,17 +122,35 @@ def _numbers(attributes: Mapping[str, object]) -> dict[str, Number]:
 
 def _expressions(
     statements: Iterable[SourceStatement], attributes: Mapping[str, Number]
-) -> Iterator[tuple[Number, Expression]]:
-    """The parts of statements that are computed from attributes and numbers alone, the whole before its parts."""
+) -> Iterator[tuple[Number, Expression, str]]:
+    """The parts of statements that are computed from attributes and numbers alone, the whole before its parts, and the
+    name of the function that each is an argument of."""
     for statement in statements:
-        waiting: list[ast.AST] = [statement.tree]
+        waiting: list[tuple[ast.AST, str]] = [(statement.tree, "")]
         while waiting:
-            node = waiting.pop(0)
+            node, function = waiting.pop(0)
             found = _evaluated(node, attributes) if isinstance(node, ast.expr) else None
             if found is None:
-                waiting += ast.iter_child_nodes(node)
+                called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else function
+                parts = ast.iter_child_nodes(node)
+                waiting += [(part, function if part is getattr(node, "func", None) else called) for part in parts]
             elif any(isinstance(part, Attribute) for part in found[1].walk()):
-                yield found
+                yield *found, function
+
+
+def _plain_numbers(tree: ast.AST, attributes: Mapping[str, Number]) -> Iterator[Number]:
+    """The numbers of a statement that are not computed from attributes."""
+    found = _evaluated(tree, attributes) if isinstance(tree, ast.expr) else None
+    if found is None:
+        for part in ast.iter_child_nodes(tree):
+            yield from _plain_numbers(part, attributes)
+    elif isinstance(found[1], Literal):
+        yield found[0]
+
+
+def _function_name(expression: Expression) -> str:
+    """``pad`` of ``F.pad(…)``, and of a method likewise."""
+    return expression.function.text.rpartition(".")[2] if isinstance(expression, FunctionCall) else ""
 
 
 def _evaluated(node: ast.expr, attributes: Mapping[str, Number]) -> tuple[Number, Expression] | None:
