@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, fx, nn
 from pipegraph.dump import dump
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.export.device_branches import device_branch
 from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
 from pipegraph.graph.export.fixed_sizes import fixed_sizes
 from pipegraph.graph.export.flatten import flatten
@@ -148,6 +150,13 @@ def _capture(
             fixed = None if is_known else (exported.fixed or frozenset()) | error.dimensions
             exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative)
     dump("export", lambda: str(exported.program))
+    branch = device_branch(model, exported.mode, args, kwargs)
+    if branch is not None:
+        warnings.warn(
+            f"{type(model).__name__} does something else on another kind of device: it {branch}. The stages do what "
+            "was captured.",
+            stacklevel=4,
+        )
     fixed_dimensions = dict(fixed_sizes(exported, sizes, wanted))
     training = exported.mode[model]
     mark_dtypes(graph, exported, model, args, kwargs)

@@ -14,7 +14,11 @@ from pipegraph.graph.internals import fake_mode_of, new_fake_mode, pytree
 
 @contextmanager
 def fake_parameters(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Put fake tensors in the place of the model's parameters while it is exported, and give fake inputs.
 
@@ -24,13 +28,13 @@ def fake_parameters(
     parameters stay tied.
 
     With ``dtype`` the model is traced as it is after ``model.to(dtype)``, on inputs of that dtype: parameters, buffers
-    and inputs of floating point have it.
+    and inputs of floating point have it. With ``device`` it is traced as if all of them were there.
     """
     mode = new_fake_mode()
-    device = _device(args, kwargs)
+    stood_for = _device(args, kwargs)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        where = device if tensor.device.type == "meta" else tensor.device
+        where = device or (stood_for if tensor.device.type == "meta" else tensor.device)
         with mode:
             own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=own, device=where)
@@ -46,7 +50,7 @@ def fake_parameters(
                     twins[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
                 replaced.append((module, name, parameter))
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                if buffer.device.type == "meta":
+                if buffer.device.type == "meta" or device is not None:
                     replaced.append((module, name, buffer))
                     twins[id(buffer)] = fake(buffer)
                 elif dtype is not None and buffer.is_floating_point():
