@@ -294,6 +294,20 @@ def classes(text: str) -> list[str]:
     return [line.split("(")[0].removeprefix("class ") for line in text.splitlines() if line.startswith("class ")]
 
 
+@pytest.mark.parametrize(
+    ("case", "functions"),
+    [
+        ("recurrences", ["torch.lstm(", "torch.gru(", "torch.rnn_relu("]),
+        ("weight normalisation", ["torch._weight_norm("]),
+    ],
+)
+def test_operators_without_a_module_are_functions_of_torch(case: str, functions: list[str], tmp_path: Path) -> None:
+    build, cut, args = CASES[case]
+    text = source(split(tmp_path, build(), tuple(args), cut=cut))
+    assert [function for function in functions if function not in text] == []
+    assert "torch.ops" not in text
+
+
 def test_equal_layers_share_one_class(tmp_path: Path) -> None:
     package = split(tmp_path, Nested(), (batch(),), cut="n")
     assert classes(source(package)) == ["Block", "Inner", "Middle", "Stage0", "Stage1"]

@@ -124,7 +124,8 @@ def _signature(value: Any) -> Any:
 
 
 def _by_overload(called: OperatorCall) -> FunctionCall:
-    """``torch.ops.aten.name.overload(…)``, which takes the arguments as they are in the graph."""
+    """``torch.name(…)``, such as ``torch.lstm``, or ``torch.ops.aten.name.overload(…)``, with all arguments as in the
+    graph."""
     node, target = called.node, called.target
     positional: list[Expression] = []
     named: dict[str, Expression] = {}
@@ -134,6 +135,10 @@ def _by_overload(called: OperatorCall) -> FunctionCall:
             positional.append(called.expression(TRAINING if follows_mode(node, argument.name, value) else value))
         elif argument.name in node.kwargs and argument.name != "pin_memory":
             named[argument.name] = called.expression(node.kwargs[argument.name])
+    own = called.name if target.namespace == "aten" and not called.name.endswith("_") else ""
+    function = getattr(torch, own, None) if own else None
+    if function is not None and _returns_the_same(node, function, node.args, dict(node.kwargs)):
+        return call(f"torch.{own}", *positional, **named)
     return call(".".join(("torch.ops", target.namespace, *operator_name(target))), *positional, **named)
 
 
