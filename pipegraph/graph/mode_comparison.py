@@ -272,10 +272,15 @@ def _does_something(item: _Item) -> bool:
 def _is_transparent(node: fx.Node) -> bool:
     """Return whether an operation may be left out of evaluation mode.
 
-    Such are a dropout that follows the mode, and ``contiguous()``, if the mode's kernel left nothing to rearrange.
+    Such are a dropout that follows the mode, and ``contiguous()`` of an attention: the kernel of a mode may leave
+    nothing to rearrange.
     """
-    follows = operator_of(node).dropout and not node.meta["in_every_mode"]
-    return follows or node.target is aten.contiguous.default
+    if node.target is aten.contiguous.default:
+        source = node.args[0]
+        while isinstance(source, fx.Node) and operator_of(source).view is not None:
+            source = source.args[0]
+        return isinstance(source, fx.Node) and operator_of(source).spelling == "attention"
+    return operator_of(node).dropout and not node.meta["in_every_mode"]
 
 
 def _drops_or_trains(node: fx.Node) -> bool:

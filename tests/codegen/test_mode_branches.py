@@ -84,6 +84,16 @@ class Tables(Layers):
         return h * (self.table if self.training else self.other)
 
 
+class Rearranges(Layers):
+    """Copies in training alone, as a VAE of diffusers does. The values are the same, and the order of sums is not."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        h = h.exp().t()
+        if self.training:
+            h = h.contiguous()
+        return h.sin().t()
+
+
 class DropsInTraining(Layers):
     def middle(self, h: Tensor) -> Tensor:
         return F.dropout(h.tanh(), 0.5, self.training) if self.training else h
@@ -207,6 +217,10 @@ CASES = {
         else:
             part = self.other
         return h * part
+""",
+    Rearranges: """
+        if self.training:
+            h = h.contiguous()
 """,
     DropsInTraining: """
         if self.training:
