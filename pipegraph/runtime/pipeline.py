@@ -173,9 +173,15 @@ class Pipeline:
         Raises:
             BatchError: a shape or dtype is not the package's. Nothing was sent.
             ScheduleError: the schedule cannot have so many microbatches. Nothing was sent.
+            PipegraphError: ``torch.inference_mode()`` is on. Nothing was sent.
             RuntimeFault: this rank or another one failed.
         """
         with_loss, trains = self._loss_fn is not None, self.schedule.trains
+        if trains and torch.is_inference_mode_enabled():
+            raise PipegraphError(
+                "step() under torch.inference_mode() would train nothing: no gradient is kept there.\n"
+                "Try: step() outside it, or eval() for the outputs."
+            )
         given, results = self._run(
             args, kwargs, target, microbatches, with_loss, return_outputs, evaluates=False, trains=trains
         )

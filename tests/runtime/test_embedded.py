@@ -152,6 +152,16 @@ def test_the_grad_mode_of_the_caller_does_not_matter(tmp_path: Path) -> None:
     assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
+def test_inference_mode_would_train_nothing(tmp_path: Path) -> None:
+    """Every gradient would stay as it was, without an error."""
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
+    x, target = torch.ones(2, 8), torch.zeros(2)
+    with torch.inference_mode(), pytest.raises(PipegraphError, match=r"inference_mode.*\nTry: .*eval\(\)"):
+        pipe.step(x, target=target)
+    pipe.step(x, target=target)
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
 def test_a_stage_that_fails_is_named_and_the_next_step_is_whole(tmp_path: Path) -> None:
     pipe = pipeline(write(chain(3), tmp_path / "chain"), schedule="gpipe", microbatches=4, loss_fn=loss)
     calls = []
