@@ -211,6 +211,8 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -
     print("\n".join(map(one_line, planned.describe())))
     for size in planned.captured.sizes.fixed:
         print(one_line(str(size)))
+    if planned.captured.device_branch:
+        print(one_line(f"The model {planned.captured.device_branch}. The stages do what it does here."))
     if planned.prediction is not None:
         print(render_prediction_summary(planned.prediction))
     if folder is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -150,13 +149,6 @@ def _capture(
             fixed = None if is_known else (exported.fixed or frozenset()) | error.dimensions
             exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative)
     dump("export", lambda: str(exported.program))
-    branch = device_branch(model, exported.mode, args, kwargs)
-    if branch is not None:
-        warnings.warn(
-            f"{type(model).__name__} does something else on another kind of device: it {branch}. The stages do what "
-            "was captured.",
-            stacklevel=4,
-        )
     fixed_dimensions = dict(fixed_sizes(exported, sizes, wanted))
     training = exported.mode[model]
     mark_dtypes(graph, exported, model, args, kwargs)
@@ -192,6 +184,7 @@ def _capture(
             fixed=tuple(fixed_dimensions.values()),
         ),
         training=training,
+        device_branch=device_branch(model, exported.mode, args, kwargs),
     )
     captured = replace(captured, segments=find_segments(captured))
     dump("segments", lambda: segments_text(captured))

@@ -100,6 +100,8 @@ class Captured:
         sizes: the sizes of inputs that vary, and what the graph takes for granted of them.
         training: mode in which the graph was captured.
         segments: the chain of repeated layers and their neighbours.
+        device_branch: what the model does otherwise on another kind of device than here, with the lines; empty if it
+            does the same. The stages do what it does here.
     """
 
     graph: fx.Graph = field(repr=False)
@@ -114,6 +116,7 @@ class Captured:
     sizes: SizeLimits
     training: bool = True
     segments: tuple[Segment, ...] = ()
+    device_branch: str = ""
 
     @cached_property
     def nodes(self) -> tuple[fx.Node, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipegraph
+from pipegraph.cli import main
 from tests.codegen.layers import batch
 
 
@@ -59,17 +61,23 @@ class Moves(Half):
 @pytest.mark.parametrize(
     ("model", "shown"),
     [
-        (Half, r"relu at test_device_branches.py:28 on cpu, and calls half at test_device_branches.py:27 on cuda"),
-        (Unmasked, r"calls \S+ at test_device_branches.py:37 on cpu, and ends on cuda"),
+        (Half, r"calls relu at {file}:\d+ on cpu, and calls half at {file}:\d+ on cuda"),
+        (Unmasked, r"calls \S+ at {file}:\d+ on cpu, and ends on cuda"),
+        (Same, ""),
+        (Moves, ""),
     ],
 )
-def test_a_branch_is_shown_with_its_line(model: type[nn.Module], shown: str) -> None:
-    with pytest.warns(UserWarning, match=shown):
-        pipegraph.capture(model(), (batch(),))
+def test_a_branch_is_shown_with_its_lines(model: type[nn.Module], shown: str) -> None:
+    found = pipegraph.capture(model(), (batch(),)).device_branch
+    assert re.fullmatch(shown.format(file=r"test_device_branches\.py"), found)
 
 
-@pytest.mark.parametrize("model", [Same, Moves])
-def test_what_is_no_branch_is_not_shown(model: type[nn.Module]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pipegraph.capture(model(), (batch(),))
+def test_split_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\nfrom tests.graph.test_device_branches import Half\n\n"
+        "model, example_inputs = nn.Sequential(Half(), Half()), (torch.randn(3, 8),)\n"
+    )
+    with pytest.raises(SystemExit, match="0"):
+        main(["split", str(tmp_path / "model.py"), "--points", "1", "-o", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert re.search(r"The model calls relu at \S+ on cpu, and calls half at \S+ on cuda\. The stages", printed)

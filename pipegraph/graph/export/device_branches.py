@@ -23,7 +23,7 @@ from pipegraph.graph.internals import exporting, pytree
 
 def device_branch(
     model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str | None:
+) -> str:
     """Run a model without memory, as it is and as if it were on the other kind of device: a CPU or a GPU.
 
     Functions of torch are compared, and not the operations below them, which torch itself chooses by the device.
@@ -33,18 +33,18 @@ def device_branch(
         args, kwargs: its inputs; only their shapes, dtypes and devices count.
 
     Returns:
-        what differs first, with its lines; None if nothing does, or if the model cannot run there without memory.
+        what differs first, with its lines; empty if nothing does, or if the model cannot run there without memory.
     """
     devices = {leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
     here, other = ("cuda", "cpu") if "cuda" in devices else ("cpu", "cuda")
     try:
         own, there = (_calls(model, mode, args, kwargs, device) for device in (None, other))
     except Exception:  # a model that moves its tensors to a device by name, say
-        return None
+        return ""
     for one, two in zip_longest(own, there):
         if one is None or two is None or one[0] != two[0]:
             return f"{_described(one)} on {here}, and {_described(two)} on {other}"
-    return None
+    return ""
 
 
 _Calls = list[tuple[str, str]]
