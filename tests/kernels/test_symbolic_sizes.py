@@ -74,9 +74,7 @@ def is_differentiable(value: Any) -> bool:
         ("writes", 0),
         ("batch norm in blocks", 0),
         ("attention", 1),
-        pytest.param(
-            "convolutions", 2, marks=pytest.mark.skipif(TORCH < (2, 13), reason="torch asks if a size is even")
-        ),
+        ("convolutions", 2),
         ("an output that is no tensor", 0),
     ],
 )
@@ -86,7 +84,8 @@ def test_the_third_shape_and_all_others_have_one_kernel(name: str, dim: int, mon
     compare = Comparison(stage)
     for more in (0, 2, 4, 1, 6, 2):
         compare(torch.randn([size + more * (index == dim) for index, size in enumerate(x.shape)]))
-    assert all((count.static, count.symbolic, count.autograd) == (2, 1, 0) for count in compare.counts)
+    symbolic = 2 if name == "convolutions" and TORCH < (2, 13) else 1  # torch 2.11 asks whether a size is even
+    assert all((count.static, count.symbolic, count.autograd) == (2, symbolic, 0) for count in compare.counts)
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
