@@ -18,7 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipegraph.graph.internals import initialise_of_transformers, reset_parameters, storage_identity
+from pipegraph.graph.internals import (
+    can_reset_parameters,
+    initialise_of_transformers,
+    reset_parameters,
+    storage_identity,
+)
 
 _MARK = "_pipegraph_initialisation"
 
@@ -91,7 +96,7 @@ def initialisation_of(model: nn.Module) -> dict[int, Initialisation]:
     asked: dict[int, Initialisation] = {}
     with torch.random.fork_rng(devices=[]):
         for module in reversed(list(model.modules())):
-            if _is_of_torch(module):
+            if _is_of_torch(module) and can_reset_parameters(module):
                 usual |= _initialised(module, reset_parameters)
             if len(marked) < len(owners):
                 asked |= _asked(model, module)
@@ -123,7 +128,7 @@ def _constant(parameter: nn.Parameter) -> Initialisation | None:
 
 def _asked(model: nn.Module, module: nn.Module) -> dict[int, Initialisation]:
     """What a module's own function does, and what the model does to it afterwards, by the parameters' ids."""
-    found = _initialised(module, reset_parameters)
+    found = _initialised(module, reset_parameters) if can_reset_parameters(module) else {}
     transformers: Any = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         found |= _initialised(module, partial(initialise_of_transformers, model))

@@ -75,11 +75,14 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def reset_parameters(module: torch.nn.Module) -> None:
-    """Initialise what a module holds, if its class can. ``nn.MultiheadAttention`` has no public method for it."""
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if callable(reset):
-        reset()
+def can_reset_parameters(module: torch.nn.Module) -> bool:
+    """Return whether a module initialises what it holds. ``nn.MultiheadAttention`` has no public method for it."""
+    return hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")
+
+
+def reset_parameters(module: Any) -> None:
+    """Initialise what a module holds, by the method that `can_reset_parameters` finds."""
+    module.reset_parameters() if hasattr(module, "reset_parameters") else module._reset_parameters()
 
 
 def initialise_of_transformers(model: Any, module: torch.nn.Module) -> None:

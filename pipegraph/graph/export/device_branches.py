@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping
 from functools import cache
 from itertools import zip_longest
@@ -16,9 +15,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import is_user_file
-from pipegraph.graph.export.fake_parameters import active_fake_mode, fake_parameters
-from pipegraph.graph.export.restored_attributes import attributes_restored, buffers_restored
-from pipegraph.graph.internals import exporting, pytree
+from pipegraph.graph.export.operation_record import without_memory
+from pipegraph.graph.internals import pytree
 
 
 def device_branch(
@@ -58,18 +56,10 @@ def _calls(
     model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None
 ) -> _Calls:
     where = None if device is None else torch.device(device, 0) if device != "cpu" else torch.device(device)
-    with (
-        attributes_restored(model),
-        buffers_restored(model),
-        fake_parameters(model, args, kwargs, device=where) as (fake_args, fake_kwargs),
-        exporting(),
-        warnings.catch_warnings(),
-        torch.no_grad(),
-    ):
-        warnings.simplefilter("ignore")
+    with without_memory(model, args, kwargs, where) as (fake_args, fake_kwargs):
         for module, training in mode.items():
             module.training = training
-        with active_fake_mode(model, fake_args, fake_kwargs), _FunctionRecord() as record:
+        with _FunctionRecord() as record:
             model(*fake_args, **fake_kwargs)
     return record.calls
 

@@ -35,7 +35,7 @@ def operations_of_model(
 
     Raises whatever the model raises on tensors without values.
     """
-    with _without_memory(model, args, kwargs) as (fake_args, fake_kwargs):
+    with without_memory(model, args, kwargs) as (fake_args, fake_kwargs):
         for module, training in mode.items():
             module.training = training
         with _OperationRecord(_names(model, (fake_args, fake_kwargs))) as record:
@@ -50,7 +50,7 @@ def operations_of_program(
 
     The operations are those of `operations_of_model` if the program is the model at the sizes of these inputs.
     """
-    with _without_memory(model, args, kwargs) as leaves:
+    with without_memory(model, args, kwargs) as leaves:
         inputs = iter(pytree.tree_leaves(leaves))
 
         def value(spec: InputSpec) -> Any:
@@ -68,13 +68,18 @@ def operations_of_program(
 
 
 @contextmanager
-def _without_memory(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def without_memory(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None = None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Let a model, which is left as it was, run on tensors without memory: here, or as if it were on another device.
+
+    Yields:
+        the inputs to run it on.
+    """
     with (
         attributes_restored(model),
         buffers_restored(model),
-        fake_parameters(model, args, kwargs) as (fake_args, fake_kwargs),
+        fake_parameters(model, args, kwargs, device=device) as (fake_args, fake_kwargs),
         exporting(),
         _refusals_not_logged(),
         warnings.catch_warnings(),

@@ -40,9 +40,10 @@ def initialise(stage):
         for name, parameter in stage.named_parameters():
             name = first_name.get(name, name)
             pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-            if name in INITIALISATION or pattern in INITIALISATION:
+            function = INITIALISATION.get(name, INITIALISATION.get(pattern))
+            if function is not None:
                 torch.manual_seed(zlib.crc32(name.encode()))
-                INITIALISATION.get(name, INITIALISATION.get(pattern))(parameter)
+                function(parameter)
 
 
 def read_stage(stage, index, device, weights):
