@@ -108,9 +108,8 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
 
 def _forward_signature(source: ClassSource, classes: Mapping[str, ClassSource]) -> list[str]:
     """``def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:``, at an indentation of 4."""
-    optional = source.optional
     parameters = [
-        f"{name}: Tensor | None = None" if name in optional else f"{name}: Tensor" for name in source.parameters
+        f"{name}: Tensor | None = None" if name in source.optional else f"{name}: Tensor" for name in source.parameters
     ]
     counts = _result_counts(source, classes)
     kinds = ("Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]" for count in sorted(counts))
@@ -132,12 +131,8 @@ def _result_counts(source: ClassSource, classes: Mapping[str, ClassSource]) -> s
                 continue
             value = node.values[0]
             called = value.classes if len(node.values) == 1 and isinstance(value, ModuleInvocation) else ()
-            inside = [classes[name] for name in called if name in classes and classes[name] is not source]
-            counts |= (
-                {len(node.values)}
-                if not inside
-                else {count for each in inside for count in _result_counts(each, classes)}
-            )
+            inside = [_result_counts(classes[name], classes) for name in called if name in classes]
+            counts |= set().union(*inside) if inside else {len(node.values)}
     return counts or {1}
 
 
@@ -195,11 +190,8 @@ def _imports(classes: Sequence[ClassSource], libraries: Mapping[str, str]) -> li
     for namespace, module in libraries.items():
         if any(name.startswith(f"torch.ops.{namespace}.") for name in names):
             imports[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"
-    has_forward = any(source.forward for source in classes)
-    return [
-        *(imports[module] for module in sorted(imports)),
-        f"from torch import {'Tensor, ' if has_forward else ''}nn",
-    ]
+    hints = "Tensor, " if any(source.forward for source in classes) else ""
+    return [*(imports[module] for module in sorted(imports)), f"from torch import {hints}nn"]
 
 
 def _import_order(name: str) -> tuple[int, list[tuple[int, str]]]:

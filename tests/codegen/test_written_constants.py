@@ -66,6 +66,29 @@ def test_kernels_take_them_at_every_size(kernels: str, tmp_path: Path) -> None:
     assert all(count.symbolic == 1 and not count.autograd for count in pipe.kernels_report())
 
 
+class Masked(nn.Module):
+    """Fills with infinity, and by a flag; what reads the infinity is made by a pass over the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        filled = torch.where(h > 0, h, torch.tensor(float("-inf")))
+        kept = torch.where(torch.tensor(True), filled.softmax(-1).nan_to_num(), h)
+        kept = kept.clone()
+        kept.mul_(torch.tensor(2.0))
+        return self.b(kept)
+
+
+def test_infinities_and_flags_are_written(tmp_path: Path) -> None:
+    package = split(tmp_path, model := Masked(), (batch(),), cut="b")
+    assert "self.constant" not in source(package)
+    assert 'torch.full((), float("-inf"), device=' in source(package)
+    assert differences(package, model, (batch(),), train=True) == []
+
+
 class Named(Row):
     """A constant has the name of a module that is called in the same place."""
 

@@ -24,7 +24,7 @@ def write_constants(graph: fx.Graph) -> None:
     """
     for node in list(graph.find_nodes(op="get_attr")):
         number = node.meta.get(VALUE)
-        if number is None or not math.isfinite(number) or not is_stable(node):
+        if number is None or math.isnan(number) or not is_stable(node):
             continue
         value = node.meta["val"]
         for reader in list(node.users):
@@ -42,7 +42,7 @@ def write_constants(graph: fx.Graph) -> None:
             made.meta = {
                 "val": value,
                 "in_every_mode": False,
-                **{key: reader.meta[key] for key in _FROM_READER},
+                **{key: reader.meta[key] for key in _FROM_READER if key in reader.meta},
                 **({OTHER_DTYPE: node.meta[OTHER_DTYPE]} if OTHER_DTYPE in node.meta else {}),
             }
             reader.replace_input_with(node, made)
