@@ -69,7 +69,7 @@ def schedule(
 ) -> None:
     """Draw a schedule over time, with its bubble, its memory, and how far it is from the best possible."""
     from pipegraph.schedule import PLACEMENTS, Times, read_times, to_csv
-    from pipegraph.schedule.simulated_schedule import SimulatedSchedule
+    from pipegraph.schedule.lower_bound import SimulatedSchedule
 
     if placement is not None and placement not in PLACEMENTS:
         raise typer.BadParameter(f"{placement!r} is neither {' nor '.join(PLACEMENTS)}.", param_hint="--placement")

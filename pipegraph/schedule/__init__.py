@@ -10,17 +10,15 @@ from __future__ import annotations
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.build import build
 from pipegraph.schedule.check import check
-from pipegraph.schedule.csv_format import from_csv, to_csv
 from pipegraph.schedule.lifetimes import Lifetime, What, lifetimes, peak_activations, receive_buffers
 from pipegraph.schedule.lower import lower
-from pipegraph.schedule.order_search.lower_bound import lower_bound
+from pipegraph.schedule.lower_bound import lower_bound
 from pipegraph.schedule.order_search.search_orders import SearchedSchedule, search
-from pipegraph.schedule.placement import PLACEMENTS, Placement
 from pipegraph.schedule.recipes import names
 from pipegraph.schedule.schedule import Schedule
-from pipegraph.schedule.schedule_files import read_csv, read_times
-from pipegraph.schedule.simulate import simulate
-from pipegraph.schedule.timeline import Event, Timeline
+from pipegraph.schedule.schedule_files import from_csv, read_csv, read_times, to_csv
+from pipegraph.schedule.simulate import Event, Timeline, simulate
+from pipegraph.schedule.stages import PLACEMENTS, Placement
 from pipegraph.schedule.times import Times
 
 __all__ = [

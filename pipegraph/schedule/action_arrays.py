@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipegraph.schedule.action import Action, Kind
-from pipegraph.schedule.dependencies import Dependencies, Edge
+from pipegraph.schedule.stages import Dependencies, Edge
 
 Integers = NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""Whether a schedule can run."""
+"""Whether a schedule can run: first each action by itself, then whether all run to their end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule.action import Action, Kind
-from pipegraph.schedule.action_arrays import RECV_F, SEND_F, B, I, W
-from pipegraph.schedule.deadlock import explain, stuck
-from pipegraph.schedule.grid import marked_grid
+from pipegraph.schedule.action import Action, Kind, unit_text
+from pipegraph.schedule.action_arrays import RECV_F, SEND_F, ActionArrays, B, I, W
 from pipegraph.schedule.lifetimes import held_activations
-from pipegraph.schedule.replay import slots
+from pipegraph.schedule.replay import NEVER, marked_grid, replay, slots
 from pipegraph.schedule.schedule import Schedule
 
 Violations = tuple[NDArray[np.bool_], Callable[[Action], str], Callable[[Action], str]]
@@ -40,8 +38,8 @@ def check(schedule: Schedule, memory_limit: float | None = None) -> None:
     if not isinstance(memory_limit, int | float | None) or memory_limit != memory_limit:  # NaN equals nothing
         raise ScheduleError(f"A memory limit is a number of activations, such as memory_limit=4, not {memory_limit!r}.")
     check_actions(schedule)
-    if reached := stuck(schedule):
-        raise _fault(schedule, *explain(schedule, reached))
+    if reached := _stuck(schedule):
+        raise _fault(schedule, *_explain(schedule, reached))
     if memory_limit is not None and schedule.trains:
         _check_memory(schedule, memory_limit)
 
@@ -217,3 +215,60 @@ def _check_memory(schedule: Schedule, limit: float) -> None:
 def _fault(schedule: Schedule, what: str, places: Mapping[int, int], advice: str) -> ScheduleError:
     picture = marked_grid(schedule.actions, slots(schedule.arrays), places)
     return ScheduleError(f"{schedule.name}: {what}\n{picture}\n{advice}", places)
+
+
+def _stuck(schedule: Schedule) -> dict[int, int]:
+    """Return where each rank that cannot go on stops: rank → position. Empty if all come to an end."""
+    arrays = schedule.arrays
+    ranks, stopped = np.unique(arrays.rank[replay(arrays) == NEVER], return_counts=True)
+    return {
+        rank: len(schedule.actions[rank]) - count for rank, count in zip(ranks.tolist(), stopped.tolist(), strict=True)
+    }
+
+
+def _explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[int, int], str]:
+    """Return why the ranks are stuck: (what is wrong, the places to mark as rank → position, what to try).
+
+    No action that another needs may be missing. So each stuck action waits for a later action of its own rank, which is
+    a plain error of order, or for an action of another stuck rank. If all wait for other ranks, following them from
+    rank to rank leads into a circle.
+    """
+    arrays = schedule.arrays
+    waits: dict[int, int] = {}  # stuck rank → an action that it waits for
+    for rank, position in reached.items():
+        for number, other in _needs(arrays, arrays.bounds[rank] + position):
+            holder, at = arrays.place(other)
+            computes = arrays.action(other).peer is None
+            if holder not in reached or at + computes <= reached[holder]:
+                continue  # it is available: a transfer when its rank arrives, another action when it ends
+            if holder == rank:
+                first, second = arrays.action(number), arrays.action(other)
+                what = f"On rank {rank}, {first} comes before {second}, which it needs."
+                return what, {rank: arrays.place(number)[1]}, f"Move {first} after {second}."
+            waits[rank] = other
+    circle: list[int] = []
+    rank = min(waits)
+    while rank not in circle:
+        circle.append(rank)
+        rank, _ = arrays.place(waits[rank])
+    circle = circle[circle.index(rank) :]
+    at_pair = [rank for rank in circle if arrays.bounds[rank] + reached[rank] in arrays.pairs]
+    steps = "; ".join(
+        f"rank {rank} is at {unit_text(schedule.actions[rank][reached[rank] : reached[rank] + 1 + (rank in at_pair)])} "
+        f"and waits for {arrays.action(waits[rank])} of rank {arrays.place(waits[rank])[0]}"
+        for rank in circle
+    )
+    advice = "Order the transfers of every two ranks alike on both, or let lower() place them."
+    if not schedule.lowered:
+        advice = "Order the actions of these ranks so that one of them can go on."
+    if at_pair:
+        advice += " Or unmark the pair: two actions overlap only if both can begin."
+    return f"This deadlocks: {steps}.", {rank: reached[rank] for rank in circle}, advice
+
+
+def _needs(arrays: ActionArrays, number: int) -> Iterator[tuple[int, int]]:
+    """Yield what an action, or the overlapped pair that it begins, waits for, as (action, what it needs)."""
+    action, needed = arrays.needs
+    for part in (number, number + 1) if number in arrays.pairs else (number,):
+        first, last = np.searchsorted(action, part), np.searchsorted(action, part, "right")
+        yield from ((part, int(other)) for other in needed[first:last] if other != number)

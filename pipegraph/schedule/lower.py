@@ -12,9 +12,9 @@ from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.action_arrays import KINDS, SEND_B, SEND_F, B, F, I, Integers
 from pipegraph.schedule.check import check
-from pipegraph.schedule.dependencies import Edge
 from pipegraph.schedule.replay import UNIT, replay
 from pipegraph.schedule.schedule import Schedule
+from pipegraph.schedule.stages import Edge
 
 _DURATIONS = {**UNIT, Kind.B: 2}  # a full backward does the work of I and W
 

@@ -1,19 +1,26 @@
-"""Runs the actions of a schedule in simulated time, each rank doing its own one after the other."""
+"""The actions of a schedule, run one after the other in time slots, and drawn there.
+
+actions ──▶ replay: when each starts ──▶ slots ──▶ grid: a row per rank, a column per time slot
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from pipegraph.schedule.action import Kind
+from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.action_arrays import KINDS, SEND_F, ActionArrays, Integers
 
 UNIT = dict.fromkeys(Kind, 1)
 """Every action takes one time slot, as in the grid of a schedule."""
 
 NEVER = -1
+
+# What a marked grid shows of a large schedule.
+_SLOTS_BEFORE, _SLOTS_AFTER, _RANKS_AROUND = 10, 2, 2
+_FEW_RANKS = 16  # so many are all shown
 
 
 def replay(arrays: ActionArrays, durations: Mapping[Kind, int] = UNIT) -> Integers:
@@ -92,3 +99,52 @@ def _needs_to_wait_for(arrays: ActionArrays) -> tuple[list[int], list[int]]:
     kept &= needed != action
     counts = np.bincount(action[kept], minlength=arrays.count)
     return [0, *np.cumsum(counts).tolist()], needed[kept].tolist()
+
+
+def grid(actions: Sequence[Sequence[Action]], slots: Sequence[Sequence[int]]) -> str:
+    """Draw all actions, each in its slot.
+
+    rank 0  0F0 0F1     0B0 0B1
+    rank 1      1F0 1B0 1F1 1B1
+    """
+    end = max((slot + 1 for row in slots for slot in row), default=0)
+    return "\n".join(_rows(actions, slots, range(len(actions)), range(end), {}))
+
+
+def marked_grid(actions: Sequence[Sequence[Action]], slots: Sequence[Sequence[int]], marks: Mapping[int, int]) -> str:
+    """Draw the surroundings of the marked actions (rank → position). A marked rank's row ends at its mark.
+
+    A position behind the last action of its rank marks the place of a missing one.
+    """
+    ends = {rank: (slots[rank][: at + 1] or [0])[-1] for rank, at in marks.items()}
+    shown = range(max(0, min(ends.values()) - _SLOTS_BEFORE), max(ends.values()) + _SLOTS_AFTER + 1)
+    ranks = [rank for rank in range(len(actions)) if any(abs(rank - marked) <= _RANKS_AROUND for marked in marks)]
+    if len(actions) <= _FEW_RANKS:
+        ranks = list(range(len(actions)))
+    return "\n".join(_rows(actions, slots, ranks, shown, ends))
+
+
+def _rows(
+    actions: Sequence[Sequence[Action]],
+    slots: Sequence[Sequence[int]],
+    ranks: Sequence[int],
+    shown: range,
+    ends: Mapping[int, int],
+) -> list[str]:
+    cells: dict[tuple[int, int], str] = {}
+    for rank in ranks:
+        for action, slot in zip(actions[rank], slots[rank], strict=True):
+            if slot in shown and slot <= ends.get(rank, slot):
+                cells[rank, slot] = str(action)
+    widths = dict.fromkeys(shown, 0)
+    for (_, slot), text in cells.items():
+        widths[slot] = max(widths[slot], len(text))
+    before = "… " if shown.start > 0 else ""
+    label = len(f"rank {len(actions) - 1}")
+    lines = []
+    for rank in ranks:
+        drawn = [slot for slot in shown if slot <= ends.get(rank, slot)]
+        line = " ".join(cells.get((rank, slot), "").ljust(widths[slot]) for slot in drawn)
+        line = f"{f'rank {rank}':<{label}}  {before}{line}".rstrip()
+        lines.append(f"{line} <-- ERROR HERE" if rank in ends else line)
+    return lines

@@ -10,9 +10,8 @@ from typing import Any
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import BACKWARD, Action, Kind
 from pipegraph.schedule.action_arrays import ActionArrays
-from pipegraph.schedule.dependencies import Dependencies, Edge, chain
-from pipegraph.schedule.grid import grid
-from pipegraph.schedule.replay import slots
+from pipegraph.schedule.replay import grid, slots
+from pipegraph.schedule.stages import Dependencies, Edge, chain
 
 
 @dataclass(frozen=True, repr=False)

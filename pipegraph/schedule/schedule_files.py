@@ -1,15 +1,123 @@
-"""Schedules and times read from files, with errors that name the file."""
+"""Schedules as the text that torch reads and writes, and files with schedules and times."""
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from os import PathLike
 from pathlib import Path
 
 from pipegraph.errors import ScheduleError
+from pipegraph.schedule.action import Action, Kind, unit_text
 from pipegraph.schedule.check import check
-from pipegraph.schedule.csv_format import Columns, parse_csv
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.times import Times
+
+# torch writes two actions that run at the same time as (0F7;7B3)OVERLAP_F_B.
+_OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
+# Left out: what torch adds for sharded parameters and data parallelism, and (from 2.15) to release a sent buffer.
+_IGNORED = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]*)")
+
+
+Columns = tuple[tuple[int, ...], ...]
+"""rank → the cell of each of its actions, counted from 1"""
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Write the orders of all ranks, with their transfers if they have any.
+
+    torch reads a schedule without transfers with ``_load_csv`` of _PipelineScheduleRuntime, and adds its own. With
+    transfers it needs format="compute_comms", and then sums gradients over microbatches without dividing by their
+    number; from 2.15 it also wants a WAIT_SEND for each send, which a Schedule lacks. It cannot read a schedule without
+    a backward, nor a transfer that skips stages, such as 0SEND_F0>3, because it knows only chains of stages. An
+    overlapped pair is written as one cell if its two actions are adjacent; otherwise the mark is lost, because torch
+    has no other form for it.
+    """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"to_csv takes a Schedule, not {schedule!r}. build makes one from a name.")
+    return "".join(f"{','.join(map(unit_text, schedule.units(rank)))}\n" for rank in range(schedule.ranks))
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """Read what `to_csv` or torch writes, with or without transfers. Empty cells are skipped.
+
+    A stage is placed on the rank whose line has its actions. Microbatches count from 0 to the largest in the text.
+    Raises a ScheduleError that names line and action. `check` decides whether the schedule can run.
+    """
+    schedule, _ = _parse_csv(text, name, name)
+    return schedule
+
+
+def _parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
+    """Read a schedule and the cells of its actions. Line n is that of rank n − 1. Errors name the text ``source``."""
+    orders: list[list[Action]] = []
+    columns: list[list[int]] = []
+    overlapped: set[tuple[Action, Action]] = set()
+    placement: dict[int, int] = {}
+    for rank, row in enumerate(_lines(text, source)):
+        order: list[Action] = []
+        columns.append([])
+        for column, cell in enumerate(row, 1):
+            try:
+                actions = _parse_cell(cell)
+                for action in actions:
+                    _place(action, rank, placement)
+            except ScheduleError as error:
+                raise ScheduleError(f"{source}, line {rank + 1}, action {column}: {error}") from None
+            if len(actions) == 2:
+                overlapped.add((actions[0], actions[1]))
+            order += actions
+            columns[rank] += [column] * len(actions)
+        if not order:
+            raise ScheduleError(
+                f"{source}, line {rank + 1}: there is no action here. Every rank has a line with actions."
+            )
+        orders.append(order)
+    if not orders:
+        raise ScheduleError(f"{source}: there is no action. A schedule has a line per rank, such as 0F0,0F1,0B0,0B1.")
+    for stage in range(len(placement)):
+        if stage not in placement:
+            raise ScheduleError(
+                f"{source}: stage {stage} has no action, but stage {max(placement)} has. "
+                f"Stages count from 0 with no gap."
+            )
+    microbatches = 1 + max(action.microbatch for order in orders for action in order)
+    ranks_of_stages = tuple(placement[stage] for stage in range(len(placement)))
+    schedule = Schedule(name, ranks_of_stages, microbatches, tuple(map(tuple, orders)), frozenset(overlapped))
+    return schedule, tuple(map(tuple, columns))
+
+
+def _place(action: Action, rank: int, placement: dict[int, int]) -> None:
+    if (other := placement.setdefault(action.stage, rank)) != rank:
+        raise ScheduleError(
+            f"{action} is of stage {action.stage}, which line {other + 1} holds. "
+            f"A stage is on one rank: move {action} to line {other + 1}."
+        )
+
+
+def _lines(text: str, source: str) -> list[list[str]]:
+    """Return the cells of every line, without a byte order mark and the empty lines at the end."""
+    try:
+        lines = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline="")))
+    except csv.Error as error:
+        raise ScheduleError(f"{source}: this is no CSV: {error}.") from None
+    while lines and not any(cell.strip() for cell in lines[-1]):
+        lines.pop()
+    return lines
+
+
+def _parse_cell(text: str) -> list[Action]:
+    """Return the actions of one cell: none, one, or an overlapped F and B."""
+    text = text.strip()
+    if not text or _IGNORED.fullmatch(text):
+        return []
+    if match := _OVERLAPPED.fullmatch(text):
+        pair = [Action.parse(part) for part in match.groups()]
+        if [action.kind for action in pair] != [Kind.F, Kind.B]:
+            raise ScheduleError(f"{text!r} is no overlapped pair: that is an F and a B, such as (0F7;7B3)OVERLAP_F_B.")
+        return pair
+    return [Action.parse(text)]
 
 
 def read_csv(path: str | PathLike[str]) -> Schedule:
@@ -18,7 +126,7 @@ def read_csv(path: str | PathLike[str]) -> Schedule:
     Raises a ScheduleError that names the file, and line and action in it.
     """
     path = Path(path)
-    schedule, columns = parse_csv(_read_text("schedule", path), path.stem, path.name)
+    schedule, columns = _parse_csv(_read_text("schedule", path), path.stem, path.name)
     try:
         check(schedule)
     except ScheduleError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule.action import Action, Kind
-from pipegraph.schedule.dependencies import Edge
+from pipegraph.schedule.stages import Edge
 
 PerBoundary = float | Sequence[float] | Mapping[Edge, float]
 """One figure for all boundaries, one per boundary (stage s to s + 1), or one per (producer, consumer) edge."""

@@ -12,7 +12,7 @@ import pytest
 from pipegraph.report.colours import colour
 from pipegraph.report.pictures.timeline_picture import schedule_svg, timeline_drawing
 from pipegraph.schedule import Action, Kind, Schedule, Times, build, names
-from pipegraph.schedule.simulated_schedule import SimulatedSchedule
+from pipegraph.schedule.lower_bound import SimulatedSchedule
 
 GOLDEN = Path(__file__).parent / "golden" / "1f1b.svg"
 TIMES = Times((0.01, 0.02, 0.015), (0.012, 0.02, 0.01), (0.005, 0.01, 0.008), hop=0.001)

@@ -13,7 +13,7 @@ from pipegraph.report.pictures.timeline_picture import schedule_drawing
 from pipegraph.report.text.package_tables import explain_cuts, package_title
 from pipegraph.report.text.tables import clip
 from pipegraph.schedule import Schedule, Times
-from pipegraph.schedule.simulated_schedule import SimulatedSchedule
+from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.units import format_bytes
 
 _MARGIN, _NARROWEST, _WIDEST = 36, 1080, 1500

@@ -19,7 +19,7 @@ from pipegraph.report.pictures.drawing import GREY, LETTER, LIGHT, LINE, Drawing
 from pipegraph.report.text.schedule_figures import schedule_title
 from pipegraph.report.text.tables import clip
 from pipegraph.schedule import Kind, Schedule, Timeline
-from pipegraph.schedule.simulated_schedule import SimulatedSchedule
+from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.units import TimeFormat, format_percent, tick_marks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 64, 92, 40  # around the lanes

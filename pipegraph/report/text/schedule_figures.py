@@ -7,7 +7,7 @@ from typing import Any
 
 from pipegraph.errors import one_line
 from pipegraph.schedule import Schedule, SearchedSchedule
-from pipegraph.schedule.simulated_schedule import SimulatedSchedule
+from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.units import format_number_of, format_percent
 
 _MOST_RANKS = 16  # whose figures are listed one by one

@@ -19,7 +19,7 @@ from rich.text import Text
 from pipegraph.report.colours import MEANING, ActionColours, ink
 from pipegraph.report.text.schedule_figures import render_figures, schedule_title
 from pipegraph.schedule import Action, Schedule, Timeline
-from pipegraph.schedule.simulated_schedule import SimulatedSchedule
+from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.units import TimeFormat, tick_marks
 
 _MOST_LINES = 100  # of a folded grid; a longer one is drawn in one block, without the numbers that do not fit

@@ -10,20 +10,20 @@ from random import Random
 
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule.lifetimes import peak_activations
-from pipegraph.schedule.order_search.greedy_orders import greedy_orders
+from pipegraph.schedule.lower_bound import lower_bound
 from pipegraph.schedule.order_search.hill_climbing import Skeleton, climb_orders, climb_skeleton
-from pipegraph.schedule.order_search.lower_bound import lower_bound
 from pipegraph.schedule.order_search.order_problem import OrderProblem, Orders
 from pipegraph.schedule.order_search.starting_orders import (
     actions_of,
+    greedy_orders,
     greedy_rules,
     named_schedules,
     orders_of,
     without_weight_grads,
 )
-from pipegraph.schedule.placement import PLACEMENTS
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.simulate import simulate
+from pipegraph.schedule.stages import PLACEMENTS
 from pipegraph.schedule.times import Times
 from pipegraph.units import format_number_of
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipegraph.errors import ScheduleError, nearest
-from pipegraph.schedule.recipes import controllable_memory, dualpipe_v, gpipe, one_f_one_b, zb_v, zero_bubble
+from pipegraph.schedule.recipes import controllable_memory, gpipe, one_f_one_b, v_schedules
 from pipegraph.schedule.recipes.recipe import Recipe
 
 RECIPES: tuple[Recipe, ...] = (
@@ -12,13 +12,13 @@ RECIPES: tuple[Recipe, ...] = (
     one_f_one_b.EAGER,
     one_f_one_b.INTERLEAVED,
     gpipe.LOOPED_BFS,
-    zero_bubble.ZB_H1,
-    zero_bubble.ZB_H2,
-    zero_bubble.INTERLEAVED_ZB,
-    zb_v.ZB_V,
+    one_f_one_b.ZB_H1,
+    one_f_one_b.ZB_H2,
+    one_f_one_b.INTERLEAVED_ZB,
+    v_schedules.ZB_V,
     controllable_memory.V_HALF,
     controllable_memory.V_MIN,
-    dualpipe_v.DUALPIPE_V,
+    v_schedules.DUALPIPE_V,
     gpipe.FORWARD,
 )
 """In the order in which they are listed. Of equally good plans, the one whose schedule comes first is chosen."""

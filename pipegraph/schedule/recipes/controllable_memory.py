@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from pipegraph.schedule.action import Action, Kind
-from pipegraph.schedule.placement import v
 from pipegraph.schedule.recipes.recipe import Orders, Recipe, full_pipeline
+from pipegraph.schedule.stages import v
 
 _PERIOD = 6  # slots for a microbatch on a rank: F, I and W of two stages
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipegraph.schedule import Kind, Schedule, Timeline, peak_activations
-from pipegraph.schedule.dependencies import Edge
-from pipegraph.schedule.timeline import Place
+from pipegraph.schedule.simulate import Place
+from pipegraph.schedule.stages import Edge
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep
 
 

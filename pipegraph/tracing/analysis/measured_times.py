@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from pipegraph.schedule import Kind, Schedule, Times
 from pipegraph.schedule.action import BACKWARD
-from pipegraph.schedule.dependencies import Edge
+from pipegraph.schedule.stages import Edge
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep
 from pipegraph.tracing.reading.recorded_run import RecordedSpan
 

@@ -1,15 +1,42 @@
-"""Which stages of a schedule wait for which."""
+"""Where the stages of a schedule are, and which of them wait for which."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 Edge = tuple[int, int]
 """(producer stage, consumer stage): the second, a later stage, uses values of the first."""
 
 StagesByStage = dict[int, tuple[int, ...]]
+
+
+def loop(ranks: int, chunks: int) -> tuple[int, ...]:
+    """Place stages round the ranks: stage s on rank s mod ranks."""
+    return tuple(range(ranks)) * chunks
+
+
+def v(ranks: int, chunks: int) -> tuple[int, ...]:
+    """Place stages down the ranks and up again: rank r holds stages r and 2·ranks−1−r."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A way to place stages on ranks."""
+
+    places: Callable[[int, int], tuple[int, ...]]
+    """(ranks, chunks) → the rank of each stage"""
+    chunks: int
+    """stages on a rank"""
+    any_chunks: bool
+    """whether a rank may hold more than ``chunks``"""
+
+
+PLACEMENTS: Mapping[str, Placement] = MappingProxyType({"loop": Placement(loop, 1, True), "v": Placement(v, 2, False)})
+"""by name"""
 
 
 def chain(stages: int) -> tuple[Edge, ...]:
