@@ -7,7 +7,7 @@ from msgspec.structs import force_setattr
 
 from pipegraph.schedule import Schedule, Times, build, simulate
 from pipegraph.tracing.analysis.advice import SimulatedChange, advise
-from pipegraph.tracing.analysis.stage_layers import stage_layers
+from pipegraph.tracing.analysis.cut_moves import stage_layers
 from tests.tracing.recordings import manifest
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegraph.tracing.reading.chrome_trace import TraceError, read_trace
+from pipegraph.tracing.reading.recorded_run import TraceError, read_trace
 
 EVENTS: list[dict[str, Any]] = [{"name": 'a "}],', "ts": 1.25}, {"name": "β\u2028", "args": {"k": [1, {}]}}, {}]
 TRACE = {

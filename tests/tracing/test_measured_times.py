@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from pipegraph.schedule import Event, Schedule, Times, from_csv
-from pipegraph.tracing.analysis.measured_steps import MeasuredStep
-from pipegraph.tracing.analysis.measured_times import measured_times
+from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_times
 from tests.tracing.recordings import event
 
 

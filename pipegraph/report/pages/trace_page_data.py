@@ -7,9 +7,7 @@ from typing import Any
 
 from pipegraph.report.colours import MEANING, ActionColours, colour, ink
 from pipegraph.schedule import Event, Timeline
-from pipegraph.tracing.analysis.critical_path import measured_timeline
-from pipegraph.tracing.analysis.measured_steps import MeasuredStep
-from pipegraph.tracing.analysis.measured_times import messages
+from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_timeline, messages
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis
 from pipegraph.units import TimeFormat
 

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from pipegraph.schedule import Schedule, Timeline, Times, simulate
-from pipegraph.tracing.analysis.measured_steps import MeasuredStep
-from pipegraph.tracing.analysis.measured_times import MeasuredTimes
+from pipegraph.tracing.analysis.measured_steps import MeasuredStep, MeasuredTimes
 
 _ROUNDING = 1e-12  # seconds
 

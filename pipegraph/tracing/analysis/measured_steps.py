@@ -1,13 +1,19 @@
-"""The steps of a recorded run, each with the actions of every rank on one axis of time."""
+"""The steps of a recorded run: all ranks on one axis of time, what actions took, and what they waited for."""
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from pipegraph.schedule import Event
+from pipegraph.schedule import Event, Kind, Schedule, Timeline, Times, peak_activations
+from pipegraph.schedule.action import BACKWARD
+from pipegraph.schedule.simulate import Place
+from pipegraph.schedule.stages import Edge
 from pipegraph.tracing.reading.recorded_run import RecordedRun, RecordedSpan
+
+_StageTimes = tuple[float, float, float]  # F, I, W
 
 
 @dataclass(frozen=True)
@@ -76,3 +82,142 @@ def _step(number: int, spans: Sequence[RecordedSpan], run: RecordedRun) -> Measu
         tuple(tuple(event.action for event in events[rank]) == run.schedule.actions[rank] for rank in ranks),
         tuple(None if each is None else each[1] - each[0] for each in iterations),
     )
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """Medians over steps and microbatches.
+
+    Attributes:
+        medians: seconds of each stage and kind of action.
+        times: the same for `simulate`, with hops; without gaps, as ``assumed`` says.
+        hops: seconds from the hand-over of a message to its end, of each edge whose messages were waited for.
+        shares: how B was divided into I and W if only B was measured; else empty.
+    """
+
+    medians: Mapping[tuple[int, Kind], float]
+    times: Times
+    hops: Mapping[Edge, float]
+    assumed: tuple[str, ...]
+    shares: str = ""
+
+    @property
+    def without_links(self) -> Times:
+        return replace(self.times, hop=0.0, transfer=0.0)
+
+
+def measured_times(
+    steps: Sequence[MeasuredStep], schedule: Schedule, predicted: Times | None, shared_process: bool = False
+) -> MeasuredTimes:
+    """Return medians of everything that was recorded.
+
+    B is divided into I and W as predicted, or else halved. A stage without a trace takes what was predicted, scaled by
+    the error of the other stages, or else their mean. If ranks share a process, no hop is measured.
+    """
+    taken: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for step in steps:
+        for events in step.events:
+            for event in events:
+                taken[event.action.stage, event.action.kind].append(event.end - event.start)
+    medians = {key: statistics.median(found) for key, found in sorted(taken.items())}
+    shares = ""
+    if schedule.trains and not any(kind is Kind.I for _, kind in medians):
+        shares = f"I and W taken as {'predicted shares' if predicted else 'halves'} of B"
+    measured = [_of_stage(stage, taken, predicted) for stage in range(schedule.stages)]
+    filled = [_expected(stage, measured, predicted) if row is None else row for stage, row in enumerate(measured)]
+    assumed = tuple(
+        f"stage {stage} has no trace and takes what the other stages suggest: causes of idle time are a guess"
+        for stage, row in enumerate(measured)
+        if row is None
+    )
+    hops = {} if shared_process else _hops(steps, schedule)
+    forward, input_grad, weight_grad = zip(*filled, strict=True)
+    every = {edge: hops.get(edge, 0.0) for edge in schedule.dependencies.edges}
+    return MeasuredTimes(medians, Times(forward, input_grad, weight_grad, hop=every), hops, assumed, shares)
+
+
+def _of_stage(
+    stage: int, taken: Mapping[tuple[int, Kind], Sequence[float]], predicted: Times | None
+) -> _StageTimes | None:
+    """Return the medians of a stage. If it has both B and I with W, all backwards take their mean time."""
+    median = {kind: statistics.median(found) for (n, kind), found in taken.items() if n == stage and found}
+    if Kind.F not in median:
+        return None
+    count = {kind: len(taken[stage, kind]) for kind in median}
+    backwards = count.get(Kind.B, 0) + count.get(Kind.W, 0)
+    total = sum(count[kind] * median[kind] for kind in median if kind in BACKWARD)
+    whole, share = total / backwards if backwards else 0.0, 0.5
+    if Kind.W in median:
+        both = median.get(Kind.I, 0.0) + median[Kind.W]
+        share = median.get(Kind.I, 0.0) / both if both else share
+    elif predicted is not None and (both := predicted.input_grad[stage] + predicted.weight_grad[stage]) > 0:
+        share = predicted.input_grad[stage] / both
+    return median[Kind.F], whole * share, whole * (1 - share)
+
+
+def _expected(stage: int, measured: Sequence[_StageTimes | None], predicted: Times | None) -> _StageTimes:
+    """Estimate the times of a stage that was not measured."""
+    known = {n: row for n, row in enumerate(measured) if row is not None}
+    if predicted is None:
+        forward, input_grad, weight_grad = (sum(column) / len(known) for column in zip(*known.values(), strict=True))
+        return forward, input_grad, weight_grad
+    rows = list(zip(predicted.forward, predicted.input_grad, predicted.weight_grad, strict=True))
+    expected = sum(sum(rows[n]) for n in known)
+    factor = sum(map(sum, known.values())) / expected if expected else 1.0
+    return rows[stage][0] * factor, rows[stage][1] * factor, rows[stage][2] * factor
+
+
+def _hops(steps: Sequence[MeasuredStep], schedule: Schedule) -> dict[Edge, float]:
+    """Return edge → the median time of the messages that the receiver waited for. Others only came in time."""
+    found: dict[Edge, list[float]] = defaultdict(list)
+    for step in steps:
+        for send, receive in messages(step):
+            if receive.start <= send.end:
+                edge = (min(send.action.stage, receive.action.stage), max(send.action.stage, receive.action.stage))
+                found[edge].append(max(receive.end - send.start, 0.0))
+    edges = schedule.dependencies.edges
+    return {edge: statistics.median(taken) for edge, taken in sorted(found.items()) if edge in edges}
+
+
+def messages(step: MeasuredStep) -> list[tuple[RecordedSpan, RecordedSpan]]:
+    """Return the (SEND, RECV) pairs of a step that have both ends recorded, by when they were handed over."""
+    ends = {span.action: span for row in step.transfers for span in row}
+    pairs = [
+        (span, ends[span.action.partner]) for span in ends.values() if span.action.sends and span.action.partner in ends
+    ]
+    return sorted(pairs, key=lambda pair: pair[0].start)
+
+
+def measured_timeline(step: MeasuredStep, schedule: Schedule, hops: Mapping[Edge, float]) -> Timeline:
+    """Return a complete step as `simulate` would return it.
+
+    An action waited for the value that came last, if that came after the end of the rank's previous action. A value
+    comes its edge's ``hops`` after the end of the action that makes it.
+    """
+    places: dict[tuple[Kind, int, int], Place] = {}
+    for rank, row in enumerate(step.events):
+        for position, event in enumerate(row):
+            places[_value(event.action.kind), event.action.stage, event.action.microbatch] = (rank, position)
+    waited: list[dict[int, Place]] = [{} for _ in step.events]
+    needs = schedule.dependencies
+    for rank, row in enumerate(step.events):
+        for position, event in enumerate(row):
+            kind = _value(event.action.kind)
+            if kind is Kind.W:
+                continue
+            stage, microbatch = event.action.stage, event.action.microbatch
+            sources = (needs.producers if kind is Kind.F else needs.gradient_consumers).get(stage, ())
+            last = row[position - 1].end if position else 0.0
+            for source in sources:
+                place = places[kind, source, microbatch]
+                edge = (min(stage, source), max(stage, source))
+                arrival = step.events[place[0]][place[1]].end + hops.get(edge, 0.0)
+                if place[0] != rank and arrival > last:
+                    last = arrival
+                    waited[rank][position] = place
+    return Timeline(step.events, peak_activations(schedule), tuple(waited))
+
+
+def _value(kind: Kind) -> Kind:
+    """Return the kind that makes the same: B makes a gradient, as I does."""
+    return Kind.I if kind is Kind.B else kind

@@ -11,7 +11,6 @@ from pipegraph.errors import PipegraphError
 from pipegraph.planner.run_comparison import PredictedAndMeasured
 from pipegraph.schedule import Kind, Timeline, Times, simulate
 from pipegraph.tracing.analysis.advice import Advice, advise
-from pipegraph.tracing.analysis.critical_path import measured_timeline
 from pipegraph.tracing.analysis.idle_causes import (
     RankIdleTime,
     SimulatedIdleTimes,
@@ -19,8 +18,13 @@ from pipegraph.tracing.analysis.idle_causes import (
     idle_of_timeline,
     mean_idle,
 )
-from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_steps
-from pipegraph.tracing.analysis.measured_times import MeasuredTimes, measured_times
+from pipegraph.tracing.analysis.measured_steps import (
+    MeasuredStep,
+    MeasuredTimes,
+    measured_steps,
+    measured_timeline,
+    measured_times,
+)
 from pipegraph.tracing.reading.recorded_run import RecordedRun
 
 

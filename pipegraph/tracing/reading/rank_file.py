@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Action, Kind
-from pipegraph.tracing.reading.chrome_trace import TraceError, read_trace
-from pipegraph.tracing.reading.recorded_run import RankClock
+from pipegraph.tracing.reading.recorded_run import RankClock, TraceError, read_trace
 
 NAME: Final = re.compile(r"rank_(\d+)\.(\d+)\.pt\.trace\.json(\.gz)?")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
