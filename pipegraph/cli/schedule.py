@@ -75,8 +75,7 @@ def schedule(
         raise typer.BadParameter(f"{placement!r} is neither {' nor '.join(PLACEMENTS)}.", param_hint="--placement")
     with progress("searching" if name.casefold() == "search" else f"making {name}"):
         from pipegraph.report.pictures.timeline_picture import schedule_svg
-        from pipegraph.report.text.schedule_figures import simulated_schedule_dict
-        from pipegraph.report.text.schedule_grid import render_schedule
+        from pipegraph.report.text.schedule_report import render_schedule, simulated_schedule_dict
         from pipegraph.workflows.schedules import make_schedule
 
         given = None if times is None else read_times(times)

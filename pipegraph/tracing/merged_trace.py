@@ -20,7 +20,7 @@ from typing import Any
 
 from pipegraph.errors import PipegraphError
 from pipegraph.schedule import Timeline
-from pipegraph.tracing.action_names import action_name
+from pipegraph.tracing import action_name
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_steps, messages
 from pipegraph.tracing.reading.recorded_run import RankTrace, RecordedRun, RecordedSpan
 from pipegraph.units import format_seconds

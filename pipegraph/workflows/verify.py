@@ -20,7 +20,7 @@ from torch import Tensor
 from pipegraph.cost.model_output import output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
-from pipegraph.report.text.tables import clip, table
+from pipegraph.report.text import clip, table
 from pipegraph.runtime.pipeline import LossFunction, Pipeline
 from pipegraph.workflows.batch import explain_model_mismatch, source_loss
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import doctest
 
-from pipegraph.report.text import tables
-from pipegraph.report.text.tables import clip, table
+from pipegraph.report import text
+from pipegraph.report.text import clip, table
 
 
 def test_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(tables).failed == 0
+    assert doctest.testmod(text).failed == 0
 
 
 def test_table_sets_numbers_right() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipegraph.schedule import Action, Kind
-from pipegraph.tracing.action_names import action_name, parse_action_name
+from pipegraph.tracing import action_name, parse_action_name
 
 LABELS = {
     Action(1, Kind.F, 3): "F stage 1 microbatch 3",

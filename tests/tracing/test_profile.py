@@ -14,7 +14,7 @@ import torch
 import pipegraph
 from pipegraph import PipegraphError
 from pipegraph.schedule import Action, lower, read_csv
-from pipegraph.tracing.action_names import action_name
+from pipegraph.tracing import action_name
 from tests.runtime import ranks
 from tests.tracing.loops import ONE_WINDOW, STATIC, WIDTH, Loop, actions, names, observed, read, record
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pipegraph.errors import one_line
 from pipegraph.package import Package
 from pipegraph.planner.package_prediction import memory_by_kind
-from pipegraph.report.pages.templates import templates
+from pipegraph.report.pages import templates
 from pipegraph.report.pictures.package_picture import package_svg
+from pipegraph.report.text import Table
 from pipegraph.report.text.package_tables import (
     boundary_table,
     explain_cuts,
@@ -14,7 +15,6 @@ from pipegraph.report.text.package_tables import (
     stage_table,
     tied_groups,
 )
-from pipegraph.report.text.tables import Table
 from pipegraph.schedule import Schedule, to_csv
 from pipegraph.units import format_bytes
 

@@ -1,24 +1,43 @@
-"""A package as one picture: its stages and boundaries, the memory of its ranks, and its schedule over time."""
+"""A package as one picture: its stages and boundaries, the memory of its ranks, and its schedule over time.
+
+The stages are one below the other, with what crosses between them, and what each costs:
+
+    ╭──────────────────────╮
+  ╭─┤ stage 0       rank 0 │  ▇▇▇▇▇▒▒▒▒░░░  12 ms     F, I and W of one microbatch
+  │ ╰───────────┬──────────╯
+8 │             ↓ h float32[8, 128, 512]  2.0 MiB
+M │ ╭───────────┴──────────╮
+i ╰▸┤ stage 1       rank 1 │
+B   ╰──────────────────────╯                          a value that skips stages goes around them
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from pipegraph.package import Package
+from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
 from pipegraph.planner.package_prediction import RankMemoryByKind, memory_by_kind, predict_step
-from pipegraph.report.colours import MEMORY
-from pipegraph.report.pictures.drawing import GREY, LETTER, Drawing, Label, Rectangle, Shape
-from pipegraph.report.pictures.stages_picture import bars, rank_mark, stages_drawing
+from pipegraph.report.colours import MEANING, MEMORY, colour, ink
+from pipegraph.report.pictures.drawing import GREY, LETTER, LINE, Drawing, Label, Line, Rectangle, Shape
 from pipegraph.report.pictures.timeline_picture import schedule_drawing
-from pipegraph.report.text.package_tables import explain_cuts, package_title
-from pipegraph.report.text.tables import clip
-from pipegraph.schedule import Schedule, Times
+from pipegraph.report.text import clip
+from pipegraph.report.text.package_tables import bytes_of, explain_cuts, has_times, held_modules, package_title
+from pipegraph.schedule import Kind, Schedule, Times
 from pipegraph.schedule.lower_bound import SimulatedSchedule
-from pipegraph.units import format_bytes
+from pipegraph.units import TimeFormat, format_bytes, format_count
 
 _MARGIN, _NARROWEST, _WIDEST = 36, 1080, 1500
-_ROW, _BAR = 34, 22  # of the memory of a rank
+_ROW, _MEMORY_BAR = 34, 22  # of the memory of a rank
 _BETWEEN = 40  # two parts
+
+_CARD, _HEIGHT, _GAP = 440, 62, 44  # width and height of a stage, and the way to the next one
+_LANE = 24  # of a value that goes around stages
+_BAR, _SPACE = 26, 36  # height of a bar, and its distance from the stage
+_CARD_LETTERS, _ARROW_LETTERS = 66, 72  # that fit into a stage's line, and next to an arrow
+_FILL, _EDGE, _ARROW = "#f8fafc", "#94a3b8", "#475569"
+_FLOPS = "#7c8aa0"
+_RANKS = ("#1d4ed8", "#b45309", "#047857", "#7e22ce", "#be123c", "#0e7490", "#4d7c0f", "#475569")
 
 
 def package_svg(package: Package, schedule: Schedule) -> str:
@@ -31,7 +50,7 @@ def package_svg(package: Package, schedule: Schedule) -> str:
     scale = min(1.0, width / timeline.width)
     parts = [
         (_head(package, width), 1.0),
-        (stages_drawing(manifest, schedule, width), 1.0),
+        (_stages_drawing(manifest, schedule, width), 1.0),
         (_memory(memory_by_kind(manifest, schedule), width), 1.0),
         (timeline, scale),
     ]
@@ -72,6 +91,161 @@ def _memory(ranks: Sequence[RankMemoryByKind], width: float) -> Drawing:
     for number, rank in enumerate(ranks):
         y = 26 + number * _ROW
         parts = [(kind, MEMORY[kind], held * scale, format_bytes(held)) for kind, held in rank.by_kind().items()]
-        shapes += [*rank_mark(rank.rank, 0, y + 2), *bars(parts, left, y, _BAR)]
+        shapes += [*_rank_mark(rank.rank, 0, y + 2), *_bars(parts, left, y, _MEMORY_BAR)]
         shapes.append(Label(left + rank.total * scale + 8, y + 15, format_bytes(rank.total), bold=True))
     return Drawing(width, 26 + len(ranks) * _ROW, shapes)
+
+
+def _stages_drawing(manifest: Manifest, schedule: Schedule, width: float) -> Drawing:
+    """Draw the stages and what crosses between them at the left, and a bar for what each costs at the right."""
+    manifest = manifest.at_capture()
+    lanes = _lanes(manifest)
+    left = _LANE * (1 + max(lanes.values(), default=-1)) + (10 if lanes else 0)
+    shapes = [*_arrow(left, 0, _caller_values(manifest, 0), ""), *_skips(manifest, lanes, left)]
+    for stage in manifest.stages:
+        shapes += _card(manifest, stage, schedule.placement[stage.index], left)
+        shapes += _crossing(manifest, schedule, stage.index, left)
+    _bars = left + _CARD + _SPACE
+    shapes += (_times if has_times(manifest) else _flops)(manifest, _bars, width - _bars)
+    return Drawing(width, _GAP + len(manifest.stages) * (_HEIGHT + _GAP), shapes)
+
+
+def _rank_mark(rank: int, x: float, y: float, size: float = 10.5) -> Iterator[Shape]:
+    """Draw a rank's name on its colour (one of eight), from x to the right."""
+    width, height = size * (0.56 * len(f"rank {rank}") + 1.3), 1.62 * size
+    yield Rectangle(x, y, width, height, _RANKS[rank % len(_RANKS)], height / 2)
+    yield Label(x + width / 2, y + 1.15 * size, f"rank {rank}", size, "#ffffff", "middle", bold=True)
+
+
+def _bars(parts: Sequence[tuple[str, str, float, str]], x: float, y: float, height: float) -> Iterator[Shape]:
+    """Draw boxes side by side: (name, fill, width, figure), with the figure inside if it fits."""
+    for name, fill, width, figure in parts:
+        yield Rectangle(x, y, width, height, fill, title=f"{name} {figure}")
+        if width > LETTER * len(figure) + 8:
+            yield Label(x + width / 2, y + height / 2 + 4, figure, fill=ink(fill), anchor="middle")
+        x += width
+
+
+def _top(stage: int) -> int:
+    return _GAP + stage * (_HEIGHT + _GAP)
+
+
+def _card(manifest: Manifest, stage: StageEntry, rank: int, left: float) -> Iterator[Shape]:
+    y, held = _top(stage.index), held_modules(manifest, stage.index) or stage.class_name
+    yield Rectangle(left, y, _CARD, _HEIGHT, _FILL, 7, _EDGE, title=held)
+    yield Rectangle(left, y, 6, _HEIGHT, _RANKS[rank % len(_RANKS)], 3)
+    yield Label(left + 18, y + 20, f"stage {stage.index}", 13, bold=True)
+    yield from _rank_mark(rank, left + _CARD - 66, y + 8)
+    yield Label(left + 18, y + 37, clip(held, _CARD_LETTERS), 11.5)
+    yield Label(left + 18, y + 53, _sizes(stage), 10.5, GREY)
+
+
+def _sizes(stage: StageEntry) -> str:
+    cost, sizes = stage.cost, [f"{len(stage.parameters)} parameter tensors"]
+    if cost.parameters is not None:
+        sizes[0] = format_count(cost.parameters, "parameters")
+    if cost.flops is not None:
+        sizes.append(f"{format_count(cost.flops, 'FLOP')} forward")
+    if cost.saved_bytes is not None:
+        sizes.append(f"keeps {format_bytes(cost.saved_bytes)} for its backward")
+    return "  ·  ".join(sizes)
+
+
+def _caller_values(manifest: Manifest, stage: int) -> list[Value]:
+    """The tensors that the caller gives to a stage."""
+    values = [manifest.values[name] for name in manifest.stages[stage].inputs]
+    return [value for value in values if value.producer == CALLER and not value.is_constant]
+
+
+def _crossing(manifest: Manifest, schedule: Schedule, stage: int, left: float) -> Iterator[Shape]:
+    """The arrow from a stage to the next one, or out of the last one."""
+    if stage == len(manifest.stages) - 1:
+        last = [manifest.values[name] for name in manifest.stages[stage].outputs]
+        yield from _arrow(left, stage + 1, last, "the model's output")
+        return
+    values = [manifest.values[name] for name in manifest.edge_values(stage, stage + 1)]
+    names = [clip(value.name, 20) for value in _caller_values(manifest, stage + 1)]
+    stays = schedule.placement[stage] == schedule.placement[stage + 1]
+    notes = [f"on rank {schedule.placement[stage]}"] if stays and values else []
+    notes += [f"and {', '.join(names[:3])}{' …' if len(names) > 3 else ''} of the caller"] if names else []
+    yield from _arrow(left, stage + 1, values, ", ".join(notes), stays)
+
+
+def _arrow(left: float, to: int, values: Sequence[Value], note: str, dashed: bool = False) -> Iterator[Shape]:
+    """Draw an arrow down to the place of stage ``to``; without values only the note."""
+    x, end = left + 40, _top(to) - 4
+    start = end - _GAP + 8
+    if not values:
+        yield Label(x + 14, start + 21, note, fill=_ARROW)
+        return
+    yield Line([(x, start), (x, end - 6)], _ARROW, 1.6, dashed)
+    yield Line([(x - 5, end - 8), (x + 5, end - 8), (x, end + 1)], fill=_ARROW)
+    first, more = values[0], f" and {len(values) - 1} more" if len(values) > 1 else ""
+    total, back = sum(map(bytes_of, values)), sum(bytes_of(value) for value in values if value.requires_grad)
+    amount = format_bytes(total)
+    if first.producer != CALLER and back and first.consumers:
+        amount += f", {'as much' if back == total else format_bytes(back)} back"
+    name, shape = clip(first.name, 20), clip(first.type_text, 30)
+    text = f"  {shape}{more}  ·  {amount}{f', {note}' if note else ''}"
+    every = "; ".join(map(str, values))
+    yield Label(x + 14, start + 21, clip(text, _ARROW_LETTERS - len(name)), fill=_ARROW, lead=name, title=every)
+
+
+def _lanes(manifest: Manifest) -> dict[tuple[int, int], int]:
+    """Edge that skips stages → its lane at the left, from 0: neighbours have different ones, short ones are near."""
+    skipping = sorted((edge for edge in manifest.edges() if edge[1] - edge[0] > 1), key=lambda edge: edge[1] - edge[0])
+    found: dict[tuple[int, int], int] = {}
+    for start, stop in skipping:
+        taken = {lane for (first, last), lane in found.items() if first < stop and start < last}
+        found[start, stop] = next(lane for lane in range(len(taken) + 1) if lane not in taken)
+    return found
+
+
+def _skips(manifest: Manifest, lanes: dict[tuple[int, int], int], left: float) -> Iterator[Shape]:
+    """A line around the stages for each edge that skips some, with its bytes."""
+    leaving: Counter[int] = Counter()
+    arriving: Counter[int] = Counter()
+    for (producer, consumer), lane in lanes.items():
+        values = [manifest.values[name] for name in manifest.edge_values(producer, consumer)]
+        x = left - 14 - lane * _LANE
+        start = _top(producer) + _HEIGHT - 10 - 7 * leaving[producer]
+        end = _top(consumer) + 10 + 7 * arriving[consumer]
+        leaving[producer], arriving[consumer] = leaving[producer] + 1, arriving[consumer] + 1
+        title = f"stage {producer} to stage {consumer}: {'; '.join(map(str, values))}"
+        yield Line([(left, start), (x, start), (x, end), (left - 6, end)], _ARROW, 1.4, title=title)
+        yield Line([(left - 8, end - 5), (left - 8, end + 5), (left, end)], fill=_ARROW)
+        amount = format_bytes(sum(map(bytes_of, values)))
+        yield Label(x - 5, (start + end) / 2, amount, 10, _ARROW, "middle", upwards=True)
+
+
+def _times(manifest: Manifest, left: float, width: float) -> Iterator[Shape]:
+    """F, I and W of each stage as one bar, all in one scale."""
+    times = [stage.cost.times or (0.0, 0.0, 0.0) for stage in manifest.stages]
+    longest = max(map(sum, times))
+    unit, scale = TimeFormat.of_column([longest]), (width - 80) / longest if longest > 0 else 0.0
+    yield Label(left, 18, f"time of one microbatch, in {unit.unit}", 13, bold=True)
+    x = left + LETTER * 41
+    for kind in (Kind.F, Kind.I, Kind.W):
+        yield Rectangle(x, 7, 16, 14, colour(kind), 2)
+        yield Label(x + 8, 18, kind.value, fill=ink(colour(kind)), anchor="middle")
+        yield Label(x + 21, 18, MEANING[kind], fill=GREY)
+        x += 34 + LETTER * len(MEANING[kind])
+    for stage, seconds in enumerate(times):
+        y = _top(stage) + (_HEIGHT - _BAR) / 2
+        times_of = zip((Kind.F, Kind.I, Kind.W), seconds, strict=True)
+        parts = [(kind.value, colour(kind), each * scale, unit.text(each)) for kind, each in times_of]
+        yield from _bars(parts, left, y, _BAR)
+        yield Label(left + sum(seconds) * scale + 8, y + 17, unit.text(sum(seconds)), bold=True)
+    yield Line([(left, _GAP - 8), (left, _top(len(times) - 1) + _HEIGHT + 4)], LINE)
+
+
+def _flops(manifest: Manifest, left: float, width: float) -> Iterator[Shape]:
+    """Without times: the work of each stage's forward, and how to get times."""
+    work = [float(stage.cost.flops or 0) for stage in manifest.stages]
+    name = "work of one microbatch's forward" if any(work) else "the costs of the stages are not known"
+    yield Label(left, 14, name, 13, bold=True)
+    yield Label(left, 30, "No times were predicted: pipegraph split … --balance time predicts them.", 10.5, GREY)
+    for stage, flops in enumerate(work if any(work) else []):
+        length, y = flops / max(work) * (width - 80), _top(stage) + (_HEIGHT - _BAR) / 2
+        yield Rectangle(left, y, length, _BAR, _FLOPS)
+        yield Label(left + length + 8, y + 17, format_count(flops, "FLOP"), bold=True)

@@ -16,8 +16,8 @@ from itertools import groupby
 
 from pipegraph.report.colours import MEANING, ActionColours, ink
 from pipegraph.report.pictures.drawing import GREY, LETTER, LIGHT, LINE, Drawing, Label, Line, Rectangle, Shape
-from pipegraph.report.text.schedule_figures import schedule_title
-from pipegraph.report.text.tables import clip
+from pipegraph.report.text import clip
+from pipegraph.report.text.schedule_report import schedule_title
 from pipegraph.schedule import Kind, Schedule, Timeline
 from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.units import TimeFormat, format_percent, tick_marks

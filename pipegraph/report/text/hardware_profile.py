@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipegraph.cost.hardware import UNCORRECTED, Hardware, SizeTable
 from pipegraph.errors import one_line
-from pipegraph.report.text.tables import table
+from pipegraph.report.text import table
 from pipegraph.units import format_bytes, format_count, format_seconds
 
 

@@ -12,10 +12,9 @@ from rich.text import Text
 
 from pipegraph.errors import one_line
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
+from pipegraph.report.text import Table, clip, table
 from pipegraph.report.text.plan_tables import render_prediction_summary
-from pipegraph.report.text.schedule_figures import schedule_title
-from pipegraph.report.text.schedule_grid import render_grid, render_legend
-from pipegraph.report.text.tables import Table, clip, table
+from pipegraph.report.text.schedule_report import render_grid, render_legend, schedule_title
 from pipegraph.schedule import Schedule, Times, simulate
 from pipegraph.units import TimeFormat, format_bytes, format_count, format_number_of
 

@@ -13,7 +13,7 @@ from pipegraph.planner.comparison import SAME_MEMORY, SAME_TIME, PlanComparison
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.report.colours import colour
-from pipegraph.report.text.tables import clip, table
+from pipegraph.report.text import clip, table
 from pipegraph.schedule import Kind
 from pipegraph.schedule.recipes import trains
 from pipegraph.units import (

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipegraph.planner.run_comparison import PredictedAndMeasured, RunComparison
-from pipegraph.report.text.tables import Table, table
+from pipegraph.report.text import Table, table
 from pipegraph.schedule import Kind
 from pipegraph.units import TimeFormat, format_bytes, format_number_of, format_percent
 

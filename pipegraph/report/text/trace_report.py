@@ -9,8 +9,8 @@ from typing import Any
 
 from pipegraph.errors import one_line
 from pipegraph.planner.package_prediction import describe_step, pricing_profile
+from pipegraph.report.text import Table, table
 from pipegraph.report.text.predicted_vs_measured import stage_time_format, stage_time_table
-from pipegraph.report.text.tables import Table, table
 from pipegraph.schedule import Timeline
 from pipegraph.tracing.analysis.idle_causes import RankIdleTime
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis

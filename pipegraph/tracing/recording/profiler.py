@@ -28,7 +28,7 @@ from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.step_result import StepResult
 from pipegraph.runtime.wiring import stage_wirings, torch_dtype, transfer_of
 from pipegraph.schedule import Action
-from pipegraph.tracing.action_names import action_name
+from pipegraph.tracing import action_name
 from pipegraph.tracing.recording.run_folder import make_run_folder, run_on_all_ranks, trace_file
 from pipegraph.tracing.recording.step_figures import SinkFactory, StepReporter
 from pipegraph.tracing.recording.tensorboard_plugin import (

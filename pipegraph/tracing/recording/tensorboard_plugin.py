@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pipegraph.schedule import Action
-from pipegraph.tracing.action_names import parse_action_name
+from pipegraph.tracing import parse_action_name
 
 Event = dict[str, Any]
 LOSS_SPAN: Final = "loss of all ranks"

@@ -7,7 +7,7 @@ from rich.style import Style
 from rich.text import Text
 
 from pipegraph.report.colours import colour, ink
-from pipegraph.report.text.schedule_grid import render_grid, render_legend
+from pipegraph.report.text.schedule_report import render_grid, render_legend
 from pipegraph.schedule import Kind, Schedule, Times, build, simulate
 from pipegraph.units import TimeFormat
 
