@@ -4,10 +4,40 @@ hardware/      profiles of devices: rates, links, and where each figure is from
 calibration/   measure such a profile on this machine
 segments/      a model's chain of segments, and its distinct blocks as graphs of F, I and W
 roofline/      the seconds of a graph on a profile
-measurement/   the seconds of distinct blocks, as they run on this machine
+block_times.py the seconds of distinct blocks, as they run on this machine
 price.py       a captured model → the cost of each of its segments
 """
 
-from pipegraph.cost.segment_cost import SegmentCost
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 __all__ = ["SegmentCost"]
+
+
+@dataclass(frozen=True)
+class SegmentCost:
+    """Seconds and bytes of one segment, the graph between two adjacent candidate cuts, for one microbatch.
+
+    Attributes:
+        forward, input_grad, weight_grad: seconds of F, I and W.
+        boundary_bytes: what crosses a cut right behind the segment; of the gradient, the same again backwards.
+        saved_bytes: activations that F keeps for I and W.
+        parameter_bytes: a tied weight counts where it is first used.
+        flops: floating-point operations of F.
+        weight_saved_bytes: what is kept from the end of I until W has run: of ``saved_bytes`` what W reads, and the
+            gradients that it reads. None: as many as ``saved_bytes``.
+        trained_bytes: of ``parameter_bytes``, those of parameters that have a gradient. None: all.
+        buffer_bytes: buffers and constants, each where it is first used.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    boundary_bytes: int = 0
+    saved_bytes: int = 0
+    parameter_bytes: int = 0
+    flops: int = 0
+    weight_saved_bytes: int | None = None
+    trained_bytes: int | None = None
+    buffer_bytes: int = 0

@@ -1,10 +1,17 @@
-"""The balances: the figures that a plan makes equal between stages."""
+"""The balances: the figures that a plan makes equal between stages, and the weights of those that are no times."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 
-from pipegraph.errors import ArgumentError, nearest
+from torch import fx
+
+from pipegraph.cost.segments.chain import Chain
+from pipegraph.errors import ArgumentError, PlanError, nearest
+from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.nodes import path_of
 
 UNIFORM = "uniform"
 """The balance that prices nothing: equal numbers of segments."""
@@ -40,3 +47,55 @@ def parse_balance(balance: object, choices: Collection[str] = BALANCES) -> tuple
             f"Try: --balance with one of {', '.join(known)}."
         )
     return name, pattern
+
+
+def begins_of_type(captured: Captured, pattern: str) -> list[int]:
+    """Where, in ``Captured.nodes``, each call of a module begins whose class name matches; of nested ones the outer.
+
+    As DeepSpeed's ``type:regex``: anywhere in the name, upper and lower case alike.
+
+    Raises:
+        PlanError: the pattern is none, or matches no class.
+    """
+    try:
+        wanted = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        types = _types(captured) or ["layer"]
+        near = next(iter(get_close_matches(pattern, types, n=1, cutoff=0.0)), types[0])
+        raise PlanError(f"type:{pattern} is no regular expression: {error}.\nTry: type:{near}.") from None
+    begins: dict[str, int] = {}
+    for position, node in enumerate(captured.nodes):
+        matching = (call for call, fqn in path_of(node) if wanted.search(captured.modules[fqn].class_name))
+        call = next(matching, None)
+        if call is not None:
+            begins.setdefault(call, position)
+    if not begins:
+        raise _no_match(captured, pattern)
+    return list(begins.values())
+
+
+def _types(captured: Captured) -> list[str]:
+    """The classes of the modules that the model calls."""
+    called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
+    return sorted({captured.modules[fqn].class_name for fqn in called})
+
+
+def _no_match(captured: Captured, pattern: str) -> PlanError:
+    types = _types(captured)
+    what = f"type:{pattern} matches no module that {captured.model_name} calls"
+    if not types:
+        return PlanError(f"{what}: it calls none.\nTry: --balance time.")
+    return PlanError(f"{what}.{nearest(pattern, types)}\nTry: a pattern that matches one of {', '.join(types)}.")
+
+
+def first_uses(chain: Chain, segments: Sequence[Sequence[fx.Node]]) -> list[list[StateEntry]]:
+    """The parameters, buffers and constants of each segment, given the state that it reads: what several read where it
+    is used first."""
+    seen: set[str] = set()
+    found = []
+    for state in segments:
+        entries = [chain.captured.state[str(node.target)] for node in state]
+        new = [entry for entry in entries if entry.fqn not in seen]
+        seen |= {entry.fqn for entry in new}
+        found.append(new)
+    return found

@@ -1,9 +1,9 @@
 """The table of operators: all that pipegraph knows about ATen operators beyond their schemas and tags.
 
 To add an operator, add its name to a row with the same columns, or add a row. The functions behind the column
-``spelling`` are in ``codegen/expressions/operator_spellings.py``; ``cost/roofline/operator_roles.py`` reads ``loop``
-and ``rate``, and ``cost/roofline/kernel_work.py`` ``flops_like``. An operator without a row is understood from its
-schema: which arguments it writes into or shares memory with, and which function or method of torch does the same.
+``spelling`` are in ``codegen/expressions/operator_spellings.py``; ``cost/roofline/operator_work.py`` reads ``loop``,
+``rate`` and ``flops_like``. An operator without a row is understood from its schema: which arguments it writes into or
+shares memory with, and which function or method of torch does the same.
 """
 
 from __future__ import annotations

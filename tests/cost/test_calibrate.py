@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipegraph.cost.calibration import calibrate, compute_rates, loop_rates, rank_links
-from pipegraph.cost.calibration.stopwatch import Stopwatch
+from pipegraph.cost.calibration import calibrate, rank_links, rates
+from pipegraph.cost.calibration.rates import Stopwatch
 from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks
 from pipegraph.errors import RuntimeFault
 from pipegraph.kernels import internals
@@ -24,11 +24,11 @@ QUICK = Stopwatch(CPU, budget=0.001)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and small sizes, and functions uncompiled."""
     for name in ("_MATRICES", "_BATCHED", "_ATTENTION"):
-        axes = getattr(compute_rates, name)
-        monkeypatch.setattr(compute_rates, name, dict.fromkeys(axes, (16, 32)))
-    monkeypatch.setattr(compute_rates, "_CONVOLUTION", {"m": (128,), "n": (4, 8), "k": (27,)})
-    monkeypatch.setattr(loop_rates, "_STREAMED", (12_288, 122_880))
-    monkeypatch.setattr(loop_rates, "_NEW", (2**20, 2**25))
+        axes = getattr(rates, name)
+        monkeypatch.setattr(rates, name, dict.fromkeys(axes, (16, 32)))
+    monkeypatch.setattr(rates, "_CONVOLUTION", {"m": (128,), "n": (4, 8), "k": (27,)})
+    monkeypatch.setattr(rates, "_STREAMED", (12_288, 122_880))
+    monkeypatch.setattr(rates, "_NEW", (2**20, 2**25))
     monkeypatch.setattr(calibrate, "_FOOTPRINTS", {"cpu": (0, 2**22)})
     monkeypatch.setattr(internals, "compiler_is_missing", lambda: "none in tests")
 
@@ -48,7 +48,7 @@ def _spin(seconds: float) -> None:
 
 
 def test_rates_over_sizes(quick: None) -> None:
-    found = compute_rates.measure_compute_rates(QUICK, torch.float32)
+    found = rates.measure_compute_rates(QUICK, torch.float32)
     assert set(found) == set(Hardware.load("cpu").attained_flops)
     assert list(found["matmul"].axes) == ["m", "n", "k"]
     large, small = (2 * size**3 / found["matmul"].at(m=size, n=size, k=size) for size in (32, 16))
@@ -56,14 +56,14 @@ def test_rates_over_sizes(quick: None) -> None:
 
 
 def test_a_loop_is_timed_as_it_is_compiled() -> None:
-    graph = loop_rates.trace_aten(lambda x: torch.nn.functional.gelu(x), [torch.ones(4, 4)]).graph
+    graph = rates.trace_aten(lambda x: torch.nn.functional.gelu(x), [torch.ones(4, 4)]).graph
     assert torch.ops.aten.erf.default in {node.target for node in graph.nodes}
 
 
 def test_functions_have_rates(quick: None) -> None:
-    found = loop_rates.measure_element_rates(Stopwatch(CPU, budget=0.01))
+    found = rates.measure_element_rates(Stopwatch(CPU, budget=0.01))
     assert found["pow"] < 1e10  # whatever the machine, a power takes longer than a product
-    assert set(found) <= {*Hardware.load("cpu").element_rates, *loop_rates._cases(CPU)}
+    assert set(found) <= {*Hardware.load("cpu").element_rates, *rates._cases(CPU)}
 
 
 def test_links_between_processes() -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import pipegraph
-from pipegraph.cost.aten_graph import trace_aten
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.price import price
-from pipegraph.cost.roofline.gpu_attention import fused_attention
-from pipegraph.cost.roofline.operator_roles import name_of
+from pipegraph.cost.roofline.fused_kernels import fused_attention
+from pipegraph.cost.roofline.graph_price import trace_aten
+from pipegraph.cost.roofline.operator_work import name_of
 from pipegraph.cost.segments.chain import find_chain
 from pipegraph.cost.segments.distinct_blocks import BlockOptions, group_segments
 from tests.cost.models import model

@@ -11,13 +11,17 @@ from pathlib import Path
 
 import torch
 
-from pipegraph.cost.calibration import loop_rates
 from pipegraph.cost.calibration.busy_ranks import busy_ranks
-from pipegraph.cost.calibration.compute_rates import measure_compute_rates
 from pipegraph.cost.calibration.rank_links import measure_links
-from pipegraph.cost.calibration.stopwatch import Stopwatch
-from pipegraph.cost.hardware.links import Link, Links, MeasuredLinks
-from pipegraph.cost.hardware.profile import Hardware
+from pipegraph.cost.calibration.rates import (
+    Stopwatch,
+    measure_bandwidth,
+    measure_compute_rates,
+    measure_element_rates,
+    measure_first_touch,
+    measure_kernel_overhead,
+)
+from pipegraph.cost.hardware.profile import Hardware, Link, Links, MeasuredLinks
 from pipegraph.cost.hardware.size_table import SizeTable
 from pipegraph.kernels.threads import threads_per_rank
 
@@ -46,11 +50,11 @@ def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, n
             if found:
                 flops[str(dtype).removeprefix("torch.")] = found
         noise["attained_flops"] = _noise(watches)
-        bandwidth = _over_footprints(watches, lambda watch: {"": loop_rates.measure_bandwidth(watch)})[""]
+        bandwidth = _over_footprints(watches, lambda watch: {"": measure_bandwidth(watch)})[""]
         noise["attained_bandwidth"] = _noise(watches)
-        rates, kernel = loop_rates.measure_element_rates(watches[0]), loop_rates.measure_kernel_overhead(watches[0])
+        rates, kernel = measure_element_rates(watches[0]), measure_kernel_overhead(watches[0])
         noise["element_rates"] = _noise(watches)
-        first_touch = loop_rates.measure_first_touch(watches[0])
+        first_touch = measure_first_touch(watches[0])
         noise["first_touch"] = _noise(watches)
     peaks = {dtype: max(table.largest for table in tables.values()) for dtype, tables in flops.items()}
     return Hardware(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pipegraph.cost.hardware.links import MeasuredLinks
+from pipegraph.cost.hardware.profile import MeasuredLinks
 from pipegraph.errors import RuntimeFault
 
 TIMEOUT = 120.0

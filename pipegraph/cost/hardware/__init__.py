@@ -1,7 +1,6 @@
 """Hardware profiles: what a device and the links between devices attain."""
 
-from pipegraph.cost.hardware.links import Link, Links, MeasuredLinks
-from pipegraph.cost.hardware.profile import Hardware, check_new
+from pipegraph.cost.hardware.profile import Hardware, Link, Links, MeasuredLinks, check_new
 from pipegraph.cost.hardware.size_table import SizeTable
 from pipegraph.package.prediction import UNCORRECTED, MeasuredRatio
 

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from pipegraph.cost.hardware.profile import OTHER, Hardware
-from pipegraph.cost.roofline.fusion import FusedKernel, fused_kernels
-from pipegraph.cost.roofline.kernel_work import is_uncounted, kernel_work
-from pipegraph.cost.roofline.operator_roles import FusionRole, loop_elements, name_of, rate_name, result_tensors
+from pipegraph.cost.roofline.fused_kernels import FusedKernel, fused_kernels
+from pipegraph.cost.roofline.operator_work import (
+    FusionRole,
+    is_uncounted,
+    kernel_work,
+    loop_elements,
+    name_of,
+    rate_name,
+    result_tensors,
+)
+from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import OPERATION, call_of, called_graph
+
+
+def trace_aten(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace a function of tensors into the graph of ATen operations that Inductor is given.
+
+    Args:
+        function: returns one tensor or a tuple of them.
+        inputs: tensors of the shapes, dtypes and devices to trace for; their values are not read.
+    """
+
+    def outputs(*given: Tensor) -> list[Tensor]:
+        made = function(*given)
+        return list(made) if isinstance(made, tuple) else [made]
+
+    with internals.fake_tensors(), torch.no_grad():
+        arguments = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in inputs]
+        module = internals.trace(outputs, arguments, internals.inductor_decompositions())
+    module.graph.eliminate_dead_code()
+    return module
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import fx
 
-from pipegraph.cost.roofline.flops import count_flops, value_bytes
+from pipegraph.cost.stage_cost import count_flops, value_bytes
 from pipegraph.graph.captured import BRANCH, Captured
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.replicated_values import parameter_free, replication_of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.cost.model_output import mean_square
-from pipegraph.cost.roofline.gpu_attention import fused_attention
+from pipegraph.cost.roofline.fused_kernels import fused_attention
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.cost.segments.subgraph import Subgraph, SubgraphModule, empty_like_value, subgraph_of
 from pipegraph.graph.captured import Captured

@@ -1,0 +1,292 @@
+"""What this machine attains, timed: products of matrices, convolutions, attention, and loops over elements."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipegraph.cost.hardware.profile import OTHER
+from pipegraph.cost.hardware.size_table import SizeTable, Values
+from pipegraph.cost.roofline.graph_price import trace_aten
+from pipegraph.kernels import internals
+from pipegraph.kernels.compilers import compile_graphs
+from pipegraph.kernels.internals import Run
+
+_SHORTEST = 50e-6  # seconds of a sample: of shorter runs several make one, or the clock would be measured
+_FEWEST, _MOST = 5, 30  # samples
+
+_MATRICES = {"m": (16, 128, 1024), "n": (16, 128, 1024), "k": (16, 128, 1024)}
+_BATCHED = {"m": (16, 128), "n": (16, 128), "k": (16, 128)}
+_ATTENTION = {"length": (32, 128, 512), "head_dim": (32, 128)}
+_BATCH = 16  # matrices, or heads
+# Two images of 8 × 8 to 64 × 64 pixels; windows of 3 × 3 over 3, 32 and 256 channels.
+_CONVOLUTION = {"m": (128, 1152, 8192), "n": (16, 128), "k": (27, 288, 2304)}
+_IMAGES, _WINDOW = 2, 9
+
+_TOO_SLOW = 8.0
+
+Axes = Mapping[str, Sequence[int]]
+
+_KIB, _MIB = 2**10, 2**20
+_STREAMED = tuple(3 * size for size in (4 * _KIB, 32 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB))
+# From 32 MiB on, glibc gives what is freed back to the system: its threshold adapts up to there (mallopt(3)).
+_NEW = (1 * _MIB, 16 * _MIB, 31 * _MIB, 32 * _MIB, 128 * _MIB)
+_SHAPE = 256, 256  # of what a function is measured on: small enough for the cache of a core
+_MANY = 1024, 1024  # rows and columns, as of a layer's results: steps from row to row are steps from page to page
+_CHAIN = 16
+
+Function = Callable[..., Tensor]
+
+
+@dataclass
+class Stopwatch:
+    """Times runs on a device, each for about ``budget`` seconds. ``spreads`` has the noise of each measurement.
+
+    Before each run ``footprint`` bytes of other data go through the caches, as in a step, where a kernel runs once
+    between others; with none, a run finds in the caches what it left there.
+    """
+
+    device: torch.device
+    budget: float = 0.05
+    footprint: int = 0
+    spreads: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # The time of a core leaves out what other processes take of it, and knows nothing of other threads or a GPU.
+        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.thread_time if alone else time.perf_counter
+        self._other = torch.ones(self.footprint // 4, device=self.device)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """The median time of one run."""
+        run()
+        once = max(self._sample(run, 1), 1e-9)
+        together = 1 if self.footprint else max(1, round(_SHORTEST / once))
+        count = min(max(round(self.budget / (once * together)), _FEWEST), _MOST)
+        samples = [self._sample(run, together) / together for _ in range(count)]
+        low, median, high = statistics.quantiles(samples, n=4)
+        self.spreads.append((high - low) / median)
+        return median
+
+    @property
+    def noise(self) -> float:
+        """The usual distance between the quartiles, as part of the median."""
+        return statistics.median(self.spreads) if self.spreads else 0.0
+
+    def _sample(self, run: Callable[[], object], count: int) -> float:
+        if self.footprint:
+            self._other.sum()
+        self._wait()
+        started = self._clock()
+        for _ in range(count):
+            run()
+        self._wait()
+        return self._clock() - started
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def measure_compute_rates(stopwatch: Stopwatch, dtype: torch.dtype) -> dict[str, SizeTable]:
+    """Kind of kernel → floating-point operations per second, over its sizes; nothing for a dtype that the device has
+    no operations for, and which takes many times as long as float32.
+    """
+    if stopwatch.seconds(_probe(stopwatch, dtype)) > _TOO_SLOW * stopwatch.seconds(_probe(stopwatch, torch.float32)):
+        return {}
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=stopwatch.device)
+
+    def matmul(m: int, n: int, k: int) -> list[float]:
+        first, second = random(m, k), random(k, n)
+        return [2 * m * n * k / stopwatch.seconds(lambda: torch.mm(first, second))]
+
+    def batched(m: int, n: int, k: int) -> list[float]:
+        first, second = random(_BATCH, m, k), random(_BATCH, k, n)
+        return [2 * _BATCH * m * n * k / stopwatch.seconds(lambda: torch.bmm(first, second))]
+
+    def attention(length: int, head_dim: int) -> list[float]:
+        inputs = [random(1, _BATCH, length, head_dim) for _ in range(3)]
+        flops = 4 * _BATCH * length * length * head_dim
+        # Backward, the scores are computed again, and four more products.
+        return _both(stopwatch, F.scaled_dot_product_attention, inputs, flops, 2.5 * flops)
+
+    def convolution(m: int, n: int, k: int) -> list[float]:
+        side = round((m / _IMAGES) ** 0.5)
+        inputs = [random(_IMAGES, k // _WINDOW, side, side), random(n, k // _WINDOW, 3, 3)]
+        flops = 2 * m * n * k
+        return _both(stopwatch, lambda image, weight: F.conv2d(image, weight, padding=1), inputs, flops, 2 * flops)
+
+    return (
+        _tables(_MATRICES, matmul, "matmul")
+        | _tables(_BATCHED, batched, "batched_matmul")
+        | _tables(_ATTENTION, attention, "attention", "attention_backward")
+        | _tables(_CONVOLUTION, convolution, "convolution", "convolution_backward")
+    )
+
+
+def _probe(stopwatch: Stopwatch, dtype: torch.dtype) -> Callable[[], Tensor]:
+    matrix = torch.ones(128, 128, dtype=dtype, device=stopwatch.device)
+    return lambda: torch.mm(matrix, matrix)
+
+
+def _both(
+    stopwatch: Stopwatch, function: Callable[..., Tensor], inputs: Sequence[Tensor], forward: float, backward: float
+) -> list[float]:
+    """The rates of a forward and a backward that need so many operations."""
+    with torch.no_grad():
+        first = stopwatch.seconds(lambda: function(*inputs))
+    result = function(*(each.requires_grad_() for each in inputs))
+    gradient = torch.ones_like(result)
+    second = stopwatch.seconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True))
+    return [forward / first, backward / second]
+
+
+def _tables(axes: Axes, measure: Callable[..., list[float]], *kinds: str) -> dict[str, SizeTable]:
+    """What is measured at each combination of sizes: one table for each kind."""
+    found = {sizes: measure(*sizes) for sizes in itertools.product(*axes.values())}
+    return {
+        kind: SizeTable(
+            {name: tuple(map(float, sizes)) for name, sizes in axes.items()},
+            _nested(list(axes.values()), lambda *sizes, at=index: found[sizes][at]),
+        )
+        for index, kind in enumerate(kinds)
+    }
+
+
+def _nested(axes: Sequence[Sequence[int]], figure: Callable[..., float], *sizes: int) -> Values:
+    if not axes:
+        return figure(*sizes)
+    return tuple(_nested(axes[1:], figure, *sizes, size) for size in axes[0])
+
+
+def measure_bandwidth(stopwatch: Stopwatch) -> SizeTable:
+    """Bytes per second of a sum of two tensors, over the bytes it reads and writes: caches, and memory."""
+
+    def rate(size: int) -> float:
+        one, other, result = torch.ones(3, size // 12, device=stopwatch.device).unbind()
+        return size / stopwatch.seconds(lambda: torch.add(one, other, out=result))
+
+    return SizeTable({"bytes": tuple(map(float, _STREAMED))}, tuple(map(rate, _STREAMED)))
+
+
+def measure_first_touch(stopwatch: Stopwatch) -> SizeTable | None:
+    """Bytes per second at which the memory of a new tensor comes, over its bytes; None on devices that torch keeps
+    memory of."""
+    if stopwatch.device.type != "cpu":
+        return None
+
+    def rate(size: int) -> float:
+        result = torch.empty(size, dtype=torch.uint8)
+        new = stopwatch.seconds(lambda: torch.empty(size, dtype=torch.uint8).fill_(1))
+        old = stopwatch.seconds(lambda: result.fill_(1))
+        return size / max(new - old, 0.01 * old)  # within the noise
+
+    # The largest first: what smaller ones leave in the heap would hold the smallest of those that go back.
+    rates = {size: rate(size) for size in reversed(_NEW)}
+    return SizeTable({"bytes": tuple(map(float, _NEW))}, tuple(rates[size] for size in _NEW))
+
+
+def _double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A function of `inputs`, in which what is measured stands `count` times, and the same `without` it."""
+
+    function: Function
+    inputs: tuple[Tensor, ...]
+    without: Function = _double
+    count: int = 1
+
+
+def measure_element_rates(stopwatch: Stopwatch) -> dict[str, float]:
+    """Elements per second of functions in a fused kernel, beyond what its bytes take."""
+    cases = _cases(stopwatch.device)
+    whole = compiled([(case.function, case.inputs) for case in cases.values()])
+    without = compiled([(case.without, case.inputs) for case in cases.values()])
+    found = {}
+    for (name, case), run, other in zip(cases.items(), whole, without, strict=True):
+        beyond = stopwatch.seconds(run) - stopwatch.seconds(other)
+        if beyond > 0:
+            found[name] = case.count * case.inputs[0].numel() / beyond
+    return found
+
+
+def _cases(device: torch.device) -> dict[str, _Case]:
+    generator = torch.Generator(device).manual_seed(0)
+    normal = torch.randn(_SHAPE, device=device, generator=generator)
+    x = normal.abs() + 0.1
+    many = torch.ones(_MANY, device=device)
+    rows = torch.randint(_SHAPE[0], _SHAPE[:1], device=device, generator=generator)
+    functions: dict[str, Function] = {
+        "exp": torch.exp,
+        "log": torch.log,
+        "sin": torch.sin,
+        "tanh": torch.tanh,
+        "erf": torch.erf,
+        "sigmoid": torch.sigmoid,
+        "rsqrt": torch.rsqrt,
+        "pow": lambda x: torch.pow(x, 1.3),
+        "div": lambda x: 1.5 / x,
+        "random": torch.rand_like,
+    }
+    return {name: _Case(function, (x,)) for name, function in functions.items()} | {
+        OTHER: _Case(_chain_of_products_and_sums, (x,), count=_CHAIN),
+        "write bool": _Case(lambda x: x <= 0, (normal,)),
+        "read bool": _Case(lambda mask, x: torch.where(mask, x, 0), (normal > 0, x), without=lambda mask, x: x * 2),
+        # What a row is reduced to is needed before the rest of the row's loop, which reads it again.
+        "sum": _Case(lambda x: x * x.sum(-1, keepdim=True), (x,)),
+        "var_mean": _Case(lambda x: F.layer_norm(x, _SHAPE[1:]), (x,)),
+        "sum across": _Case(lambda x: x.sum(0), (many,), without=lambda x: x.sum(1)),
+        "window": _Case(lambda x: F.max_pool2d(x[None, None], 2), (x,), without=lambda x: x[::2, ::2] * 2),
+        "scatter": _Case(_scatter, (x, rows), without=lambda x, rows: x * 2),
+    }
+
+
+def _chain_of_products_and_sums(x: Tensor) -> Tensor:
+    return reduce(lambda y, index: (y + index) * x, range(1, 1 + _CHAIN // 2), x)
+
+
+def _scatter(x: Tensor, rows: Tensor) -> Tensor:
+    return torch.ops.aten.embedding_dense_backward(x, rows, _SHAPE[0], -1, False)
+
+
+def measure_kernel_overhead(stopwatch: Stopwatch) -> float:
+    """What one more kernel in a compiled graph takes, whatever it does."""
+    x = torch.ones(8, 8, device=stopwatch.device)
+
+    def chain(length: int) -> Function:
+        return lambda x: reduce(lambda y, _: torch.mm(y, x) + 1, range(length), x)
+
+    short, long = compiled([(chain(2), (x,)), (chain(2 + _CHAIN), (x,))])
+    beyond = stopwatch.seconds(long) - stopwatch.seconds(short)
+    return max(beyond, 0.0) / (2 * _CHAIN)  # a product and a sum
+
+
+def compiled(functions: Sequence[tuple[Function, Sequence[Tensor]]]) -> list[Callable[[], object]]:
+    """Functions with their arguments, compiled by Inductor as a stage's are; as they are where it has no compiler."""
+    distinct = list(dict.fromkeys((function, tuple(inputs)) for function, inputs in functions))
+    modules = [trace_aten(function, inputs) for function, inputs in distinct]
+    made: Sequence[Run | Exception] = []
+    if internals.compiler_is_missing() is None:
+        made = compile_graphs(modules)
+    runs = {
+        each: internals.boxed(module) if run is None or isinstance(run, Exception) else run
+        for each, module, run in itertools.zip_longest(distinct, modules, made)
+    }
+    return [partial(_call, runs[function, tuple(inputs)], inputs) for function, inputs in functions]
+
+
+def _call(run: Run, inputs: Sequence[Tensor]) -> object:
+    return run(list(inputs))
