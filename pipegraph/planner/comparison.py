@@ -11,12 +11,10 @@ from pipegraph.errors import ArgumentError, PlanError, ScheduleError
 from pipegraph.graph.captured import Captured
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.registry import RECOMPUTE, check_recompute
-from pipegraph.planner.chain_costs import ChainCosts
-from pipegraph.planner.cut_choice import CutChoice, choose_cuts, refine_cuts
-from pipegraph.planner.plan_options import PlanOptions
+from pipegraph.planner.cut_choice import CutChoice, choose_cuts, improve_cuts, refine_cuts
+from pipegraph.planner.plan_options import ChainCosts, PlanOptions
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.solve import solve
-from pipegraph.planner.step_estimate import improve_cuts
 from pipegraph.schedule.recipes import RECIPES, find_recipe, names
 from pipegraph.units import bytes_option, format_bytes, format_number_of
 
@@ -159,7 +157,7 @@ def compare_plans(
     change = max(_possible_change(each.costs.segments, each.schedule.stages) for each in estimates)
     estimates_left = _competitive([each for each in estimates if each.peak <= memory * (1 + change)], memory, change)
     second_change = min(change, _LARGEST_CHANGE) * _SECOND_SHARE
-    second_estimates = _competitive([_second_estimate(each) for each in estimates_left], memory, second_change)
+    second_estimates = _competitive([improve_cuts(each) for each in estimates_left], memory, second_change)
     choices, shortages = _search_cuts(second_estimates, options.effort)
     if not choices:
         closest = sorted(estimates, key=lambda each: each.peak)[:_CLOSEST]
@@ -198,11 +196,6 @@ def _first_estimates(
             ).cuts
         estimates.append(CutChoice(chain, own, even[plan.recompute, stages], schedule))
     return estimates, tuple(refused)
-
-
-def _second_estimate(choice: CutChoice) -> CutChoice:
-    cuts = improve_cuts(choice.costs.segments, choice.cuts, choice.schedule, choice.options.link)
-    return replace(choice, cuts=cuts)
 
 
 def _possible_change(costs: Sequence[SegmentCost], stages: int) -> float:

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
 from pipegraph.graph.partition.split_points import Point
 from pipegraph.package.prediction import Cut, Prediction, ShiftedCut, StagePrediction
-from pipegraph.planner.chain_costs import ChainCosts
-from pipegraph.planner.plan_options import PlanOptions
+from pipegraph.planner.plan_options import ChainCosts, PlanOptions
+from pipegraph.planner.solver.cut_search import most_even_cuts
+from pipegraph.planner.solver.local_search import Incumbents, hill_climb
+from pipegraph.planner.solver.makespan import Makespan
 from pipegraph.planner.solver.memory_shortage import MemoryShortage
-from pipegraph.planner.solver.search.even_cuts import most_even_cuts
+from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.planner.solver.solve import Solution
-from pipegraph.planner.step_estimate import rank_memory, stage_times, step_seconds
+from pipegraph.planner.step_prediction import rank_memory, stage_times, step_seconds
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes
 
@@ -180,6 +184,15 @@ def refine_cuts(choice: CutChoice) -> CutChoice:
         if best.value >= choice.value * (1 - _BETTER):
             return choice
         choice = best
+
+
+def improve_cuts(choice: CutChoice) -> CutChoice:
+    """Return cuts near these from which no small move makes a step shorter, whatever memory they need."""
+    segments = choice.costs.segments
+    makespan = Makespan(PrefixSums(segments), choice.schedule, choice.options.link)
+    incumbents = Incumbents(makespan, lambda cuts: np.ones(len(cuts), bool), kept=1)
+    improved, _ = hill_climb(incumbents, np.array(choice.cuts, np.int64), len(segments))
+    return replace(choice, cuts=tuple(improved.tolist()))
 
 
 def given_cuts(costs: ChainCosts, options: PlanOptions, cuts: Sequence[int], instead: str) -> CutChoice:

@@ -1,31 +1,59 @@
-"""The arguments of a plan."""
+"""The arguments of a plan, and the costs of segments and stages that they lead to."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
+from pipegraph.cost import SegmentCost
 from pipegraph.cost.balance import TIMED, parse_balance
 from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.cost.measurement_cache import Cache
-from pipegraph.cost.price import price
+from pipegraph.cost.price import PricedModel, price
 from pipegraph.cost.segments.distinct_blocks import LossOf
 from pipegraph.errors import ArgumentError, PlanError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.registry import check_recompute
 from pipegraph.kernels.threads import threads_per_rank
-from pipegraph.planner.chain_costs import ChainCosts
 from pipegraph.planner.solver.solve import Solution, solve
-from pipegraph.planner.solver.solve_arguments import memory_of_ranks
-from pipegraph.planner.solver.stage_schedule import resolve_schedule
+from pipegraph.planner.solver.solve_arguments import memory_of_ranks, resolve_schedule
 from pipegraph.progress import report_progress
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.units import bytes_option, format_bytes, format_number_of
+
+
+class ChainCosts:
+    """What the segments and stages of a priced model cost.
+
+    A figure that is no time, such as a number of parameters, is the same for F, I and W. It counts once, as F.
+    """
+
+    def __init__(self, priced: PricedModel) -> None:
+        self.priced = priced
+        self.segments = tuple(self._counted_once(cost) for cost in priced.costs)
+        self._stages: dict[tuple[int, int], SegmentCost] = {}
+
+    def stages(self, cuts: Sequence[int]) -> tuple[SegmentCost, ...]:
+        """Return the exact costs of the stages that cuts make.
+
+        A sum over segments is not exact: it leaves out what a cut takes, counts twice what two segments keep, and
+        counts a tied weight in one stage only.
+        """
+        return tuple(self._stage(start, stop) for start, stop in pairwise([0, *cuts, len(self.segments)]))
+
+    def _stage(self, start: int, stop: int) -> SegmentCost:
+        if (start, stop) not in self._stages:
+            self._stages[start, stop] = self._counted_once(self.priced.stage(start, stop))
+        return self._stages[start, stop]
+
+    def _counted_once(self, cost: SegmentCost) -> SegmentCost:
+        return cost if self.priced.unit in ("s", "FLOP") else replace(cost, input_grad=0.0, weight_grad=0.0)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import one_line
 from pipegraph.package import Manifest
-from pipegraph.planner.package_prediction import PlannedStep, describe_step, predict_step
+from pipegraph.planner.step_prediction import PlannedStep, describe_step, predict_step
 from pipegraph.runtime.measurements import COMPUTING, MeasuredRun
 from pipegraph.schedule import Kind, Schedule
 from pipegraph.units import format_factor

@@ -12,7 +12,7 @@ from typing import Any
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
-from pipegraph.planner.package_prediction import predict_step
+from pipegraph.planner.step_prediction import predict_step
 from pipegraph.report.pictures.timeline_picture import timeline_drawing
 from pipegraph.report.text import markdown, markdown_table
 from pipegraph.report.text.package_tables import boundary_table, explain_cuts, package_title, stage_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Package
-from pipegraph.planner.package_prediction import PlannedStep
+from pipegraph.planner.step_prediction import PlannedStep
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, check, read_csv, search
 from pipegraph.schedule.recipes import find_recipe

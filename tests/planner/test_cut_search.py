@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost
 from pipegraph.planner import solve
-from pipegraph.planner.solver.objectives.action_graph import ActionGraph
-from pipegraph.planner.solver.objectives.makespan import Makespan
-from pipegraph.planner.solver.objectives.memory_need import MemoryNeed
-from pipegraph.planner.solver.objectives.objective import MemoryLimited, Objective, SlowestStage
+from pipegraph.planner.solver import cut_search
+from pipegraph.planner.solver.action_graph import ActionGraph
+from pipegraph.planner.solver.branch_and_bound import equilibrium
+from pipegraph.planner.solver.cut_search import equal_parts
+from pipegraph.planner.solver.cut_space import CutSpace
+from pipegraph.planner.solver.local_search import neighbours
+from pipegraph.planner.solver.makespan import Makespan
+from pipegraph.planner.solver.memory_need import MemoryNeed
+from pipegraph.planner.solver.objective import MemoryLimited, Objective, SlowestStage
 from pipegraph.planner.solver.prefix_sums import TIMES, LinearBound, PrefixSums
-from pipegraph.planner.solver.search import cut_search
-from pipegraph.planner.solver.search.cut_space import CutSpace
-from pipegraph.planner.solver.search.even_cuts import equal_parts
-from pipegraph.planner.solver.search.local_search import neighbours
-from pipegraph.planner.solver.search.relaxation import equilibrium
 from pipegraph.schedule import Schedule, Times, build, names, simulate
 from pipegraph.schedule.recipes import trains
 from tests.planner.brute_force import costs, every_cut, links, makespan, memory, slowest_stage, small_schedules

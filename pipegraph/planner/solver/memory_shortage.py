@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipegraph.errors import PlanError, ScheduleError
-from pipegraph.planner.solver.objectives.memory_need import MemoryNeed
+from pipegraph.planner.solver.cut_search import equal_parts, search_cuts
+from pipegraph.planner.solver.cut_space import CutSpace
+from pipegraph.planner.solver.local_search import EQUAL, Incumbents
+from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.prefix_sums import HELD, SAVED, Integers, PrefixSums
-from pipegraph.planner.solver.search.cut_search import search_cuts
-from pipegraph.planner.solver.search.cut_space import CutSpace
-from pipegraph.planner.solver.search.even_cuts import equal_parts
-from pipegraph.planner.solver.search.incumbents import EQUAL, Incumbents
 from pipegraph.units import format_bytes
 
 _EFFORT_SHARE = 0.1  # of the effort, to find the least memory for another number of stages

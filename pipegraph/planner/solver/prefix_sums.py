@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipegraph.cost import SegmentCost
+from pipegraph.schedule import Kind
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -17,6 +18,8 @@ Booleans = NDArray[np.bool_]
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, HELD, TRAINED = QUANTITIES = range(7)
 """What adds up over the segments of a stage. ``HELD`` is the bytes of parameters, buffers and constants."""
 TIMES = FORWARD, INPUT_GRAD, WEIGHT_GRAD
+PARTS = {Kind.F: (FORWARD,), Kind.I: (INPUT_GRAD,), Kind.W: (WEIGHT_GRAD,), Kind.B: (INPUT_GRAD, WEIGHT_GRAD)}
+"""kind of action → the quantities that its time is the sum of"""
 
 
 class LinearBound(NamedTuple):

@@ -10,18 +10,15 @@ import numpy as np
 
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError, nearest
+from pipegraph.planner.solver.cut_search import equal_parts, search_cuts
+from pipegraph.planner.solver.cut_space import CutSpace
+from pipegraph.planner.solver.local_search import EQUAL, Incumbents, has_no_empty_stage
+from pipegraph.planner.solver.makespan import Links, Makespan
+from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.memory_shortage import starts_that_fit
-from pipegraph.planner.solver.objectives.makespan import Links, Makespan
-from pipegraph.planner.solver.objectives.memory_need import MemoryNeed
-from pipegraph.planner.solver.objectives.objective import MemoryLimited, Objective, SlowestStage
+from pipegraph.planner.solver.objective import MemoryLimited, Objective, SlowestStage
 from pipegraph.planner.solver.prefix_sums import TIMES, Integers, PrefixSums
-from pipegraph.planner.solver.search.cut_search import search_cuts
-from pipegraph.planner.solver.search.cut_space import CutSpace
-from pipegraph.planner.solver.search.even_cuts import equal_parts
-from pipegraph.planner.solver.search.incumbents import EQUAL, Incumbents
-from pipegraph.planner.solver.search.local_search import has_no_empty_stage
-from pipegraph.planner.solver.solve_arguments import check_costs, check_numbers, memory_of_ranks
-from pipegraph.planner.solver.stage_schedule import resolve_schedule
+from pipegraph.planner.solver.solve_arguments import check_costs, check_numbers, memory_of_ranks, resolve_schedule
 from pipegraph.schedule import Schedule, Times, simulate
 
 OBJECTIVES = "makespan", "bottleneck"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipegraph.errors import one_line
 from pipegraph.package import Package
-from pipegraph.planner.package_prediction import memory_by_kind
+from pipegraph.planner.step_prediction import memory_by_kind
 from pipegraph.report.pages import templates
 from pipegraph.report.pictures.package_picture import package_svg
 from pipegraph.report.text import Table

@@ -10,7 +10,7 @@ from dataclasses import astuple
 from typing import Any
 
 from pipegraph.errors import one_line
-from pipegraph.planner.package_prediction import describe_step
+from pipegraph.planner.step_prediction import describe_step
 from pipegraph.report.colours import MEANING, ActionColours, colour, ink
 from pipegraph.report.pages import read_text, script_json, templates
 from pipegraph.report.text.predicted_vs_measured import prediction_error, stage_time_format

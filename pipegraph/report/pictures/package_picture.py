@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
-from pipegraph.planner.package_prediction import RankMemoryByKind, memory_by_kind, predict_step
+from pipegraph.planner.step_prediction import RankMemoryByKind, memory_by_kind, predict_step
 from pipegraph.report.colours import MEANING, MEMORY, colour, ink
 from pipegraph.report.pictures.drawing import GREY, LETTER, LINE, Drawing, Label, Line, Rectangle, Shape
 from pipegraph.report.pictures.timeline_picture import schedule_drawing

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipegraph.errors import one_line
-from pipegraph.planner.package_prediction import describe_step, pricing_profile
+from pipegraph.planner.step_prediction import describe_step, pricing_profile
 from pipegraph.report.text import Table, table
 from pipegraph.report.text.predicted_vs_measured import stage_time_format, stage_time_table
 from pipegraph.schedule import Timeline

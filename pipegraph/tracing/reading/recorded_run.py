@@ -14,7 +14,7 @@ import msgspec
 
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest
-from pipegraph.planner.package_prediction import StepPrediction, predict_step
+from pipegraph.planner.step_prediction import StepPrediction, predict_step
 from pipegraph.schedule import Action, Schedule
 
 _GZIP = b"\x1f\x8b"

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipegraph.planner.solver.objectives.memory_need import MemoryNeed
+from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.prefix_sums import Floats, Integers, LinearBound, PrefixSums
 
 _PENALTY = 25.0  # what missing memory adds to a value: this × the missing part × the size of values

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipegraph.planner.solver.objectives.stage_paths import PARTS
-from pipegraph.planner.solver.prefix_sums import Floats
+from pipegraph.planner.solver.prefix_sums import PARTS, Floats
 from pipegraph.schedule import Action, Kind, Schedule
 
 _BATCH = 256  # candidates timed at once: enough to make little of a call, few enough for the cache

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from pipegraph.cost.hardware import Link
 from pipegraph.errors import PlanError
-from pipegraph.planner.solver.objectives.action_graph import ActionGraph
-from pipegraph.planner.solver.objectives.stage_paths import PARTS, stage_paths
+from pipegraph.planner.solver.action_graph import ActionGraph
 from pipegraph.planner.solver.prefix_sums import (
     FORWARD,
     INPUT_GRAD,
+    PARTS,
     TIMES,
     WEIGHT_GRAD,
     Floats,
@@ -25,13 +26,76 @@ from pipegraph.planner.solver.prefix_sums import (
 )
 from pipegraph.schedule import Kind, Schedule, Times
 
+Order = Sequence[tuple[Kind, int]]
+"""(kind, microbatch) of the actions of one stage"""
+
 LinkFigures = tuple[float, float] | Link
 """(latency in seconds, bandwidth in bytes per second), or a link of a hardware profile"""
 Links = LinkFigures | Callable[[int, int], LinkFigures]
 """One link for all ranks, or (rank, other rank) → the link between them."""
 
+
+class StagePath(NamedTuple):
+    """A path from the first stage to a stage, through actions of that stage, and on.
+
+    Attributes:
+        forward, input_grad, weight_grad: how many F, I and W of the stage it contains; a B is an I and a W.
+        turns: how often it goes from an F to the last stage and back to the I or B of the same microbatch, without the
+            actions of the stage between these two.
+        returns: whether it goes back to the first stage at the end.
+        leaves: whether it goes on to the last stage at the end.
+    """
+
+    forward: int
+    input_grad: int
+    weight_grad: int
+    turns: int
+    returns: bool
+    leaves: bool
+
+
+def _stage_paths(schedule: Schedule) -> list[list[StagePath]]:
+    """Return for each stage the paths that may be the longest, whatever the times are."""
+    orders: list[list[tuple[Kind, int]]] = [[] for _ in range(schedule.stages)]
+    for row in schedule.actions:
+        for action in row:
+            orders[action.stage].append((action.kind, action.microbatch))
+    return [_not_dominated(list(_paths(order))) if schedule.trains else [_forward_path(order)] for order in orders]
+
+
+def _forward_path(order: Order) -> StagePath:
+    return StagePath(len(order), 0, 0, 0, returns=False, leaves=True)
+
+
+def _paths(order: Order) -> Iterator[StagePath]:
+    """Yield paths that turn at the first F, at the last, at each that they reach, or never.
+
+    They go to the last action, or to the last I or B and back to the first stage.
+    """
+    back = {microbatch: at for at, (kind, microbatch) in enumerate(order) if kind in (Kind.I, Kind.B)}
+    forwards = [microbatch for kind, microbatch in order if kind is Kind.F]
+    for turning in ((), forwards[:1], forwards[-1:], forwards):
+        for end, returns in ((len(order), False), (max(back.values()) + 1, True)):
+            passed, turns, at = [0, 0, 0], 0, 0
+            while at < end:
+                kind, microbatch = order[at]
+                for part in PARTS[kind]:
+                    passed[part] += 1
+                turn = kind is Kind.F and microbatch in turning
+                turns += turn
+                at = back[microbatch] if turn else at + 1
+            yield StagePath(passed[0], passed[1], passed[2], turns, returns, leaves=False)
+
+
+def _not_dominated(paths: Sequence[StagePath]) -> list[StagePath]:
+    """Return the paths of which no other contains as much of everything."""
+    every = np.unique(np.array(paths, np.int64), axis=0)
+    covered = (every[:, None] <= every).all(axis=2) & ~np.eye(len(every), dtype=bool)
+    return [StagePath(*row) for row in every[~covered.any(axis=1)].tolist()]
+
+
 # Plans are compared by the hundred, but have few different schedules.
-_graph_of, _paths_of = lru_cache(maxsize=32)(ActionGraph), lru_cache(maxsize=32)(stage_paths)
+_graph_of, _paths_of = lru_cache(maxsize=32)(ActionGraph), lru_cache(maxsize=32)(_stage_paths)
 
 
 class Makespan:

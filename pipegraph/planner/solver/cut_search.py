@@ -1,24 +1,66 @@
-"""The search for the cuts with the least value of an objective."""
+"""The search for the cuts with the least value of an objective, and for the most even ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import combinations, islice
 from math import comb
 
 import numpy as np
 
-from pipegraph.planner.solver.objectives.objective import Objective
-from pipegraph.planner.solver.prefix_sums import Floats, Integers
-from pipegraph.planner.solver.search.branch_and_bound import BranchAndBound
-from pipegraph.planner.solver.search.cut_space import CutSpace
-from pipegraph.planner.solver.search.incumbents import EQUAL, Incumbents
-from pipegraph.planner.solver.search.local_search import hill_climb, iterated_local_search, neighbours
+from pipegraph.cost import SegmentCost
+from pipegraph.planner.solver.branch_and_bound import BranchAndBound
+from pipegraph.planner.solver.cut_space import CutSpace
+from pipegraph.planner.solver.local_search import (
+    EQUAL,
+    Incumbents,
+    hill_climb,
+    iterated_local_search,
+    neighbours,
+    without_empty_stages,
+)
+from pipegraph.planner.solver.objective import Objective
+from pipegraph.planner.solver.prefix_sums import Booleans, Floats, Integers, PrefixSums
+
+_FLOPS_SHARE = 1e-9  # how much evenness in operations counts, compared with evenness in weight
 
 _ALL_STEPS = 10_000_000  # if valuing all cuts takes fewer steps, all are valued
 _STEPS = 120_000_000  # of any other search with an effort of 1: a few seconds
 _BRANCHED, _SEARCHED = 0.4, 0.7  # the parts of these steps after which branch and bound, then local search, stop
 _BATCH = 4096
+
+
+def equal_parts(sums: PrefixSums, stages: int, quantities: Sequence[int]) -> Integers:
+    """Return the cuts nearest to equal parts of the sum of these quantities."""
+    before = sums.before[list(quantities)].sum(axis=0)
+    targets = before[-1] * np.arange(1, stages) / stages
+    return without_empty_stages(np.abs(before - targets[:, None]).argmin(axis=1), sums.segments)
+
+
+def most_even_cuts(costs: Sequence[SegmentCost], stages: int, largest: float) -> tuple[int, ...]:
+    """Return the most even of all cuts of which no stage weighs more than ``largest``; there must be such cuts.
+
+    The most even cuts have the least sum of squares of weights (a stage's F + I + W); of equal ones, of operations.
+    """
+    weights = [cost.forward + cost.input_grad + cost.weight_grad for cost in costs]
+    weight, limit = _shares_before(weights), largest / (sum(weights) or 1.0) * (1 + EQUAL)
+    work = _shares_before([float(cost.flops) for cost in costs])
+
+    def is_light(stage: int, begins: Integers, ends: Integers) -> Booleans:
+        allowed: Booleans = weight[ends][:, None] - weight[begins] <= limit
+        return allowed
+
+    def squares(stage: int, begins: Integers, ends: Integers) -> Floats:
+        unevenness: Floats = (weight[ends][:, None] - weight[begins]) ** 2
+        return unevenness + _FLOPS_SHARE * (work[ends][:, None] - work[begins]) ** 2
+
+    return tuple(CutSpace.all_cuts(len(costs), stages).restrict(is_light).cheapest(squares, np.add).tolist())
+
+
+def _shares_before(figures: Sequence[float]) -> Floats:
+    """Return the sum before each edge, as a part of the whole."""
+    sums: Floats = np.concatenate([[0.0], np.cumsum(figures)])
+    return sums / (sums[-1] or 1.0)
 
 
 def search_cuts(incumbents: Incumbents, space: CutSpace, starts: Iterable[Integers], effort: float) -> float:

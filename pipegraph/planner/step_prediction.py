@@ -1,18 +1,63 @@
-"""The prediction of a step from the plan and the prices of a package: schedule, time, bubble and memory."""
+"""The prediction of a step: the time and memory of given stages, and what the plan and prices of a package say."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Manifest
-from pipegraph.planner.step_estimate import RankMemory, rank_memory, stage_times
+from pipegraph.planner.solver.makespan import Links, Makespan
+from pipegraph.planner.solver.memory_need import MemoryNeed
+from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.schedule import Schedule, Timeline, Times, build, simulate
 from pipegraph.units import format_number_of
 
 _MOMENTS = 2  # of AdamW, each as large as the parameter
+
+
+def stage_times(stages: Sequence[SegmentCost], schedule: Schedule, link: Links | None = None) -> Times:
+    """Return the times of stages and boundaries, for `simulate`. Without a link, boundaries take no time."""
+    return Makespan(PrefixSums(stages), schedule, link).times_of(np.arange(1, len(stages)))
+
+
+def step_seconds(stages: Sequence[SegmentCost], schedule: Schedule, link: Links | None = None) -> float:
+    """Return the seconds of a step, as `simulate` computes them."""
+    cuts = np.arange(1, len(stages))
+    return float(Makespan(PrefixSums(stages), schedule, link).values(cuts[None])[0])
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that a rank needs between actions.
+
+    Attributes:
+        state: parameters, their gradients and the optimizer's state; buffers and constants.
+        saved: what is kept for backwards, at the moment of its peak.
+        buffers: to receive into.
+    """
+
+    state: int
+    saved: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.saved + self.buffers
+
+
+def rank_memory(
+    stages: Sequence[SegmentCost], schedule: Schedule, state_factor: float = 4.0, receives_ahead: int = 4
+) -> tuple[RankMemory, ...]:
+    """Return what each rank needs, as `solve` counts it."""
+    cuts = np.arange(1, len(stages))
+    parts = MemoryNeed(PrefixSums(stages), schedule, state_factor, receives_ahead).parts(cuts[None])
+    ranks = zip(*(np.ceil(part[:, 0]).astype(int).tolist() for part in parts), strict=True)
+    return tuple(RankMemory(*rank) for rank in ranks)
 
 
 @dataclass(frozen=True)

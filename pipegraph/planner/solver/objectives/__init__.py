@@ -1,1 +1,0 @@
-"""What cuts cost."""

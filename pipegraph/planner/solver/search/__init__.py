@@ -1,1 +1,0 @@
-"""Which cuts cost the least."""
