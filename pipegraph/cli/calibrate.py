@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipegraph.cli.option_values import check_device
-from pipegraph.cli.options import DebugOption, JsonOption
+from pipegraph.cli.options import DebugOption, JsonOption, check_device
 from pipegraph.cli.output import check_target, print_json, write_target
 from pipegraph.cli.progress_bar import progress
 
@@ -42,7 +41,7 @@ def calibrate(
     check_device(device, ranks)
     check_target(out, overwrite)
     with progress("measuring this machine"):
-        from pipegraph.cost.calibration.calibrate import calibrate as measure
+        from pipegraph.cost.calibrate import calibrate as measure
         from pipegraph.cost.hardware import check_new
         from pipegraph.report.text.hardware_profile import render_hardware
 

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from pipegraph.cli.option_values import check_device, parse_names, parse_numbers
 from pipegraph.cli.options import (
     AllowDerivativeOption,
     BatchOption,
@@ -18,6 +17,9 @@ from pipegraph.cli.options import (
     MemoryOption,
     ModelArgument,
     SequenceOption,
+    check_device,
+    parse_names,
+    parse_numbers,
 )
 from pipegraph.cli.output import check_target, print_grid, print_json, write_target
 from pipegraph.cli.progress_bar import hold_back_stderr, progress

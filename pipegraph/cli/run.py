@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 from msgspec import structs
 
-from pipegraph.cli.option_values import check_device
 from pipegraph.cli.options import (
     BatchOption,
     CheckpointOption,
@@ -32,6 +31,7 @@ from pipegraph.cli.options import (
     SequenceOption,
     StepsOption,
     TimeoutOption,
+    check_device,
 )
 from pipegraph.cli.output import check_target, json_text, write_target
 from pipegraph.cli.progress_bar import progress

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipegraph.cli.option_values import check_device
 from pipegraph.cli.options import (
     AllowDerivativeOption,
     BalanceOption,
@@ -32,6 +31,7 @@ from pipegraph.cli.options import (
     SequenceOption,
     StagesOption,
     WrittenCheckpointOption,
+    check_device,
 )
 from pipegraph.cli.output import print_json
 from pipegraph.cli.progress_bar import hold_back_stderr, progress

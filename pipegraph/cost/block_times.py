@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegraph.cost.calibration.busy_ranks import busy_ranks
+from pipegraph.cost.busy_ranks import busy_ranks
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.segments.distinct_blocks import Block, memory_of
 from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, random_state

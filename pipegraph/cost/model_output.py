@@ -1,12 +1,20 @@
-"""The tensors in what a model returns, and their loss where nobody gives one."""
+"""What a model returns: the tensors in it, and their loss."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.nodes import label_of
+from pipegraph.kernels import Loss
+
+LossOf = Callable[[Any, Any], Tensor]
+"""(what the model returns, in its own nesting; one microbatch's target) → the loss of no dimensions."""
 
 
 def mean_square(output: Any, target: Any = None) -> Tensor:
@@ -33,3 +41,22 @@ def output_tensors(structure: Any, path: str = "") -> dict[str, Tensor]:
     for key, item in items:
         found |= output_tensors(item, f"{path}.{key}" if path else key)
     return found
+
+
+def loss_of_pieces(captured: Captured, function: LossOf) -> Loss:
+    """Return a loss of the last piece's outputs, which puts them together as the model returns them."""
+    names = [label_of(node) for node in captured.returned]
+
+    def loss(outputs: tuple[Tensor, ...], target: Any) -> Tensor:
+        values = dict(zip(names, outputs, strict=True))
+        return function(_filled(captured.outputs, values), target)
+
+    return loss
+
+
+def _filled(structure: Any, values: dict[str, Tensor]) -> Any:
+    if isinstance(structure, dict):
+        return {key: _filled(item, values) for key, item in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return type(structure)(_filled(item, values) for item in structure)
+    return None if structure is None else values[structure]

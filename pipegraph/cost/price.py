@@ -12,10 +12,11 @@ from pipegraph.cost.balance import BALANCES, PRICED, begins_of_type, first_uses,
 from pipegraph.cost.block_times import MeasureOptions, measure
 from pipegraph.cost.hardware.profile import Hardware
 from pipegraph.cost.measurement_cache import Cache
+from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph, trace_aten
 from pipegraph.cost.segments.attribution import CrossingValue, Times, saved_bytes, segment_times, weight_saved_bytes
 from pipegraph.cost.segments.chain import Chain, find_chain
-from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, LossOf, SegmentGroups, group_segments
+from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, SegmentGroups, group_segments
 from pipegraph.cost.segments.subgraph import fx_graph
 from pipegraph.cost.stage_cost import buffer_bytes, parameter_bytes
 from pipegraph.graph.captured import Captured, StateEntry

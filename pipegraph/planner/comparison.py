@@ -13,8 +13,7 @@ from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.registry import RECOMPUTE, check_recompute
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, improve_cuts, refine_cuts
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions
-from pipegraph.planner.solver.memory_shortage import MemoryShortage
-from pipegraph.planner.solver.solve import solve
+from pipegraph.planner.solver.solve import MemoryShortage, solve
 from pipegraph.schedule.recipes import RECIPES, find_recipe, names
 from pipegraph.units import bytes_option, format_bytes, format_number_of
 

@@ -14,9 +14,8 @@ from pipegraph.planner.plan_options import ChainCosts, PlanOptions
 from pipegraph.planner.solver.cut_search import most_even_cuts
 from pipegraph.planner.solver.local_search import Incumbents, hill_climb
 from pipegraph.planner.solver.makespan import Makespan
-from pipegraph.planner.solver.memory_shortage import MemoryShortage
 from pipegraph.planner.solver.prefix_sums import PrefixSums
-from pipegraph.planner.solver.solve import Solution
+from pipegraph.planner.solver.solve import MemoryShortage, Solution
 from pipegraph.planner.step_prediction import rank_memory, stage_times, step_seconds
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes

@@ -14,8 +14,8 @@ from pipegraph.cost.balance import UNIFORM
 from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.measurement_cache import Cache
+from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel
-from pipegraph.cost.segments.distinct_blocks import LossOf
 from pipegraph.cost.stage_cost import stage_cost
 from pipegraph.dump import dump
 from pipegraph.errors import ArgumentError, PlanError
@@ -27,8 +27,7 @@ from pipegraph.package import StageCost
 from pipegraph.package.prediction import Prediction, StagePrediction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, given_cuts, refine_cuts
 from pipegraph.planner.plan_options import PlanOptions, check_number
-from pipegraph.planner.solver.memory_shortage import MemoryShortage
-from pipegraph.planner.solver.solve import Solution
+from pipegraph.planner.solver.solve import MemoryShortage, Solution
 from pipegraph.planner.solver.solve_arguments import parse_memory
 from pipegraph.planner.stage_modules import stage_modules
 from pipegraph.schedule import Schedule

@@ -15,7 +15,7 @@ from pipegraph.package.json_errors import FieldError
 from pipegraph.package.json_file import Count, Entry, FileKind, Name, Text, json_text
 from pipegraph.package.prediction import Prediction
 from pipegraph.planner.plan import Plan, plan
-from pipegraph.planner.solver.memory_shortage import MemoryShortage
+from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.units import format_bytes
 

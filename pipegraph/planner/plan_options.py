@@ -13,8 +13,8 @@ from pipegraph.cost.balance import TIMED, parse_balance
 from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.cost.measurement_cache import Cache
+from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel, price
-from pipegraph.cost.segments.distinct_blocks import LossOf
 from pipegraph.errors import ArgumentError, PlanError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.kernels.blocks.divided_function import DividedFunction

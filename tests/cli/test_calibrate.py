@@ -22,7 +22,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append((device, threads, ranks, name))
         return Hardware.load("h100")
 
-    monkeypatch.setattr("pipegraph.cost.calibration.calibrate.calibrate", measure)
+    monkeypatch.setattr("pipegraph.cost.calibrate.calibrate", measure)
     return calls
 
 

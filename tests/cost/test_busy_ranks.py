@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipegraph.cost.calibration.busy_ranks import busy_ranks
+from pipegraph.cost.busy_ranks import busy_ranks
 
 
 def children() -> list[int]:
@@ -47,7 +47,7 @@ def test_an_error_leaves_none_behind() -> None:
 
 def test_none_outlives_the_process_that_started_it() -> None:
     program = (
-        "import os\nfrom pathlib import Path\nfrom pipegraph.cost.calibration.busy_ranks import busy_ranks\n"
+        "import os\nfrom pathlib import Path\nfrom pipegraph.cost.busy_ranks import busy_ranks\n"
         "held = busy_ranks(1, 1)\nheld.__enter__()\n"
         "print(Path(f'/proc/self/task/{os.getpid()}/children').read_text(), flush=True)\nos._exit(0)"
     )

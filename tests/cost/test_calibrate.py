@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipegraph.cost.calibration import calibrate, rank_links, rates
-from pipegraph.cost.calibration.rates import Stopwatch
+from pipegraph.cost import calibrate, machine_rates
 from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks
+from pipegraph.cost.machine_rates import Stopwatch
 from pipegraph.errors import RuntimeFault
 from pipegraph.kernels import internals
 
@@ -24,11 +24,11 @@ QUICK = Stopwatch(CPU, budget=0.001)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and small sizes, and functions uncompiled."""
     for name in ("_MATRICES", "_BATCHED", "_ATTENTION"):
-        axes = getattr(rates, name)
-        monkeypatch.setattr(rates, name, dict.fromkeys(axes, (16, 32)))
-    monkeypatch.setattr(rates, "_CONVOLUTION", {"m": (128,), "n": (4, 8), "k": (27,)})
-    monkeypatch.setattr(rates, "_STREAMED", (12_288, 122_880))
-    monkeypatch.setattr(rates, "_NEW", (2**20, 2**25))
+        axes = getattr(machine_rates, name)
+        monkeypatch.setattr(machine_rates, name, dict.fromkeys(axes, (16, 32)))
+    monkeypatch.setattr(machine_rates, "_CONVOLUTION", {"m": (128,), "n": (4, 8), "k": (27,)})
+    monkeypatch.setattr(machine_rates, "_STREAMED", (12_288, 122_880))
+    monkeypatch.setattr(machine_rates, "_NEW", (2**20, 2**25))
     monkeypatch.setattr(calibrate, "_FOOTPRINTS", {"cpu": (0, 2**22)})
     monkeypatch.setattr(internals, "compiler_is_missing", lambda: "none in tests")
 
@@ -48,7 +48,7 @@ def _spin(seconds: float) -> None:
 
 
 def test_rates_over_sizes(quick: None) -> None:
-    found = rates.measure_compute_rates(QUICK, torch.float32)
+    found = machine_rates.measure_compute_rates(QUICK, torch.float32)
     assert set(found) == set(Hardware.load("cpu").attained_flops)
     assert list(found["matmul"].axes) == ["m", "n", "k"]
     large, small = (2 * size**3 / found["matmul"].at(m=size, n=size, k=size) for size in (32, 16))
@@ -56,18 +56,18 @@ def test_rates_over_sizes(quick: None) -> None:
 
 
 def test_a_loop_is_timed_as_it_is_compiled() -> None:
-    graph = rates.trace_aten(lambda x: torch.nn.functional.gelu(x), [torch.ones(4, 4)]).graph
+    graph = machine_rates.trace_aten(lambda x: torch.nn.functional.gelu(x), [torch.ones(4, 4)]).graph
     assert torch.ops.aten.erf.default in {node.target for node in graph.nodes}
 
 
 def test_functions_have_rates(quick: None) -> None:
-    found = rates.measure_element_rates(Stopwatch(CPU, budget=0.01))
+    found = machine_rates.measure_element_rates(Stopwatch(CPU, budget=0.01))
     assert found["pow"] < 1e10  # whatever the machine, a power takes longer than a product
-    assert set(found) <= {*Hardware.load("cpu").element_rates, *rates._cases(CPU)}
+    assert set(found) <= {*Hardware.load("cpu").element_rates, *machine_rates._cases(CPU)}
 
 
 def test_links_between_processes() -> None:
-    found = rank_links.measure_links(2, "cpu")
+    found = calibrate.measure_links(2, "cpu")
     assert found.name == "gloo"
     for rank, other in ((0, 1), (1, 0)):
         assert 0 <= (found.latency[rank][other] or 0.0) < 1
@@ -77,14 +77,14 @@ def test_links_between_processes() -> None:
 
 def test_links_that_take_too_long_leave_no_process() -> None:
     with pytest.raises(RuntimeFault, match=r"the links between 2 ranks were not measured within 0\.01 s"):
-        rank_links.measure_links(2, "cpu", timeout=0.01)
+        calibrate.measure_links(2, "cpu", timeout=0.01)
     assert multiprocessing.active_children() == []
 
 
 def test_latency_and_bandwidth_are_those_that_explain_the_times() -> None:
-    sizes = np.array(rank_links._SIZES)
-    assert rank_links.fit((2 * 5e-5 + sizes / 1e9).tolist()) == pytest.approx((5e-5, 1e9))
-    latency, bandwidth = rank_links.fit([1e-3] * len(sizes))  # a link faster than the clock
+    sizes = np.array(calibrate._SIZES)
+    assert calibrate.fit((2 * 5e-5 + sizes / 1e9).tolist()) == pytest.approx((5e-5, 1e9))
+    latency, bandwidth = calibrate.fit([1e-3] * len(sizes))  # a link faster than the clock
     assert latency == pytest.approx(5e-4)
     assert bandwidth > 1e9
 

@@ -13,7 +13,7 @@ from pipegraph.planner.comparison import PlanCandidate, PlanComparison, candidat
 from pipegraph.planner.plan import plan_of
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.plan_options import PlanOptions
-from pipegraph.planner.solver.memory_shortage import MemoryShortage
+from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.schedule import names
 from pipegraph.schedule.recipes import trains
 from tests.planner.machine import MACHINE, linears

@@ -13,7 +13,7 @@ import pipegraph
 from pipegraph.codegen.package_files import generate
 from pipegraph.errors import PlanError, ScheduleError
 from pipegraph.package.prediction import Prediction
-from pipegraph.planner.solver.memory_shortage import MemoryShortage
+from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.schedule import Times, build, simulate
 from tests.planner.machine import MACHINE, linears
 

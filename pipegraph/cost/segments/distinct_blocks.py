@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipegraph.cost.model_output import mean_square
+from pipegraph.cost.model_output import LossOf, loss_of_pieces, mean_square
 from pipegraph.cost.roofline.fused_kernels import fused_attention
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.cost.segments.subgraph import Subgraph, SubgraphModule, empty_like_value, subgraph_of
-from pipegraph.graph.captured import Captured
 from pipegraph.graph.internals import pytree
-from pipegraph.graph.nodes import label_of
 from pipegraph.kernels import Loss, internals
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.compilers import compiler, options
@@ -32,9 +30,6 @@ from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, trace
 from pipegraph.progress import report_progress
-
-LossOf = Callable[[Any, Any], Tensor]
-"""(what the model returns, in its own nesting; one microbatch's target) → the loss of no dimensions."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +194,7 @@ def group_segments(chain: Chain, tracing: BlockOptions) -> SegmentGroups:
 
 def _block(subgraph: Subgraph, count: int, tracing: BlockOptions) -> Block:
     function, target = (tracing.loss or (mean_square, None)) if subgraph.last else (None, None)
-    packed = None if function is None else _packed(subgraph.captured, function)
+    packed = None if function is None else loss_of_pieces(subgraph.captured, function)
     try:
         derivative = _divided(subgraph, packed, target, tracing)
     except Exception as error:  # whatever an operation raises on a tensor without memory
@@ -237,25 +232,6 @@ def _with_loss(key: str, derivative: DividedFunction) -> str:
     """Hash the operations of the loss: a function has no hash that is equal in every process."""
     lines = [f"{node.target} {node.args} {node.kwargs}" for node in derivative.joint.module.graph.nodes]
     return hashlib.sha256("\n".join([key, *lines]).encode()).hexdigest()
-
-
-def _packed(captured: Captured, function: LossOf) -> Loss:
-    """Return a loss of the last piece's outputs, which puts them together as the model returns them."""
-    names = [label_of(node) for node in captured.returned]
-
-    def loss(outputs: tuple[Tensor, ...], target: Any) -> Tensor:
-        values = dict(zip(names, outputs, strict=True))
-        return function(_filled(captured.outputs, values), target)
-
-    return loss
-
-
-def _filled(structure: Any, values: dict[str, Tensor]) -> Any:
-    if isinstance(structure, dict):
-        return {key: _filled(item, values) for key, item in structure.items()}
-    if isinstance(structure, (list, tuple)):
-        return type(structure)(_filled(item, values) for item in structure)
-    return None if structure is None else values[structure]
 
 
 def _kept(subgraph: Subgraph, joint: JointGraph, names: Iterable[str]) -> SavedMemory:

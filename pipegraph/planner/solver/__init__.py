@@ -1,6 +1,6 @@
 """The optimizer behind `solve`.
 
-solve ─▶ memory_shortage, cut_search ─▶ branch_and_bound ─▶ local_search ─▶ objectives ─▶ prefix_sums
+solve ─▶ cut_search ─▶ branch_and_bound ─▶ local_search ─▶ objectives ─▶ prefix_sums
 
 objectives  makespan.py, objective.py and memory_need.py: what cuts cost, as the makespan of a schedule, the slowest
             stage, the memory of ranks. Each is the largest of many linear bounds

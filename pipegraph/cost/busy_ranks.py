@@ -28,7 +28,7 @@ def busy_ranks(count: int, threads: int) -> Iterator[None]:
     One that cannot be started is left out: then times are those of fewer ranks.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-m", "pipegraph.cost.calibration.busy_ranks"]
+    command = [sys.executable, "-m", "pipegraph.cost.busy_ranks"]
     found = [
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment

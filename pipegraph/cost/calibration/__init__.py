@@ -1,1 +1,0 @@
-"""Measure a hardware profile on this machine."""
