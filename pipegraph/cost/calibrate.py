@@ -36,11 +36,9 @@ _FOOTPRINTS = {"cpu": (0, 8 * _MIB, 128 * _MIB)}
 _OWN = 1 * _MIB  # what stands for none in a table, whose sizes are positive
 _DTYPES = (torch.float32, torch.bfloat16)
 
-TIMEOUT = 120.0
-"""Seconds that all of it may take."""
-
-_SIZES = tuple(4**power * 1024 for power in range(8))  # 1 KiB to 16 MiB
-_WARM, _SAMPLES = 2, 9
+_TIMEOUT = 120.0  # seconds that measuring the links may take
+_SIZES = tuple(4**power * 1024 for power in range(8))  # of messages over the links: 1 KiB to 16 MiB
+_WARM, _SAMPLES = 2, 9  # round trips
 
 
 def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, name: str = "here") -> Hardware:
@@ -171,7 +169,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure_links(ranks: int, device: str, timeout: float = TIMEOUT) -> MeasuredLinks:
+def measure_links(ranks: int, device: str, timeout: float = _TIMEOUT) -> MeasuredLinks:
     """Latency and bandwidth from each of so many ranks to each other one, over gloo, or NCCL with a GPU each.
 
     Raises RuntimeFault where a process fails or the time is over. No process is left then.
