@@ -47,12 +47,10 @@ def shared_work() -> Iterator[None]:
 def _sharing_captures(own: Any) -> Any:
     """A model gets the graph of the one before, with its own weights and modules."""
 
-    def capture(
-        model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: object, allow_derivative: bool
-    ) -> Captured:
-        key = _description(model), repr(pytree.tree_map_only(torch.Tensor, _form, (args, kwargs))), repr(wanted)
+    def capture(model: nn.Module, example: object, *others: object) -> Captured:
+        key = _description(model), repr(pytree.tree_map_only(torch.Tensor, _form, example)), repr(others)
         if key not in _captures:
-            _captures[key] = own(model, args, kwargs, wanted, allow_derivative)
+            _captures[key] = own(model, example, *others)
             return _captures[key]
         _, tensors = state_of(model)
         return replace(_captures[key], tensors=_captures[key].tensors | tensors, modules=modules_of(model))

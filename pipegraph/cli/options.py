@@ -63,10 +63,16 @@ PackageArgument = Annotated[
     Path, typer.Argument(metavar="OUT", help="The folder that `pipegraph split` wrote.", show_default=False)
 ]
 BatchOption = Annotated[
-    int | None, typer.Option(metavar="B", min=1, help="Rows of a microbatch, for hf: models.", show_default=False)
+    int | None,
+    typer.Option(
+        metavar="B", min=1, help="Rows of a microbatch. [default: the example's, 1 for hf:]", show_default=False
+    ),
 ]
 SequenceOption = Annotated[
-    int | None, typer.Option("--seq", metavar="T", min=1, help="Tokens per row, for hf: models.", show_default=False)
+    int | None,
+    typer.Option(
+        "--seq", metavar="T", min=1, help="Tokens per row. [default: the example's, 128 for hf:]", show_default=False
+    ),
 ]
 ScheduleOption = Annotated[str, typer.Option(metavar="NAME", help="Order of the work: 1f1b, gpipe, …")]
 PlannedScheduleOption = Annotated[

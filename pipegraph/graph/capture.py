@@ -17,15 +17,15 @@ from pipegraph.graph.export.device_branches import device_branch
 from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
 from pipegraph.graph.export.fixed_sizes import fixed_sizes
 from pipegraph.graph.export.flatten import flatten
-from pipegraph.graph.export.input_sizes import FixedSizeNeededError
 from pipegraph.graph.export.other_dtype import mark_dtypes
+from pipegraph.graph.export.resize import resize
 from pipegraph.graph.export.restored_attributes import attributes_restored
 from pipegraph.graph.export.same_in_both_modes import same_in_both_modes
-from pipegraph.graph.export.small_sizes import limits_of
-from pipegraph.graph.export.torch_export import Exported, export, export_in
+from pipegraph.graph.export.torch_export import Exported, export_in
+from pipegraph.graph.export.trace import Example, trace
 from pipegraph.graph.graph_text import graph_text, segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK
-from pipegraph.graph.model_structure import inputs_of, modules_of, outputs_of, state_of
+from pipegraph.graph.model_structure import inputs_of, modules_of, outputs_of
 from pipegraph.graph.partition.segments import find_segments
 from pipegraph.graph.passes.cancel_views import cancel_views
 from pipegraph.graph.passes.drop_assertions import drop_assertions
@@ -116,40 +116,39 @@ def capture(
         raise CaptureError(f"args must be a tuple, not {type(args).__name__}.\nTry: args=(tokens,).")
     with CAPTURE_LOCK, attributes_restored(model):
         wanted = wanted_sizes(model, args, kwargs or {}, dynamic_shapes)
-        return _capture(model, args, dict(kwargs or {}), wanted, allow_derivative)
+        return _capture(model, Example(args, dict(kwargs or {})), wanted, allow_derivative)
 
 
 def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captured:
-    """Capture the model of a file or of a configuration, as `capture` does."""
-    return capture(
-        source.model,
-        source.args,
-        source.kwargs,
-        allow_derivative=allow_derivative,
-        dynamic_shapes=source.dynamic_shapes,
-    )
+    """Capture the model of a file or of a configuration, as `capture` does, at the sizes that were asked for.
+
+    Raises:
+        CaptureError: as `capture` does; or the model does not take as many rows or tokens.
+    """
+    model, example = source.model, Example(source.args, source.kwargs)
+    with CAPTURE_LOCK, attributes_restored(model):
+        wanted = wanted_sizes(model, *example, source.dynamic_shapes)
+        return _capture(model, example, wanted, allow_derivative, source.batch, source.seq)
 
 
 def _capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: WantedSizes, allow_derivative: bool
+    model: nn.Module,
+    example: Example,
+    wanted: WantedSizes,
+    allow_derivative: bool,
+    batch: int | None = None,
+    seq: int | None = None,
 ) -> Captured:
     phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments"))
     next(phases)
     modules = modules_of(model)
-    exported = export(model, args, kwargs, wanted.fixed, allow_derivative=allow_derivative)
-    next(phases)
-    while True:
-        state, tensors = state_of(model)
-        try:
-            graph, sizes = flatten(exported.program, state, tensors, wanted.names)
-            guards = sizes.guards()
-            break
-        except FixedSizeNeededError as error:
-            is_known = exported.fixed is None or error.dimensions <= exported.fixed
-            fixed = None if is_known else (exported.fixed or frozenset()) | error.dimensions
-            exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative)
+    traced = trace(model, example, wanted, allow_derivative)
+    (args, kwargs), exported, graph = traced.example, traced.exported, traced.graph
+    state, tensors = traced.state, traced.tensors
+    sizes = traced.sizes_of(example, batch, seq)
     dump("export", lambda: str(exported.program))
-    fixed_dimensions = dict(fixed_sizes(exported, sizes, wanted))
+    fixed_dimensions = dict(fixed_sizes(exported, traced.sizes, wanted))
+    next(phases)
     training = exported.mode[model]
     mark_dtypes(graph, exported, model, args, kwargs)
     run_passes(graph, PASSES, state)
@@ -164,6 +163,8 @@ def _capture(
             run_passes(graph, [partial(mark_mode_differences, evaluation=evaluation, modules=modules)], both)
             for node in graph.find_nodes(op="get_attr"):  # with constants that only evaluation mode reads
                 state[node.target], tensors[node.target] = both[node.target], both_tensors[node.target]
+    if sizes != traced.sizes.of(traced.example):
+        run_passes(graph, [partial(resize, sizes=sizes)], state)
     next(phases)
     read = {node.target for node in graph.find_nodes(op="get_attr")}
     for fqn in [fqn for fqn, entry in state.items() if entry.kind == "constant" and fqn not in read]:
@@ -179,10 +180,7 @@ def _capture(
         state=state,
         tensors=tensors,
         modules=modules,
-        sizes=replace(
-            wanted.limited(limits_of(exported, sizes, guards, model, args, kwargs), fixed_dimensions),
-            fixed=tuple(fixed_dimensions.values()),
-        ),
+        sizes=replace(wanted.limited(traced.limits(sizes), fixed_dimensions), fixed=tuple(fixed_dimensions.values())),
         training=training,
         device_branch=device_branch(model, exported.mode, args, kwargs),
     )

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from pipegraph.cost.model_output import mean_square
 from pipegraph.errors import BatchError, PackageError, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Manifest, Value
+from pipegraph.runtime.internals import pytree
 from pipegraph.runtime.pipeline import LossFunction
 
 
@@ -50,8 +52,29 @@ def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
 
 
 def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
-    """Return the loss of a model's file and the target of one microbatch; None if the file has no loss."""
-    return None if source.loss_fn is None else (source_loss(source), source.example_target)
+    """Return the loss of a model's file and the target of one microbatch; None if the file has no loss.
+
+    The target has as many rows and tokens as the source asks for.
+    """
+    if source.loss_fn is None:
+        return None
+    return source_loss(source), _map(partial(_resized, source), source.example_target)
+
+
+def _resized(source: ModelSource, target: Any) -> Any:
+    """A tensor with its rows, and its tokens, repeated or left out; those of a target may be joined: [batch * seq]."""
+    first = next((leaf for leaf in pytree.tree_leaves((source.args, source.kwargs)) if isinstance(leaf, Tensor)), None)
+    if not isinstance(target, Tensor) or first is None:
+        return target
+    batch, seq = (*first.shape[:2], 0, 0)[:2]
+    wanted = {batch: source.batch or batch}
+    if first.dim() > 1:
+        wanted |= {batch * seq: wanted[batch] * (source.seq or seq)}
+    for dim, sizes in enumerate((wanted, {seq: source.seq or seq})[: target.dim()]):
+        size = target.shape[dim]
+        if sizes.get(size, size) != size:
+            target = target.index_select(dim, torch.arange(sizes[size], device=target.device) % size)
+    return target
 
 
 def source_loss(source: ModelSource) -> LossFunction:

@@ -85,6 +85,22 @@ class InputSizes:
         for position, (name, shape) in enumerate(zip(self._inputs, self._shapes, strict=True)):
             yield from ((name, (position, dim), int(size)) for dim, size in enumerate(shape) if size.is_Integer)
 
+    def symbol_of(self, dimension: InputDimension) -> sympy.Symbol | None:
+        """The symbol of an input's dimension; None if it does not vary, or is an expression of others."""
+        position, dim = dimension
+        shape = self._shapes[position]
+        return self._names.get(shape[dim]) if dim < len(shape) else None
+
+    def of(self, example: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[sympy.Symbol, int]:
+        """The sizes that vary, as they are in other arguments, positional ones and those by keyword."""
+        leaves = pytree.tree_leaves(example)
+        return {
+            self._names[size]: leaves[position].shape[dim]
+            for position, shape in enumerate(self._shapes)
+            for dim, size in enumerate(shape)
+            if size in self._names
+        }
+
     @property
     def vary(self) -> bool:
         """Whether any size varies."""

@@ -16,21 +16,13 @@ from pipegraph.graph.export.torch_export import Exported
 from pipegraph.graph.symbolic_size import SizeLimits
 
 
-def limits_of(
-    exported: Exported,
-    sizes: InputSizes,
-    guards: SizeGuards,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> SizeLimits:
+def limits_of(guards: SizeGuards, comparison: ProgramComparison) -> SizeLimits:
     """The bounds and conditions of the sizes for which a program is the model.
 
     ``torch.export`` takes for granted that no size is 1, because 1 is broadcast, and notes nothing of a branch such as
     ``if x.shape[1] > 1``. The model and the program are therefore run at sizes of 1, and compared operation by
     operation. If they differ, such a size is left out.
     """
-    comparison = _ProgramComparison(exported, sizes, model, args, kwargs)
     alone: list[Sizes] = [{symbol: 1} for symbol in guards.captured]
     ones = {symbol: 1 for each in alone if guards.allow(each) for symbol in each}
     differ: list[sympy.Basic] = []
@@ -44,7 +36,7 @@ def limits_of(
     return guards.limits(differ)
 
 
-class _ProgramComparison:
+class ProgramComparison:
     """A model and its program, compared at several sizes."""
 
     def __init__(

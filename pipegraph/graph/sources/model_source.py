@@ -17,7 +17,12 @@ _META_TWIN = "_pipegraph_meta_twin"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model and what is needed to capture, check and train it; ``args`` and ``kwargs`` are one microbatch."""
+    """A model and what is needed to capture, check and train it.
+
+    Attributes:
+        args, kwargs: the example, one microbatch.
+        batch, seq: rows and tokens of a microbatch, if they are not to be the example's.
+    """
 
     name: str
     sha256: str
@@ -27,6 +32,8 @@ class ModelSource:
     loss_fn: Callable[..., torch.Tensor] | None = None
     example_target: Any = field(default=None, repr=False)
     dynamic_shapes: Any = field(default=None, repr=False)
+    batch: int | None = None
+    seq: int | None = None
 
 
 @contextmanager

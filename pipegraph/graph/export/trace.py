@@ -1,0 +1,167 @@
+"""The program of a model: exported, with the sizes that vary and what it takes for granted of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from pipegraph.errors import CaptureError
+from pipegraph.graph.captured import StateEntry
+from pipegraph.graph.export.dynamic_shapes import WantedSizes
+from pipegraph.graph.export.flatten import flatten
+from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes
+from pipegraph.graph.export.size_guards import SizeGuards
+from pipegraph.graph.export.small_sizes import ProgramComparison, limits_of
+from pipegraph.graph.export.torch_export import Exported, export
+from pipegraph.graph.internals import pytree
+from pipegraph.graph.model_structure import state_of
+from pipegraph.graph.symbolic_size import InputDimension, SizeLimits
+
+
+class Example(NamedTuple):
+    """The inputs of one microbatch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A model's program.
+
+    Attributes:
+        example: the inputs it was traced on.
+        exported: the program of ``torch.export``.
+        graph: the program as one flat graph, before any pass.
+        state, tensors: the parameters, buffers and constants of the graph.
+        sizes: those of the inputs that vary.
+        guards: what the program takes for granted of them.
+        comparison: of the program and the model.
+    """
+
+    example: Example
+    exported: Exported
+    graph: fx.Graph
+    state: dict[str, StateEntry]
+    tensors: dict[str, Tensor]
+    sizes: InputSizes
+    guards: SizeGuards
+    comparison: ProgramComparison
+
+    def is_model_at(self, sizes: Mapping[sympy.Symbol, int]) -> bool:
+        """Return whether the program does what the model does, at other sizes than those of the example."""
+        return self.guards.allow(sizes) and self.comparison.is_same(sizes)
+
+    def limits(self, captured: Mapping[sympy.Symbol, int]) -> SizeLimits:
+        """What holds of the sizes.
+
+        Args:
+            captured: the sizes at capture.
+        """
+        limits = limits_of(self.guards, self.comparison)
+        return replace(limits, captured={str(symbol): size for symbol, size in captured.items()})
+
+    def sizes_of(self, example: Example, batch: int | None, seq: int | None) -> dict[sympy.Symbol, int]:
+        """The sizes of an example that vary, with other rows and tokens: dimensions 0 and 1 of its first tensor.
+
+        Raises:
+            CaptureError: the model does not take as many.
+        """
+        leaves = pytree.tree_leaves(example)
+        first = next(position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        sizes = self.sizes.of(example)
+        wanted = [(("batch", 0), batch), (("seq", 1), seq)]
+        for (name, dim), size in wanted:
+            if size is None or leaves[first].shape[dim : dim + 1] == (size,):
+                continue
+            symbol = self.sizes.symbol_of((first, dim))
+            if symbol is None:
+                shape = list(leaves[first].shape)
+                raise CaptureError(
+                    f"--{name} {size} does not fit: dimension {dim} of the first input, {shape}, does not vary.\n"
+                    f"Try: without --{name}, or an example of that size."
+                )
+            sizes[symbol] = size
+        if (batch or seq) and not self.is_model_at(sizes):
+            needed = ", ".join(limits_of(self.guards, self.comparison).conditions)
+            given = ", ".join(f"--{name} {size}" for (name, _), size in wanted if size is not None)
+            raise CaptureError(
+                f"The model does not take {given}{needed and f': it needs {needed}'}.\nTry: other sizes."
+            )
+        return sizes
+
+
+def trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool) -> Trace:
+    """Export a model, with every size that may vary.
+
+    ``torch.export`` lets no size of 1 vary. A batch of 1 is therefore traced with 2 rows, if the program is the model
+    with 1 row as well.
+
+    Raises:
+        CaptureError: the model cannot be exported.
+    """
+    for ones in _sizes_of_one(example, wanted):
+        made = _trace_doubled(model, example, ones, wanted, allow_derivative)
+        if made is not None:
+            return made
+    return _trace(model, example, wanted, allow_derivative)
+
+
+def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool) -> Trace:
+    args, kwargs = example
+    exported = export(model, args, kwargs, wanted.fixed, allow_derivative=allow_derivative)
+    while True:
+        state, tensors = state_of(model)
+        try:
+            graph, sizes = flatten(exported.program, state, tensors, wanted.names)
+            guards = sizes.guards()
+            break
+        except FixedSizeNeededError as error:
+            is_known = exported.fixed is None or error.dimensions <= exported.fixed
+            fixed = None if is_known else (exported.fixed or frozenset()) | error.dimensions
+            exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative)
+    comparison = ProgramComparison(exported, sizes, model, args, kwargs)
+    return Trace(example, exported, graph, state, tensors, sizes, guards, comparison)
+
+
+def _trace_doubled(
+    model: nn.Module, example: Example, ones: AbstractSet[InputDimension], wanted: WantedSizes, allow_derivative: bool
+) -> Trace | None:
+    """Trace a model with sizes of 2 in place of 1; None if one of them does not vary, or may not be 1."""
+    leaves, form = pytree.tree_flatten(example)
+    for position, dim in sorted(ones):
+        leaves[position] = torch.cat([leaves[position].detach()] * 2, dim)
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            made = _trace(model, pytree.tree_unflatten(leaves, form), wanted, allow_derivative)
+        except CaptureError:
+            return None
+    found = {made.sizes.symbol_of(dimension) for dimension in ones}
+    if None in found or not made.is_model_at({symbol: 1 for symbol in found if symbol is not None}):
+        return None
+    for each in caught:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return made
+
+
+def _sizes_of_one(example: Example, wanted: WantedSizes) -> Iterator[frozenset[InputDimension]]:
+    """The dimensions of size 1 that may stand for a batch, or have to vary: those of all tensors, then of the first."""
+    if wanted.fixed is None:
+        return
+    tensors = [(at, leaf) for at, leaf in enumerate(pytree.tree_leaves(example)) if isinstance(leaf, Tensor)]
+    ones = [(at, dim) for at, leaf in tensors for dim, size in enumerate(leaf.shape) if size == 1]
+    asked = frozenset(wanted.places).intersection(ones)
+    batch = [(at, dim) for at, dim in ones if dim == 0 and (at, dim) not in wanted.fixed]
+    if batch and batch[0] == (tensors[0][0], 0):
+        yield asked.union(batch)
+        if len(batch) > 1:
+            yield asked | {batch[0]}
+    elif asked:
+        yield asked
