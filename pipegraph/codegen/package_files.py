@@ -20,6 +20,7 @@ from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.model_names import dtype_name, prose
 from pipegraph.codegen.render import render_blocks, render_init, render_stage, render_weights
 from pipegraph.codegen.shards import shard_name, shard_plan
+from pipegraph.codegen.syntax.statements import functions_called
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.index_bounds import index_bound
@@ -54,13 +55,14 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     source_names = _source_names(plan, blocks)
     stages = [stage_class(plan, blocks, stage, source_names) for stage in plan.stages]
     shared, stages = merge_classes(blocks.used_by(stages), stages)
+    functions = blocks.functions.used_by(functions_called(node for each in (*shared, *stages) for node in each.walk()))
     requires = _libraries(captured)
     model = source.name if source is not None else captured.model_name
     about = f"{prose(captured.model_name)} ({prose(model)})"
     count = f"{len(stages)} stages" if len(stages) > 1 else "one stage"
     files = {
         "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {__version__}."),
-        "blocks.py": render_blocks(shared, f"The blocks that the stages of {about} share.", requires),
+        "blocks.py": render_blocks(functions, shared, f"The blocks that the stages of {about} share.", requires),
         "weights.py": render_weights(
             "Reads the tensors of a stage from this folder or from a Hugging Face checkpoint, or initialises them.",
             initialisation_lines(captured),
@@ -68,7 +70,7 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     }
     for index, stage in enumerate(stages):
         header = f"Stage {index} of {len(stages)} of {about}."
-        files[f"stage_{index}.py"] = render_stage(stage, shared, header, requires)
+        files[f"stage_{index}.py"] = render_stage(stage, functions, shared, header, requires)
     names = _unique(source_names, set(captured.constants))
     return files, _manifest(plan, names, files, weights, tuple(requires), source)
 

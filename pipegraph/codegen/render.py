@@ -13,7 +13,14 @@ import jinja2
 
 from pipegraph.codegen.syntax.expressions import Expression, ModuleInvocation, Name
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH, wrap
-from pipegraph.codegen.syntax.statements import ClassSource, RegisterConstant, Return, lines
+from pipegraph.codegen.syntax.statements import (
+    ClassSource,
+    FunctionSource,
+    RegisterConstant,
+    Return,
+    functions_called,
+    lines,
+)
 
 _DOCSTRING_WIDTH = 112
 # Up to so many results, the hint of what is returned names each.
@@ -43,16 +50,23 @@ def templates_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "codegen_templates"
 
 
-def render_stage(source: ClassSource, blocks: Sequence[ClassSource], header: str, libraries: Mapping[str, str]) -> str:
+def render_stage(
+    source: ClassSource,
+    functions: Sequence[FunctionSource],
+    blocks: Sequence[ClassSource],
+    header: str,
+    libraries: Mapping[str, str],
+) -> str:
     """Render ``stage_0.py`` and the like.
 
     Args:
         source: the class of the stage.
-        blocks: the classes of ``blocks.py``.
+        functions, blocks: the functions and classes of ``blocks.py``.
         header: the docstring of the file.
         libraries: namespace of operators → the module that defines them.
     """
-    used = source.uses() & {block.name for block in blocks}
+    shared = {function.name for function in functions} | {block.name for block in blocks}
+    used = functions_called(source.walk()) & shared
     return _render(
         "stage.py.jinja",
         header=_docstring(header, 0),
@@ -62,11 +76,14 @@ def render_stage(source: ClassSource, blocks: Sequence[ClassSource], header: str
     )
 
 
-def render_blocks(blocks: Sequence[ClassSource], header: str, libraries: Mapping[str, str]) -> str:
+def render_blocks(
+    functions: Sequence[FunctionSource], blocks: Sequence[ClassSource], header: str, libraries: Mapping[str, str]
+) -> str:
     """Render ``blocks.py``; the arguments are those of ``render_stage``."""
     by_name = {block.name: block for block in blocks}
-    texts = ["\n".join(_class_lines(block, by_name)) for block in blocks]
-    imports = _imports(blocks, libraries) if blocks else []
+    texts = ["\n".join(_function_lines(function)) for function in functions]
+    texts += ["\n".join(_class_lines(block, by_name)) for block in blocks]
+    imports = _imports([*functions, *blocks], libraries) if texts else []
     return _render("blocks.py.jinja", header=_docstring(header, 0), classes=texts, imports=imports)
 
 
@@ -82,6 +99,18 @@ def render_weights(header: str, initialisation: Sequence[str]) -> str:
 
 def _render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
+
+
+def _function_lines(source: FunctionSource) -> list[str]:
+    returned = [node for statement in source.statements for node in statement.walk() if isinstance(node, Return)]
+    count = len(returned[-1].values)
+    returns = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
+    if count > _LISTED_RESULTS:
+        returns = "tuple[Tensor, ...]"
+    docstring = [f"    {line}" if line else "" for line in _docstring(source.docstring, 4)]
+    parameters = [f"{name}: Tensor" for name in source.parameters]
+    head = _signature_lines(source.name, parameters, returns, 0)
+    return [*head, *docstring, *lines(source.statements, 4)]
 
 
 def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> list[str]:
@@ -114,12 +143,18 @@ def _forward_signature(source: ClassSource, classes: Mapping[str, ClassSource]) 
     counts = _result_counts(source, classes)
     kinds = ("Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]" for count in sorted(counts))
     returns = " | ".join(kinds) if all(count <= _LISTED_RESULTS for count in counts) else "tuple[Tensor, ...]"
-    line = f"    def forward({', '.join(('self', *parameters))}) -> {returns}:"
+    return _signature_lines("forward", ("self", *parameters), returns, 4)
+
+
+def _signature_lines(name: str, parameters: Sequence[str], returns: str, indent: int) -> list[str]:
+    """``def name(parameters) -> returns:``, on several lines if it is long."""
+    space = " " * indent
+    line = f"{space}def {name}({', '.join(parameters)}) -> {returns}:"
     if len(line) <= LINE_LENGTH:
         return [line]
-    inside = " " * 8 + ", ".join(("self", *parameters))
-    listed = [inside] if len(inside) <= LINE_LENGTH else [f"        {each}," for each in ("self", *parameters)]
-    return ["    def forward(", *listed, f"    ) -> {returns}:"]
+    inside = f"{space}    {', '.join(parameters)}"
+    listed = [inside] if len(inside) <= LINE_LENGTH else [f"{space}    {each}," for each in parameters]
+    return [f"{space}def {name}(", *listed, f"{space}) -> {returns}:"]
 
 
 def _result_counts(source: ClassSource, classes: Mapping[str, ClassSource]) -> set[int]:
@@ -179,9 +214,9 @@ def _filled(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
-def _imports(classes: Sequence[ClassSource], libraries: Mapping[str, str]) -> list[str]:
+def _imports(sources: Sequence[ClassSource | FunctionSource], libraries: Mapping[str, str]) -> list[str]:
     """The imports that classes need, in isort's order."""
-    names = {node.name for source in classes for node in source.walk() if isinstance(node, Name)}
+    names = {node.name for source in sources for node in source.walk() if isinstance(node, Name)}
     imports = {"torch": "import torch"} if any(name.startswith("torch.") for name in names) else {}
     if any(name.startswith("F.") for name in names):
         imports["torch.nn.functional"] = "import torch.nn.functional as F"
@@ -190,8 +225,11 @@ def _imports(classes: Sequence[ClassSource], libraries: Mapping[str, str]) -> li
     for namespace, module in libraries.items():
         if any(name.startswith(f"torch.ops.{namespace}.") for name in names):
             imports[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"
-    hints = "Tensor, " if any(source.forward for source in classes) else ""
-    return [*(imports[module] for module in sorted(imports)), f"from torch import {hints}nn"]
+    functions = [source for source in sources if isinstance(source, FunctionSource)]
+    classes = [source for source in sources if isinstance(source, ClassSource)]
+    own = ["Tensor"] if functions or any(source.forward for source in classes) else []
+    own += ["nn"] if classes else []
+    return [*(imports[module] for module in sorted(imports)), f"from torch import {', '.join(own)}"]
 
 
 def _import_order(name: str) -> tuple[int, list[tuple[int, str]]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from pipegraph.graph.nodes import path_of
+from pipegraph.graph.nodes import helpers_of, path_of
 
 
 @dataclass
@@ -43,12 +43,19 @@ class CallTree:
         return (item for item in self.items if isinstance(item, CallTree))
 
 
-def call_tree(nodes: Sequence[fx.Node]) -> CallTree:
-    """Nest ``nodes`` by the module calls they ran in; of a call that ran more operations, the tree holds these."""
+def call_tree(nodes: Sequence[fx.Node], helpers: bool = False) -> CallTree:
+    """Nest ``nodes`` by the module calls they ran in; of a call that ran more operations, the tree holds these.
+
+    Args:
+        helpers: whether to nest them also by the calls of functions inside the innermost ``forward``. Those bear the
+            FQN "", because no parameter is theirs.
+    """
     root = CallTree(call="", fqn="")
     stack = [root]
     for node in nodes:
         path = path_of(node)
+        if helpers:
+            path = (*path, *((call, "") for call in helpers_of(node)))
         depth = 0
         while depth < len(path) and depth + 1 < len(stack) and stack[depth + 1].call == path[depth][0]:
             depth += 1

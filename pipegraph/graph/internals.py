@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import traceback
 import types
@@ -35,6 +36,9 @@ whole process. A thread may hold it several times."""
 
 RunModule = Callable[[Any, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(tracer, module, run, args, kwargs) → the module's result, where ``run(*args, **kwargs)`` runs its ``forward``."""
+
+NameCall = Callable[[Any, types.FrameType], str]
+"""(tracer, frame of a function that is running) → the name of its call in stack traces."""
 
 ApplyFunction = Callable[[type, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(function, apply, args, kwargs) → the function's result, where ``apply(*args, **kwargs)`` applies it."""
@@ -154,9 +158,9 @@ def exporting() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def module_calls_wrapped(wrapper: RunModule) -> Iterator[None]:
+def module_calls_wrapped(wrapper: RunModule, name_of: NameCall) -> Iterator[None]:
     """Let ``wrapper`` run every module that ``torch.export`` traces in this thread, and keep in the stack traces of
-    operations the lines of functions that a ``forward`` calls.
+    operations the lines of functions that a ``forward`` calls, under the names that ``name_of`` gives their calls.
 
     ``_ModuleStackTracer.call_module``: ``fx.Tracer`` documents the method for tracers of one's own, which
     ``torch.export`` does not take. Hooks on modules, the public way, change what some of them do
@@ -175,7 +179,9 @@ def module_calls_wrapped(wrapper: RunModule) -> Iterator[None]:
     ) -> Any:
         if "_filter_traceback_frames" not in vars(tracer):
             of_torch = tracer._filter_traceback_frames
-            vars(tracer)["_filter_traceback_frames"] = lambda frames: _with_helpers(frames, of_torch(frames))
+            vars(tracer)["_filter_traceback_frames"] = lambda frames: _with_helpers(
+                frames, of_torch(frames), partial(name_of, tracer)
+            )
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return wrapper(tracer, module, forward, args, kwargs)
@@ -186,17 +192,37 @@ def module_calls_wrapped(wrapper: RunModule) -> Iterator[None]:
         yield
 
 
-def _with_helpers(frames: traceback.StackSummary, kept: traceback.StackSummary) -> traceback.StackSummary:
-    """The frames that torch keeps, and those outside torch that they call."""
+def _with_helpers(
+    frames: traceback.StackSummary, kept: traceback.StackSummary, name_of: Callable[[types.FrameType], str]
+) -> traceback.StackSummary:
+    """The frames that torch keeps, and those outside torch that they call, under other names."""
     known = {(frame.filename, frame.lineno) for frame in kept}
     first = next((place for place, frame in enumerate(frames) if (frame.filename, frame.lineno) in known), len(frames))
-    return traceback.StackSummary.from_list(
-        [
-            frame
-            for frame in frames[first:]
-            if (frame.filename, frame.lineno) in known or not frame.filename.startswith(_TORCH)
-        ]
-    )
+    running = _frames_outside(inspect.currentframe())
+    named = []
+    for frame in frames[first:]:
+        if (frame.filename, frame.lineno) in known:
+            named.append(frame)
+        elif not frame.filename.startswith(_TORCH):
+            place = (frame.filename, frame.lineno, frame.name)
+            found = next((each for each in running if _place_of(each) == place), None)
+            name = name_of(found) if found is not None else frame.name
+            named.append(traceback.FrameSummary(frame.filename, frame.lineno, name, line=frame.line))
+    return traceback.StackSummary.from_list(named)
+
+
+def _frames_outside(innermost: types.FrameType | None) -> Iterator[types.FrameType]:
+    """The frames that led to one, outermost first, without it: a frame that holds itself keeps its tensors alive."""
+    frames = []
+    frame = innermost.f_back if innermost is not None else None
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return reversed(frames)
+
+
+def _place_of(frame: types.FrameType) -> tuple[str, int, str]:
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
 
 
 def call_name(recorded: str) -> str:

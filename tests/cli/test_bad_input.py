@@ -76,8 +76,8 @@ def test_configuration_of_a_model_of_sound(pipegraph: Command, tmp_path: Path) -
     fails(result, 2, "takes input_features; hf: makes token ids and pixels", "example_inputs")
 
 
-def test_batch_belongs_to_configurations(pipegraph: Command, tmp_path: Path) -> None:
-    fails(pipegraph("split", CHAIN, "--stages", 2, "--batch", 4, "-o", tmp_path / "out"), 2, "--batch")
+def test_a_size_that_the_model_fixes(pipegraph: Command, tmp_path: Path) -> None:
+    fails(pipegraph("split", CHAIN, "--stages", 2, "--seq", 4, "-o", tmp_path / "out"), 3, "--seq 4")
 
 
 def test_control_flow_on_data_names_the_line(pipegraph: Command, tmp_path: Path) -> None:

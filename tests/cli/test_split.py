@@ -49,6 +49,12 @@ def test_dry_run_writes_nothing(pipegraph: Command, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rows_of_a_microbatch_are_those_that_are_asked_for(pipegraph: Command, tmp_path: Path) -> None:
+    assert pipegraph("split", CHAIN, "--stages", 2, "--batch", 12, "-o", tmp_path / "out").code == 0
+    manifest = json.loads((tmp_path / "out/pipeline.json").read_text())
+    assert manifest["sizes"]["batch"]["captured"] == 12
+
+
 def test_without_weights_no_parameter_is_written(pipegraph: Command, tmp_path: Path) -> None:
     assert pipegraph("split", CHAIN, "--stages", 2, "--no-weights", "-o", tmp_path / "out").code == 0
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())

@@ -11,6 +11,7 @@ from types import NoneType
 from torch import fx, nn
 
 from pipegraph.codegen.classes.call_values import CallValues, StageMembers, call_values
+from pipegraph.codegen.classes.helper_functions import HelperFunctions
 from pipegraph.codegen.expressions.module_tree import ModuleTree, build_tree, init_statements, sequence
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.expressions.torch_modules import CallArguments, module_constructor, torch_module_call
@@ -18,13 +19,14 @@ from pipegraph.codegen.forward.items import (
     ClassContents,
     ModuleCall,
     Operation,
+    Step,
     conflicts,
     group_branches,
     modules_in,
 )
 from pipegraph.codegen.forward.model_dtypes import UnknownDtypeError
-from pipegraph.codegen.forward.module_numbers import ModuleNumbers
 from pipegraph.codegen.forward.roll_loops import roll_loops
+from pipegraph.codegen.forward.source_numbers import ModuleNumbers
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
@@ -33,7 +35,7 @@ from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, Fu
 from pipegraph.codegen.syntax.statements import Assign, ClassSource
 from pipegraph.graph.call_tree import CallTree, call_tree
 from pipegraph.graph.captured import Captured, StateEntry
-from pipegraph.graph.nodes import path_of
+from pipegraph.graph.nodes import helper_function, path_of
 from pipegraph.graph.partition.segments import opened_calls
 from pipegraph.graph.partition.stages import StageGraph, local_name
 from pipegraph.graph.symbolic_size import UnknownSizeError
@@ -57,6 +59,7 @@ class BlockClasses:
         self._order = {fqn: position for position, fqn in enumerate(captured.modules)}
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
+        self.functions = HelperFunctions(captured, self.names)
 
     def used_by(self, stages: Sequence[ClassSource]) -> tuple[ClassSource, ...]:
         """The classes that stages use, directly or through other classes, in an order in which each can be defined."""
@@ -71,7 +74,7 @@ class BlockClasses:
     def stage(self, stage: StageGraph) -> tuple[ClassContents, ModuleTree]:
         """The contents of a stage's own class. The classes that it uses are added to the collection."""
         members = StageMembers(frozenset(stage.nodes), frozenset(stage.outputs), frozenset(stage.state))
-        root = call_tree(stage.nodes)
+        root = call_tree(stage.nodes, helpers=True)
         return self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
 
     def _contents(
@@ -114,14 +117,18 @@ class BlockClasses:
 
     def _items(
         self, members: StageMembers, prefix: str, calls: Iterable[fx.Node | CallTree], inlined: frozenset[str]
-    ) -> list[Operation | ModuleCall]:
+    ) -> list[Step]:
         """Operations and calls in order. A call that cannot stay a call is replaced by its contents."""
-        items: list[Operation | ModuleCall] = []
+        items: list[Step] = []
         for each in calls:
             if isinstance(each, fx.Node):
                 items.append(Operation(each))
                 continue
-            item = None
+            item: Step | None = None
+            if helper_function(each.call):
+                item = self.functions.call(members, each)
+                items += [item] if item is not None else self._items(members, prefix, each.items, inlined)
+                continue
             # Cuts lie between the items of a call that is opened. None lies in a whole call inside a class.
             is_closed = each.call not in self._opened or (prefix and self.names.is_whole(each))
             if is_closed and each.fqn not in inlined and is_within(each.fqn, prefix):
@@ -284,7 +291,7 @@ class BlockClasses:
         return leaves
 
     def _state_names(
-        self, members: StageMembers, prefix: str, items: Sequence[Operation | ModuleCall], outputs: Sequence[fx.Node]
+        self, members: StageMembers, prefix: str, items: Sequence[Step], outputs: Sequence[fx.Node]
     ) -> dict[fx.Node, str]:
         """The parameters and buffers that ``forward`` reads itself → their names relative to the class."""
         names = self._captured.names_of

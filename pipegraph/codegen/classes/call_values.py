@@ -10,6 +10,7 @@ from pipegraph.codegen.names.identifiers import is_within
 from pipegraph.graph.call_arguments import argument_place, result_place, sorted_by_place
 from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.nodes import helper_function
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,12 @@ def call_values(captured: Captured, members: StageMembers, tree: CallTree) -> Ca
     inner = set(nodes)
     read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes if node not in inner)
     names = captured.names_of
+    has_state = not helper_function(tree.call)  # a function is given the parameters that it reads
     foreign = [
         node
         for node in read
-        if node.op != "get_attr" or not any(is_within(name, tree.fqn) for name in names[str(node.target)])
+        if node.op != "get_attr"
+        or not (has_state and any(is_within(name, tree.fqn) for name in names[str(node.target)]))
     ]
     made = [node for node in nodes if members.read_outside(node, inner)]
     return CallValues(

@@ -25,12 +25,12 @@ from pipegraph.codegen.syntax.expressions import (
     Expression,
     FunctionCall,
     Name,
+    Slice,
     Subscript,
     call,
     conditional,
     literal,
     method,
-    part,
     unary,
 )
 from pipegraph.graph.nodes import RELATIVE_DTYPE
@@ -83,7 +83,7 @@ def _slice(operator: OperatorCall) -> Expression | None:
     if isinstance(start, fx.Node) or isinstance(end, fx.Node):
         return None
     stop = None if end is None or end >= 2**62 else operator.expression(end)
-    taken = part(operator.expression(start) if start else None, stop, literal(step) if step is not None else None)
+    taken = Slice(operator.expression(start) if start else None, stop, literal(step) if step is not None else None)
     return _subscript(operator, operator.arguments.get("dim", 0), taken)
 
 
@@ -95,14 +95,14 @@ def _subscript(operator: OperatorCall, dim: int, index: Expression) -> Expressio
     """``x[:, index]``, or ``x[..., index]`` for the last of three or more dimensions."""
     size = len(operator.shapes[0])
     dim %= size
-    before = [literal(...)] if dim == size - 1 and dim >= 2 else [part()] * dim
+    before = [literal(...)] if dim == size - 1 and dim >= 2 else [Slice()] * dim
     return Subscript(operator.expression(operator.node.args[0]), (*before, index))
 
 
 def index(operator: OperatorCall) -> Subscript | None:
     """``x[:, positions]``."""
-    indices = [part() if each is None else _index(operator.expression(each)) for each in operator.arguments["indices"]]
-    while indices and indices[-1] == part():
+    indices = [Slice() if each is None else _index(operator.expression(each)) for each in operator.arguments["indices"]]
+    while indices and indices[-1] == Slice():
         indices.pop()
     return Subscript(operator.expression(operator.arguments["self"]), tuple(indices)) if indices else None
 

@@ -85,6 +85,27 @@ class ModuleCall:
         return tuple(self.reads[position] for _, position in self.arguments.values)
 
 
+@dataclass(frozen=True, eq=False)
+class HelperCall:
+    """A call of a function of the package: ``makes = function(reads…)``.
+
+    Attributes:
+        function: its name.
+        reads: the values that it takes, in the order of the arguments.
+        makes: the values that it returns, in the order of the results.
+        nodes: the operations in it.
+    """
+
+    function: str
+    reads: tuple[fx.Node, ...]
+    makes: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+
+
+Step = Operation | ModuleCall | HelperCall
+"""What a ``forward`` does once."""
+
+
 @dataclass(frozen=True)
 class AlternateCall:
     """The call of a loop in the iterations that are not like the first one.
@@ -156,12 +177,12 @@ class ModeBranch:
     """
 
     number: int
-    training: tuple[Operation | ModuleCall, ...]
-    evaluation: tuple[Operation | ModuleCall, ...]
+    training: tuple[Step, ...]
+    evaluation: tuple[Step, ...]
     joins: tuple[Operation, ...]
 
     @property
-    def inner(self) -> tuple[Operation | ModuleCall, ...]:
+    def inner(self) -> tuple[Step, ...]:
         """The items of both modes, and the joins."""
         return (*self.training, *self.evaluation, *self.joins)
 
@@ -182,10 +203,10 @@ class ModeBranch:
         return tuple(node for item in self.inner for node in item.nodes)
 
 
-Item = Operation | ModuleCall | ModuleLoop | ModeBranch
+Item = Step | ModuleLoop | ModeBranch
 
 
-def group_branches(items: Iterable[Operation | ModuleCall]) -> list[Item]:
+def group_branches(items: Iterable[Step]) -> list[Item]:
     """Put the items of each branch into one item, unless the branch is around all of them."""
     items = list(items)
     parts = {node.meta.get(BRANCH) for item in items for node in item.nodes}
@@ -196,7 +217,7 @@ def group_branches(items: Iterable[Operation | ModuleCall]) -> list[Item]:
         if number is None:
             grouped += group
             continue
-        sides: dict[bool | None, list[Operation | ModuleCall]] = {True: [], False: [], None: []}
+        sides: dict[bool | None, list[Step]] = {True: [], False: [], None: []}
         for item in group:
             sides[item.nodes[0].meta[BRANCH].training].append(item)
         joins = tuple(item for item in sides[None] if isinstance(item, Operation))
@@ -204,7 +225,7 @@ def group_branches(items: Iterable[Operation | ModuleCall]) -> list[Item]:
     return grouped
 
 
-def _branch_of(item: Operation | ModuleCall) -> int | None:
+def _branch_of(item: Step) -> int | None:
     """The branch that an item is part of; None for one that only contains a branch."""
     parts = {node.meta.get(BRANCH) for node in item.nodes}
     (part,) = parts if len(parts) == 1 else (None,)
@@ -221,8 +242,8 @@ def with_inner(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def fqn_of(item: Item) -> str | None:
-    """The module that an item calls, or the first one of a loop; None for an operation or a branch."""
-    if isinstance(item, (Operation, ModeBranch)):
+    """The module that an item calls, or the first one of a loop; None for any other item."""
+    if isinstance(item, (Operation, HelperCall, ModeBranch)):
         return None
     return item.calls[0].fqn if isinstance(item, ModuleLoop) else item.fqn
 
@@ -256,7 +277,7 @@ def operands(item: Item) -> list[fx.Node]:
         return nodes
     if isinstance(item, ModeBranch):
         return [node for each in item.inner for node in operands(each)]
-    return list(item.reads if isinstance(item, ModuleLoop) else item.argument_values)
+    return list(item.argument_values if isinstance(item, ModuleCall) else item.reads)
 
 
 def has_effects(item: Item) -> bool:

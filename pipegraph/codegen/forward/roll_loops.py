@@ -11,7 +11,7 @@ from pipegraph.codegen.expressions.index_tests import periodic_test
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import AlternateCall, Item, ModuleCall, ModuleLoop
 from pipegraph.codegen.names.identifiers import is_number
-from pipegraph.codegen.syntax.expressions import Expression, Name, Subscript, call, conditional, literal, method, part
+from pipegraph.codegen.syntax.expressions import Expression, Name, Slice, Subscript, call, conditional, literal, method
 from pipegraph.codegen.syntax.statements import For, If, Statement
 
 # A loop whose iterations differ must have at least this many of them, so that it is shorter than its calls: four if one
@@ -156,7 +156,7 @@ def loop_statement(
         called = Subscript(owner, (number,))
     elif holder.is_indexed:
         stop = None if numbers[-1] == list(holder.children)[-1] else literal(last + 1)
-        some = part(literal(first) if first else None, stop)
+        some = Slice(literal(first) if first else None, stop)
         variables, iterable = (module,), owner if everything else Subscript(owner, (some,))
     elif everything and not counted:
         variables, iterable = (module,), method(owner, "values" if holder.container is nn.ModuleDict else "children")

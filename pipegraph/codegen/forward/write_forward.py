@@ -9,7 +9,7 @@ from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import ClassContents
-from pipegraph.codegen.forward.module_numbers import ModuleNumbers
+from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers
 from pipegraph.codegen.forward.writer import ForwardWriter, WrittenForward
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.graph.symbolic_size import UnknownSizeError
@@ -21,7 +21,7 @@ def write_forward(
     parameters: Sequence[str],
     source: SourceStatements | None,
     wanted: Mapping[fx.Node, str] | None = None,
-    numbers: ModuleNumbers | None = None,
+    numbers: ModuleNumbers | HelperNumbers | None = None,
 ) -> WrittenForward:
     """Write one ``forward``.
 

@@ -15,6 +15,7 @@ from pipegraph.codegen.expressions.operation import contexts, express, write
 from pipegraph.codegen.forward.branch_writer import BranchWriter
 from pipegraph.codegen.forward.items import (
     ClassContents,
+    HelperCall,
     Item,
     ModeBranch,
     ModuleCall,
@@ -27,8 +28,8 @@ from pipegraph.codegen.forward.items import (
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
 from pipegraph.codegen.forward.loop_writer import LoopWriter
 from pipegraph.codegen.forward.model_dtypes import OF_MODEL_DTYPE, ModelDtypes
-from pipegraph.codegen.forward.module_numbers import ModuleNumbers
 from pipegraph.codegen.forward.size_variables import SizeVariables
+from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements
@@ -76,7 +77,7 @@ class ForwardWriter:
         parameters: Sequence[str],
         source: SourceStatements | None,
         wanted: Mapping[fx.Node, str],
-        numbers: ModuleNumbers | None,
+        numbers: ModuleNumbers | HelperNumbers | None,
         clashes: Container[str],
         sizes: Sequence[sympy.Expr],
     ) -> None:
@@ -88,7 +89,8 @@ class ForwardWriter:
         uses = Counter(node for item in contents.items for node in operands(item))
         uses.update(contents.outputs)
         attributes = {node: tree.access(name.split(".")) for node, name in contents.state_names.items()}
-        self._values = LocalVariables(self._name, uses, attributes, names)
+        functions = frozenset(item.function for item in with_inner(contents.items) if isinstance(item, HelperCall))
+        self._values = LocalVariables(self._name, uses, attributes, names, functions)
         self._made = {node for item in with_inner(contents.items) for node in item.makes}
         tensor = Name(parameters[0]) if parameters else next(iter(attributes.values()), None)
         self._device = Attribute(tensor, "device") if tensor is not None else call("torch.get_default_device")
@@ -140,6 +142,8 @@ class ForwardWriter:
             self._loops.write(item)
         elif isinstance(item, ModuleCall):
             self._call(item)
+        elif isinstance(item, HelperCall):
+            self._called(item, lambda: call(item.function, *map(self._values.expression, item.reads)))
         elif isinstance(item, ModeBranch):
             self._branches.write(item)
         else:
@@ -200,9 +204,12 @@ class ForwardWriter:
 
     def _call(self, item: ModuleCall) -> None:
         function = self._tree.access(self._path(item.fqn))
-        expression = self._build(
+        self._called(
             item, lambda: item.invocation(function, [self._values.expression(node) for node in item.argument_values])
         )
+
+    def _called(self, item: ModuleCall | HelperCall, build: Callable[[], Expression]) -> None:
+        expression = self._build(item, build)
         if len(item.makes) == 1:
             self._place(item, item.makes[0], expression)
         else:

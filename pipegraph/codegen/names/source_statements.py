@@ -17,7 +17,7 @@ from torch import fx
 
 from pipegraph.graph.call_arguments import parameter_names, result_place
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.nodes import path_of
+from pipegraph.graph.nodes import HELPER_MARK, path_of
 from pipegraph.graph.passes.tie_casts_to_buffers import FOLLOWS_BUFFER
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -59,20 +59,47 @@ class SourceStatement:
 
 
 class SourceStatements:
-    """Finds statements; there are none for a model without source files."""
+    """Finds statements; there are none for a model without source files.
 
-    def __init__(self, captured: Captured) -> None:
+    Args:
+        captured: the model.
+        helper: a function. Inside its calls, its body stands for that of a ``forward``.
+    """
+
+    def __init__(self, captured: Captured, helper: str = "") -> None:
         self._captured = captured
+        self._helper = helper
 
     def of_operation(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of ``forward`` methods that led to an operation, outermost first."""
-        return _known(_forward_frames(node))
+        *around, last = (None, *_frames(node.meta["stack_trace"])[: self._behind(node)])
+        return _known(frame for frame in (*around, last) if frame is not None and (frame.is_forward or frame is last))
 
     def of_helpers(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of functions called by the innermost ``forward`` that led to an operation, outermost first."""
+        return _known(_frames(node.meta["stack_trace"])[self._behind(node) :])
+
+    def place_of_helper(self, node: fx.Node) -> str:
+        """The file and the line of the function in which an operation ran: ``modeling_llama.py:130``."""
+        frame = _frames(node.meta["stack_trace"])[self._behind(node) - 1]
+        return f"{Path(frame.file).name}:{_function_at(frame.file, frame.line).lineno}"
+
+    def assigned_in_helper(self, node: fx.Node) -> dict[str, int]:
+        """The variables that the function assigns in which an operation ran → the first line that does."""
+        frame = _frames(node.meta["stack_trace"])[self._behind(node) - 1]
+        lines: dict[str, int] = {}
+        for each in ast.walk(_function_at(frame.file, frame.line)):
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                lines[each.id] = min(each.lineno, lines.get(each.id, each.lineno))
+        return lines
+
+    def _behind(self, node: fx.Node) -> int:
+        """The number of frames of an operation up to those of functions that ``forward``, or the helper, calls."""
         frames = _frames(node.meta["stack_trace"])
         behind = max((position + 1 for position, frame in enumerate(frames) if frame.is_forward), default=0)
-        return _known(frames[behind:])
+        if not self._helper:
+            return behind
+        return next(at for at in range(behind, len(frames)) if frames[at].function == self._helper) + 1
 
     def is_within(self, node: fx.Node, statement: SourceStatement) -> bool:
         """Whether a statement led to an operation, through any functions."""
@@ -131,14 +158,20 @@ class SourceStatements:
 class _Frame(NamedTuple):
     file: str
     line: int
-    is_forward: bool
+    function: str  # without the number of a helper's call
+
+    @property
+    def is_forward(self) -> bool:
+        return self.function == "forward"
 
 
 @cache
 def _frames(stack_trace: str) -> tuple[_Frame, ...]:
     """The frames of a trace, outermost first."""
     matches = filter(None, map(_FRAME.match, stack_trace.splitlines()))
-    return tuple(_Frame(match["file"], int(match["line"]), match["function"] == "forward") for match in matches)
+    return tuple(
+        _Frame(match["file"], int(match["line"]), match["function"].partition(HELPER_MARK)[0]) for match in matches
+    )
 
 
 def _forward_frames(node: fx.Node) -> list[_Frame]:
@@ -198,6 +231,14 @@ def _statements(file: str) -> dict[int, SourceStatement]:
         inside = not isinstance(node, ast.FunctionDef) and (in_loop or isinstance(node, (ast.For, ast.While)))
         waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
     return statements
+
+
+@cache
+def _function_at(file: str, line: int) -> ast.FunctionDef:
+    """The innermost function that a line of a file is in."""
+    functions = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.FunctionDef))
+    around = (node for node in functions if node.lineno <= line <= (node.end_lineno or 0))
+    return max(around, key=lambda node: node.lineno)
 
 
 def _attributes_called(node: ast.AST) -> frozenset[str]:

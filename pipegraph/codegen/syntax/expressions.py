@@ -25,6 +25,8 @@ _STRENGTHS = {
 }
 # Operands around which a formatter leaves no space: x**2.
 _SIMPLE = re.compile(r"-?[\w.]+(\*\*-?[\w.]+)*")
+# Names and numbers in a slice, around which it leaves none: x[1:n].
+_PLAIN = re.compile(r"(-?\w+)?")
 
 
 class Node:
@@ -189,6 +191,23 @@ class Subscript(Expression):
 
 
 @dataclass(frozen=True)
+class Slice(Expression):
+    """``start:stop:step`` inside a subscript; a formatter leaves space around the colons of ``start : stop + 1``."""
+
+    start: Expression | None = None
+    stop: Expression | None = None
+    step: Expression | None = None
+
+    @cached_property
+    def text(self) -> str:
+        start, stop, step = ("" if each is None else each.text for each in (self.start, self.stop, self.step))
+        if all(_PLAIN.fullmatch(each) for each in (start, stop, step)):
+            return f"{start}:{stop}{':' if step else ''}{step}"
+        parts = [start, ":", stop, *((":", step) if step else ())]
+        return " ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
 class Collection(Expression):
     """``(a, b)``, ``[a, b]`` or ``{a: b}``."""
 
@@ -285,13 +304,6 @@ def conditional(value: Expression, test: Expression, other: Expression) -> Templ
 def is_none(value: Expression, negated: bool = False) -> Template:
     """``value is None``, or ``value is not None``."""
     return Template(f"{{}} is {'not ' if negated else ''}None", (value,), outer=_COMPARISON, inner=ATOM)
-
-
-def part(start: Expression | None = None, stop: Expression | None = None, step: Expression | None = None) -> Template:
-    """``start:stop:step`` inside a subscript."""
-    places = [("{}", start), (":{}", stop), (":{}", step)]
-    template = "".join(text if value is not None else text[:-2] for text, value in places[: 3 if step else 2])
-    return Template(template, tuple(value for _, value in places if value is not None))
 
 
 def literal(value: Any) -> Expression:

@@ -192,6 +192,36 @@ def _outermost(entry: tuple[tuple[Block, ...], Statement]) -> object:
 
 
 @dataclass(frozen=True)
+class FunctionSource:
+    """A function to be rendered.
+
+    Attributes:
+        name, docstring: of the function.
+        parameters: their names; all take tensors.
+        statements: its body.
+    """
+
+    name: str
+    docstring: str
+    parameters: tuple[str, ...]
+    statements: tuple[Statement, ...]
+
+    def walk(self) -> Iterator[Node]:
+        """All nodes of its source."""
+        for statement in self.statements:
+            yield from statement.walk()
+
+    def uses(self) -> set[str]:
+        """The names of the functions that it calls."""
+        return functions_called(self.walk())
+
+
+def functions_called(nodes: Iterable[Node]) -> set[str]:
+    """The names of the functions and classes among the calls of source."""
+    return {node.function.text for node in nodes if isinstance(node, FunctionCall)}
+
+
+@dataclass(frozen=True)
 class ClassSource:
     """A class to be rendered.
 

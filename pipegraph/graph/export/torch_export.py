@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from functools import partial
 from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
@@ -22,6 +23,7 @@ from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import plain_containers
 from pipegraph.graph.export.custom_functions import CustomFunctions, LostBackwardError
 from pipegraph.graph.export.fake_parameters import fake_parameters
+from pipegraph.graph.export.helper_calls import HelperCalls
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
     call_name,
@@ -116,7 +118,7 @@ def export_in(
     Raises what export raises.
     """
     with (
-        record_calls(),
+        record_calls(model),
         lstm_states_in_their_shapes(),
         autograd_functions_wrapped(CustomFunctions(allow_derivative).apply),
         _modes(mode),
@@ -227,18 +229,26 @@ def _depends_on_values(error: Exception) -> bool:
     return "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__
 
 
-def record_calls() -> AbstractContextManager[None]:
-    """Mark the arguments and results of every call of a module that ``torch.export`` traces inside."""
-    return module_calls_wrapped(_run_recorded)
+def record_calls(model: nn.Module) -> AbstractContextManager[None]:
+    """Mark the arguments and results of every call of a module, or of a function beside one, that ``torch.export``
+    traces inside."""
+    helpers = HelperCalls(model)
+    return module_calls_wrapped(partial(_run_recorded, helpers), helpers.name)
 
 
 def _run_recorded(
-    tracer: Any, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    helpers: HelperCalls,
+    tracer: Any,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     call = call_name(current_call(tracer))
     arguments = list(_arguments(module, args, kwargs))
     _mark(tracer, "argument_of", call, _argument_places(arguments))
     result = forward(*args, **kwargs)
+    helpers.end(tracer)
     plain = tuple((each.name, each.value if isinstance(each.value, _PLAIN) else ...) for each in arguments)
     _mark(tracer, "result_of", call, _result_places(result, plain))
     return result

@@ -5,6 +5,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def rotate_half(x: Tensor) -> Tensor:
+    """rotate_half (modeling_llama.py:119)."""
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat([-x2, x1], dim=-1)
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """apply_rotary_pos_emb (modeling_llama.py:127)."""
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
+    q_embed = q * cos + rotate_half(q) * sin
+    k_embed = k * cos + rotate_half(k) * sin
+    return q_embed, k_embed
+
+
 class LlamaRotaryEmbedding(nn.Module):
     """LlamaRotaryEmbedding (modeling_llama.py:72), as in model.rotary_emb.
 
@@ -27,7 +43,7 @@ class LlamaRotaryEmbedding(nn.Module):
 class LlamaRMSNorm(nn.Module):
     """LlamaRMSNorm (modeling_llama.py:51), as in model.layers.0.input_layernorm.
 
-    hidden_states f32[1, input_ids_1, 128] → f32[1, input_ids_1, 128].
+    hidden_states f32[batch, input_ids_1, 128] → f32[batch, input_ids_1, 128].
     """
 
     def __init__(self):
@@ -44,8 +60,8 @@ class LlamaRMSNorm(nn.Module):
 class LlamaAttention(nn.Module):
     """LlamaAttention (modeling_llama.py:205), as in model.layers.0.self_attn.
 
-    hidden_states f32[1, input_ids_1, 128], cos f32[1, input_ids_1, 16], sin f32[1, input_ids_1, 16] → f32[1,
-    input_ids_1, 128].
+    hidden_states f32[batch, input_ids_1, 128], cos f32[1, input_ids_1, 16], sin f32[1, input_ids_1, 16]
+    → f32[batch, input_ids_1, 128].
     """
 
     def __init__(self):
@@ -60,10 +76,7 @@ class LlamaAttention(nn.Module):
         query_states = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         key_states = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         value_states = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        cos = cos.unsqueeze(1)
-        sin = sin.unsqueeze(1)
-        query_states = query_states * cos + torch.cat([-query_states[..., 8:], query_states[..., :8]], dim=-1) * sin
-        key_states = key_states * cos + torch.cat([-key_states[..., 8:], key_states[..., :8]], dim=-1) * sin
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
         key_states = key_states.repeat_interleave(2, dim=1)
         value_states = value_states.repeat_interleave(2, dim=1)
         attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, is_causal=True)
@@ -74,7 +87,7 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """LlamaMLP (modeling_llama.py:152), as in model.layers.0.mlp.
 
-    x f32[1, input_ids_1, 128] → f32[1, input_ids_1, 128].
+    x f32[batch, input_ids_1, 128] → f32[batch, input_ids_1, 128].
     """
 
     def __init__(self):
@@ -90,8 +103,8 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """LlamaDecoderLayer (modeling_llama.py:273), as in model.layers.0.
 
-    hidden_states f32[1, input_ids_1, 128], cos f32[1, input_ids_1, 16], sin f32[1, input_ids_1, 16] → f32[1,
-    input_ids_1, 128].
+    hidden_states f32[batch, input_ids_1, 128], cos f32[1, input_ids_1, 16], sin f32[1, input_ids_1, 16]
+    → f32[batch, input_ids_1, 128].
     """
 
     def __init__(self):

@@ -9,7 +9,7 @@ from .blocks import LlamaDecoderLayer, LlamaRotaryEmbedding
 class Stage0(nn.Module):
     """model.embed_tokens, model.layers.0 … model.layers.1.
 
-    input_ids i64[1, input_ids_1] → hidden_states f32[1, input_ids_1, 128].
+    input_ids i64[batch, input_ids_1] → hidden_states f32[batch, input_ids_1, 128].
     631.3 k parameters, 111.1 MFLOP.
     model.embed_tokens.weight is tied to lm_head.weight of stage 2.
     """

@@ -9,7 +9,7 @@ from .blocks import LlamaDecoderLayer, LlamaRotaryEmbedding
 class Stage1(nn.Module):
     """model.layers.2 … model.layers.4.
 
-    hidden_states f32[1, input_ids_1, 128] → hidden_states f32[1, input_ids_1, 128].
+    hidden_states f32[batch, input_ids_1, 128] → hidden_states f32[batch, input_ids_1, 128].
     553.7 k parameters, 166.7 MFLOP.
     """
 

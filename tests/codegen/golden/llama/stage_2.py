@@ -9,7 +9,7 @@ from .blocks import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 class Stage2(nn.Module):
     """model.layers.5 … model.layers.7, model.norm, lm_head.
 
-    hidden_states f32[1, input_ids_1, 128] → logits f32[1, input_ids_1, 2048].
+    hidden_states f32[batch, input_ids_1, 128] → logits f32[batch, input_ids_1, 2048].
     816.0 k parameters, 233.8 MFLOP.
     lm_head.weight is tied to model.embed_tokens.weight of stage 0.
     """

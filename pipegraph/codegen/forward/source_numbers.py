@@ -1,0 +1,258 @@
+"""Numbers as the source of a model writes them: ``self.eps``, ``self.width**-0.5``, ``x.shape[-1] // 2``."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from pipegraph.codegen.names.identifiers import is_plain
+from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
+from pipegraph.codegen.syntax.expressions import (
+    SELF,
+    Argument,
+    Attribute,
+    Binary,
+    Expression,
+    FunctionCall,
+    Literal,
+    Name,
+    Subscript,
+    literal,
+    unary,
+)
+from pipegraph.graph.call_arguments import argument_place
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.nodes import path_of, shape_of
+from pipegraph.graph.symbolic_size import SymbolicSize
+
+Number = int | float
+Known = tuple[Number, Expression]
+_Read = Callable[[ast.expr], Known | None]
+"""An expression of the source → its value, and how it is written; None for any other."""
+
+_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Number]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+    ast.FloorDiv: ("//", operator.floordiv),
+    ast.Mod: ("%", operator.mod),
+    ast.Pow: ("**", operator.pow),
+}
+# These stand in many expressions that have nothing to do with an attribute of the same value.
+_COMMON = (0, 0.5, 1, 2)
+
+
+class ModuleNumbers:
+    """Writes the numbers of one ``forward`` as its source does.
+
+    Args:
+        captured: the model.
+        source: finds the statements of its source.
+        fqn: the module.
+
+    Attributes:
+        used: the attributes that were written → their values.
+    """
+
+    def __init__(self, captured: Captured, source: SourceStatements, fqn: str) -> None:
+        self.used: dict[str, Expression] = {}
+        self._source = source
+        self._fqn = fqn
+        module = captured.modules[fqn].module
+        self._attributes = _numbers(vars(module))
+        # An attribute that numbers the modules, such as that of a layer, is no constant of the class.
+        alike = [vars(each.module) for each in captured.modules.values() if type(each.module) is type(module)]
+        constant = {
+            name: value for name, value in self._attributes.items() if all(each.get(name) == value for each in alike)
+        }
+        found: dict[str, Expression | None] = {}
+        for value, expression, _ in _expressions(source.of_forward(fqn), partial(_of_module, constant)):
+            text = literal(value).text
+            if found.setdefault(text, expression) != expression or abs(value) in _COMMON:
+                found[text] = None  # it may be another number
+        self._in_forward = {text: expression for text, expression in found.items() if expression is not None}
+
+    def named(self, expression: Expression, node: fx.Node, operands: Iterable[Expression]) -> Expression:
+        """The expression of an operation, with attributes in place of numbers.
+
+        An attribute in the statement that led to the operation is what the number was. So is one in another statement
+        of the same ``forward``, if no other has its value; a function that ``forward`` calls has whole numbers of its
+        own, however.
+
+        Args:
+            expression: of the operation.
+            node: the operation.
+            operands: the parts of the expression that other operations made.
+        """
+        numbers = dict(self._in_forward)
+        if self._source.of_helpers(node):
+            numbers = {text: found for text, found in numbers.items() if not text.lstrip("-").isdigit()}
+        statements = self._source.of_operation(node)
+        if statements and path_of(node)[-1:] and path_of(node)[-1][1] == self._fqn:
+            numbers |= _in_statement(statements[-1], expression, partial(_of_module, self._attributes))
+
+        def use(found: Expression) -> None:
+            for inner in found.walk():
+                if isinstance(inner, Attribute):
+                    self.used[inner.name] = literal(self._attributes[inner.name])
+
+        return _replaced(expression, operands, numbers, use)
+
+
+class HelperNumbers:
+    """Writes the numbers of a function beside the model's classes as its source does: ``x.shape[-1] // 2``.
+
+    Args:
+        source: finds the statements of the function.
+        call: a call of the function.
+        first: an operation of the call.
+        parameters: the values that it takes → their names in what is written.
+    """
+
+    def __init__(self, source: SourceStatements, call: str, first: fx.Node, parameters: Mapping[fx.Node, str]) -> None:
+        self._source = source
+        self._assigned = source.assigned_in_helper(first)
+        places = [(argument_place(node, call), node, name) for node, name in parameters.items()]
+        self._parameters = {
+            place.name: (name, shape_of(node)) for place, node, name in places if place is not None and place.name
+        }
+
+    def named(self, expression: Expression, node: fx.Node, operands: Iterable[Expression]) -> Expression:
+        """The expression of an operation, with sizes of parameters in place of numbers; as for `ModuleNumbers`."""
+        statements = self._source.of_operation(node)
+        if not statements or self._source.of_helpers(node):
+            return expression
+        statement = statements[-1]
+        return _replaced(expression, operands, _in_statement(statement, expression, partial(self._size, statement)))
+
+    def _size(self, statement: SourceStatement, node: ast.expr) -> Known | None:
+        """``x.shape[-1]`` of a parameter, if it does not vary, and nothing else was assigned to the name before."""
+        match node:
+            case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=index):
+                if self._assigned.get(name, statement.line) < statement.line or statement.in_loop:
+                    return None
+                shape = self._parameters.get(name, ("", ()))[1]
+                position = _evaluated(index, _nothing)
+                if position is None or not -len(shape) <= position[0] < len(shape):
+                    return None
+                size = shape[int(position[0])]
+                written = Subscript(Attribute(Name(self._parameters[name][0]), "shape"), (position[1],))
+                return None if isinstance(size, SymbolicSize) else (size, written)
+        return None
+
+
+def _replaced(
+    expression: Expression,
+    operands: Iterable[Expression],
+    numbers: Mapping[str, Expression],
+    use: Callable[[Expression], None] = lambda found: None,
+) -> Expression:
+    """An expression with others in place of its numbers, except in the parts that other operations made."""
+    made = {id(each) for each in operands}
+
+    def walk(part: Any) -> Any:
+        if id(part) in made or (isinstance(part, Argument) and part.is_left_out):
+            return part
+        found = numbers.get(part.text) if isinstance(part, Literal) and part.is_number else None
+        if found is None:
+            return part.rebuilt(walk)
+        use(found)
+        return found
+
+    named: Expression = walk(expression)
+    return named
+
+
+def _in_statement(statement: SourceStatement, expression: Expression, read: _Read) -> dict[str, Expression]:
+    """The numbers that a statement computes from what ``read`` knows → how it writes them."""
+    numbers: dict[str, Expression] = {}
+    texts = [each.text for each in expression.walk() if isinstance(each, Literal)]
+    written = {*_plain_numbers(statement.tree, read)}
+    for value, found, function in _expressions([statement], read):
+        text = literal(value).text
+        # Of `pad(x, (self.dilation, 0)).chunk(2, dim=1)` it is the argument of `pad`, if that is 1 as well.
+        is_meant = value not in written or function == _function_name(expression)
+        if is_meant and (abs(value) not in _COMMON or texts.count(text) == 1):
+            numbers[text] = found
+    return numbers
+
+
+def _numbers(attributes: Mapping[str, object]) -> dict[str, Number]:
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and is_plain(name) and name[0] != "_"
+    }
+
+
+def _of_module(attributes: Mapping[str, Number], node: ast.expr) -> Known | None:
+    """``self.eps``."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in attributes:
+            return attributes[name], Attribute(SELF, name)
+    return None
+
+
+def _nothing(node: ast.expr) -> Known | None:
+    return None
+
+
+def _expressions(statements: Iterable[SourceStatement], read: _Read) -> Iterator[tuple[Number, Expression, str]]:
+    """The parts of statements that are computed from what ``read`` knows and numbers alone, the whole before its parts,
+    and the name of the function that each is an argument of."""
+    for statement in statements:
+        waiting: list[tuple[ast.AST, str]] = [(statement.tree, "")]
+        while waiting:
+            node, function = waiting.pop(0)
+            found = _evaluated(node, read) if isinstance(node, ast.expr) else None
+            if found is None:
+                called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else function
+                parts = ast.iter_child_nodes(node)
+                waiting += [(part, function if part is getattr(node, "func", None) else called) for part in parts]
+            elif any(isinstance(part, Attribute) for part in found[1].walk()):
+                yield *found, function
+
+
+def _plain_numbers(tree: ast.AST, read: _Read) -> Iterator[Number]:
+    """The numbers of a statement that are computed from no others."""
+    found = _evaluated(tree, read) if isinstance(tree, ast.expr) else None
+    if found is None:
+        for part in ast.iter_child_nodes(tree):
+            yield from _plain_numbers(part, read)
+    elif isinstance(found[1], Literal):
+        yield found[0]
+
+
+def _function_name(expression: Expression) -> str:
+    """``pad`` of ``F.pad(…)``, and of a method likewise."""
+    return expression.function.text.rpartition(".")[2] if isinstance(expression, FunctionCall) else ""
+
+
+def _evaluated(node: ast.expr, read: _Read) -> Known | None:
+    """The value of an expression of numbers and of what ``read`` knows, and the expression; None for any other."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value, literal(node.value)  # type: ignore[return-value]
+    known = read(node)
+    if known is not None:
+        return known
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _evaluated(node.operand, read)
+        if inner is None:
+            return None
+        return -inner[0], literal(-inner[0]) if isinstance(inner[1], Literal) else unary("-", inner[1])
+    if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
+        return None
+    left, right = _evaluated(node.left, read), _evaluated(node.right, read)
+    if left is None or right is None:
+        return None
+    symbol, compute = _OPERATORS[type(node.op)]
+    try:
+        return compute(left[0], right[0]), Binary(symbol, left[1], right[1])
+    except ArithmeticError:
+        return None
