@@ -39,7 +39,11 @@ from pipegraph.graph.passes.follow_created_dtypes import follow_created_dtypes
 from pipegraph.graph.passes.follow_dtypes import follow_dtypes
 from pipegraph.graph.passes.functionalize_writes import functionalize_writes
 from pipegraph.graph.passes.mark_gradients import mark_gradients
-from pipegraph.graph.passes.mark_mode_differences import mark_mode_differences, may_differ_by_mode
+from pipegraph.graph.passes.mark_mode_differences import (
+    drop_inactive_dropouts,
+    mark_mode_differences,
+    may_differ_by_mode,
+)
 from pipegraph.graph.passes.place_buffer_updates import place_buffer_updates
 from pipegraph.graph.passes.relax_attention_views import relax_attention_views
 from pipegraph.graph.passes.restore_repeat_interleave import restore_repeat_interleave
@@ -158,6 +162,9 @@ def _capture(
         both, both_tensors = dict(state), dict(tensors)
         evaluation = (
             graph if same else _evaluation_graph(model, args, kwargs, exported.fixed, wanted.names, both, both_tensors)
+        )
+        run_passes(
+            graph, [partial(drop_inactive_dropouts, evaluation=evaluation, modules=modules, mode=exported.mode)], both
         )
         if evaluation is not None:
             run_passes(graph, [partial(mark_mode_differences, evaluation=evaluation, modules=modules)], both)

@@ -214,3 +214,23 @@ def test_checkpointed_layers_keep_their_gradients(use_reentrant: bool, tmp_path:
     package = split(tmp_path, model, (x,), cut="blocks.2")
     assert "no_grad" not in source(package)
     assert differences(package, model, (x,)) == []
+
+
+class Inactive(nn.Module):
+    """A dropout that the source switches off, beside one that follows the mode and one that never stops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.linear(x), 0.5, training=False) * 2
+        return F.dropout(F.dropout(x, 0.1, self.training), 0.2)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_dropout_that_is_switched_off_stays_off(train: bool, tmp_path: Path) -> None:
+    model, x = nn.Sequential(Inactive(), Block(), Inactive()), batch()[0]
+    package = split(tmp_path, model, (x,), cut="1")
+    assert source(package).count("dropout(") == 2
+    assert differences(package, model, (x,), train=train) == []

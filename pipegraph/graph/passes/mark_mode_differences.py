@@ -16,7 +16,7 @@ from torch import fx, nn
 from pipegraph.graph.captured import ModuleEntry
 from pipegraph.graph.class_text import class_text
 from pipegraph.graph.mode_comparison import OtherGraphError
-from pipegraph.graph.nodes import arguments_of, path_of, source_line
+from pipegraph.graph.nodes import arguments_of, path_of, replace_node, source_line
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.passes.merge_modes import merge_modes
 
@@ -50,19 +50,46 @@ def _mark_dropouts(own: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
 
     A dropout may be missing in evaluation mode; the next one must not be taken for it.
     """
-    groups: tuple[dict[object, list[fx.Node]], ...] = ({}, {})
-    for nodes, group in zip((own, other), groups, strict=True):
-        for node in nodes:
-            if operator_of(node).dropout:
-                place = tuple(fqn for _, fqn in path_of(node)), source_line(node)
-                group.setdefault(place, []).append(node)
-    for where, twins in groups[1].items():
+    dropouts = _dropouts(own)
+    for where, twins in _dropouts(other).items():
         if any(twin.args[2] for twin in twins):
-            nodes = groups[0].get(where, [])
+            nodes = dropouts.get(where, [])
             if len(nodes) != len(twins):
                 raise OtherGraphError(twins[0])
             for node, twin in zip(nodes, twins, strict=True):
                 node.meta["in_every_mode"] = twin.meta["in_every_mode"] = bool(twin.args[2])
+
+
+def drop_inactive_dropouts(
+    graph: fx.Graph, evaluation: fx.Graph | None, modules: Mapping[str, ModuleEntry], mode: Mapping[nn.Module, bool]
+) -> None:
+    """Take out the dropouts that drop nothing although the module around them is in training mode: those of
+    ``F.dropout(x, training=False)``. The source of one that stays follows the mode of the module.
+
+    before:  y = dropout(x, 0.1, False);  z = relu(y)      in ``evaluation`` as well, if there is one
+    after:   z = relu(x)
+
+    Args:
+        mode: in which each module was traced in ``graph``.
+    """
+    twins = _dropouts(_own_operations(evaluation, modules)) if evaluation is not None else {}
+    for place, nodes in _dropouts(_own_operations(graph, modules)).items():
+        others = twins.get(place, [])
+        for node, twin in zip(nodes, others if len(others) == len(nodes) else [None] * len(nodes), strict=True):
+            around = modules[path_of(node)[-1][1] if path_of(node) else ""].module
+            if not node.args[2] and mode[around] and (twin is None or not twin.args[2]):
+                for each in {node, twin} - {None}:
+                    assert each is not None
+                    replace_node(each, each.args[0])
+
+
+def _dropouts(nodes: Sequence[fx.Node]) -> dict[object, list[fx.Node]]:
+    """The dropouts by the module that runs them and their line."""
+    found: dict[object, list[fx.Node]] = {}
+    for node in nodes:
+        if operator_of(node).dropout:
+            found.setdefault((tuple(fqn for _, fqn in path_of(node)), source_line(node)), []).append(node)
+    return found
 
 
 def _own_operations(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> list[fx.Node]:
