@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import traceback
 import types
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The types of a graph's targets, nestings of tensors, and a mode that sees every operation have no public module.
 __all__ = ["HigherOrderOperator", "OpOverload", "TorchDispatchMode", "pytree"]
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # not torchvision
 
 CAPTURE_LOCK = threading.RLock()
 """Held while a model is captured: ``torch.export``, and what `_replaced` puts in the place of functions, are of the

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipegraph.codegen.names.identifiers import class_name, variable
 from pipegraph.codegen.names.model_names import prose
+from pipegraph.codegen.names.source_statements import SourceStatement
 from tests.codegen.layers import Block, batch
 from tests.codegen.parity import differences, source, split
 
@@ -159,3 +160,13 @@ def test_a_class_name_is_an_identifier(text: str) -> None:
 def test_prose_ends_no_docstring(text: str) -> None:
     assert isinstance(ast.literal_eval(f'"""{prose(text)}"""'), str)
     assert "\n" not in prose(text) and '"' not in prose(text)
+
+
+def test_a_library_whose_name_begins_like_torch_is_not_torch() -> None:
+    """Frames of torchvision are lines of a model's own source."""
+    folder = Path(torch.__file__).parent
+    statements = [
+        SourceStatement(file, 1, 1, ("x",), frozenset(), False, ast.Pass())
+        for file in (f"{folder}/nn/functional.py", f"{folder}vision/models/resnet.py")
+    ]
+    assert [each.is_of_torch for each in statements] == [True, False]

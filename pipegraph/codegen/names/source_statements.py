@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,9 +21,9 @@ from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import HELPER_MARK, path_of
 from pipegraph.graph.passes.tie_casts_to_buffers import FOLLOWS_BUFFER
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # not torchvision
 # Layers of torch.nn that become classes of a package keep the names of torch's source.
-_LAYERS = str(Path(torch.__file__).parent / "nn")
+_LAYERS = f"{_TORCH}nn{os.sep}"
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 
 
