@@ -158,6 +158,13 @@ WrittenCheckpointOption = Annotated[
         help="Write the weights of this Hugging Face checkpoint, one stage at a time. [default: the model's own]",
     ),
 ]
+CheckWeightsOption = Annotated[
+    bool,
+    typer.Option(
+        "--check-weights/--no-check-weights",
+        help="Compare the files of weights with their digests; without it, changed ones are taken as they are.",
+    ),
+]
 NoWeightsOption = Annotated[
     bool, typer.Option("--no-weights", help="Write no weights: `pipegraph run --weights DIR` reads a checkpoint's.")
 ]

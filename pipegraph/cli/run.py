@@ -15,6 +15,7 @@ from msgspec import structs
 from pipegraph.cli.options import (
     BatchOption,
     CheckpointOption,
+    CheckWeightsOption,
     DebugOption,
     ExampleOption,
     JsonOption,
@@ -60,6 +61,7 @@ def run(
     batch: BatchOption = None,
     seq: SequenceOption = None,
     weights: CheckpointOption = None,
+    check_weights: CheckWeightsOption = True,
     learning_rate: LearningRateOption = 1e-3,
     kernels: KernelsOption = "inductor",
     device: RunDeviceOption = "cpu",
@@ -101,7 +103,9 @@ def run(
         with progress("loading", quiet) as say:
             from pipegraph.workflows.train import Training
 
-            training = Training(package, chosen, source, device, learning_rate, kernels, timeout, weights)
+            training = Training(
+                package, chosen, source, device, learning_rate, kernels, timeout, weights, check_weights
+            )
             _train(training, package, chosen, steps, links, recalibrate, profile, json, say)
     except Exception as error:
         record_failure(error)
@@ -146,7 +150,12 @@ def _launch(context: typer.Context, processes: int, debug: bool) -> None:
     from pipegraph.runtime.processes.progress_relay import relay_progress
 
     options = {name: value for name, value in context.params.items() if name not in ("out", "nproc")}
-    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is True]
+    defaults = {parameter.name: parameter.default for parameter in context.command.params}
+    given = [
+        f"--{'' if value else 'no-'}{name.replace('_', '-')}"
+        for name, value in options.items()
+        if isinstance(value, bool) and value != defaults[name]
+    ]
     given += [
         f"--{name.replace('_', '-')}={value}"
         for name, value in options.items()

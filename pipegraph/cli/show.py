@@ -7,8 +7,16 @@ from typing import Annotated
 
 import typer
 
-from pipegraph.cli.options import DebugOption, JsonOption, MicrobatchesOption, PackageArgument, PlannedScheduleOption
+from pipegraph.cli.options import (
+    CheckWeightsOption,
+    DebugOption,
+    JsonOption,
+    MicrobatchesOption,
+    PackageArgument,
+    PlannedScheduleOption,
+)
 from pipegraph.cli.output import print_grid, print_json, write_files
+from pipegraph.cli.progress_bar import progress
 
 
 def show(
@@ -19,6 +27,7 @@ def show(
         Path | None, typer.Option(metavar="FILE", show_default=False, help="Write a page: the picture, and tables.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Write a picture of it.")] = None,
+    check_weights: CheckWeightsOption = True,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -29,6 +38,8 @@ def show(
 
     package = Package.open(out)
     chosen = choose_schedule(package, schedule, microbatches)
+    with progress("checking weights"):
+        damaged = package.damaged() if check_weights else ()
     if html is not None or svg is not None:
         from pipegraph.report.pages.package_page import package_page
         from pipegraph.report.pictures.package_picture import package_svg
@@ -36,6 +47,6 @@ def show(
         drawn = ((html, package_page), (svg, package_svg))
         write_files([(file, draw(package, chosen)) for file, draw in drawn if file is not None])
     if json:
-        print_json(package_dict(package, chosen))
+        print_json(package_dict(package, chosen, damaged))
     else:
-        print_grid(lambda width, coloured: render_package(package, chosen, width, coloured))
+        print_grid(lambda width, coloured: render_package(package, chosen, width, coloured, damaged))

@@ -1,13 +1,13 @@
 """A package: the folder that `pipegraph split` writes, and its manifest `pipeline.json`.
 
-Package                    the folder: open, edited, missing, load_stage
+Package                    the folder: open, edited, missing, damaged, check_weights, load_stage
  └── Manifest              the JSON, key for key
       ├── values: Value    what crosses a boundary, for one microbatch
       ├── stages: StageEntry, each with a StageCost
       └── plan: PlanEntry  where it was cut, with the Prediction of a step
 """
 
-from pipegraph.package.folder import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder, file_digest
+from pipegraph.package.folder import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder
 from pipegraph.package.manifest import SCHEMA_VERSION, Manifest, leaves
 from pipegraph.package.manifest_entries import (
     CALLER,
@@ -19,6 +19,7 @@ from pipegraph.package.manifest_entries import (
     StageEntry,
     Value,
 )
+from pipegraph.package.weight_files import file_digest
 
 __all__ = [
     "CALLER",

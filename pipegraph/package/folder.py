@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import itertools
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -19,6 +19,7 @@ import msgspec
 from pipegraph.errors import PackageError
 from pipegraph.package.json_file import FileKind, Name
 from pipegraph.package.manifest import Manifest, leaves_folder
+from pipegraph.package.weight_files import changed_files, file_digest, first_unlisted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +31,10 @@ _OF_PACKAGE = "mend what was edited, restore the files, or split the model again
 _OF_CHECKPOINT = (
     "a checkpoint of the model that was split, as save_pretrained writes it; or split hf:DIR with its weights, which "
     "transformers then reads."
+)
+_ADMIT: Final = (
+    "Try: restore the file, or split the model again. If you changed it, check_weights=False (--no-check-weights) "
+    "takes it as it is."
 )
 _numbers = itertools.count()
 
@@ -64,21 +69,45 @@ class Package:
 
     def missing(self) -> tuple[str, ...]:
         """The generated files and the shards of weights that are gone."""
-        shards = (stage.weights for stage in self.manifest.stages if stage.weights)
-        return tuple(sorted(name for name in {*self.manifest.files, *shards} if not (self.path / name).is_file()))
+        listed = {*self.manifest.files, *self._shards}
+        return tuple(sorted(name for name in listed if not (self.path / name).is_file()))
+
+    def damaged(self) -> tuple[str, ...]:
+        """The shards of weights whose content is no longer what was written. All of them are read."""
+        return changed_files(self.path, self.manifest.shards)
+
+    def check_weights(self, stages: Iterable[int], weights: bool | str | PathLike[str] = True) -> None:
+        """Check the digests of the shards that `load_stage` reads for these stages.
+
+        Without any digests, as older versions of pipegraph wrote packages, nothing can be checked.
+
+        Raises:
+            PackageError: a shard is not what was written.
+        """
+        digests = self.manifest.shards
+        read = sorted({shard for index in stages for shard in self._read_shards(index, weights)}) if digests else []
+        for shard in read:
+            if shard not in digests:
+                raise PackageError(f"{self.path / shard} holds weights, and {MANIFEST} has no sha256 of it.\n{_ADMIT}")
+        for shard in changed_files(self.path, {shard: digests[shard] for shard in read}):
+            raise PackageError(
+                f"{self.path / shard} is damaged, or was changed: its sha256 is not the one in {MANIFEST}.\n{_ADMIT}"
+            )
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """FQN → shard file, as `model.safetensors.index.json` says; empty without one."""
         index = self.path / WEIGHTS_INDEX
         if not index.exists():
-            shards = [stage.weights for stage in self.manifest.stages if stage.weights]
-            if shards:
-                raise PackageError(f"{index} is missing: without it nothing says what {shards[0]} holds.\n{_RESTORE}")
+            if self._shards:
+                shard = self._shards[0]
+                raise PackageError(f"{index} is missing: without it nothing says what {shard} holds.\n{_RESTORE}")
             return {}
         found = _INDEX.read(index).weight_map
         for file in filter(leaves_folder, found.values()):
             raise _INDEX.problem(str(index), f"weight_map: the path {file!r} leaves the package's folder")
+        for shard in sorted({*self._shards} - {*found.values()}):
+            raise _INDEX.problem(str(index), f"weight_map: it has no tensor of {shard}, a shard that {MANIFEST} lists")
         return found
 
     @property
@@ -99,18 +128,35 @@ class Package:
             return self._made(
                 index, device, checkpoint_folder(weights), f", with weights of {weights},", _OF_CHECKPOINT
             )
-        stored = [self.manifest.stored_name(name) for name in entry.parameters] if weights else []
+        read = self._read_shards(index, weights)
+        for shard in (*read, MANIFEST):
+            if not (self.path / shard).is_file():
+                raise PackageError(f"{self.path / shard} is missing: stage {index} needs it.\n{_RESTORE}")
+        unlisted = first_unlisted(self.path / entry.weights, self.weight_map) if entry.weights else None
+        if unlisted is not None:
+            where = f"{entry.weights} of stage {index}"
+            raise PackageError(f"{self.path / WEIGHTS_INDEX} lacks {unlisted}, which {where} holds.\n{_RESTORE}")
+        weights_of = f", with weights of {', '.join(read)}," if read else ""
+        return self._made(index, device, weights, weights_of, _OF_PACKAGE)
+
+    @cached_property
+    def _shards(self) -> tuple[str, ...]:
+        """The shards that the manifest lists, the stages' first."""
+        of_stages = (stage.weights for stage in self.manifest.stages if stage.weights)
+        return tuple(dict.fromkeys([*of_stages, *self.manifest.shards]))
+
+    def _read_shards(self, index: int, weights: bool | str | PathLike[str]) -> tuple[str, ...]:
+        """The shards of this folder that `load_stage` reads for a stage. Raises PackageError for a missing weight."""
+        entry = self.manifest.stages[index]
+        from_elsewhere = not isinstance(weights, bool)
+        if from_elsewhere and all(buffer.persistent for buffer in entry.buffers):
+            return ()
+        stored = [self.manifest.stored_name(name) for name in entry.parameters] if weights is True else []
         for name in stored:
             if name not in self.weight_map:
-                raise PackageError(f"{self.path / WEIGHTS_INDEX} lacks {name}, a weight of stage {index}.")
-        for shard in sorted({self.weight_map[name] for name in stored} | {entry.weights or MANIFEST}):
-            if not (self.path / shard).is_file():
-                raise PackageError(
-                    f"{self.path / shard} is missing: stage {index} needs it. Restore it, or split again."
-                )
-        read = {self.weight_map[name] for name in stored} | ({entry.weights} if entry.weights else set())
-        weights_of = f", with weights of {', '.join(sorted(read))}," if read else ""
-        return self._made(index, device, weights, weights_of, _OF_PACKAGE)
+                raise PackageError(f"{self.path / WEIGHTS_INDEX} lacks {name}, a weight of stage {index}.\n{_RESTORE}")
+        own = {entry.weights} if entry.weights else set()
+        return tuple(sorted({self.weight_map[name] for name in stored} | own))
 
     def _made(self, index: int, device: str, weights: bool | Path, weights_of: str, advice: str) -> nn.Module:
         try:
@@ -161,9 +207,3 @@ def checkpoint_folder(path: str | PathLike[str]) -> Path:
             "Try: save_pretrained of transformers, which writes safetensors."
         )
     return folder
-
-
-def file_digest(path: Path) -> str:
-    """The content of a file as `files` and `shards` of a manifest have it."""
-    with path.open("rb") as file:
-        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"

@@ -23,11 +23,16 @@ ParallelizeFunction = Callable[[nn.Module], nn.Module | None]
 
 
 def load_stages(
-    package: Package, indices: list[int], device: torch.device, weights: str | PathLike[str] | None = None
+    package: Package,
+    indices: list[int],
+    device: torch.device,
+    weights: str | PathLike[str] | None = None,
+    check_weights: bool = True,
 ) -> dict[int, nn.Module]:
     """Load the stages `indices` on `device`, with the package's weights or those of the checkpoint `weights`.
 
-    If the package was written without weights, they are initialised, with a warning.
+    If the package was written without weights, they are initialised, with a warning. With `check_weights`, every shard
+    of the package that is read must be as it was written.
     """
     has_weights = weights is not None or package.has_weights
     if not has_weights:
@@ -36,10 +41,13 @@ def load_stages(
             "rank. A checkpoint's are read with --weights DIR, in Python with weights=.",
             stacklevel=3,
         )
+    source: bool | str | PathLike[str] = has_weights if weights is None else weights
+    if check_weights:
+        package.check_weights(indices, source)
     stages = {}
     with torch.random.fork_rng(devices=[]):  # making layers must not move the caller's random numbers
         for index in track("loading weights of stages", indices):
-            stages[index] = package.load_stage(index, str(device), has_weights if weights is None else weights)
+            stages[index] = package.load_stage(index, str(device), source)
     for index, stage in stages.items():
         missing, added = _differing_names(package, index, stage)
         if missing or added:

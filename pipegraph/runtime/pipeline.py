@@ -79,6 +79,8 @@ class Pipeline:
             package's, in the stages' dtypes. Each process reads those of its own stages, and no file without any.
         max_variants: how many variants of a stage are traced, counted from the last `retrace`: for its modes, dtypes,
             branches on sizes and so on. One more is left to autograd, with a warning.
+        check_weights: whether a shard of the package's weights that is not as it was written is an error. Each process
+            checks those that it reads.
 
     Attributes:
         last_sizes: the sizes of the last step, on every rank; None before the first.
@@ -103,6 +105,7 @@ class Pipeline:
         timeout: float = TIMEOUT,
         weights: str | PathLike[str] | None = None,
         max_variants: int = 8,
+        check_weights: bool = True,
     ) -> None:
         self._loss_fn = loss_fn
         self.device = local_device(device)
@@ -121,7 +124,9 @@ class Pipeline:
             self.ranks = (world.rank,) if world else tuple(range(self.schedule.ranks))
             placement = self.schedule.placement
             own = [stage for stage, rank in enumerate(placement) if rank in self.ranks]
-            self.stages: dict[int, nn.Module] = parameters.load_stages(self.package, own, self.device, weights)
+            self.stages: dict[int, nn.Module] = parameters.load_stages(
+                self.package, own, self.device, weights, check_weights
+            )
             if parallelize_fn is not None:
                 self.stages, manifest = parameters.parallelize_stages(self.package, self.stages, parallelize_fn)
                 self.package = replace(self.package, manifest=manifest)

@@ -55,6 +55,7 @@ class Training:
         kernels: as in `Pipeline`.
         timeout: seconds that a rank waits for another one.
         weights: folder of a Hugging Face checkpoint to read weights from; by default the package's own.
+        check_weights: as in `Pipeline`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Training:
         kernels: str = "inductor",
         timeout: float | None = None,
         weights: Path | None = None,
+        check_weights: bool = True,
     ) -> None:
         manifest, microbatches = package.manifest, schedule.microbatches
         self._source = source
@@ -83,6 +85,7 @@ class Training:
             recompute=manifest.prediction.recompute if manifest.prediction else "min-cut",
             timeout=TIMEOUT if timeout is None else timeout,
             weights=weights,
+            check_weights=check_weights,
         )
         self._device = local_device(device)
         self._optimizer = torch.optim.AdamW([{"params": list(self._pipeline.parameters())}], lr=learning_rate)

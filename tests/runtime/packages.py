@@ -31,7 +31,8 @@ def load_stage(index, device="cpu", weights=True):
     stage = STAGES[index]()
     folder = Path(__file__).parent
     manifest = json.loads((folder / "pipeline.json").read_text())
-    stored = load_file(folder / manifest["stages"][index]["weights"])
+    shard = manifest["stages"][index]["weights"]
+    stored = load_file(folder / shard) if shard else {{}}
     shared = load_file(folder / "stage-0.safetensors")
     first = {{name: group[0] for group in manifest["tied"] for name in group}}
     for name, tensor in [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers()]:
@@ -96,9 +97,8 @@ def write(sketch: Sketch, folder: Path, weights: bool = True) -> Path:
         save_file(tensors, folder / shard)
         parameters = tuple(name for name, _ in module.named_parameters(remove_duplicate=False))
         inputs, outputs = tuple(stage.inputs.split(", ")), tuple(stage.outputs.split(", "))
-        entries.append(
-            StageEntry(index, f"stage_{index}", f"Stage{index}", inputs, outputs, parameters, buffers, shard)
-        )
+        held = shard if tensors else None
+        entries.append(StageEntry(index, f"stage_{index}", f"Stage{index}", inputs, outputs, parameters, buffers, held))
     count = range(len(entries))
     (folder / "__init__.py").write_text(
         INIT.format(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,25 +19,33 @@ from pipegraph.schedule import Schedule, Times, simulate
 from pipegraph.units import TimeFormat, format_bytes, format_count, format_number_of
 
 
-def render_package(package: Package, schedule: Schedule, width: int | None = None, coloured: bool = False) -> Text:
+def render_package(
+    package: Package,
+    schedule: Schedule,
+    width: int | None = None,
+    coloured: bool = False,
+    damaged: Sequence[str] = (),
+) -> Text:
     """Return the text of ``pipegraph show``. The grid is drawn as if F, I and W took the same time on every stage."""
     manifest = package.manifest
     parts = [package_title(manifest), table(*stage_table(package)), table(*boundary_table(manifest))]
     parts += ["\n".join(explain_cuts(manifest))]
     parts += ["\n".join(f"tied: {group}" for group in tied_groups(manifest))]
-    parts += [f"{what}: {', '.join(map(one_line, files))}" for what, files in _changes(package).items() if files]
+    changes = {**_changes(package), "damaged, or changed since it was written": damaged}
+    parts += [f"{what}: {', '.join(map(one_line, files))}" for what, files in changes.items() if files]
     timeline = simulate(schedule, Times.equal(schedule.stages))
     text = Text("\n\n".join([*filter(None, parts), f"{schedule_title(schedule)}\n"]))
     text.append(render_grid(schedule, timeline, width, coloured))
     return text.append("\n\n").append(render_legend(schedule)) if coloured else text
 
 
-def package_dict(package: Package, schedule: Schedule) -> dict[str, Any]:
+def package_dict(package: Package, schedule: Schedule, damaged: Sequence[str] = ()) -> dict[str, Any]:
     """Return the same as data, for ``--json``."""
     return {
         **manifest_dict(package.manifest),
         "edited": list(package.edited()),
         "missing": list(package.missing()),
+        "damaged": list(damaged),
         "schedule": {
             "name": schedule.name,
             "microbatches": schedule.microbatches,
@@ -148,8 +156,8 @@ def tied_groups(manifest: Manifest) -> list[str]:
     return [" = ".join(map(clip, group)) for group in manifest.tied]
 
 
-def _changes(package: Package) -> dict[str, tuple[str, ...]]:
-    return {"edited since it was written": tuple(package.edited()), "missing": tuple(package.missing())}
+def _changes(package: Package) -> dict[str, Sequence[str]]:
+    return {"edited since it was written": package.edited(), "missing": package.missing()}
 
 
 def _costs(package: Package, stage: StageEntry) -> list[str]:
