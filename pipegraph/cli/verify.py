@@ -9,6 +9,7 @@ import typer
 from pipegraph.cli.options import (
     BatchOption,
     CheckpointOption,
+    CheckWeightsOption,
     DebugOption,
     JsonOption,
     ModelArgument,
@@ -25,6 +26,7 @@ def verify(
     batch: BatchOption = None,
     seq: SequenceOption = None,
     weights: CheckpointOption = None,
+    check_weights: CheckWeightsOption = True,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -40,7 +42,7 @@ def verify(
 
         source = load(model, weights=True, batch=batch, seq=seq)
     with progress("comparing"):
-        found = compare(package, source, weights)
+        found = compare(package, source, weights, check_weights)
     if json:
         print_json(found.to_dict())
     else:

@@ -226,12 +226,40 @@ def _cut_shard(folder: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:40])
 
 
+def _flip_bit(folder: Path) -> None:
+    shard = folder / "stage-00001-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("damage", "nproc"), [(_remove_shard, 1), (_reshape_shard, 1), (_cut_shard, 1), (_reshape_shard, 2)]
 )
 def test_damaged_shard(pipegraph: Command, copied: Path, damage: Callable[[Path], None], nproc: int) -> None:
     damage(copied)
-    fails(pipegraph("run", copied, "--nproc", nproc), 2, "stage")
+    fails(pipegraph("run", copied, "--nproc", nproc, "--no-check-weights"), 2, "stage")
+
+
+def test_a_flipped_bit_is_named(pipegraph: Command, copied: Path) -> None:
+    _flip_bit(copied)
+    damaged = "stage-00001-of-00002.safetensors"
+    for verb, *more in (("run", "--nproc", 1), ("verify", CHAIN)):
+        fails(pipegraph(verb, copied, *more), 2, f"{damaged} is damaged", "Try: restore the file", "--no-check-weights")
+    assert f"damaged, or changed since it was written: {damaged}" in pipegraph("show", copied).out.splitlines()
+    assert json.loads(pipegraph("show", copied, "--json").out)["damaged"] == [damaged]
+    assert "damaged" not in pipegraph("show", copied, "--no-check-weights").out
+
+
+def test_every_rank_takes_changed_weights_when_asked(pipegraph: Command, copied: Path) -> None:
+    _flip_bit(copied)
+    assert pipegraph("run", copied, "--kernels", "autograd", "--no-check-weights").code == 0
+
+
+def test_an_empty_index_is_no_random_start(pipegraph: Command, copied: Path) -> None:
+    (copied / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    for verb, *more in (("run", "--nproc", 1), ("verify", CHAIN), ("show",)):
+        fails(pipegraph(verb, copied, *more), 2, "weight_map: it has no tensor of stage-00000-of-00002.safetensors")
 
 
 # A run that cannot be

@@ -84,5 +84,5 @@ def test_another_model_than_the_one_that_was_split(pipegraph: Command, chain: Pa
 def test_json(pipegraph: Command, chain: Path) -> None:
     result = json.loads(pipegraph("verify", chain, "tests/models/chain.py", "--json").out)
     assert (result["schema_version"], result["equal"], result["mode"]) == (1, True, "training")
-    assert result["compared"] == {"output": 1, "loss": 1, "gradient": 10, "evaluation": 1}
+    assert result["compared"] == {"weight": 10, "output": 1, "loss": 1, "gradient": 10, "evaluation": 1}
     assert result["different"] == []

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pipegraph.workflows.verify import TensorComparison, Verification, _compare_named
+import pipegraph
+from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.package import Package
+from pipegraph.workflows.tensor_comparison import TOLERANCE, TensorComparison, compare, compare_named, within_rounding
+from pipegraph.workflows.verification import Verification
+from pipegraph.workflows.verify import verify
 
 ONE = torch.tensor([1.0, -4.0])
 
 
 def difference(found: torch.Tensor | None, reference: torch.Tensor | None, kind: str = "gradient") -> TensorComparison:
     beside = {"beside": torch.tensor([100.0])}
-    named = _compare_named(kind, {"it": reference} | beside, {"it": found} | beside)
+    named = compare_named(kind, {"it": reference} | beside, {"it": found} | beside)
     return next(comparison for comparison in named if comparison.name == "it")
 
 
@@ -64,7 +72,7 @@ def test_report_names_the_worst_first() -> None:
         TensorComparison("gradient", "bad", 0.5, 1e-5),
         TensorComparison("gradient", "worse", math.nan, 1e-5),
     )
-    found = Verification(True, comparisons, same_weights=True, edited=("stage_0.py",))
+    found = Verification(True, comparisons, edited=("stage_0.py",))
     assert str(found).splitlines() == [
         "what      compared  largest difference  at",
         "loss             1             0.0e+00",
@@ -76,3 +84,140 @@ def test_report_names_the_worst_first() -> None:
     ]
     assert "stage_0.py" in found.hint()
     assert found.to_dict()["different"][0] == {"kind": "gradient", "name": "worse", "difference": "nan"}
+
+
+def of(*comparisons: TensorComparison, **found: Any) -> Verification:
+    return Verification(True, comparisons, **found)
+
+
+def test_the_hint_fits_the_cause() -> None:
+    weights = [TensorComparison("weight", name, 0.5, 0.0) for name in ("first.weight", "last.weight")]
+    fine = TensorComparison("weight", "same", 0.0, 0.0)
+    output = TensorComparison("output", "output", 0.5, 1e-5)
+    small = TensorComparison("gradient", "first.weight", 2e-5, 1e-5)
+    other = compare("weight", "first.weight", ONE.bfloat16(), ONE)
+    hints = {
+        "first.weight is the first that differs, of 2 that do and 3 in all.\nTry: seed": of(fine, *weights, output),
+        "ckpt holds other weights than the model: first.weight": of(*weights, weights="ckpt"),
+        "types: first.weight is bfloat16, and float32 in the model.\nTry: build_model with the dtypes": of(
+            other, output
+        ),
+        "Edited since they were written: a.py": of(output, edited=("a.py",)),
+        "it draws random numbers.\nTry: ": of(output, is_random=True),
+        "arrives contiguous, and in the model it may have another layout of memory.\nTry: ": of(small),
+        "Try: split again, as the model's source": of(output, small),
+    }
+    assert [text for text, found in hints.items() if text not in found.hint()] == []
+
+
+def test_what_rounding_changes_is_no_difference() -> None:
+    def widened(kind: str, difference: float, rounding: float) -> TensorComparison:
+        return within_rounding(TensorComparison(kind, "it", difference, 1e-5), rounding)
+
+    assert widened("gradient", 1.5e-5, 2e-6).equal
+    assert not widened("gradient", 1.5e-5, 1e-7).equal
+    assert widened("loss", 0.5, 0.1).equal  # nearly 0: all of it is rounding
+    assert not widened("gradient", 0.5, 0.1).equal
+    assert not widened("loss", math.nan, 0.1).equal and not widened("loss", math.inf, 0.1).equal
+
+
+MODEL = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+        self.apply_first = lambda x: self.first(x)
+
+    def forward(self, x):
+        return self.last({forward})
+
+
+def build_model():
+    {seed}
+    return Model()
+
+
+def loss_fn(output):
+    return {loss}
+
+
+example_inputs = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
+"""
+
+
+def written(
+    folder: Path,
+    forward: str = "torch.tanh(self.apply_first(x))",
+    seed: str = "torch.manual_seed(0)",
+    loss: str = "output.square().mean()",
+) -> tuple[Package, ModelSource]:
+    """The package and the source of a model file."""
+    file = folder / "model.py"
+    file.write_text(MODEL.format(forward=forward, seed=seed, loss=loss))
+    source = load(str(file))
+    plan = pipegraph.plan(pipegraph.capture(source.model, source.args), points=["last"])
+    return pipegraph.write_package(plan, folder / "out", source=source), source
+
+
+def edited(package: Package, before: str, after: str) -> Package:
+    """The same with another text in the first stage."""
+    file = package.path / "stage_0.py"
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after))
+    return Package.open(package.path)
+
+
+def test_a_lambda_that_holds_its_module(tmp_path: Path) -> None:
+    """A deep copy of the model would call the layer of the original, and have no gradient for its own."""
+    found = verify(*written(tmp_path))
+    assert found.equal, str(found)
+    assert {item.name for item in found.of("gradient")} == {"first.weight", "first.bias", "last.weight", "last.bias"}
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    package, source = written(tmp_path)
+    before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
+    verify(package, source)
+    assert all(parameter.grad is None for parameter in source.model.parameters()) and source.model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in source.model.state_dict().items())
+
+
+def test_other_weights_are_named(tmp_path: Path) -> None:
+    package, source = written(tmp_path)
+    with torch.no_grad():
+        source.model.last.weight[0, 0] += 1e-3
+    found = verify(package, source)
+    assert [item.name for item in found.different if item.kind == "weight"] == ["last.weight"]
+    assert "last.weight is the first that differs, of 1 that do and 4 in all.\nTry: seed build_model" in found.hint()
+
+
+def test_an_unseeded_model_is_built_anew_with_the_same_values(tmp_path: Path) -> None:
+    package, source = written(tmp_path, seed="torch.seed()")
+    assert verify(package, source).equal
+
+
+def test_a_loss_that_is_nearly_zero(tmp_path: Path) -> None:
+    """Its last digits are those of numbers a million times larger; an error in these is still found."""
+    _, source = written(tmp_path)
+    near = tmp_path / "near"
+    near.mkdir()
+    total = source.model(*source.args).sum().item()
+    package, source = written(near, loss=f"output.sum() - {total} + 2e-6")
+    found = verify(edited(package, "return ", "return 1.0000002 * "), source)
+    assert found.equal, str(found)
+    assert found.of("loss")[0].difference > TOLERANCE
+    found = verify(edited(package, "return 1.0000002 *", "return 1.001 *"), source)
+    assert not found.equal
+
+
+def test_a_random_model_is_told(tmp_path: Path) -> None:
+    package, source = written(tmp_path, forward="F.dropout(self.first(x), 0.5, training=True)")
+    found = verify(package, source)
+    assert not found.equal and "it draws random numbers" in found.hint()

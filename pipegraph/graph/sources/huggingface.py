@@ -61,6 +61,7 @@ def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
         model=built,
         args=(),
         kwargs=_example_inputs(built, config, path, batch, seq),
+        rebuild=lambda: load_config(model, weights, batch, seq).model,
     )
 
 

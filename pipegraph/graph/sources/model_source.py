@@ -22,6 +22,7 @@ class ModelSource:
     Attributes:
         args, kwargs: the example, one microbatch.
         batch, seq: rows and tokens of a microbatch, if they are not to be the example's.
+        rebuild: builds the same model anew.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ModelSource:
     dynamic_shapes: Any = field(default=None, repr=False)
     batch: int | None = None
     seq: int | None = None
+    rebuild: Callable[[], nn.Module] | None = field(default=None, repr=False)
 
 
 @contextmanager
