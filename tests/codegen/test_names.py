@@ -33,6 +33,16 @@ HOSTILE = [
     "\\",
     '"',
     "'\"",
+    "w*",
+    "*",
+    "w?",
+    "[ab]",
+    "w**",
+    "^(a+)$",
+    "%s",
+    "$HOME",
+    "{0}",
+    "a-b",
     "😀",
     "é",
     "ﬁ",
@@ -94,8 +104,8 @@ NAMES = st.lists(TEXT, max_size=4, unique=True)
 
 @given(NAMES, NAMES, NAMES)
 @example(HOSTILE[:9], HOSTILE[:9], HOSTILE[:9])
-@example(HOSTILE[9:20], HOSTILE[9:20], HOSTILE[9:20])
-@example(HOSTILE[20:], HOSTILE[20:], HOSTILE[20:])
+@example(HOSTILE[9:30], HOSTILE[9:30], HOSTILE[9:30])
+@example(HOSTILE[30:], HOSTILE[30:], HOSTILE[30:])
 @settings(
     max_examples=8,
     derandomize=True,

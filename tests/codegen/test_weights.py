@@ -141,3 +141,52 @@ def test_views_and_strides_are_stored_as_plain_tensors(tmp_path: Path) -> None:
     model[1].weight = nn.Parameter(both[8:].t())
     package = split(tmp_path, model, (batch(),), cut="1")
     assert torch.equal(package.load_stage(1).get_parameter("1.weight"), both[8:].t())
+
+
+def test_a_parameter_that_an_edit_adds_is_no_meta_tensor(package: Package) -> None:
+    """With any weights; without, it starts as the source says."""
+    stage = package.path / "stage_1.py"
+    text = stage.read_text()
+    assert "super().__init__()\n" in text
+    added = "super().__init__()\n        self.scale = nn.Parameter(torch.ones(8))\n"
+    stage.write_text("import torch\n" + text.replace("super().__init__()\n", added))
+    edited = Package.open(package.path)
+    said = (
+        r"stage 1 \(.*stage_1.py\).* cannot be loaded: ValueError: scale of stage 1 has no value: pipeline.json does "
+        r"not list it. List it there, in stages\[1\], and store it in a safetensors file that the index names.\nTry: "
+    )
+    for weights in (True, package.path):
+        with pytest.raises(PackageError, match=said):
+            edited.load_stage(1, weights=weights)
+    assert torch.equal(edited.load_stage(1, weights=False).scale, torch.ones(8))
+
+
+def test_a_parameter_that_an_edit_removes_is_named(package: Package) -> None:
+    blocks = package.path / "blocks.py"
+    blocks.write_text(blocks.read_text().replace("nn.Linear(8, 8)", "nn.Linear(8, 8, bias=False)"))
+    with pytest.raises(PackageError, match=r"the stage has no block.linear.bias, which pipeline.json lists"):
+        Package.open(package.path).load_stage(1)
+
+
+class Starred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.factors = nn.ParameterDict({name: torch.randn(8) for name in ("w*", "w0", "*", "w?", "[w]", "{w}", "%w")})
+        self.last = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for factor in self.factors.values():
+            x = x * factor
+        return self.last(x)
+
+
+def test_a_star_in_a_name_is_a_star(tmp_path: Path) -> None:
+    """Beside a name that it would count, too."""
+    model = Starred()
+    package = split(tmp_path, model, (batch(),), cut="last")
+    stage = package.load_stage(0)
+    assert {name: each.tolist() for name, each in stage.named_parameters() if name.startswith("factors")} == {
+        f"factors.{name}": each.tolist() for name, each in model.factors.items()
+    }

@@ -40,6 +40,17 @@ def read_stage(stage, index, device, weights):
     else:
         _replace(stage, [*parameters, *buffers], tied, Path(weights), device, manifest["checkpoint"])
         _replace(stage, others, tied, _FOLDER, device)
+    for name, tensor in _tensors(stage).items():
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} of stage {index} has no value: pipeline.json does not list it. List it there, in "
+                f"stages[{index}], and store it in a safetensors file that the index names"
+            )
+
+
+def _tensors(stage):
+    """Return the parameters and buffers of a stage by name, with every name of one that is used twice."""
+    return {**dict(stage.named_parameters(remove_duplicate=False)), **dict(stage.named_buffers(remove_duplicate=False))}
 
 
 def _replace(stage, names, tied, folder, device, checkpoint=None):
@@ -49,11 +60,13 @@ def _replace(stage, names, tied, folder, device, checkpoint=None):
     files = _Files(folder, device, checkpoint or {})
     groups = {name: group for group in tied for name in group}
     parts = {name: files.find(groups.get(name, [name])) for name in names}  # all of them, before one is read
+    modules, held = dict(stage.named_modules(remove_duplicate=False)), _tensors(stage)
     tensors = {}
     for name in names:
+        if name not in held:
+            raise ValueError(f"the stage has no {name}, which pipeline.json lists")
         owner, _, attribute = name.rpartition(".")
-        module = stage.get_submodule(owner)
-        before = getattr(module, attribute)
+        module, before = modules[owner], held[name]
         first = groups.get(name, [name])[0]
         tensor = tensors[first] if first in tensors else files.read(parts[name], before.shape, before.dtype)
         if isinstance(before, nn.Parameter) and not isinstance(tensor, nn.Parameter):
@@ -95,7 +108,7 @@ class _Files:
     def find(self, names):
         """Return the names of the parts that make up a tensor in the files. A tied tensor has several `names`.
 
-        A `*` in the name of a part stands for each index of the tensor's first dimension.
+        A `*` in the name of a part that is no tensor's stands for each index of the tensor's first dimension.
         """
         stored = self.checkpoint.get("stored", {})
         if [] in [stored.get(name) for name in names]:
@@ -112,16 +125,17 @@ class _Files:
         """Return a name as the files have it, with or without the prefix of the base model; None if there is none."""
         prefix = self.checkpoint.get("base_model_prefix", "")
         names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-        return next((each for each in names if each.replace("*", "0") in self.files), None)
+        return next((each for each in names if each in self.files or each.replace("*", "0") in self.files), None)
 
     def read(self, parts, shape, dtype):
-        """Read a tensor, whole or joined from parts: along its first dimension, or its second if a `*` is in names."""
-        if len(parts) == 1 and "*" not in parts[0]:
+        """Read a tensor, whole or joined from parts: along its first dimension, or its second if a `*` counts that."""
+        is_counted = "*" in parts[0] and parts[0] not in self.files
+        if len(parts) == 1 and not is_counted:
             return self.tensor(parts[0], shape, dtype)
         whole = torch.empty(shape, dtype=dtype, device=self.device)
-        for number, row in enumerate(whole if "*" in parts[0] else whole[None]):
+        for number, row in enumerate(whole if is_counted else whole[None]):
             for name, part in zip(parts, row.chunk(len(parts)), strict=True):
-                part.copy_(self.tensor(name.replace("*", str(number)), part.shape, dtype))
+                part.copy_(self.tensor(name.replace("*", str(number)) if is_counted else name, part.shape, dtype))
         return whole
 
     def tensor(self, name, shape, dtype):
