@@ -275,6 +275,37 @@ def test_frozen_layers_have_no_backward_before_the_first_that_learns() -> None:
     ]  # fmt: skip
 
 
+class Pair(nn.Module):
+    """Neither of its layers reads the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+class Forked(nn.Module):
+    """It begins with a pair, whose W is the whole backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.middle, self.head = Pair(), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.pair(x)
+        return self.head(torch.relu(self.middle(left)) + right)
+
+
+def test_a_layer_inside_which_nothing_crosses() -> None:
+    captured = pipegraph.capture(Forked(), (torch.randn(4, 16),))
+    times = [(cost.forward, cost.input_grad, cost.weight_grad) for cost in price(captured, hardware=MACHINE).costs]
+    assert times[0] == times[1]
+    assert times[0][1] == 0 < min(times[0][0], times[0][2])
+    assert pipegraph.plan(captured, stages=2).points
+
+
 def test_bfloat16_halves_every_byte() -> None:
     made = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     x = torch.randn(ROWS, 64)

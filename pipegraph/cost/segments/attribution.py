@@ -41,7 +41,8 @@ def segment_times(parts: SegmentGroups, blocks: Mapping[str, Times]) -> tuple[li
 
     Two pieces take longer than one that holds both. The difference between the times of a larger piece and of its parts
     is shared among the values that cross inside, by their size. Each share is taken off the two segments that make and
-    read the value, so that the segments of a piece add up to the time of the piece.
+    read the value, so that the segments of a piece add up to the time of the piece. Segments of which none reads
+    another one keep the times that they have alone.
 
     Args:
         parts: the chain in three grains.
@@ -58,12 +59,14 @@ def segment_times(parts: SegmentGroups, blocks: Mapping[str, Times]) -> tuple[li
             and each.reader in part.segments
             and (layer_of[each.maker] != layer_of[each.reader]) == (part in parts.runs)
         ]
+        if not inside:
+            continue  # none of its segments reads another one, so that none has a cost of handing over
         ends = {end for index in inside for end in (crossing[index].maker, crossing[index].reader)}
         lost = _lost(blocks[part.block.key], [times[index] for index in part.segments], [times[end] for end in ends])
-        size = sum(crossing[index].bytes for index in inside)
+        size = sum(max(1, crossing[index].bytes) for index in inside)
         for index in inside:
             each = crossing[index]
-            share = _times(of_all * each.bytes / size for of_all in lost)
+            share = _times(of_all * max(1, each.bytes) / size for of_all in lost)
             of_maker, of_reader = _shared(share, times[each.maker], times[each.reader])
             times[each.maker] = _times(map(operator.sub, times[each.maker], of_maker))
             times[each.reader] = _times(map(operator.sub, times[each.reader], of_reader))
