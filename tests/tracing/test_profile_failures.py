@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import pipegraph
 from pipegraph import PipegraphError
 from pipegraph.report.tensorboard import TensorBoardWriter
+from pipegraph.tracing.recording.run_folder import RunFolder, make_run_folder
 from tests.runtime import ranks
 from tests.tracing.loops import ONE_WINDOW, Loop, enter, fail_in_step, fail_in_writing, made, names, observed
 
@@ -44,7 +46,7 @@ def test_an_action_that_fails_leaves_torch_s_profiler_usable(package: Path, tmp_
     loop = Loop(made(package, kernels="autograd"))
 
     def run() -> None:
-        with pipegraph.profile(loop.pipe, tmp_path, active=2) as profiler:
+        with pipegraph.profile(loop.pipe, tmp_path / "runs" / "made", active=2) as profiler:
             profiler.step(loop.step())
             loop.pipe.stages[1].register_forward_pre_hook(lambda *_: 1 / 0)
             loop.step()
@@ -127,3 +129,13 @@ def test_a_folder_that_one_rank_cannot_make_fails_before_the_first_step(package:
     errors = ranks.run(enter, 2, str(package), folders)
     assert errors[0].startswith(f"PipegraphError: rank 1 cannot write a trace to {folders[0]}")
     assert errors[1].startswith(f"PipegraphError: no trace can be written to {folders[1]}: Not a directory.")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_empty_folder_goes_though_the_first_process_was_killed(loop: Loop, tmp_path: Path) -> None:
+    """Another process then removes it."""
+    run = make_run_folder(loop.pipe, tmp_path / "runs")
+    other = RunFolder(run.path, "", types.SimpleNamespace(ranks=(1,)), {}, run.made)  # type: ignore[arg-type]
+    assert run.path.is_dir() and not other.is_first
+    other.remove_if_empty()
+    assert list(tmp_path.iterdir()) == []

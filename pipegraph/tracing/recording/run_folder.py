@@ -61,6 +61,7 @@ class RunFolder:
 
     Attributes:
         run: its unique name.
+        made: how many folders were made for it, itself included: the innermost ones of `path`.
         windows: what was recorded until now.
     """
 
@@ -68,6 +69,7 @@ class RunFolder:
     run: str
     _pipe: Pipeline
     _about: dict[str, Any]
+    made: int = 1
     windows: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -102,8 +104,11 @@ class RunFolder:
                 part.unlink(missing_ok=True)
 
     def remove_if_empty(self) -> None:
-        """Remove the folder if nothing was recorded."""
-        if self.windows or not self.is_first:
+        """Remove the folder if nothing was recorded, with those that were made around it.
+
+        Any process does, for the first one may have been killed.
+        """
+        if self.windows:
             return
         ours = {MANIFEST, SCHEDULE, RUN}
         with suppress(OSError):
@@ -111,7 +116,8 @@ class RunFolder:
             if all(file.name in ours or file.suffix == _PART or file.name.startswith(_SCALARS) for file in files):
                 for file in files:
                     file.unlink(missing_ok=True)  # another process removes its own part of a window
-                self.path.rmdir()
+                for empty in (self.path, *self.path.absolute().parents)[: self.made]:
+                    empty.rmdir()
 
     def _write_about(self) -> None:
         if self.is_first:
@@ -144,22 +150,29 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
     folder = RunFolder(parent, run, pipe, about)
 
     def make() -> None:
-        parent.mkdir(parents=True, exist_ok=True)
         if folder.is_first:
+            around = (parent, *parent.absolute().parents)
+            folder.made += next(number for number, each in enumerate(around) if each.exists())
+            parent.mkdir(parents=True, exist_ok=True)
             folder.path = _make_new(parent, name)
 
     run_on_all_ranks(pipe, parent, make)
-    folder.path = parent / pipe.broadcast_text(folder.path.name)
+    made, _, own = pipe.broadcast_text(f"{folder.made} {folder.path.name}").partition(" ")
+    folder.path, folder.made = parent / own, int(made)
 
     def fill() -> None:
-        folder.path.mkdir(exist_ok=True)  # on another machine
+        folder.path.mkdir(parents=True, exist_ok=True)  # on another machine
         tempfile.TemporaryFile(dir=folder.path).close()
         if folder.is_first:
             _write(folder.path / MANIFEST, manifest.to_json())
             _write(folder.path / SCHEDULE, to_csv(schedule))
         folder._write_about()
 
-    run_on_all_ranks(pipe, parent, fill)
+    try:
+        run_on_all_ranks(pipe, parent, fill)
+    except Exception:
+        folder.remove_if_empty()
+        raise
     return folder
 
 
