@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from pipegraph.codegen.shards import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Manifest, Package, checkpoint_folder, file_digest
+from pipegraph.package.staged_folder import existing_parent, staged_folder, unwritable
 from pipegraph.planner.plan import Plan
 
 _PACKAGE_FILE = re.compile(
@@ -35,7 +34,8 @@ def write_package(
 ) -> Package:
     """Write the stages of a plan.
 
-    The folder appears complete or not at all: everything is written into another one, which is renamed at the end.
+    The folder appears complete or not at all: everything is written into another one, which takes its place at the end.
+    Whoever reads it meanwhile finds the old package or the new one.
 
     Args:
         plan: from :func:`pipegraph.plan`.
@@ -47,8 +47,8 @@ def write_package(
         source: where the model came from, for the manifest.
 
     Raises:
-        PackageError: the folder holds other files, or a package while ``overwrite`` is false; or the weights are
-            missing, or those of another model.
+        PackageError: the folder holds other files, or a package while ``overwrite`` is false; the disk is full; or the
+            weights are missing, or those of another model.
         CaptureError: an operation comes from a library that a package could not import.
     """
     folder = Path(out)
@@ -56,7 +56,7 @@ def write_package(
     checkpoint = None if isinstance(weights, bool) else checkpoint_folder(weights)
     files, manifest = generate(plan, bool(weights), source)
     shards = shard_plan(plan.captured, plan.stages, bool(weights))
-    with _staging_folder(folder) as staging:
+    with staged_folder(folder, lambda: require_writable(folder, overwrite)) as staging:
         for name, text in files.items():
             (staging / name).write_text(text, encoding="utf-8")
         if checkpoint is None:
@@ -78,11 +78,11 @@ def require_writable(folder: Path, overwrite: bool) -> None:
     """
     if folder.is_file():
         raise PackageError(f"{folder} is a file.\nTry: -o with another folder.")
-    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    above = existing_parent(folder)
     try:
         tempfile.TemporaryDirectory(dir=above).cleanup()
     except OSError as error:
-        raise _unwritable(folder, above, error) from None
+        raise unwritable(folder, above, error) from None
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     foreign = _foreign_files(folder)
@@ -94,12 +94,6 @@ def require_writable(folder: Path, overwrite: bool) -> None:
     if not overwrite:
         state = _package_state(folder)
         raise PackageError(f"{folder} already holds {state}.\nTry: --overwrite to replace it, or -o with a new folder.")
-
-
-def _unwritable(folder: Path, above: Path, error: OSError) -> PackageError:
-    """The error for a folder that cannot be written; ``above`` is the part of its path that exists."""
-    why = f"takes no new folder ({error.strerror})" if above.is_dir() else "is a file, not a folder"
-    return PackageError(f"{folder} cannot be written: {above} {why}.\nTry: -o with another folder.")
 
 
 def _package_state(folder: Path) -> str:
@@ -116,33 +110,6 @@ def _foreign_files(folder: Path) -> list[str]:
     source = folder / "__init__.py"
     ours = source.is_file() and "written by pipegraph" in source.read_text(encoding="utf-8", errors="replace")
     return [name for name in names if not (ours and _PACKAGE_FILE.fullmatch(name))]
-
-
-@contextmanager
-def _staging_folder(folder: Path) -> Iterator[Path]:
-    """A new folder next to ``folder``, which replaces it at the end. An error leaves nothing behind."""
-    above = next(parent for parent in folder.absolute().parents if parent.exists())
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise _unwritable(folder, above, error) from None
-    try:
-        yield staging
-        # Set the permissions of the user's umask, because mkdtemp and safetensors write for the owner alone.
-        mode = (staging / MANIFEST).stat().st_mode & 0o777
-        for file in staging.iterdir():
-            file.chmod(mode)
-        staging.chmod(mode | (mode & 0o444) >> 2)
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-            folder.rename(old / "old")
-            staging.rename(folder)
-            shutil.rmtree(old)
-        else:
-            staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def compare_package(out: str | PathLike[str], files: Mapping[str, str], manifest: Manifest) -> dict[str, str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from os import PathLike
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from pipegraph.errors import PackageError
 from pipegraph.graph.captured import Captured
@@ -52,11 +55,9 @@ def write_weights(captured: Captured, shards: dict[str, tuple[str, ...]], folder
     Raises:
         PackageError: a tensor is on the meta device, and has no value to write.
     """
-    from safetensors.torch import save_file
-
     for file, names in track("writing weights of stages", shards.items()):
         _check_values(captured, names)
-        save_file({name: captured.tensors[name].cpu().contiguous().clone() for name in names}, folder / file)
+        _save({name: captured.tensors[name].cpu().contiguous().clone() for name in names}, folder / file)
     _write_index(captured, shards, folder)
 
 
@@ -71,8 +72,6 @@ def copy_weights(
     Raises:
         PackageError: the checkpoint belongs to another model, or is damaged.
     """
-    from safetensors.torch import save_file
-
     package = Package.open(folder)
     for stage in track("copying weights of stages", package.manifest.stages):
         file = shard_name(stage.index, len(package.manifest.stages))
@@ -82,10 +81,24 @@ def copy_weights(
         state = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         tensors = {captured.state[name].canonical: tensor.detach() for name, tensor in state}
         written = folder / f".{file}"  # not yet in place of the shard, from which the stage may still read buffers
-        save_file({name: tensors[name] for name in shards[file]}, written)
+        _save({name: tensors[name] for name in shards[file]}, written)
         del module, state, tensors
         written.replace(folder / file)
     _write_index(captured, shards, folder)
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file. Raises OSError, as for any other file, if the disk is full."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
 
 
 def _write_index(captured: Captured, shards: dict[str, tuple[str, ...]], folder: Path) -> None:

@@ -6,8 +6,9 @@ import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -50,16 +51,24 @@ _INDEX: Final = FileKind(WeightsIndex, "an index of safetensors", PackageError, 
 
 @dataclass(frozen=True)
 class Package:
-    """A package on disk: its folder and its manifest."""
+    """A package on disk: its folder and its manifest.
+
+    ``identity`` is the folder's own, by which it is known again; another package may take its place.
+    """
 
     path: Path
     manifest: Manifest
+    identity: tuple[int, int] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Package:
         """Read and check the manifest in the folder `path`; nothing is imported and no weight read yet."""
         folder = Path(os.path.realpath(path))
-        return cls(folder, Manifest.read(folder / MANIFEST))
+        while True:
+            identity = _identity(folder)
+            manifest = Manifest.read(folder / MANIFEST)
+            if _identity(folder) == identity:
+                return cls(folder, manifest, identity)
 
     def edited(self) -> tuple[str, ...]:
         """The generated files whose content is no longer what was written."""
@@ -84,6 +93,10 @@ class Package:
         Raises:
             PackageError: a shard is not what was written.
         """
+        with self._unreplaced():
+            self._check_digests(stages, weights)
+
+    def _check_digests(self, stages: Iterable[int], weights: bool | str | PathLike[str]) -> None:
         digests = self.manifest.shards
         read = sorted({shard for index in stages for shard in self._read_shards(index, weights)}) if digests else []
         for shard in read:
@@ -123,6 +136,10 @@ class Package:
         `state_dict()` are those of a Hugging Face checkpoint, in the stage's dtypes: only the files that hold them are
         opened.
         """
+        with self._unreplaced():
+            return self._load(index, device, weights)
+
+    def _load(self, index: int, device: str, weights: bool | str | PathLike[str]) -> nn.Module:
         entry = self.manifest.stages[index]
         if not isinstance(weights, bool):
             return self._made(
@@ -171,6 +188,17 @@ class Package:
             ) from error
         return stage
 
+    @contextmanager
+    def _unreplaced(self) -> Iterator[None]:
+        """Raise PackageError if another package takes the place of this one: what was read may be of both."""
+        try:
+            yield
+        finally:
+            if self.identity is not None and _identity(self.path) != self.identity:
+                raise PackageError(
+                    f"{self.path} was replaced by another package while it was read.\nTry: the same again."
+                )
+
     @cached_property
     def _module(self) -> ModuleType:
         """The folder imported under a name of its own, so that two packages, or two versions of one, do not meet."""
@@ -193,6 +221,15 @@ class Package:
         finally:
             sys.dont_write_bytecode = written
         return module
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """What a folder is known by, whatever its name; None if there is none."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def checkpoint_folder(path: str | PathLike[str]) -> Path:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,13 +103,88 @@ def test_a_failure_leaves_what_was_there(
     before = contents(tmp_path)
 
     def fail(*args: object, **kwargs: object) -> None:
-        raise OSError("no space left on device")
+        raise RuntimeError("on purpose")
 
     monkeypatch.setattr(package_writer, fails, fail)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(RuntimeError, match="on purpose"):
         pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
     assert contents(tmp_path) == before
     assert [entry.name for entry in tmp_path.iterdir()] == (["out"] if there else [])
+
+
+@pytest.mark.parametrize("limit", [100, 100_000])  # of the source, and of a shard
+@pytest.mark.parametrize("there", [False, True])
+def test_a_full_disk_leaves_what_was_there(limit: int, there: bool, tmp_path: Path) -> None:
+    """A process that may write no larger files is told the same as one whose disk is full."""
+    plan = plan_of(nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8)), (batch(),), cut="1")
+    if there:
+        pipegraph.write_package(plan, tmp_path / "out")
+    before = contents(tmp_path)
+    least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    try:
+        with pytest.raises(PackageError) as error:
+            pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
+    said = (
+        rf"{tmp_path}/out cannot be written: File too large. The disk of {tmp_path} has .* free of .*\.\nTry: make room"
+    )
+    assert re.match(said, str(error.value))
+    assert contents(tmp_path) == before
+    assert [entry.name for entry in tmp_path.iterdir()] == (["out"] if there else [])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_writers_at_once_the_last_one_stays(
+    overwrite: bool, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it may replace the other one's package, which it was not there to see when it began."""
+    other = plan_of(Row([Block() for _ in range(4)]), (batch(),), cut=4)
+    monkeypatch.setattr(package_writer, "write_weights", twice := Twice(package_writer.write_weights, other, tmp_path))
+    if overwrite:
+        assert len(pipegraph.write_package(plan, tmp_path / "out", overwrite=True).manifest.stages) == 2
+    else:
+        with pytest.raises(PackageError, match=r"out already holds a package.\nTry: --overwrite"):
+            pipegraph.write_package(plan, tmp_path / "out")
+    assert twice.written is not None
+    assert len(Package.open(tmp_path / "out").manifest.stages) == (2 if overwrite else 4)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+class Twice:
+    """Writes weights, after another package has been written to the same place."""
+
+    def __init__(self, write: Callable[..., None], other: Plan, folder: Path) -> None:
+        self.write, self.other, self.folder = write, other, folder
+        self.written: Package | None = None
+        self.has_begun = False
+
+    def __call__(self, *args: Any) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            self.written = pipegraph.write_package(self.other, self.folder / "out")
+        self.write(*args)
+
+
+def test_a_reader_never_gets_parts_of_two_packages(plan: Plan, tmp_path: Path) -> None:
+    before = pipegraph.write_package(plan, tmp_path / "out")
+    before.load_stage(0)
+    after = pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
+    for read in (lambda: before.load_stage(1), lambda: before.check_weights([0])):
+        with pytest.raises(
+            PackageError, match=r"out was replaced by another package while it was read.\nTry: the same"
+        ):
+            read()
+    after.load_stage(1)
+
+
+def test_a_link_to_a_package_stays(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    pipegraph.write_package(plan, tmp_path / "out")
+    pipegraph.write_package(plan, tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").readlink() == tmp_path / "out"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "out"]
 
 
 def test_an_empty_folder_may_be_there(plan: Plan, tmp_path: Path) -> None:
