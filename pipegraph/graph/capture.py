@@ -26,6 +26,7 @@ from pipegraph.graph.export.trace import Example, trace
 from pipegraph.graph.graph_text import graph_text, segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK
 from pipegraph.graph.model_structure import inputs_of, modules_of, outputs_of
+from pipegraph.graph.name_check import check_keys, check_module_names
 from pipegraph.graph.partition.segments import find_segments
 from pipegraph.graph.passes.cancel_views import cancel_views
 from pipegraph.graph.passes.drop_assertions import drop_assertions
@@ -109,7 +110,7 @@ def capture(
 
     Raises:
         CaptureError: ``torch.export`` cannot trace it, or a backward would be lost; names the line of the model's own
-            source. Or a size that ``dynamic_shapes`` lets vary does not.
+            source. Or a size that ``dynamic_shapes`` lets vary does not, or a name cannot be written.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
@@ -118,9 +119,10 @@ def capture(
         )
     if not isinstance(args, tuple):
         raise CaptureError(f"args must be a tuple, not {type(args).__name__}.\nTry: args=(tokens,).")
+    example = Example(args, dict(kwargs or {}))
+    _check_names(model, example)
     with CAPTURE_LOCK, attributes_restored(model):
-        wanted = wanted_sizes(model, args, kwargs or {}, dynamic_shapes)
-        return _capture(model, Example(args, dict(kwargs or {})), wanted, allow_derivative)
+        return _capture(model, example, wanted_sizes(model, *example, dynamic_shapes), allow_derivative)
 
 
 def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captured:
@@ -130,9 +132,15 @@ def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captu
         CaptureError: as `capture` does; or the model does not take as many rows or tokens.
     """
     model, example = source.model, Example(source.args, source.kwargs)
+    _check_names(model, example)
     with CAPTURE_LOCK, attributes_restored(model):
         wanted = wanted_sizes(model, *example, source.dynamic_shapes)
         return _capture(model, example, wanted, allow_derivative, source.batch, source.seq)
+
+
+def _check_names(model: nn.Module, example: Example) -> None:
+    check_module_names(model)
+    check_keys("argument", list(example))
 
 
 def _capture(
@@ -191,6 +199,7 @@ def _capture(
         training=training,
         device_branch=device_branch(model, exported.mode, args, kwargs),
     )
+    check_keys("output", captured.outputs)
     captured = replace(captured, segments=find_segments(captured))
     dump("segments", lambda: segments_text(captured))
     return captured

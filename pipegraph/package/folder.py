@@ -19,7 +19,7 @@ import msgspec
 
 from pipegraph.errors import PackageError
 from pipegraph.package.json_file import FileKind, Name
-from pipegraph.package.manifest import Manifest, leaves_folder
+from pipegraph.package.manifest import Manifest, path_problem
 from pipegraph.package.weight_files import changed_files, file_digest, first_unlisted
 
 if TYPE_CHECKING:
@@ -117,8 +117,9 @@ class Package:
                 raise PackageError(f"{index} is missing: without it nothing says what {shard} holds.\n{_RESTORE}")
             return {}
         found = _INDEX.read(index).weight_map
-        for file in filter(leaves_folder, found.values()):
-            raise _INDEX.problem(str(index), f"weight_map: the path {file!r} leaves the package's folder")
+        for file in dict.fromkeys(found.values()):
+            if problem := path_problem(file) or self._link_problem(file):
+                raise _INDEX.problem(str(index), f"weight_map: {problem}")
         for shard in sorted({*self._shards} - {*found.values()}):
             raise _INDEX.problem(str(index), f"weight_map: it has no tensor of {shard}, a shard that {MANIFEST} lists")
         return found
@@ -155,6 +156,11 @@ class Package:
             raise PackageError(f"{self.path / WEIGHTS_INDEX} lacks {unlisted}, which {where} holds.\n{_RESTORE}")
         weights_of = f", with weights of {', '.join(read)}," if read else ""
         return self._made(index, device, weights, weights_of, _OF_PACKAGE)
+
+    def _link_problem(self, file: str) -> str:
+        """What is wrong with a shard that is a link out of the folder: nothing says what must be there."""
+        inside = Path(os.path.realpath(self.path / file)).is_relative_to(self.path)
+        return "" if inside or file in self.manifest.shards else f"{file} is a link that leaves the package's folder"
 
     @cached_property
     def _shards(self) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +18,9 @@ from msgspec import Meta
 
 from pipegraph.errors import PipegraphError, one_line
 from pipegraph.package.json_errors import HIDDEN_KEY, FieldError, Place, clipped, explain, place_text, shown
-
-LIMIT: Final = 16 * 2**20
-"""Bytes of the largest file that is read."""
+from pipegraph.regular_file import read_regular_file
 
 _LINE: Final = 140
-_FILE_TYPES: Final = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 Count = Annotated[int, Meta(ge=0, le=10**18)]
 Figure = Annotated[float, Meta(ge=0, le=1e30)]
@@ -75,7 +65,7 @@ class FileKind(Generic[Structure]):
     def read(self, file: Path) -> Structure:
         """Read a file. Raises ``error`` for whatever is not a sound file of this kind."""
         try:
-            data = _read_bytes(file)
+            data = read_regular_file(file)
         except (OSError, ValueError) as problem:
             raise self.problem(str(file), getattr(problem, "strerror", None) or str(problem)) from None
         return self.decode(data, str(file))
@@ -126,22 +116,6 @@ def json_text(content: Any, indent: str = "") -> str:
         inner = [json_text(each, indent + " ") for each in content]
     opening, closing = "{}" if isinstance(content, dict) else "[]"
     return f"{opening}\n{indent} " + f",\n{indent} ".join(inner) + f"\n{indent}{closing}"
-
-
-def _read_bytes(file: Path) -> bytes:
-    """Read a regular file of at most `LIMIT` bytes. Raises OSError or ValueError, and never waits."""
-    status = file.stat()
-    if not stat.S_ISREG(status.st_mode):
-        kind = _FILE_TYPES.get(stat.S_IFMT(status.st_mode), "something")
-        raise ValueError(f"it is {kind}, not a regular file")
-    size = status.st_size
-    if size <= LIMIT:
-        with file.open("rb") as opened:
-            data = opened.read(LIMIT + 1)
-        if len(data) <= LIMIT:
-            return data
-        size = len(data)
-    raise ValueError(f"it has {size} bytes, and at most {LIMIT} are read")
 
 
 class _Repeated(dict[str, Any]):

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from pipegraph.errors import PackageError, nearest
+from pipegraph.package.json_errors import clipped
 from pipegraph.package.json_file import KEY, Entry, FileKind, Name, Text, json_text
 from pipegraph.package.manifest_entries import (
     CALLER,
@@ -28,6 +29,7 @@ from pipegraph.package.sizes import Condition, Size, holds
 
 SCHEMA_VERSION: Final = 2
 _DEEPEST: Final = 32
+_LONGEST_NAME: Final = 255  # bytes, on every common file system
 _ADVICE: Final = "Try: restore the file, or write the package anew: `pipegraph split MODEL -o OUT`."
 
 Digest = Annotated[str, Meta(pattern="^sha256 [0-9a-f]{64}$")]
@@ -154,10 +156,14 @@ def leaves(structure: Nested) -> Iterator[str | None]:
             yield from leaves(item)
 
 
-def leaves_folder(path: str) -> bool:
-    """Whether a path names something outside of the folder that it is relative to, on any system."""
+def path_problem(path: str) -> str:
+    """What keeps a path from naming a file of the folder that it is relative to, on any system; empty if nothing."""
     pure = PurePosixPath(path)
-    return pure.is_absolute() or ".." in pure.parts or "\\" in path or ":" in path
+    if pure.is_absolute() or ".." in pure.parts or "\\" in path or ":" in path:
+        return f"the path {clipped(repr(path))} leaves the package's folder"
+    if not path.isprintable() or any(len(part.encode()) > _LONGEST_NAME for part in pure.parts):
+        return f"{clipped(repr(path))} is no name of a file: it has strange characters, or too many"
+    return ""
 
 
 def _tuples(structure: Nested, place: str, depth: int = 0) -> Nested:
@@ -189,12 +195,12 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     if not stages or [stage.index for stage in stages] != list(range(len(stages))):
         yield "stages", f"they are numbered {[stage.index for stage in stages]}, and must be numbered from 0"
     for place in ("files", "shards"):
-        for path in filter(leaves_folder, getattr(manifest, place)):
-            yield place, f"the path {path!r} leaves the package's folder"
+        for problem in filter(None, map(path_problem, getattr(manifest, place))):
+            yield place, problem
     for stage in stages:
         place = f"stages[{stage.index}]"
-        if stage.weights and leaves_folder(stage.weights):
-            yield f"{place}.weights", f"the path {stage.weights!r} leaves the package's folder"
+        if stage.weights and (problem := path_problem(stage.weights)):
+            yield f"{place}.weights", problem
         if not (stage.module.isidentifier() and stage.class_name.isidentifier()):
             yield place, f"module {stage.module!r} and class {stage.class_name!r} must be names of Python"
         for name in stage.inputs + stage.outputs:

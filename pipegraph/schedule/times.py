@@ -80,6 +80,8 @@ class Times:
             fields = json.loads(text, object_pairs_hook=_once)
         except ValueError as error:
             raise ScheduleError(f"These times are no JSON: {error}.") from None
+        except RecursionError:
+            raise ScheduleError("These times are nested too deeply.") from None
         form = '{"forward": [1.0, 1.0], "input_grad": [1.0, 1.0], "weight_grad": [1.0, 1.0], "hop": 0.0}'
         if not isinstance(fields, dict):
             raise ScheduleError(f"Times in JSON are an object with one figure per stage, such as {form}.")

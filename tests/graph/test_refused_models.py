@@ -94,6 +94,30 @@ def test_what_no_stage_could_hold_is_refused(model: type[nn.Module], message: st
         captured(model(), torch.ones(2, 4))
 
 
+class Named(Linears):
+    """Of a module, a parameter, a buffer or a key."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__()
+        self.key = name if kind == "output" else "x"
+        if kind == "module":
+            self.add_module(name, nn.Identity())
+        elif kind == "parameter":
+            self.register_parameter(name, nn.Parameter(torch.ones(4)))
+        elif kind == "buffer":
+            self.register_buffer(name, torch.ones(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {self.key: self.b(self.a(x))}
+
+
+@pytest.mark.parametrize("kind", ["module", "parameter", "buffer", "output"])
+@pytest.mark.parametrize(("name", "problem"), [(5000 * "a", "has 5000 characters"), ("a\ud800", "holds half a char")])
+def test_a_name_that_no_file_could_hold_is_refused(kind: str, name: str, problem: str) -> None:
+    with pytest.raises(CaptureError, match=rf'The name of the {kind} "a.*" {problem}.*\nTry: rename it in the model.'):
+        captured(Named(kind, name), torch.ones(2, 4))
+
+
 def test_wrong_calls_of_capture() -> None:
     with pytest.raises(CaptureError, match=r"takes a torch.nn.Module, not function"):
         pipegraph.capture(F.relu)  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from benchmarks.fuzz_files import Kind, is_refused_well, kinds, mutations, outco
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PackageError, PipegraphError, SourceError
 from pipegraph.package import MANIFEST, Package
-from pipegraph.package.json_file import LIMIT
 from pipegraph.planner.plan_file import PlanFile
+from pipegraph.regular_file import LIMIT
 
 READERS: dict[str, tuple[Callable[[Path], object], type[PipegraphError]]] = {
     "manifest": (lambda file: Package.open(file.parent), PackageError),

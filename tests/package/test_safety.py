@@ -120,6 +120,32 @@ def test_the_index_cannot_leave_the_folder(path: str, package: Package) -> None:
         Package.open(package.path).load_stage(1)
 
 
+@pytest.mark.parametrize("path", [300 * "a", "a\0b", "a\nb"])
+@pytest.mark.parametrize("where", ["weights", "files", "index"])
+def test_a_name_that_no_file_has(where: str, path: str, package: Package) -> None:
+    file = package.path / (WEIGHTS_INDEX if where == "index" else MANIFEST)
+    entry = json.loads(file.read_text())
+    if where == "weights":
+        entry["stages"][1]["weights"] = path
+    elif where == "files":
+        entry["files"][path] = f"sha256 {64 * '0'}"
+    else:
+        entry["weight_map"]["layers.2.linear.bias"] = path
+    file.write_text(json.dumps(entry))
+    with pytest.raises(PackageError, match=r"json: .*is no name of a file: it has strange characters, or too many"):
+        Package.open(package.path).load_stage(1)
+
+
+def test_the_index_cannot_leave_the_folder_by_a_link(package: Package, tmp_path: Path) -> None:
+    (package.path / SHARD).rename(tmp_path / "secret.safetensors")
+    (package.path / "link").symlink_to(tmp_path / "secret.safetensors")
+    index = json.loads((package.path / WEIGHTS_INDEX).read_text())
+    index["weight_map"]["layers.2.linear.bias"] = "link"
+    (package.path / WEIGHTS_INDEX).write_text(json.dumps(index))
+    with pytest.raises(PackageError, match=r"weight_map: link is a link that leaves the package's folder.\nTry: "):
+        Package.open(package.path).load_stage(1)
+
+
 STANDALONE = """
 import sys
 
@@ -149,7 +175,7 @@ def test_nor_can_it_without_pipegraph(path: str, tmp_path: Path) -> None:
 
 
 def test_shards_may_stand_elsewhere_by_a_link(package: Package, tmp_path: Path) -> None:
-    """Who can make a link there can write the source; Hugging Face's cache is made of them."""
+    """If `pipeline.json` knows their content. Hugging Face's cache is made of links."""
     (package.path / SHARD).rename(tmp_path / "large.safetensors")
     (package.path / SHARD).symlink_to(tmp_path / "large.safetensors")
     assert isinstance(package.load_stage(1), nn.Module)

@@ -192,6 +192,7 @@ def test_times_in_json() -> None:
     ("text", "message"),
     [
         ("{", "These times are no JSON"),
+        ("[" * 5000 + "]" * 5000, "nested too deeply"),
         ("[1, 2]", "Times in JSON are an object"),
         ('{"forward": [1], "input_grad": [1]}', 'lack "weight_grad"'),
         ('{"forwards": [1]}', 'Times have no "forwards". Did you mean "forward"'),

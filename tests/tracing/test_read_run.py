@@ -161,7 +161,7 @@ def test_a_manifest_of_another_plan_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run.json", "pipeline.json", "schedule.csv"])
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "\x00\xff", '{"schema_version": 1}'])
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "\x00\xff", '{"schema_version": 1}', 50_000 * "["])
 def test_other_files_of_a_run_may_be_missing_or_damaged(name: str, text: str | None, folder: Path) -> None:
     file = folder / name
     if text is None:
@@ -172,6 +172,13 @@ def test_other_files_of_a_run_may_be_missing_or_damaged(name: str, text: str | N
     assert any(name in problem for problem in run.problems)
     assert tuple(run.schedule.actions) == SCHEDULE.actions
     assert len(analyse_run(run).idle) == 2
+
+
+@pytest.mark.parametrize("name", ["run.json", "pipeline.json", "schedule.csv"])
+def test_other_files_of_a_run_may_be_endless(name: str, folder: Path) -> None:
+    with (folder / name).open("wb") as file:
+        file.truncate(1_500_000_000)  # a hole, which takes no space
+    assert any(name in problem and "it has 1500000000 bytes" in problem for problem in read_run(folder).problems)
 
 
 def test_traces_alone_show_the_schedule(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipegraph.tracing.reading import recorded_run
 from pipegraph.tracing.reading.recorded_run import TraceError, read_trace
 
 EVENTS: list[dict[str, Any]] = [{"name": 'a "}],', "ts": 1.25}, {"name": "β\u2028", "args": {"k": [1, {}]}}, {}]
@@ -70,6 +72,25 @@ def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(TraceError):
         read_trace(file)
+
+
+def test_an_endless_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is small before it is unpacked."""
+    file = tmp_path / "trace"
+    with file.open("wb") as opened:
+        opened.truncate(1_500_000_000)
+    with pytest.raises(TraceError, match=r"it has 1500000000 bytes, and at most 1073741824 are read"):
+        read_trace(file)
+    monkeypatch.setattr(recorded_run, "LARGE_LIMIT", 2**20)
+    file.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 2**20 + b"]}"))
+    with pytest.raises(TraceError, match=r"it holds more than 1.0 MiB, which are not read"):
+        read_trace(file)
+
+
+def test_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "trace")
+    with pytest.raises(TraceError, match="it is a named pipe, not a regular file"):
+        read_trace(tmp_path / "trace")
 
 
 def test_damaged_gzip_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from pipegraph.errors import SourceError, nearest
 from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
+from pipegraph.regular_file import read_regular_file
 
 
 def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
@@ -94,8 +95,8 @@ def _read_config(path: Path) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
-        fields = json.loads(path.read_text())
-    except ValueError as error:
+        fields = json.loads(read_regular_file(path))
+    except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is not JSON: {error}\nTry: python -m json.tool {path}.") from error
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     if kind not in CONFIG_MAPPING:

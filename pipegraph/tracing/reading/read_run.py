@@ -11,6 +11,7 @@ from typing import Any
 
 from pipegraph.errors import PackageError, PipegraphError, ScheduleError
 from pipegraph.package import MANIFEST, Manifest
+from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
 from pipegraph.schedule import Schedule, from_csv
 from pipegraph.tracing.reading.rank_file import NAME, RankFile, read_rank_file
 from pipegraph.tracing.reading.recorded_run import RankTrace, RecordedRun, RecordedSpan, RunInfo, TraceFile
@@ -66,25 +67,27 @@ def _choose(path: Path) -> tuple[Path, list[str]]:
 def _read_info(folder: Path, problems: list[str]) -> RunInfo:
     """Read ``run.json`` as far as it can be."""
     try:
-        found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        found = json.loads(read_regular_file(folder / "run.json"))
         windows = tuple(str(window["digits"]) for window in found.get("windows", []))
         names = ("run", "package", "schedule", "device", "torch", "kernels")
         texts = {name: str(found.get(name, "")) for name in names}
         return RunInfo(processes=int(found["processes"]), windows=windows, **texts)
     except OSError as error:
         problems.append(f"run.json cannot be read ({error.strerror}): how many processes ran is not known")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(f"run.json is damaged ({type(error).__name__}: {error})")
     return RunInfo()
 
 
 def _read_manifest(folder: Path, problems: list[str]) -> Manifest | None:
     try:
-        return Manifest.from_json((folder / MANIFEST).read_bytes(), MANIFEST)
+        return Manifest.from_json(read_regular_file(folder / MANIFEST), MANIFEST)
     except OSError as error:
         problems.append(f"{MANIFEST} cannot be read ({error.strerror}): no predictions are known")
     except PackageError as error:
         problems.append(str(error))
+    except ValueError as error:
+        problems.append(f"{MANIFEST} cannot be read ({error}): no predictions are known")
     return None
 
 
@@ -103,8 +106,8 @@ def _of_one_run(files: Sequence[RankFile], run: str, problems: list[str]) -> Ite
 def _read_schedule(folder: Path, name: str, files: Sequence[RankFile], problems: list[str]) -> Schedule:
     """Read the schedule's file or, if that fails, take the order of the first recorded step."""
     try:
-        return from_csv((folder / "schedule.csv").read_text(encoding="utf-8"), name)
-    except (OSError, UnicodeDecodeError) as error:
+        return from_csv(read_regular_file(folder / "schedule.csv", LARGE_LIMIT).decode("utf-8"), name)
+    except (OSError, ValueError) as error:
         problems.append(f"schedule.csv cannot be read ({getattr(error, 'strerror', None) or error})")
     except ScheduleError as error:
         problems.append(f"schedule.csv is damaged: {error}")

@@ -15,7 +15,9 @@ import msgspec
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest
 from pipegraph.planner.step_prediction import StepPrediction, predict_step
+from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
 from pipegraph.schedule import Action, Schedule
+from pipegraph.units import format_bytes
 
 _GZIP = b"\x1f\x8b"
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -47,12 +49,17 @@ class ChromeTrace(msgspec.Struct):
 
 def read_trace(file: Path) -> ChromeTrace:
     """Read a file. Raises TraceError if it is no trace, and OSError if it cannot be read."""
-    data = file.read_bytes()
+    try:
+        data = read_regular_file(file, LARGE_LIMIT)
+    except ValueError as error:
+        raise TraceError(str(error)) from None
     if data.startswith(_GZIP):
         try:
-            data = zlib.decompressobj(wbits=31).decompress(data)  # as much as there is
+            data = zlib.decompressobj(wbits=31).decompress(data, LARGE_LIMIT + 1)  # as much as there is
         except zlib.error:
             raise TraceError("it is no gzip file, or damaged") from None
+    if len(data) > LARGE_LIMIT:
+        raise TraceError(f"it holds more than {format_bytes(LARGE_LIMIT)}, which are not read")
     try:
         return msgspec.json.decode(data, type=ChromeTrace)
     except _DAMAGE as error:
