@@ -1,4 +1,4 @@
-"""Names that no package could hold are refused before anything takes time."""
+"""Names that no package could hold are refused before anything takes time; names that every module has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any, Final
 from torch import nn
 
 from pipegraph.errors import CaptureError, one_line
+
+MODULE_ATTRIBUTES: Final = frozenset(dir(nn.Module()))
+"""What every module has, such as ``half`` and ``training``: a buffer or an argument of that name would hide it."""
 
 _LONGEST: Final = 4000  # characters; a manifest takes a few more
 _SHOWN: Final = 40

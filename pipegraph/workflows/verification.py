@@ -7,7 +7,7 @@ from math import isfinite, isnan
 from os import PathLike
 from typing import Any
 
-from pipegraph.report.text.tables import clip, table
+from pipegraph.report.text import clip, table
 from pipegraph.workflows.tensor_comparison import TensorComparison
 
 _KINDS = ("weight", "output", "loss", "gradient", "buffer", "evaluation")

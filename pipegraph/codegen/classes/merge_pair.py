@@ -8,7 +8,7 @@ from typing import Any
 
 from pipegraph.codegen.classes.merge_bodies import BodyMerger, Condition, NoConditionError, Statements
 from pipegraph.codegen.classes.merged_arguments import FALSE, TRUE, MergedArguments
-from pipegraph.codegen.classes.number_arguments import MAX_ARGUMENTS, PER_COPY, assigned_attributes
+from pipegraph.codegen.classes.number_arguments import MAX_ARGUMENTS, PER_COPY, assigned_attributes, registered_names
 from pipegraph.codegen.classes.unify import (
     NONE,
     Difference,
@@ -153,7 +153,7 @@ class _PairMerger:
         bodies = merger.with_named_results(*bodies)
         forward = merger.merge(*bodies)
         constants = {name for name, value in assigned_attributes(init).items() if isinstance(value, Literal)}
-        arguments = MergedArguments(self._members, {*parameters, *constants})
+        arguments = MergedArguments(self._members, {*parameters, *constants, *registered_names(init)})
         closed_init, closed_forward = arguments.closed(init, in_init=True), arguments.closed(forward, in_init=False)
         assigned = assigned_attributes(closed_init)
         stored = (

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipegraph.codegen.classes.merge_bodies import Statements
 from pipegraph.codegen.classes.unify import NONE, Difference, InitArgument
-from pipegraph.codegen.names.identifiers import unused, variable
+from pipegraph.codegen.names.identifiers import attribute_variable, unused
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, Name, literal
 from pipegraph.codegen.syntax.statements import ClassSource
 
@@ -54,7 +54,7 @@ class MergedArguments:
         for name, values in self.values.items():
             if all(own is None or own == other for own, other in zip(pair, values, strict=True)):
                 return name
-        name = unused(variable(self._name(difference), "size"), {*self.reserved, *self.values})
+        name = unused(attribute_variable(self._name(difference), "size"), {*self.reserved, *self.values})
         self.values[name] = pair
         default = self._default(pair)
         if default is not None:

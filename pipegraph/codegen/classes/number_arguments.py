@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipegraph.codegen.names.identifiers import unused, variable
+from pipegraph.codegen.names.identifiers import attribute_variable, unused
 from pipegraph.codegen.syntax.expressions import (
     SELF,
     Argument,
@@ -17,7 +18,7 @@ from pipegraph.codegen.syntax.expressions import (
     Name,
     Passing,
 )
-from pipegraph.codegen.syntax.statements import Assign, ClassSource, Statement
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, Statement
 
 # Two copies of a class read better than one class with more arguments than this. Each further copy allows two more.
 MAX_ARGUMENTS, PER_COPY = 6, 2
@@ -51,7 +52,8 @@ def _varying(members: Sequence[ClassSource]) -> dict[tuple[Literal, ...], str]:
             own = [name for name in first.attributes if tuple(each.attributes.get(name) for each in members) == values]
             name = parameter if parameter in own or not own else own[0]
             other = {each for each in assigned[0] if tuple(member.get(each) for member in assigned) != values}
-            names[values] = unused(variable(name, "size"), {*first.parameters, *other, *names.values()})
+            taken = {*first.parameters, *other, *names.values(), *registered_names(first.init)}
+            names[values] = unused(attribute_variable(name, "size"), taken)
     return names
 
 
@@ -105,6 +107,13 @@ def assigned_attributes(init: Sequence[Statement]) -> dict[str, Expression]:
         for target in each.targets
         if isinstance(target, Attribute) and target.owner == SELF
     }
+
+
+def registered_names(init: Sequence[Statement]) -> set[str]:
+    """The names of buffers that statements of ``__init__`` register; no attribute may have them."""
+    calls = [each.value for each in init if isinstance(each, Evaluate) and isinstance(each.value, FunctionCall)]
+    names = [each.arguments[0].value for each in calls if each.function == Attribute(SELF, "register_buffer")]
+    return {ast.literal_eval(name.text) for name in names}
 
 
 def _numbers(source: ClassSource) -> Iterator[tuple[Literal, str]]:

@@ -27,6 +27,7 @@ from pipegraph.codegen.syntax.expressions import (
 )
 from pipegraph.graph.call_arguments import argument_place
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.name_check import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import path_of, shape_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 
@@ -65,7 +66,9 @@ class ModuleNumbers:
         self._source = source
         self._fqn = fqn
         module = captured.modules[fqn].module
-        self._attributes = _numbers(vars(module))
+        # A constant of ``forward`` may have the name of an attribute, of which a class can have one.
+        held = {name for name in vars(module) if (f"{fqn}.{name}" if fqn else name) in captured.state}
+        self._attributes = {name: value for name, value in _numbers(vars(module)).items() if name not in held}
         # An attribute that numbers the modules, such as that of a layer, is no constant of the class.
         alike = [vars(each.module) for each in captured.modules.values() if type(each.module) is type(module)]
         constant = {
@@ -187,7 +190,11 @@ def _numbers(attributes: Mapping[str, object]) -> dict[str, Number]:
     return {
         name: value
         for name, value in attributes.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and is_plain(name) and name[0] != "_"
+        if isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and is_plain(name)
+        and name[0] != "_"
+        and name not in MODULE_ATTRIBUTES
     }
 
 

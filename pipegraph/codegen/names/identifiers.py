@@ -8,11 +8,13 @@ import unicodedata
 from collections.abc import Container, Iterator
 from itertools import accumulate
 
+from pipegraph.graph.name_check import MODULE_ATTRIBUTES
+
 # Names that generated source uses; a local variable must not shadow them.
 # What generated code imports, calls or reads.
 _RESERVED = frozenset(
     {"torch", "nn", "F", "Tensor", "OrderedDict", "partial", "self", "super", "getattr", "setattr", "str", "float"}
-    | {"int", "bool", "complex", "slice", "range", "enumerate", "zip", "reversed", "len", "min", "max", "tuple"}
+    | {"int", "bool", "complex", "slice", "range", "enumerate", "zip", "reversed", "len", "min", "max", "tuple", "next"}
 )
 
 # Names of the classes of stages. Their files import the other classes.
@@ -40,6 +42,12 @@ def variable(name: str, default: str) -> str:
         clean = default
     avoided = keyword.iskeyword(clean) or keyword.issoftkeyword(clean) or clean in _RESERVED | _AMBIGUOUS
     return f"{clean}_" if avoided else clean
+
+
+def attribute_variable(name: str, default: str) -> str:
+    """A name for an argument of a constructor, which is kept as an attribute: not one that every module has."""
+    clean = variable(name, default)
+    return f"{clean}_" if clean in MODULE_ATTRIBUTES else clean
 
 
 def class_name(name: str) -> str:

@@ -18,6 +18,7 @@ from pipegraph.graph.call_arguments import copy_places
 from pipegraph.graph.captured import PIPE_SPLITS, VALUE, StateEntry
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
+from pipegraph.graph.name_check import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import InputDimension
@@ -139,6 +140,7 @@ class _Flattening:
         if "lifted" in target or not owner:
             stack = list(reader.meta.get("nn_module_stack", {}).values()) if reader is not None else []
             owner = stack[-1][0] if stack else ""
+        name = f"{name}_" if name in MODULE_ATTRIBUTES else name  # no buffer can have such a name
         first = f"{owner}.{name}" if owner else name
         fqn, count = first, 0
         while fqn in self.state or fqn in self.called:
