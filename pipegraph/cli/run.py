@@ -107,7 +107,7 @@ def run(
                 package, chosen, source, device, learning_rate, kernels, timeout, weights, check_weights
             )
             _train(training, package, chosen, steps, links, recalibrate, profile, json, say)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         record_failure(error)
         raise
 
@@ -162,7 +162,8 @@ def _launch(context: typer.Context, processes: int, debug: bool) -> None:
         if value is not None and not isinstance(value, bool)
     ]
     with progress(f"starting {processes} processes") as say, relay_progress(say) as environment:
-        launch(["-m", "pipegraph", "run", str(context.params["out"]), *given], processes, debug, environment)
+        arguments = ["-m", "pipegraph", "run", str(context.params["out"]), *given]
+        launch(arguments, processes, debug, environment, [str(Path(file).parent) for file in environment.values()])
 
 
 def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSource | None:

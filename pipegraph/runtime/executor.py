@@ -8,6 +8,7 @@ RECV_B ─▶ sum over consumers ────┴─▶ B, or I and then W ─▶
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class Executor:
         """Do every action. Yields while another executor of this process has to go on first. Raises ActionFailed."""
         for stage, kernels in self._kernels.items():
             if self._is_here(stage):
-                kernels.begin()
+                with self._preparing(stage):
+                    kernels.begin()
         step, posted, observer = StepState(given, results), 0, self.observer
         for position, action in enumerate(self.actions):
             self.position = position
@@ -98,8 +100,20 @@ class Executor:
                 do(step, action)
                 if observer is not None:
                     observer.end(self.rank, action, step.saved.get((action.stage, action.microbatch)))
+            except ActionFailed:
+                raise
             except Exception as error:
                 raise ActionFailed(self.rank, self.actions, position) from error
+
+    @contextmanager
+    def _preparing(self, stage: int) -> Iterator[None]:
+        """A context for what is done before the first action of a stage. Raises ActionFailed."""
+        try:
+            yield
+        except Exception as error:
+            computing = (at for at, action in enumerate(self.actions) if not action.kind.is_transfer)
+            first = next(at for at in computing if self.actions[at].stage == stage)
+            raise ActionFailed(self.rank, self.actions, first, before=True) from error
 
     def _prepare(self, given: StepInputs) -> None:
         """Compile before the first action, so that ranks compile side by side, not each when its first input comes."""
@@ -114,18 +128,19 @@ class Executor:
         """Compile for the sizes of a microbatch, on inputs of zeros."""
         for stage, needed in self._kinds.items():
             with_loss = self._is_last(stage) and given.with_loss
-            self._kernels[stage].prepare(
-                [
-                    given.batch.inputs[value.name][microbatch]
-                    if value.producer == CALLER
-                    else zeros(value, given.shape(value, microbatch), self._device)
-                    for value in self._wiring[stage].inputs
-                ],
-                target=given.batch.targets[microbatch] if with_loss else None,
-                with_loss=with_loss,
-                differentiable=self._trains,
-                kinds=needed,
-            )
+            with self._preparing(stage):
+                self._kernels[stage].prepare(
+                    [
+                        given.batch.inputs[value.name][microbatch]
+                        if value.producer == CALLER
+                        else zeros(value, given.shape(value, microbatch), self._device)
+                        for value in self._wiring[stage].inputs
+                    ],
+                    target=given.batch.targets[microbatch] if with_loss else None,
+                    with_loss=with_loss,
+                    differentiable=self._trains,
+                    kinds=needed,
+                )
         if len(self._prepared) == 1:
             report_progress("running the first step")
 

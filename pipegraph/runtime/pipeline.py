@@ -23,7 +23,7 @@ from pipegraph.runtime.observer import Observer, ObserverList
 from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
-from pipegraph.runtime.processes.world import LoneProcess, World, join_world, local_device
+from pipegraph.runtime.processes.world import LoneProcess, World, join_world
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.runtime.sizes import StepSizes
 from pipegraph.runtime.stage_kernels import make_kernels, packed_loss
@@ -108,16 +108,17 @@ class Pipeline:
         check_weights: bool = True,
     ) -> None:
         self._loss_fn = loss_fn
-        self.device = local_device(device)
         self.kernels = kernels if isinstance(kernels, str) else "custom"
         self.recompute = recompute
         self._observers = ObserverList()
         self.last_sizes: StepSizes | None = None
-        world = join_world(group, self.device, timeout)
+        world, self.device = join_world(group, device, timeout)
         self._processes: World | LoneProcess = world or LoneProcess()
         self._guard = _guard(world)
         weakref.finalize(self, self._guard.close)  # also at exit, before torch's own threads are torn down
         with self._guard:
+            if world:
+                world.open()
             self.package = package if isinstance(package, Package) else Package.open(package)
             count = len(self.package.manifest.stages)
             self.schedule = resolve_schedule(schedule, microbatches, count, world.size if world else None)
@@ -293,7 +294,7 @@ class Pipeline:
         if world:
             world.check_agreement(f"{self.package.manifest.to_json()} {self.schedule.actions}")
             self._ties.connect(world)
-            transport = DistributedTransport(world, rank_pairs(training))
+            transport = DistributedTransport(world, rank_pairs(training), self._guard.report)
         self._guard.closing.callback(transport.close)
         if world and self.device.type == "cuda":
             self._guard.watch(lambda: world.close(abort=True))

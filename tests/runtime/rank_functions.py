@@ -15,6 +15,8 @@ from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError, RuntimeFault
 from pipegraph.package import Package
+from pipegraph.runtime.transport import sends
+from pipegraph.runtime.transport.sends import PendingSend
 from pipegraph.schedule import read_csv
 from tests.runtime.packages import Reference, batch, loss
 from tests.runtime.parity import arguments, assert_parity
@@ -104,6 +106,42 @@ def break_at(
             pipe.step(*inputs, target=target)
     except RuntimeFault as error:
         return str(error), time.monotonic() - started, str(executor.actions[executor.position])
+
+
+def fail_to_send(rank: int, folder: str, waits: bool) -> tuple[str, float]:
+    """The message of rank 0 for microbatch 2 fails, in the thread that starts it or in the one that waits for it."""
+    package = Package.open(folder)
+    pipe = pipeline(package, schedule="1f1b", microbatches=4, loss_fn=loss, timeout=30)
+    inputs, _ = arguments(package, batch(package.manifest, 4))
+    sends.LARGE = 0  # so that every message is started in a thread
+    method = "wait" if waits else "start"
+    do = getattr(PendingSend, method)
+
+    def fail(send: PendingSend) -> None:
+        if rank == 0 and send.transfer is not None and send.transfer.microbatch == 2:
+            raise TypeError("no such message")
+        do(send)
+
+    setattr(PendingSend, method, fail)
+    return _failure_of(lambda: pipe.step(*inputs, target=torch.zeros(len(inputs[0]))))
+
+
+def die_in_a_collective(rank: int, folder: str, dying: int) -> tuple[str, float]:
+    pipe = pipeline(folder, schedule="1f1b", microbatches=4, loss_fn=loss, timeout=30)
+    pipe.gather([rank])
+    if rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _failure_of(lambda: pipe.gather([rank]))
+
+
+def _failure_of(call: Callable[[], object]) -> tuple[str, float]:
+    """What a call says that fails, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        call()
+    except RuntimeFault as error:
+        return str(error), time.monotonic() - started
+    raise AssertionError("it did not fail")
 
 
 def evaluate(rank: int, folder: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,6 +183,44 @@ def test_a_stage_that_fails_is_named_and_the_next_step_is_whole(tmp_path: Path) 
     assert isinstance(raised.value.__cause__, ValueError)
     expected = pipeline(pipe.package, schedule="gpipe", microbatches=4, loss_fn=loss).step(x, target=torch.zeros(8))
     assert torch.equal(pipe.step(x, target=torch.zeros(8)).loss, expected.loss)
+
+
+@pytest.mark.parametrize("method", ["begin", "prepare"])
+def test_a_stage_that_fails_before_its_first_action_is_named(method: str, tmp_path: Path) -> None:
+    pipe = pipeline(write(chain(3), tmp_path / "chain"), schedule="gpipe", microbatches=2, loss_fn=loss)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("broken on purpose")
+
+    setattr(pipe._kernels[1], method, fail)
+    (x,) = batch(pipe.package.manifest, 2).values()
+    expected = r"^rank 1 failed in stage 1, before action 1F0, microbatch 0: ValueError: broken on purpose"
+    with pytest.raises(RuntimeFault, match=expected):
+        pipe.step(x, target=torch.zeros(4))
+
+
+def test_two_threads_in_one_pipeline_are_refused(tmp_path: Path) -> None:
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=loss)
+    (x,) = batch(pipe.package.manifest, 2).values()
+    refused: list[str] = []
+
+    def step() -> None:
+        try:
+            pipe.step(x, target=torch.zeros(4))
+        except PipegraphError as error:
+            refused.append(str(error))
+
+    def step_elsewhere(*_: object) -> None:
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join(10)
+
+    hook = pipe.stages[1].register_forward_pre_hook(step_elsewhere)
+    pipe.step(x, target=torch.zeros(4))
+    hook.remove()
+    assert len(refused) == 2
+    assert refused[0].startswith("this pipeline is in another call already, of another thread")
+    pipe.step(x, target=torch.zeros(4))
 
 
 def test_a_loss_without_a_graph_is_refused(tmp_path: Path) -> None:

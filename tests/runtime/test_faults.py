@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import threading
 import time
@@ -15,7 +16,7 @@ from torch.distributed import HashStore
 import pipegraph.runtime.processes.world
 from pipegraph.errors import RuntimeFault
 from pipegraph.runtime.processes.faults import FaultGuard
-from pipegraph.runtime.processes.group import ConnectionLost, Group
+from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
 from pipegraph.runtime.processes.world import World
 from pipegraph.schedule import Schedule, build, lower
 from tests.runtime import rank_functions, ranks
@@ -100,6 +101,43 @@ def test_a_rank_that_hangs_with_the_store_stops_all(tmp_path: Path) -> None:
         assert ", waiting for rank " in message
         assert "the process group's store does not answer either" in message.casefold()
         assert seconds < SECONDS + TIMEOUT
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["in waiting", "in starting"])
+def test_a_message_that_cannot_be_sent_ends_the_step_of_every_rank(waits: bool, tmp_path: Path) -> None:
+    folder = str(write(chain(2), tmp_path / "chain"))
+    said = ranks.run(rank_functions.fail_to_send, 2, folder, waits)
+    origin = "rank 0 failed in stage 0, action 0SEND_F2, microbatch 2: TypeError: no such message"
+    for rank, (message, seconds) in enumerate(said):
+        assert origin in message, message
+        assert message.startswith(origin if rank == 0 else "rank 1 stopped in stage 1, action ")
+        assert seconds < SECONDS
+
+
+def test_a_rank_that_dies_in_a_collective_is_named_by_all(tmp_path: Path) -> None:
+    folder = str(write(chain(3), tmp_path / "chain"))
+    said = ranks.run(rank_functions.die_in_a_collective, 3, folder, 1)
+    for rank in (0, 2):
+        message, seconds = said[rank]
+        assert message.startswith(f"rank {rank} stopped: "), message
+        assert message.endswith("No word from rank 1: it is gone."), message
+        assert seconds < SECONDS
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:14260: Connection reset by peer. …", "closed"),
+        ("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation", "within 2 s"),
+        ("[/gloo/transport/tcp/pair.cc:144] no such device", "no such device"),
+        ("[enforce fail at /gloo/transport/tcp/pair.cc:456] op.nbytes. 36 vs 16.", None),
+        ("input tensor has to be contiguous", None),
+    ],
+)
+def test_only_lost_connections_are_lost_connections(said: str, why: str | None) -> None:
+    kind, match = (RuntimeError, re.escape(said)) if why is None else (ConnectionLost, why)
+    with pytest.raises(kind, match=match), lost_connections(1):
+        raise RuntimeError(said)
 
 
 def _anywhere(schedule: str) -> tuple[int, int, str]:

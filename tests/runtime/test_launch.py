@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pipegraph import schedule
 from pipegraph.errors import PackageError, PipegraphError, RuntimeFault, ScheduleError
-from pipegraph.runtime.processes.launch import check_processes, launch
+from pipegraph.runtime.processes.group import ConnectionLost
+from pipegraph.runtime.processes.launch import check_processes, launch, record_failure
 
 CHILD = """
 import os, sys, time
@@ -70,9 +72,70 @@ def test_failure_is_raised_as_the_child_raised_it(
     assert capfd.readouterr() == ("", "")
 
 
+LATE = """
+import os, sys, time
+from pipegraph.errors import RuntimeFault
+from pipegraph.runtime.processes.group import ConnectionLost
+from pipegraph.runtime.processes.launch import record_failure
+error = RuntimeFault("rank 0 stopped: rank 1 is gone")
+error.__cause__ = ConnectionLost(1, "its connection closed")
+if os.environ["RANK"] == "0":
+    record_failure(error)
+    open(sys.argv[1], "w").close()
+    os._exit(4)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+time.sleep(1)  # as an interpreter may take that has imported much
+os._exit(7)
+"""
+
+
+def test_the_rank_that_failed_first_is_named_though_it_ends_last(tmp_path: Path) -> None:
+    file = tmp_path / "late.py"
+    file.write_text(LATE)
+    with pytest.raises(RuntimeFault, match="rank 1: the process exited with code 7"):
+        launch([str(file), str(tmp_path / "recorded")], 2)
+
+
+def test_torchrun_does_not_blame_a_rank_that_another_one_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    error = RuntimeFault("rank 0 stopped: rank 1 is gone")
+    error.__cause__ = ConnectionLost(1, "its connection closed")
+    record_failure(error)
+    victim = ProcessFailure(local_rank=0, pid=1, exitcode=4, error_file=str(tmp_path / "error.json"))
+    killed = ProcessFailure(local_rank=1, pid=2, exitcode=-9, error_file="")
+    assert ChildFailedError("run", {0: victim, 1: killed}).get_first_failure() == (1, killed)
+
+
+STOPPED = """
+import os, signal, sys
+from pipegraph.runtime.processes.launch import record_failure
+from pipegraph.runtime.processes.world import join_world
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    join_world(None, "cpu", 1.0)
+except Exception as error:
+    record_failure(error)
+    os._exit(4)
+"""
+
+
+def test_a_rank_that_is_stopped_before_the_ranks_meet_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipegraph.runtime.processes.launch._STOP_SECONDS", 0.5)
+    file = tmp_path / "stopped.py"
+    file.write_text(STOPPED)
+    with pytest.raises(RuntimeFault, match=r"^rank 1 did not come within 1 s, and rank 0 has waited"):
+        launch([str(file)], 2)
+
+
 def test_children_end_with_their_parent(child: Path, tmp_path: Path) -> None:
     start = f"import pipegraph.runtime.processes.launch as here; here.launch([{str(child)!r}, 'time.sleep(60)'], 2)"
-    environment = os.environ | {"TMPDIR": str(tmp_path)}  # a killed parent leaves its log files
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
     stops = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
     parents = [
         subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL, env=environment) for _ in stops
@@ -85,6 +148,7 @@ def test_children_end_with_their_parent(child: Path, tmp_path: Path) -> None:
             assert code == (-stop if stop is signal.SIGKILL else 128 + stop)
             alive = sum(parent.poll() is None for parent in parents)
             _wait_until(lambda: _running(child) == 2 * alive)  # noqa: B023 - it is called at once
+        assert list(temporary.iterdir()) == []
     finally:
         for parent in parents:
             parent.kill()

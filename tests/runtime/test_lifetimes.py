@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pipegraph.runtime.executor import Executor
+from pipegraph.runtime.processes.group import ConnectionLost
 from pipegraph.runtime.step_state import StepState
 from pipegraph.runtime.transport.sends import LARGE, GlooSends, NcclSends, PendingSend
 from pipegraph.schedule import Kind, What, lifetimes, lower
@@ -117,6 +118,15 @@ def test_a_send_holds_nobody_up_and_its_tensor_goes_when_it_is_done(size: int) -
     works[1].done.set()
     sends.finish()
     _until(lambda: tensors[1]() is None)
+
+
+def test_the_end_of_a_step_waits_no_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipegraph.runtime.transport.sends._WAKING_SECONDS", 0.0)
+    sends, work = GlooSends(timeout=0.1), SlowWork()
+    sends.add(PendingSend(work, 1, [torch.zeros(3)]))
+    with pytest.raises(ConnectionLost, match=r"no answer within 0\.1 s"):
+        sends.finish()
+    work.done.set()
 
 
 def _until(condition: Callable[[], bool]) -> None:

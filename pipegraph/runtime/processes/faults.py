@@ -7,7 +7,8 @@ it broke names it.
 
 A rank that hangs breaks no connection. The first rank that waits longer than the timeout writes that, and all stop as
 before. But the rank it waited for may itself have waited for another. So every rank that stops leaves a signature, and
-the rank that hangs is the one without.
+the rank that hangs is the one without. A connection that breaks in a collective does not say who is gone either: it is
+the rank without a signature.
 
 With NCCL a closed connection wakes nobody, because the GPU waits and not the host. There a thread of each rank looks
 for a fault in the store and aborts the connections.
@@ -15,7 +16,9 @@ for a fault in the store and aborts the connections.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,29 +27,38 @@ from typing import Final
 
 from torch.distributed import Store
 
-from pipegraph.errors import RuntimeFault, user_line
+from pipegraph.errors import PipegraphError, RuntimeFault, user_line
 from pipegraph.runtime.processes.group import ConnectionLost
+from pipegraph.runtime.processes.meeting import STORE_GONE
 from pipegraph.runtime.processes.timeouts import call_within
 from pipegraph.schedule import Action
 
 _FAULT: Final = "fault"
 _SILENCE: Final = "silence"
+_LOSS: Final = "loss"
 _STORE_SECONDS: Final = 3.0
 _SIGNATURE_SECONDS: Final = 2.0
 _WATCH_SECONDS: Final = 0.5
-_STORE_GONE: Final = (
-    "The process group's store does not answer either: the rank that hosts it (rank 0, unless torchrun does) is gone."
-)
+_LATER_SECONDS: Final = 2.0
 
 
 class ActionFailed(Exception):
-    """An action failed. The cause is the exception that this one was raised from."""
+    """An action failed, or what is done `before` it. The cause is the exception that this one was raised from."""
 
-    def __init__(self, rank: int, actions: Sequence[Action], position: int) -> None:
+    def __init__(self, rank: int, actions: Sequence[Action], position: int, before: bool = False) -> None:
         action, first = actions[position], max(0, position - 5)
         self.rank = rank
         self.row = f"rank {rank}: {'… ' if first else ''}{' '.join(map(str, actions[first : position + 1]))}"
-        super().__init__(f"stage {action.stage}, action {action}, microbatch {action.microbatch}")
+        place = f"{'before ' if before else ''}action {action}"
+        super().__init__(f"stage {action.stage}, {place}, microbatch {action.microbatch}")
+
+
+class SendFailed(Exception):
+    """A message to the rank `peer` could not be sent. The cause is the exception that this one was raised from."""
+
+    def __init__(self, peer: int, where: str) -> None:
+        super().__init__(f"a message to rank {peer} could not be sent")
+        self.where = where
 
 
 class FaultGuard:
@@ -54,7 +66,7 @@ class FaultGuard:
 
     A failure inside is reported to all ranks and ends this rank's part: the connections are closed, and entering again
     raises RuntimeFault. ActionFailed and ConnectionLost leave the context as RuntimeFault, anything else as it is.
-    Without a store the process is alone, and can go on after a failure.
+    Without a store the process is alone, and can go on after a failure. Only one thread can be inside.
     """
 
     def __init__(self, rank: int, ranks: int, store: Store | None) -> None:
@@ -69,13 +81,26 @@ class FaultGuard:
         self._fault: str | None = None
         self._lost: ConnectionLost | None = None  # set if the watching thread found another rank's failure
         self._over = threading.Event()
+        self._call = threading.Lock()
 
     def __enter__(self) -> None:
+        if not self._call.acquire(blocking=False):
+            raise PipegraphError(
+                "this pipeline is in another call already, of another thread or of what that call runs. It does one "
+                "call at a time.\nTry: a lock around its calls, or a Pipeline for each thread."
+            )
         if self._fault is not None:
+            self._call.release()
             message = f"this pipeline stopped at an earlier failure; make a new one. {self._fault}"
             raise RuntimeFault(message) from self._lost
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self._leave(error)
+        finally:
+            self._call.release()
+
+    def _leave(self, error: BaseException | None) -> None:
         if error is None:
             if self._fault is not None:  # another rank failed meanwhile, and what was computed is worth nothing
                 raise RuntimeFault(self._fault) from self._lost
@@ -85,11 +110,18 @@ class FaultGuard:
         if self._store is not None:
             self.has_failed = True
             self.closing.close()
-            message = self._fault = f"{message}{self._hanging_ranks()}"
-        if isinstance(error, ConnectionLost):  # the launcher looks for this cause, to blame another rank
-            raise RuntimeFault(message) from error
-        if isinstance(error, ActionFailed):
-            raise RuntimeFault(message) from (error.__cause__ or error)
+            message = self._fault = f"{message}{self._silent_ranks()}"
+        cause = (error.__cause__ or error) if isinstance(error, ActionFailed) else error
+        if isinstance(cause, ConnectionLost) and self._store is not None:
+            wait_for_the_first_failure()
+        if isinstance(error, (ActionFailed, ConnectionLost, SendFailed)):
+            # The launcher looks for the cause ConnectionLost, to blame another rank.
+            raise RuntimeFault(message) from ((cause.__cause__ or cause) if isinstance(cause, SendFailed) else cause)
+
+    def report(self, failure: SendFailed) -> None:
+        """Report a failure in another thread than the one that is inside, which is not ended by this."""
+        where = f" in {failure.where}" if failure.where else ""
+        self._report(_fault(self._rank, failure.__cause__ or failure, where))
 
     def watch(self, abort: Callable[[], None]) -> None:
         """Look for another rank's failure in a thread, until this rank fails or is done.
@@ -132,28 +164,33 @@ class FaultGuard:
             peer = "another rank" if cause.peer is None else f"rank {cause.peer}"
             where = where or (f" in {cause.where}" if cause.where else "")
             if cause.silent:
-                fault = (
-                    f"rank {rank} waited for {peer}{where}: {cause}. Give Pipeline a longer timeout if it is not hung."
-                )
+                hint = "Give Pipeline a longer timeout if it is not hung."
+                fault, kind = f"rank {rank} waited for {peer}{where}: {cause}. {hint}", _SILENCE
             else:
                 fault = f"{peer} is gone ({cause}) while rank {rank} waited for it{where}. Was it killed?"
+                kind = _LOSS if cause.peer is None else ""
             awaited = "" if cause.peer is None else f", waiting for {peer}"
-            return f"rank {rank} stopped{where}{awaited}: {self._report(fault, cause.silent)}{row}"
-        line = user_line(cause)
-        own = f"rank {rank} failed{where}: {type(cause).__name__}: {cause}{f' (at {line})' if line else ''}"
+            return f"rank {rank} stopped{where}{awaited}: {self._report(fault, kind)}{row}"
+        if isinstance(cause, SendFailed):
+            where, row = f" in {cause.where}" if cause.where else where, ""
+            cause = cause.__cause__ or cause
+        own = _fault(rank, cause, where)
         first = self._report(own)
         return f"{own}{row}" if first.startswith(own) else f"{own}{row}\n  Before that, {first}"
 
-    def _report(self, fault: str, silent: bool = False) -> str:
-        """Write `fault` to the store, unless another rank's is there. Return the one that was there first."""
+    def _report(self, fault: str, kind: str = "") -> str:
+        """Write `fault` to the store, unless another rank's is there. Return the one that was there first.
+
+        A fault of the kind `_SILENCE` or `_LOSS` does not say itself which rank is to blame.
+        """
         store = self._store
         if store is None:
             return fault
 
         def write() -> str:
             first = _text(store.compare_set(_FAULT, "", fault))
-            if silent and first == fault:
-                store.set(_SILENCE, "")
+            if kind and first == fault:
+                store.set(kind, "")
             self._sign(store)
             return first
 
@@ -161,21 +198,22 @@ class FaultGuard:
             return call_within(_STORE_SECONDS, write)
         except Exception:
             self._store_answers = False
-            return f"{fault} {_STORE_GONE}"
+            return f"{fault} {STORE_GONE}"
 
     def _sign(self, store: Store) -> None:
         store.set(f"stopped/{self._rank}", "")
 
-    def _hanging_ranks(self) -> str:
-        """A sentence that names the ranks that do not stop, if the fault is that one hangs; else nothing."""
+    def _silent_ranks(self) -> str:
+        """A sentence that names the ranks that do not stop, if the fault does not say which rank is to blame."""
         store = self._store
         if store is None or not self._store_answers:
             return ""
-        missing = set(range(self._ranks))
+        missing, kinds = set(range(self._ranks)), set[str]()
 
         def wait_for_signatures() -> None:
             end = time.monotonic() + _SIGNATURE_SECONDS
-            while store.check([_SILENCE]) and missing and time.monotonic() < end:
+            kinds.update(kind for kind in (_SILENCE, _LOSS) if store.check([kind]))
+            while kinds and missing and time.monotonic() < end:
                 missing.difference_update([rank for rank in missing if store.check([f"stopped/{rank}"])])
                 time.sleep(0.05)
 
@@ -183,10 +221,27 @@ class FaultGuard:
             call_within(_SIGNATURE_SECONDS + _STORE_SECONDS, wait_for_signatures)
         except Exception:
             return ""
-        if not 0 < len(missing) < self._ranks:
+        if not kinds or not 0 < len(missing) < self._ranks:
             return ""
         named = " and ".join(f"rank {rank}" for rank in sorted(missing))
+        if _LOSS in kinds:
+            return f"\n  No word from {named}: it is gone."
         return f"\n  No word from {named}: it hangs, or computes for longer than the timeout."
+
+
+def _fault(rank: int, cause: BaseException, where: str) -> str:
+    line = user_line(cause)
+    return f"rank {rank} failed{where}: {type(cause).__name__}: {cause}{f' (at {line})' if line else ''}"
+
+
+def wait_for_the_first_failure() -> None:
+    """Let this process end after the rank that failed first, if it is torchrun that waits for both.
+
+    torchrun blames the rank that it sees end first, and ends all others then.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end = time.monotonic() + _LATER_SECONDS
+        atexit.register(lambda: time.sleep(max(0.0, end - time.monotonic())))
 
 
 def _text(value: bytes | str) -> str:

@@ -18,6 +18,10 @@ TIMEOUT: Final = 30 * 60.0
 """Seconds: torch's own default for gloo."""
 
 _SILENT: Final = re.compile(r"timed out waiting (\d+)\s*ms|timeout after (\d+)\s*ms|timeout|timed out", re.IGNORECASE)
+_GONE: Final = re.compile(r"closed by peer|reset by peer|broken pipe|socket closed", re.IGNORECASE)
+_LOST: Final = re.compile(r"gloo/transport/|connectFullMesh failed", re.IGNORECASE)
+"""What gloo says of any other trouble with a connection. Its checks of what it is given begin with "enforce fail"."""
+_MISUSED: Final = re.compile(r"ncclInvalidUsage|ncclInvalidArgument|enforce fail")
 
 
 class ConnectionLost(Exception):
@@ -47,8 +51,9 @@ class Group:
         self, store: dist.Store, rank: int, ranks: Sequence[int], device: torch.device, timeout: float
     ) -> None:
         self._ranks = tuple(ranks)
-        with lost_connections(None):
-            own = self._ranks.index(rank)
+        own = self._ranks.index(rank)
+        self._other = self._ranks[1 - own] if len(self._ranks) == 2 else None  # who is lost in a collective
+        with lost_connections(self._other):
             self._backend: Any = internals.make_backend(store, own, len(self._ranks), device, timeout)
 
     def send(self, tensor: Tensor, receiver: int) -> dist.Work:
@@ -67,14 +72,14 @@ class Group:
         """Reduce the tensor in place over all ranks of the group."""
         options = dist.AllreduceOptions()
         options.reduceOp = operation
-        with lost_connections(None):
+        with lost_connections(self._other):
             self._open().allreduce([tensor], options).wait()
 
     def broadcast(self, tensor: Tensor, sender: int) -> None:
         """Overwrite the tensor with that of a rank."""
         options = dist.BroadcastOptions()
         options.rootRank = self._ranks.index(sender)
-        with lost_connections(None):
+        with lost_connections(self._other):
             self._open().broadcast([tensor], options).wait()
 
     def agrees(self, text: str, device: torch.device) -> bool:
@@ -97,21 +102,38 @@ class Group:
     def _open(self) -> Any:
         backend = self._backend  # read once, because another thread may close
         if backend is None:
-            raise RuntimeError("closed here")
+            raise _ClosedHere("closed here")
         return backend
+
+
+class _ClosedHere(RuntimeError):
+    """Another thread of this process has closed the connection."""
 
 
 @contextmanager
 def lost_connections(peer: int | None, where: str = "") -> Iterator[None]:
-    """Turn what gloo and NCCL raise into ConnectionLost to `peer`."""
+    """Turn what gloo, NCCL and stores raise for a connection into ConnectionLost to `peer`.
+
+    Any other error, such as one about what was to be sent, stays as it is.
+    """
     try:
         yield
-    except RuntimeError as error:  # DistBackendError is one too, and gloo raises no other
-        text = str(error)
-        if silent := _SILENT.search(text):
-            milliseconds = silent[1] or silent[2]
-            why = f"no answer within {int(milliseconds) / 1000:g} s" if milliseconds else "no answer in time"
-        else:
-            gone = any(part in text.lower() for part in ("closed by peer", "reset by peer", "broken pipe"))
-            why = "its connection closed" if gone else text.splitlines()[0]
-        raise ConnectionLost(peer, why, silent=silent is not None, where=where) from error
+    except RuntimeError as error:  # gloo raises nothing else, and the classes of torch.distributed are of this one
+        why, silent = _reason(error), _SILENT.search(str(error)) is not None
+        if why is None:
+            raise
+        raise ConnectionLost(peer, why, silent=silent, where=where) from error
+
+
+def _reason(error: RuntimeError) -> str | None:
+    """Why a connection is lost, or None if the error is about something else."""
+    text = str(error)
+    if _MISUSED.search(text):
+        return None
+    if silent := _SILENT.search(text):
+        milliseconds = silent[1] or silent[2]
+        return f"no answer within {int(milliseconds) / 1000:g} s" if milliseconds else "no answer in time"
+    if _GONE.search(text):
+        return "its connection closed"
+    is_lost = isinstance(error, (_ClosedHere, dist.DistError)) or _LOST.search(text)
+    return text.splitlines()[0] if is_lost else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -31,10 +33,13 @@ from pipegraph.runtime.schedule_choice import other_names
 from pipegraph.schedule import Schedule
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun too: where a child says why it failed
-_PARENT = "PIPEGRAPH_LAUNCHER"  # the process that started this one through `launch`
+_PARENT = "PIPEGRAPH_LAUNCHER"  # the process that started this one through `launch`, and its temporary folders
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
+_PARENT_SECONDS = 0.5
 _REPORT_SECONDS = 0.5  # for children to end by themselves when another one has failed
+_CULPRIT_SECONDS = 3.0  # for the one that failed first to end, when others have already ended because of it
+_VICTIM_SECONDS = 60
 _STOP_SECONDS = 5.0  # for children to end after SIGTERM
 
 
@@ -44,7 +49,11 @@ def is_launched() -> bool:
 
 
 def launch(
-    arguments: Sequence[str], processes: int, debug: bool = False, environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    processes: int,
+    debug: bool = False,
+    environment: Mapping[str, str] | None = None,
+    folders: Sequence[str] = (),
 ) -> None:
     """Run ``python *arguments`` once per rank on this machine and wait for all of them.
 
@@ -54,6 +63,7 @@ def launch(
 
     Args:
         environment: added to the environment of each child.
+        folders: temporary ones of this process, which the children remove if it is killed.
 
     Raises:
         PipegraphError: the failure that came first, of the class that the child raised; RuntimeFault if the child died.
@@ -63,8 +73,9 @@ def launch(
     from pipegraph.kernels.threads import threads_per_rank
     from pipegraph.runtime.internals import launcher_environment
 
-    common = {**(environment or {}), _PARENT: str(os.getpid()), "OMP_NUM_THREADS": str(threads_per_rank(processes))}
     with tempfile.TemporaryDirectory(prefix="pipegraph-run-") as folder:
+        common = {**(environment or {}), "OMP_NUM_THREADS": str(threads_per_rank(processes))}
+        common[_PARENT] = os.pathsep.join([str(os.getpid()), folder, *folders])
         children: list[_Child] = []
         with _signals_raised():
             try:
@@ -106,26 +117,39 @@ def record_failure(error: BaseException) -> None:
     if path is None:
         return
     public = next((base.__name__ for base in type(error).__mro__ if base in vars(errors).values()), "RuntimeFault")
-    now = time.time_ns()
+    now, is_victim = time.time_ns(), _is_connection_lost(error.__cause__)
+    message = str(error) if isinstance(error, PipegraphError) else f"{type(error).__name__}: {error}"
     failure = {
-        "message": str(error) if isinstance(error, PipegraphError) else f"{type(error).__name__}: {error}",
-        "timestamp": now // 10**9,  # torchrun prints these two; within a second other ranks fail because of this one
+        "message": "interrupted by SIGINT" if isinstance(error, KeyboardInterrupt) else message,
+        # torchrun prints these two, and blames the rank with the smallest timestamp: of those that say nothing, the
+        # moment at which it noticed their end.
+        "timestamp": now // 10**9 + (_VICTIM_SECONDS if is_victim else 0),
         "nanoseconds": now,
         "class": public,
-        "victim": _is_connection_lost(error.__cause__),
+        "victim": is_victim,
     }
     Path(path).write_text(json.dumps(failure), encoding="utf-8")
 
 
 def exit_with_parent() -> None:
-    """End this process when the one that called `launch` is gone. A parent that was killed cannot see to that."""
-    parent = int(os.environ.pop(_PARENT, 0))  # this process's own children do not inherit it
-    if not parent:
-        return
+    """End this process when its launcher is gone: the process that called `launch`, or torchrun.
 
+    A launcher that was killed cannot see to that, nor remove its folders, which are removed here.
+    """
+    launcher, *folders = os.environ.pop(_PARENT, "").split(os.pathsep)  # this process's own children do not inherit it
+    if not launcher and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = int(launcher) if launcher else os.getppid()
+    _follow(parent, tuple(folders))
+
+
+@cache
+def _follow(parent: int, folders: tuple[str, ...]) -> None:
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(0.5)
+            time.sleep(_PARENT_SECONDS)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(RuntimeFault.exit_code)
 
     threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
@@ -165,11 +189,18 @@ def _start(arguments: Sequence[str], folder: Path, rank: int, environment: Mappi
 
 
 def _wait(children: Sequence[_Child]) -> None:
-    """Wait until all children have ended, or one has failed and the others had a moment to report the same failure."""
-    deadline = math.inf
-    while None in (codes := [child.process.poll() for child in children]) and time.monotonic() < deadline:
+    """Wait until all children have ended, or one has failed and the others had a moment to report the same failure.
+
+    If all that have failed did so because of another one, that one is given a moment more.
+    """
+    first = math.inf
+    while None in (codes := [child.process.poll() for child in children]):
         if any(codes):
-            deadline = min(deadline, time.monotonic() + _REPORT_SECONDS)
+            first = min(first, time.monotonic())
+            failures = [_failure(child) for child, code in zip(children, codes, strict=True) if code]
+            is_known = not all(failure.is_victim for failure in failures)
+            if time.monotonic() > first + (_REPORT_SECONDS if is_known else _CULPRIT_SECONDS):
+                return
         time.sleep(_POLL_SECONDS)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final
@@ -12,17 +11,17 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
+from pipegraph.errors import PipegraphError, ScheduleError
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.clock import ClockOffset, measure_offset
-from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
+from pipegraph.runtime.processes.faults import FaultGuard
+from pipegraph.runtime.processes.group import Group, lost_connections
+from pipegraph.runtime.processes.launch import exit_with_parent
+from pipegraph.runtime.processes.meeting import Meeting, environment_store, restart_count
 from pipegraph.runtime.processes.timeouts import call_within
 
 _CLOSING_SECONDS: Final = 10.0
 """How long NCCL may take for what is on its way when everything ends."""
-
-_pipelines: Final[Counter[tuple[int, ...]]] = Counter()
-"""Pipelines made so far over the same processes: each has names of its own in the store."""
 
 
 class LoneProcess:
@@ -42,17 +41,21 @@ class LoneProcess:
 
 
 class World:
-    """This process among those of one pipeline, and its connections to them. Ranks are numbered within the pipeline."""
+    """This process among those of one pipeline, and its connections to them. Ranks are numbered within the pipeline.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
-        processes = tuple(dist.get_process_group_ranks(group))
-        self.rank, self.size, self.device = dist.get_rank(group), len(processes), device
-        self._timeout = timeout
-        _pipelines[processes] += 1
-        name = f"pipegraph/{'-'.join(map(str, processes))}/{_pipelines[processes]}"
-        self.store: dist.Store = dist.PrefixStore(name, internals.default_store())
+    Each pipeline has a `store` of its own.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> None:
+        self.store = store
+        self.rank, self.size, self.device = rank, size, device
+        self.timeout = timeout
         self._groups: list[Group] = []
         self._everyone: Group | None = None
+        self._control: Group
+
+    def open(self) -> None:
+        """Connect all ranks. Collective, and before anything else."""
         self._control = self.connect("control", range(self.size), torch.device("cpu"))
 
     def connect(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
@@ -62,12 +65,13 @@ class World:
         they know why, or leave them waiting.
         """
         store = dist.PrefixStore(name, self.store)
-        group = Group(store, self.rank, ranks, device or self.device, self._timeout)
+        group = Group(store, self.rank, ranks, device or self.device, self.timeout)
         self._groups.append(group)
-        with lost_connections(None):
+        other = sum(ranks) - self.rank if len(ranks) == 2 else None
+        with lost_connections(other):
             if store.add("connected", 1) == len(ranks):
                 store.set("all connected", "")
-            store.wait(["all connected"], timedelta(seconds=self._timeout))
+            store.wait(["all connected"], timedelta(seconds=self.timeout))
         return group
 
     def check_agreement(self, text: str) -> None:
@@ -125,23 +129,39 @@ class World:
             group.close(abort)
 
 
-def join_world(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> World | None:
-    """The world of `group`, or of the default group; None in a plain process, which holds all stages.
+def join_world(
+    group: dist.ProcessGroup | None, device: str | torch.device, timeout: float
+) -> tuple[World | None, torch.device]:
+    """The world of `group`, or of the default group, and the device of this process.
 
-    The default group is made if the environment is that of a launcher such as torchrun. `timeout` is how many seconds a
-    rank waits for another one.
+    The world is None in a plain process, which holds all stages. The default group is made if the environment is that
+    of a launcher such as torchrun. `timeout` is how many seconds a rank waits for another one, here as well.
     """
+    exit_with_parent()
     if not dist.is_initialized():
         if group is None and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-            return None
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(_destroy_default_group)
+            return None, local_device(device)
+        _make_default_group(device, timeout)
     members = dist.group.WORLD if group is None else group
     assert members is not None, "the default group was there, or was made above"
-    try:
-        return World(members, device, timeout)
-    except ConnectionLost as error:
-        raise RuntimeFault(f"the processes of the pipeline could not all be connected: {error}.") from error
+    ranks = dist.get_process_group_ranks(members)
+    meeting = Meeting(internals.default_store(), dist.get_rank(), ranks, timeout)
+    with meeting:
+        chosen = local_device(device)
+    return World(meeting.join(), dist.get_rank(members), len(ranks), chosen, timeout), chosen
+
+
+def _make_default_group(device: str | torch.device, timeout: float) -> None:
+    store, rank, size = environment_store(timeout)
+    meeting = Meeting(store, rank, range(size), timeout)
+    with meeting:
+        backend = "nccl" if local_device(device).type == "cuda" else "gloo"
+    # Ranks that torchrun has started again find the store of those before: torch's own names in it are taken.
+    own = dist.PrefixStore(f"pipegraph-default-group/{restart_count()}", store)
+    meeting.join()
+    with FaultGuard(rank, size, dist.PrefixStore("pipegraph", own)), lost_connections(None):
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    atexit.register(_destroy_default_group)
 
 
 def local_device(device: str | torch.device) -> torch.device:

@@ -12,7 +12,8 @@ the last one that read the buffer. Waiting for it makes the current stream wait,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from pipegraph.errors import RuntimeFault
-from pipegraph.runtime.processes.group import Group, lost_connections
+from pipegraph.runtime.processes.faults import SendFailed
+from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.transport.buffer_pool import BufferPool, Shapes
@@ -101,23 +103,35 @@ class DeferredHeaders:
             call.check(copy, peer)
 
 
+@contextmanager
+def _expected(peer: int, sends: SendQueue) -> Iterator[None]:
+    """A context in which a message of `peer` is waited for. It raises what a message of this rank failed for, if that
+    ended the wait."""
+    try:
+        with lost_connections(peer):
+            yield
+    except ConnectionLost:
+        sends.check()
+        raise
+
+
 class ReceivedHeader:
     """The header that is expected before a message, and the call that it must name. On a GPU it is checked later."""
 
-    def __init__(self, group: Group, peer: int, call: PipelineCall, device: torch.device) -> None:
-        self._peer, self._call = peer, call
+    def __init__(self, group: Group, peer: int, call: PipelineCall, device: torch.device, sends: SendQueue) -> None:
+        self._peer, self._call, self._sends = peer, call, sends
         self._tensor = call.header(device)
         self._work = group.receive(self._tensor, peer)
 
     def wait(self) -> PipelineCall:
         """The call that the peer is in."""
-        with lost_connections(self._peer):
+        with _expected(self._peer, self._sends):
             self._work.wait()
         self._call.check(self._tensor, self._peer)
         return PipelineCall.of(self._tensor)
 
     def check(self, deferred: DeferredHeaders | None) -> None:
-        with lost_connections(self._peer):
+        with _expected(self._peer, self._sends):
             self._work.wait()
         if deferred is None:
             self._call.check(self._tensor, self._peer)
@@ -139,8 +153,10 @@ class DistributedReceive:
         header: ReceivedHeader | None,
         deferred: DeferredHeaders | None,
         unfinished: set[DistributedReceive],
+        sends: SendQueue,
     ) -> None:
         self._peer = peer
+        self._sends = sends
         self._pool = pool
         self._header = header
         self._deferred = deferred
@@ -155,7 +171,7 @@ class DistributedReceive:
     def wait(self) -> Sequence[Tensor]:
         if self._header is not None:
             self._header.check(self._deferred)  # before the rest, which might never come
-        with lost_connections(self._peer):
+        with _expected(self._peer, self._sends):
             for work in self._works:
                 work.wait()
         self.drop()
@@ -172,9 +188,14 @@ class DistributedReceive:
 
 
 class DistributedTransport:
-    """This rank's connections. `pairs` are the (sender, receiver) ranks between which anything is sent at all."""
+    """This rank's connections.
 
-    def __init__(self, world: World, pairs: Iterable[tuple[int, int]]) -> None:
+    Args:
+        pairs: the (sender, receiver) ranks between which anything is sent at all.
+        report: is told at once, in a thread, of a message that this rank could not send.
+    """
+
+    def __init__(self, world: World, pairs: Iterable[tuple[int, int]], report: Callable[[SendFailed], None]) -> None:
         self._device = world.device
         self._pools: dict[tuple[int, int], BufferPool] = {}
         self._unfinished: set[DistributedReceive] = set()
@@ -183,7 +204,7 @@ class DistributedTransport:
         self._headed: set[tuple[int, int]] = set()
         is_gpu = world.device.type == "cuda"
         self._deferred = DeferredHeaders() if is_gpu else None
-        self._sends: SendQueue = NcclSends() if is_gpu else GlooSends()
+        self._sends: SendQueue = NcclSends() if is_gpu else GlooSends(report, world.timeout)
         self._groups = {
             pair: world.connect(f"{pair[0]}-{pair[1]}", pair) for pair in sorted(pairs) if world.rank in pair
         }
@@ -203,7 +224,7 @@ class DistributedTransport:
 
     def learn(self, ranks: tuple[int, int], given: StepInputs) -> None:
         call = replace(self._call, sizes=given.numbers)
-        header = ReceivedHeader(self._groups[ranks], ranks[0], call, self._device)
+        header = ReceivedHeader(self._groups[ranks], ranks[0], call, self._device, self._sends)
         self._headed.add(ranks)
         given.learn_numbers(header.wait().sizes)
 
@@ -213,9 +234,11 @@ class DistributedTransport:
             self._pools[stages] = BufferPool(transfer.values, self._device)
         group, peer = self._groups[transfer.ranks], transfer.ranks[0]
         call = replace(self._call, sizes=given.numbers)
-        header = ReceivedHeader(group, peer, call, self._device) if self._is_first(transfer) else None
+        is_first = self._is_first(transfer)
+        header = ReceivedHeader(group, peer, call, self._device, self._sends) if is_first else None
         shapes = tuple(given.shape(value, transfer.microbatch) for value in transfer.values)
-        return DistributedReceive(group, peer, self._pools[stages], shapes, header, self._deferred, self._unfinished)
+        pool = self._pools[stages]
+        return DistributedReceive(group, peer, pool, shapes, header, self._deferred, self._unfinished, self._sends)
 
     def start(self, kind: str, given: StepInputs) -> None:
         if self._deferred is not None:

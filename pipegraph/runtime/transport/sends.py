@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Final, Protocol
@@ -13,11 +14,15 @@ from typing import Final, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from pipegraph.runtime.processes.faults import SendFailed
 from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
 from pipegraph.runtime.wiring import Transfer
 
 _CLOSING_SECONDS: Final = 5.0
 """How long messages on their way are waited for when everything ends."""
+
+_WAKING_SECONDS: Final = 5.0
+"""How much longer than its timeout gloo may take to say that it is over."""
 
 LARGE: Final = 256 * 1024
 """Bytes of a message from which on gloo's own `send` takes longer than handing it to a thread (0.4 ms per MiB)."""
@@ -50,11 +55,15 @@ class SendQueue(Protocol):
     """Keeps messages until they are sent."""
 
     def add(self, send: PendingSend) -> None:
-        """Send a message after those before. Raises ConnectionLost if an earlier one could not be sent."""
+        """Send a message after those before. Raises as `check` does."""
+        ...
+
+    def check(self) -> None:
+        """Raise ConnectionLost or SendFailed if an earlier message could not be sent."""
         ...
 
     def finish(self) -> None:
-        """Return when all are sent; with NCCL at once. Raises ConnectionLost."""
+        """Return when all are sent; with NCCL at once. Raises as `check` does."""
         ...
 
     def drop(self) -> None:
@@ -78,6 +87,9 @@ class NcclSends:
         send.start()
         self._pending.append(send)
 
+    def check(self) -> None:
+        pass  # whoever adds a message learns of it
+
     def finish(self) -> None:
         self._pending = deque(send for send in self._pending if not send.is_sent())
 
@@ -88,20 +100,48 @@ class NcclSends:
 _Queue = SimpleQueue[PendingSend | threading.Event | None]
 
 
+class SendFailures:
+    """What went wrong in the threads that send. `report` is told at once of what no other rank can notice."""
+
+    def __init__(self, report: Callable[[SendFailed], None]) -> None:
+        self._report = report
+        self._first: ConnectionLost | SendFailed | None = None
+
+    def add(self, send: PendingSend, error: BaseException) -> None:
+        """Keep the error, and end the connection: whoever waits for the message would else wait for ever."""
+        failure = error if isinstance(error, ConnectionLost) else SendFailed(send.peer, str(send.transfer or ""))
+        if failure is not error:
+            failure.__cause__ = error
+        is_first, self._first = self._first is None, self._first or failure
+        if is_first and isinstance(failure, SendFailed):  # a lost connection wakes the ranks by itself
+            self._report(failure)
+        send.works.clear()  # each keeps its connection open
+        send.group.close()
+
+    def check(self) -> None:
+        if self._first is not None:
+            raise self._first
+
+
 class GlooSends:
     """For gloo, in two threads.
 
     One thread starts large messages: if the receive is posted already, gloo's `send` returns only when most of the
     message is with the receiver. The other thread waits for each message, because a work learns that it is done only
     when it is waited for. One thread for both would let a message whose receiver is not ready hold up all others.
+
+    Args:
+        report: is told at once, in the thread, when one failed for anything but a lost connection.
+        timeout: after how many seconds gloo gives a message up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[SendFailed], None] = lambda failure: None, timeout: float = math.inf) -> None:
         self._to_start: _Queue = SimpleQueue()
         self._started: _Queue = SimpleQueue()
-        self._lost: list[ConnectionLost] = []
+        self._failures = SendFailures(report)
+        self._timeout = timeout
         self._large: set[tuple[Group, int]] = set()
-        starting, awaiting = (self._to_start, self._started, self._lost), (self._started, self._lost)
+        starting, awaiting = (self._to_start, self._started, self._failures), (self._started, self._failures)
         threads = [
             threading.Thread(target=_start_sends, args=starting, name="pipegraph-start-sends", daemon=True),
             threading.Thread(target=_await_sends, args=awaiting, name="pipegraph-await-sends", daemon=True),
@@ -111,7 +151,7 @@ class GlooSends:
         weakref.finalize(self, _end, threads, self._to_start)
 
     def add(self, send: PendingSend) -> None:
-        self._raise_lost()
+        self.check()
         receiver = send.group, send.peer
         if receiver in self._large or sum(tensor.nbytes for tensor in send.tensors) >= LARGE:
             self._large.add(receiver)  # and all that follow to this receiver, which keeps their order
@@ -123,8 +163,12 @@ class GlooSends:
     def finish(self) -> None:
         reached = threading.Event()
         self._to_start.put(reached)
-        reached.wait()
-        self._raise_lost()
+        seconds = min(self._timeout + _WAKING_SECONDS, threading.TIMEOUT_MAX)
+        is_reached = reached.wait(seconds)
+        self.check()
+        if not is_reached:
+            why = f"no answer within {self._timeout:g} s"
+            raise ConnectionLost(None, why, silent=True, where="what it sent last")
 
     def drop(self) -> None:
         for queue in (self._to_start, self._started):
@@ -135,9 +179,8 @@ class GlooSends:
                 pass
         self._to_start.put(None)
 
-    def _raise_lost(self) -> None:
-        if self._lost:
-            raise self._lost[0]
+    def check(self) -> None:
+        self._failures.check()
 
 
 def _end(threads: Sequence[threading.Thread], queue: _Queue) -> None:
@@ -147,25 +190,25 @@ def _end(threads: Sequence[threading.Thread], queue: _Queue) -> None:
         thread.join(_CLOSING_SECONDS / len(threads))
 
 
-def _start_sends(queue: _Queue, started: _Queue, lost: list[ConnectionLost]) -> None:
+def _start_sends(queue: _Queue, started: _Queue, failures: SendFailures) -> None:
     while (item := queue.get()) is not None:
-        try:
-            if isinstance(item, PendingSend):
+        if isinstance(item, PendingSend):
+            try:
                 item.start()
-        except ConnectionLost as error:
-            lost.append(error)
+            except BaseException as error:  # a thread that ends would leave the step waiting for ever
+                failures.add(item, error)
         started.put(item)
         del item  # or it would be kept until the next one comes
     started.put(None)
 
 
-def _await_sends(queue: _Queue, lost: list[ConnectionLost]) -> None:
+def _await_sends(queue: _Queue, failures: SendFailures) -> None:
     while (item := queue.get()) is not None:
         if isinstance(item, threading.Event):
             item.set()
             continue
         try:
             item.wait()
-        except ConnectionLost as error:
-            lost.append(error)
+        except BaseException as error:
+            failures.add(item, error)
         del item  # or it would be kept until the next one comes
