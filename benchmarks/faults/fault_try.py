@@ -101,7 +101,8 @@ class FaultTry:
             wrong.append("the run succeeded")
         if not self._is_blamed(said):
             wrong.append(f"rank {self.fault.rank} is not named")
-        files = [each.name for each in temporary.iterdir() if not each.name.startswith("torchelastic_")]  # torch's own
+        torchs = ("torchelastic_", "torchinductor_")  # its logs and its cache
+        files = [each.name for each in temporary.iterdir() if not each.name.startswith(torchs)]
         if files:
             wrong.append(f"files left: {', '.join(files)}")
         return f"{'; '.join(wrong)}\n{said}" if wrong else ""

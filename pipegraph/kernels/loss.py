@@ -6,19 +6,19 @@ import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipegraph.errors import PipegraphError
+from pipegraph.errors import PipegraphError, is_user_file
 from pipegraph.kernels import internals
 from pipegraph.kernels.interface import Loss
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 """The containers that can be changed in place, and put back."""
 
-_LEAVES = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType)
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, type, types.BuiltinFunctionType)
 
 
 def scalar_loss(loss: Loss | None, outputs: tuple[Tensor, ...], target: Any) -> Tensor:
@@ -53,27 +53,73 @@ def check_gradients(outputs: tuple[Any, ...], has_gradient: tuple[bool, ...]) ->
             )
 
 
+def check_memory(tensors: Iterable[Any]) -> None:
+    """Raise PipegraphError if a result is no tensor with numbers in it."""
+    if any(isinstance(each, Tensor) and internals.is_fake(each) for each in tensors):
+        raise PipegraphError(
+            "the stage or loss_fn reads a tensor that it made when it was called first, which was to trace it: there "
+            "are no numbers in it.\nTry: make that tensor before the first step, or kernels='autograd'."
+        )
+
+
 def requires_grad(output: Any) -> bool:
     """Return whether a gradient can reach an output."""
     return isinstance(output, Tensor) and output.requires_grad
 
 
+class Namespace(NamedTuple):
+    """The names of a file that code reads."""
+
+    values: dict[str, Any]
+    names: frozenset[str]
+
+
 def objects_held_by(loss: Loss | None) -> list[Any]:
-    """Return the modules, tensors, containers and other objects that a loss function reads.
+    """Return the modules, tensors, containers, namespaces and other objects that a loss function reads.
 
     Followed are closures, globals, default arguments, `functools.partial`, the items of containers, the attributes of
-    modules, and of other objects those attributes whose names appear in the code that reads them.
+    modules, and of other objects, their classes and the user's files those attributes whose names appear in the code
+    that reads them. An object of torch's, such as a `GradScaler`, counts with its tensors.
     """
-    objects: dict[int, Any] = {}
     names: set[str] = set()
-    waiting = [loss]
+    while True:  # code that comes later may name an attribute of an object that came before
+        known = len(names)
+        objects = _objects(loss, names)
+        if len(names) == known:
+            break
+    files = {id(values): values for each in objects if (values := _namespace(each)) is not None}
+    held = [each for each in objects if not isinstance(each, types.ModuleType)]
+    return [*held, *(Namespace(values, frozenset(names)) for values in files.values())]
+
+
+def _namespace(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, types.FunctionType):
+        return None if str(value.__module__).startswith("torch.") else value.__globals__
+    return vars(value) if isinstance(value, types.ModuleType) else None
+
+
+def _objects(loss: Loss | None, names: set[str]) -> list[Any]:
+    """Return what a loss reads, if the code that it runs has these names. Adds those that it has besides."""
+    objects: dict[int, Any] = {}
+    waiting: list[Any] = [loss]
     while waiting:
         value = waiting.pop()
-        of_torch = type(value).__module__.startswith("torch.") and not isinstance(value, (nn.Module, Tensor))
-        if id(value) not in objects and not of_torch and not isinstance(value, _LEAVES):
-            objects[id(value)] = value
+        if id(value) in objects or isinstance(value, _LEAVES) or not _is_users(value):
+            continue
+        objects[id(value)] = value
+        if type(value).__module__.startswith("torch.") and not isinstance(value, (nn.Module, Tensor)):
+            waiting += [each for each in vars(value).values() if isinstance(each, Tensor)]
+        else:
             waiting += _read_by(value, names)
     return list(objects.values())
+
+
+def _is_users(value: Any) -> bool:
+    """Whether an object may hold what the user's code made. Of torch's own objects, those that can hold a tensor."""
+    if isinstance(value, types.ModuleType):
+        return is_user_file(getattr(value, "__file__", None) or "")
+    of_torch = type(value).__module__.startswith("torch.") and not isinstance(value, (nn.Module, Tensor))
+    return not of_torch or type(getattr(value, "__dict__", None)) is dict
 
 
 def _read_by(value: Any, names: set[str]) -> Iterable[Any]:
@@ -92,8 +138,10 @@ def _read_by(value: Any, names: set[str]) -> Iterable[Any]:
         return _read_by_function(value, names)
     if isinstance(value, Tensor):
         return ()
-    called = vars(type(value)).get("__call__")
-    read = [*_read_by(called, names)] if isinstance(called, types.FunctionType) else []
+    if isinstance(value, types.ModuleType):
+        return [item for name, item in vars(value).items() if name in names]
+    called = (getattr(type(value), name, None) for name in ("__call__", *sorted(names)))
+    read = [item for each in called if isinstance(each, types.FunctionType) for item in _read_by(each, names)]
     attributes = getattr(value, "__dict__", {})
     return [*read, *(item for name, item in attributes.items() if name in names)]
 

@@ -9,6 +9,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels.stage_variant import StageCall, StageVariant
 from pipegraph.kernels.symbolic.call_layout import CallLayout, Dimension, Shapes, call_layout
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers
+from pipegraph.kernels.trace_guard import MadeWhenCalled
 
 Trace = Callable[[StageCall, CallLayout | None], StageVariant]
 """(a call, the layout of all calls like it or None for this shape alone) → a variant"""
@@ -76,20 +77,21 @@ class ShapeVariants:
         Args:
             call: no variant is for it yet.
             names: what is known of the dimensions of each input.
-            trace: raises PipegraphError for a stage or loss that is refused, and anything for what cannot be traced.
+            trace: raises PipegraphError for a stage or loss that is refused, MadeWhenCalled for one that cannot be
+                traced yet, and anything for what cannot be traced.
         """
         self._seen.append(call.shapes)
         if len(self._static) >= STATIC and self.refusal is None:
             try:
                 return self._add_symbolic(call, names, trace)
-            except PipegraphError:
+            except (PipegraphError, MadeWhenCalled):
                 raise
             except Exception as error:  # many operations take numbers alone
                 self.refusal = _reason(error)
         key = call.shapes, call.strides
         try:
             self._static[key] = trace(call, None)
-        except PipegraphError:
+        except (PipegraphError, MadeWhenCalled):
             raise
         except Exception as error:  # whatever an operation raises on a tensor without memory
             self._static[key] = None

@@ -12,19 +12,24 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pipegraph.errors import PipegraphError
 from pipegraph.kernels import internals
 from pipegraph.kernels.interface import Loss
-from pipegraph.kernels.loss import CONTAINERS, objects_held_by
+from pipegraph.kernels.loss import CONTAINERS, Namespace, objects_held_by
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.sharded import check_traceable, is_layout, is_style, layout, local
 from pipegraph.kernels.symbolic.symbolic_sizes import dimensions
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
+
+
+class MadeWhenCalled(RuntimeError):
+    """What is traced makes tensors at its first call and keeps them. Once it has made real ones, it can be traced."""
 
 
 class _Identity:
@@ -140,47 +145,92 @@ def _of_cell(cell: types.CellType, numbers: _Numbers) -> Any:
 
 @contextmanager
 def unchanged(objects: Iterable[Any]) -> Iterator[None]:
-    """Put the attributes of objects and the items of containers back afterwards, and raise RuntimeError if any changed.
+    """Put the attributes of objects and the items of containers back afterwards, and raise RuntimeError if any changed,
+    or MadeWhenCalled if tensors came where there was nothing, and that is all.
 
     A traced graph would not make the change again, and a tensor that tracing leaves there has no memory. Containers in
     attributes of modules and in containers count too.
     """
-    contents: dict[int, tuple[str, Any, Any]] = {}  # by identity: name, container, copy
+    contents: dict[int, _Content] = {}  # by identity of the container
     for each in objects:
-        if type(each) in CONTAINERS:
+        if isinstance(each, Namespace):
+            copy = {name: each.values[name] for name in each.names if name in each.values}
+            contents[id(each.values)] = _Content("a global", each.values, copy, each.names)
+        elif type(each) in CONTAINERS:
             _keep(contents, f"a {type(each).__name__}", each)
         elif isinstance(getattr(each, "__dict__", None), dict):
             # Another object may hold anything, a data set for example: its own attributes are enough.
             _keep(contents, type(each).__name__, vars(each), nested=isinstance(each, nn.Module))
     try:
         yield
-        changed = next((name for content in contents.values() if (name := _changed(*content)) is not None), None)
+        changes = [change for content in contents.values() for change in content.changes()]
+    except PipegraphError:
+        raise
+    except Exception as error:
+        for content in contents.values():
+            for name in content.made():
+                raise MadeWhenCalled(f"its forward makes {name}") from error
+        raise
+    else:
+        made = [name for content in contents.values() for name in content.made()]
+        if made and len(made) == len(changes):
+            raise MadeWhenCalled(f"its forward makes {made[0]}")
     finally:
-        for name, container, copy in contents.values():
-            if _changed(name, container, copy) is not None:
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(copy)
-    if changed is not None:
-        raise RuntimeError(f"its forward sets {changed}")
+        for content in contents.values():
+            content.restore()
+    if changes:
+        raise RuntimeError(f"its forward sets {changes[0]}")
 
 
-def _keep(contents: dict[int, tuple[str, Any, Any]], name: str, value: Any, nested: bool = True) -> None:
+class _Content(NamedTuple):
+    """A container and its items as they were: all, or of a namespace those with the names `only`."""
+
+    name: str
+    container: Any
+    copy: Any
+    only: frozenset[str] | None = None
+
+    def changes(self) -> list[str]:
+        """The names of items that are other objects now. An equal number is no change."""
+        now, before = _items(self.container), _items(self.copy)
+        keys = self.only if self.only is not None else dict.fromkeys((*now, *before))
+        return [
+            _named(self.name, key)
+            for key in keys
+            if (key in now or key in before)
+            and (key not in now or key not in before or not _same(now[key], before[key]))
+        ]
+
+    def made(self) -> list[str]:
+        """The names of items that are tensors now, and were none before."""
+        now, before = _items(self.container), _items(self.copy)
+        keys = now if self.only is None else self.only & now.keys()
+        return (
+            [_named(self.name, key) for key in keys if isinstance(now[key], Tensor) and before.get(key) is None]
+            if isinstance(self.container, dict)
+            else []
+        )
+
+    def restore(self) -> None:
+        """Put the items back if any changed."""
+        if not self.changes():
+            return
+        if self.only is None:
+            self.container.clear()
+        else:
+            for key in self.only & self.container.keys():
+                del self.container[key]
+        (self.container.extend if isinstance(self.container, list) else self.container.update)(self.copy)
+
+
+def _keep(contents: dict[int, _Content], name: str, value: Any, nested: bool = True) -> None:
     if type(value) is tuple:
         for item in value:
             _keep(contents, name, item)
     if type(value) in CONTAINERS and id(value) not in contents:
-        contents[id(value)] = name, value, value.copy()
+        contents[id(value)] = _Content(name, value, value.copy())
         for key, item in _items(value).items() if nested else ():
             _keep(contents, _named(name, key), item)
-
-
-def _changed(name: str, container: Any, copy: Any) -> str | None:
-    """The name of an item that is another object than in the copy, or None. An equal number is no change."""
-    now, before = _items(container), _items(copy)
-    for key in (*now, *before):
-        if key not in now or key not in before or not _same(now[key], before[key]):
-            return _named(name, key)
-    return None
 
 
 def _items(container: Any) -> dict[Any, Any]:

@@ -16,13 +16,14 @@ from pipegraph.kernels.blocks.differentiate import TraceOptions
 from pipegraph.kernels.gradients import accumulate, with_strides
 from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import Forward, Loss
+from pipegraph.kernels.loss import check_memory
 from pipegraph.kernels.program import Compiler
 from pipegraph.kernels.shape_variants import FittingVariant, ShapeVariants
 from pipegraph.kernels.sharded import local
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, StageVariant, trace
 from pipegraph.kernels.symbolic.call_layout import CallLayout, Dimension
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers
-from pipegraph.kernels.trace_guard import TraceGuard
+from pipegraph.kernels.trace_guard import MadeWhenCalled, TraceGuard
 
 
 class SavedValues:
@@ -71,6 +72,8 @@ class TracedKernels:
         self._variant_count = 0  # without those that sizes alone give reason for
         self._refusal: str | None = None  # why the stage is left to autograd, before the user is warned
         self._warned: set[str] = set()
+        self._awaited: str | None = None  # what a call without a graph has to make before there can be one
+        self._made: set[str] = set()
 
     @property
     def variants(self) -> list[StageVariant | None]:
@@ -103,6 +106,7 @@ class TracedKernels:
         self._guard = None
         self._variant_count = 0
         self._warned.clear()
+        self._made.clear()
 
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
         call = StageCall.of(inputs, target, with_loss, differentiable)
@@ -121,6 +125,8 @@ class TracedKernels:
         variant, numbers, _ = self._variant(call)
         if variant is None:
             result = self._autograd.forward(inputs, target=target, with_loss=with_loss, differentiable=differentiable)
+            check_memory((*result.outputs, result.loss))
+            self._made |= {self._awaited} if self._awaited is not None else set()
             self._warn()  # after it: an error of the model's own has nothing to do with tracing
             return result
         with without_autograd_and_autocast():
@@ -188,7 +194,11 @@ class TracedKernels:
             self._refusal = self._too_many(None if variants is None else variants.refusal)
             return FittingVariant(None)
         self._variant_count += is_counted
-        found = self._variants.setdefault(key, ShapeVariants()).add(call, self._names, partial(self._trace, guard))
+        try:
+            found = self._variants.setdefault(key, ShapeVariants()).add(call, self._names, partial(self._trace, guard))
+        except MadeWhenCalled:  # autograd takes this call, which makes what is missing
+            self._variant_count -= is_counted
+            return FittingVariant(None)
         if found.refusal is not None:
             self._refusal = (
                 f"{self.name} cannot be traced and is left to autograd, where a zero-bubble "
@@ -199,7 +209,13 @@ class TracedKernels:
     def _trace(self, guard: TraceGuard, call: StageCall, layout: CallLayout | None) -> StageVariant:
         if guard.obstacle is not None:
             raise RuntimeError(guard.obstacle)
-        return trace(self._stage, guard.held, guard.state, call, self._compiler, self._options, layout)
+        try:
+            return trace(self._stage, guard.held, guard.state, call, self._compiler, self._options, layout)
+        except MadeWhenCalled as error:
+            if str(error) in self._made:  # and a real call has not made it
+                raise RuntimeError(str(error)) from error
+            self._awaited = str(error)
+            raise
 
     def _too_many(self, refusal: str | None) -> str:
         symbols = f" Sizes cannot be symbols ({refusal}), so each shape is a variant." if refusal is not None else ""

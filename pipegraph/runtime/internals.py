@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 from torch.utils import _pytree
 
 
@@ -75,6 +77,19 @@ def launcher_environment(rank: int, processes: int, port: int) -> dict[str, str]
 def profiler_is_recording() -> bool:
     """Return whether a profiler of this process records. Torch's public profiler knows only of itself."""
     return bool(torch.autograd._profiler_enabled())
+
+
+def infinities_found(scaler: GradScaler, optimizer: Optimizer) -> list[torch.Tensor]:
+    """For each device 1.0 if `unscale_` found an infinity in an optimizer's gradients, else 0.0.
+
+    `step` and `update` read these tensors. Only subclasses in torch reduce them over ranks, and over one group alone.
+    """
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether `unscale_` has been called for the gradients that an optimizer has now."""
+    return bool(scaler._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED")
 
 
 pytree = _pytree

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.utils.hooks import RemovableHandle
 
 from pipegraph.errors import PipegraphError
@@ -18,6 +19,7 @@ from pipegraph.package import Package
 from pipegraph.runtime import parameters
 from pipegraph.runtime.executor import Executor, run_executors
 from pipegraph.runtime.gradient_clipping import clip_grad_norm
+from pipegraph.runtime.gradient_scaling import share_infinities
 from pipegraph.runtime.microbatch import BatchSplitter
 from pipegraph.runtime.observer import Observer, ObserverList
 from pipegraph.runtime.processes.clock import ClockOffset
@@ -151,6 +153,8 @@ class Pipeline:
 
             # Everything that may fail on one rank alone is done. From here on the ranks need each other.
             self._transport = self._connect(world, self._executors.training)
+            if world:
+                share_infinities(loss_fn, self.device, self._overwrite_with_largest)
 
     def step(
         self,
@@ -287,6 +291,12 @@ class Pipeline:
         with self._guard:
             own, everyone = list(self.parameters()), self._processes.everyone()
             return clip_grad_norm(own, self._ties.counted(own), max_norm, norm_type, everyone, self.device)
+
+    def _overwrite_with_largest(self, tensor: Tensor) -> None:
+        with self._guard:
+            everyone = self._processes.everyone()
+            if everyone is not None:
+                everyone.all_reduce(tensor, ReduceOp.MAX)
 
     def _connect(self, world: World | None, training: Schedule) -> Transport:
         """Connect what crosses between ranks: messages and tied weights. Collective: every rank must call it."""

@@ -49,7 +49,6 @@ def keep(stage: Any, x: Tensor) -> Tensor:
 
 
 SETTING: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a cache": (lambda: Setting(cache, cached=None), "keeps a tensor"),
     "a count": (lambda: Setting(count, count=0), "sets Setting.count"),
     "a buffer": (lambda: Setting(count, count=torch.zeros(())), "sets Setting.count"),
     "a list": (lambda: Setting(keep, kept=[]), "sets Setting.kept"),
@@ -70,6 +69,21 @@ def test_a_forward_that_sets_attributes_is_left_to_autograd(name: str, layers: i
         assert getattr(own, "count", None) == getattr(expected, "count", None)
         assert len(getattr(own, "kept", ())) == len(getattr(expected, "kept", ()))
         assert all(type(value) is not torch._subclasses.FakeTensor for value in getattr(own, "kept", ()))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_cache_that_the_first_call_fills_is_filled_before_the_stage_is_traced(
+    layers: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    stage = nn.Sequential(*(Setting(cache, cached=None) for _ in range(layers)))
+    kernels: Any = make("eager", stage, (True,), (True,))
+    kernels.prepare([x], target=None, with_loss=False, differentiable=True, kinds="FIW")
+    assert all(each.cached is None for each in stage)
+    outputs = [kernels.forward((x,)).outputs[0] for _ in range(2)]
+    assert all(type(each.cached) is Tensor for each in stage)
+    assert_close(outputs, [stage(x).detach()] * 2)
+    assert [variant is not None for variant in kernels.variants] == [True]
+    assert not recwarn
 
 
 def test_a_tensor_that_a_closure_keeps_is_left_to_autograd() -> None:

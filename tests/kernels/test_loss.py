@@ -141,3 +141,87 @@ def test_what_is_wrong_with_a_loss_is_not_announced_as_tracing(caplog: pytest.Lo
     with caplog.at_level(logging.DEBUG), pytest.raises(RuntimeError, match="cannot be multiplied"):
         step(kernels)  # where a warning would be an error
     assert not caplog.records
+
+
+class Weight:
+    """Makes its tensor when it is first asked for it."""
+
+    kept: Tensor | None = None  # of the class
+
+    def __init__(self) -> None:
+        self.made: Tensor | None = None
+
+    def get(self) -> Tensor:
+        if self.made is None:
+            self.made = torch.full((), 2.0)
+        return self.made
+
+    def of_class(self) -> Tensor:
+        if Weight.kept is None:
+            Weight.kept = torch.full((), 2.0)
+        return Weight.kept
+
+
+class Criterion:
+    def __call__(self, outputs: Any, target: Any) -> Tensor:
+        return outputs[0].square().mean() * self.weight()
+
+
+class Weighted(Criterion):
+    """Inherits what calls a method that reads an object that makes a tensor."""
+
+    def __init__(self) -> None:
+        self.held = Weight()
+
+    def weight(self) -> Tensor:
+        return self.held.get()
+
+
+KEPT: dict[str, Tensor] = {}
+
+
+def keeping(outputs: Any, target: Any) -> Tensor:
+    if "weight" not in KEPT:
+        KEPT["weight"] = torch.full((), 2.0)
+    return outputs[0].square().mean() * KEPT["weight"]
+
+
+_weight: Tensor | None = None
+
+
+def rebinding(outputs: Any, target: Any) -> Tensor:
+    global _weight
+    if _weight is None:
+        _weight = torch.full((), 2.0)
+    return outputs[0].square().mean() * _weight
+
+
+def scaling() -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    return lambda outputs, target: scaler.scale(outputs[0].square().mean())
+
+
+@pytest.mark.parametrize(
+    "loss", [Weighted(), keeping, rebinding, scaling()], ids=["an object", "a dict", "a global", "a GradScaler"]
+)
+def test_a_tensor_that_a_loss_makes_at_its_first_call_is_real(loss: Any, recwarn: pytest.WarningsRecorder) -> None:
+    stage = nn.Linear(8, 8)
+    kernels: Any = make("eager", stage, (True,), (True,), loss)
+    kernels.prepare([x], target=None, with_loss=True, differentiable=True, kinds="FIW")
+    expected = 2 * stage(x).square().mean()
+    for _ in range(3):
+        kernels.begin()
+        found = kernels.forward((x,), with_loss=True)
+        assert_close(found.loss, expected.detach())
+        kernels.backward(found.saved, (None, torch.ones(())))
+    assert kernels.variants[-1] is not None  # it is traced once the tensor is there
+    assert not recwarn
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # what torch says of a sum with such a tensor
+def test_a_result_without_numbers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Weight, "kept", None)
+    weight = Weight()
+    kernels = make("eager", nn.Linear(8, 8), (True,), (True,), lambda outputs, _: outputs[0].mean() * weight.of_class())
+    with pytest.raises(PipegraphError, match="made when it was called first, which was to trace it"):
+        kernels.forward((x,), with_loss=True)

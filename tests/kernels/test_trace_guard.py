@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import make, maker
 from tests.kernels.stages import Function, Layers, linear, step, x
-from tests.kernels.test_attribute_snapshot import Setting, cache, count
+from tests.kernels.test_attribute_snapshot import Setting, count
 
 
 def _hook(stage: Any) -> None:
@@ -213,16 +213,6 @@ def test_nothing_is_traced_again_if_nothing_changed() -> None:
     kernels.begin()
     kernels.forward((x,))
     assert kernels.variants == variants and len(variants) == 1
-
-
-def test_a_cache_that_is_filled_is_traced_after_retrace() -> None:
-    stage = Setting(cache, cached=None)
-    kernels: Any = make("eager", stage, (True,), (True,))
-    with pytest.warns(UserWarning, match="keeps a tensor"):
-        kernels.forward((x,))
-    kernels.retrace()
-    assert_close(kernels.forward((x,)).outputs[0], stage(x).detach())
-    assert kernels.variants[-1] is not None
 
 
 def test_a_forward_that_replaces_a_buffer_is_tried_once() -> None:

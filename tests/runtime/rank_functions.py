@@ -187,6 +187,27 @@ def _clip(folder: str, norm_type: float) -> None:
         assert_close(parameter.grad, reference.parameters[name].grad)
 
 
+def scale(rank: int, folder: str, infinite: int) -> list[float]:
+    """With a new GradScaler: its scale after a step in which one rank's gradient is infinite, and after a good one."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    pipe = pipeline(folder, "1f1b", "eager", microbatches=2, loss_fn=lambda *args: scaler.scale(loss(*args)))
+    (inputs,) = batch(pipe.package.manifest, 2).values()
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scales = []
+    for is_good in (False, True):
+        before = [parameter.detach().clone() for parameter in pipe.parameters()]
+        optimizer.zero_grad()
+        pipe.step(inputs, target=torch.zeros(len(inputs)))
+        if rank == infinite and not is_good:
+            next(pipe.parameters()).grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        stays = [torch.equal(one, other) for one, other in zip(before, pipe.parameters(), strict=True)]
+        assert not any(stays) if is_good else all(stays)
+        scales.append(scaler.get_scale())
+    return scales
+
+
 def own_inputs(rank: int, folder: str) -> str:
     """A rank that passes only what its stages take, and the target only where the last stage is."""
     package = Package.open(folder)

@@ -85,16 +85,28 @@ def receives_ahead(schedule: Schedule) -> int:
     return max(ahead)
 
 
-def test_torchrun_makes_the_process_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("infinite", [0, 1])
+def test_ranks_agree_on_infinite_gradients(infinite: int, tmp_path: Path) -> None:
+    """Also where no loss is computed and the GradScaler has no scale yet."""
+    folder = str(write(chain(2), tmp_path / "chain"))
+    assert ranks.run(rank_functions.scale, 2, folder, infinite) == [[4.0, 4.0]] * 2
+
+
+def test_torchrun_makes_the_process_group_also_after_a_restart(tmp_path: Path) -> None:
     folder = write(chain(2), tmp_path / "chain")
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys\nimport torch\nfrom pipegraph.runtime.pipeline import Pipeline\n"
+        "import os\nimport sys\nimport torch\nfrom pipegraph.runtime.pipeline import Pipeline\n"
         "pipe = Pipeline(sys.argv[1], microbatches=2, kernels='autograd', loss_fn=lambda output, _: output.sum())\n"
         "result = pipe.step(torch.ones(4, 8))\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    if 1 in pipe.stages:\n"
+        "        pipe.stages[1].register_forward_pre_hook(lambda *_: 1 / 0)\n"
+        "    pipe.step(torch.ones(4, 8))\n"
         "assert (result.loss is None) == (0 in pipe.stages)\n"
         "sys.stdout.write(f'stage {min(pipe.stages)} done\\n')\n"  # in one piece: two processes write there
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    torchrun += ["--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, script, folder], capture_output=True, text=True, timeout=100)
     assert sorted(done.stdout.splitlines()) == ["stage 0 done", "stage 1 done"], done.stderr
