@@ -30,6 +30,7 @@ from pipegraph.graph.partition.stages import Boundary, tensor_of
 from pipegraph.graph.sources.huggingface import checkpoint_names
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.graph.untrained_parameters import untrained_parameters
 from pipegraph.package import Buffer, CheckpointNames, Manifest, ModelEntry, PlanEntry, StageEntry, Value
 from pipegraph.package.sizes import BATCH, Size
 from pipegraph.planner.plan import Plan
@@ -94,6 +95,7 @@ def _manifest(
     values = {names[boundary.node]: _value(names[boundary.node], boundary, sizes) for boundary in plan.boundaries}
     for name, constant in captured.constants.items():
         values[name] = Value(name, "", (), -1, (), constant=constant)
+    untrained = untrained_parameters(captured)
     return Manifest(
         generator=f"pipegraph {__version__}",
         model=ModelEntry(
@@ -122,6 +124,7 @@ def _manifest(
                 ),
                 weights=file if (file := shard_name(stage.index, len(plan.stages))) in shards else None,
                 cost=cost,
+                untrained=tuple(fqn for fqn in stage.state if fqn in untrained) or UNSET,
             )
             for stage, cost in zip(plan.stages, plan.costs, strict=True)
         ),

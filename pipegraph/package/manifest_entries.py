@@ -110,7 +110,11 @@ class StageCost(Entry, frozen=True):
 
 
 class StageEntry(Entry, frozen=True, rename={"class_name": "class"}):
-    """One stage: `module` is its file without `.py`; `inputs` and `outputs` name values in the order of its forward."""
+    """One stage: `module` is its file without `.py`; `inputs` and `outputs` name values in the order of its forward.
+
+    Attributes:
+        untrained: trainable parameters that the model does not train, or not with every loss; UNSET if there are none.
+    """
 
     index: Count
     module: Name
@@ -121,6 +125,7 @@ class StageEntry(Entry, frozen=True, rename={"class_name": "class"}):
     buffers: tuple[Buffer, ...] = ()
     weights: Name | None = None
     cost: StageCost = StageCost()
+    untrained: tuple[Name, ...] | UnsetType = UNSET
 
 
 class ModelEntry(Entry, frozen=True, rename={"class_name": "class"}):

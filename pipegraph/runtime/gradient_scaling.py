@@ -6,39 +6,39 @@ Where one rank skipped its optimizer's step and another did not, the stages woul
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
 from pipegraph.kernels.loss import objects_held_by
 from pipegraph.runtime import internals
+from pipegraph.runtime.processes.faults import FaultGuard
+from pipegraph.runtime.processes.world import World
 
-Largest = Callable[[torch.Tensor], None]
-"""Overwrites a tensor with the largest of all ranks. Collective."""
 
-
-def share_infinities(loss_fn: Any, device: torch.device, largest: Largest) -> None:
+def share_infinities(loss_fn: Any, world: World, guard: FaultGuard) -> None:
     """Make each `GradScaler` that a loss function uses agree with those of the other ranks.
 
     Its `unscale_` is then collective, and so is `step`, which calls it.
     """
     for scaler in objects_held_by(loss_fn):
         if isinstance(scaler, GradScaler) and scaler.is_enabled():
-            _share(scaler, device, largest)
+            _share(scaler, world, guard)
 
 
-def _share(scaler: GradScaler, device: torch.device, largest: Largest) -> None:
-    kind = type(scaler)
+def _share(scaler: GradScaler, world: World, guard: FaultGuard) -> None:
+    kind, device = type(scaler), world.device
 
     def unscale(optimizer: Optimizer) -> None:
         scaler.scale(torch.zeros((), device=device))  # which makes the scale on ranks that compute no loss
         kind.unscale_(scaler, optimizer)
         found = internals.infinities_found(scaler, optimizer)
         most = torch.stack([each.to(device) for each in found]).max() if found else torch.zeros((), device=device)
-        largest(most)
+        with guard:
+            world.everyone().all_reduce(most, ReduceOp.MAX)
         for each in found:
             each.copy_(most)
 

@@ -37,6 +37,7 @@ class BatchSplitter:
         with_loss: bool,
         keep_outputs: bool,
         microbatches: int,
+        trains: bool = False,
     ) -> StepInputs:
         """Check and cut a batch. Raises BatchError for what does not fit the package.
 
@@ -48,6 +49,11 @@ class BatchSplitter:
         passed = bind_arguments(manifest, args, kwargs)
         for name in sorted(self._needed | passed.keys()):
             _check_kind(manifest.values[name], passed.get(name))
+            if trains and passed[name].requires_grad:
+                raise BatchError(
+                    f"{name} requires a gradient, and a step gives gradients to parameters alone.\n"
+                    f"Try: pass {name}.detach(), or make what is to be trained a parameter of the model."
+                )
         known = sizes_of_inputs(manifest, {name: tensor.shape for name, tensor in passed.items()})
 
         def cut(sizes: Mapping[str, int]) -> StepBatch:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
 from torch.utils.hooks import RemovableHandle
 
 from pipegraph.errors import PipegraphError
@@ -135,6 +134,7 @@ class Pipeline:
                 self.package = replace(self.package, manifest=manifest)
             manifest = self.package.manifest
             self._batches = BatchSplitter(manifest, self.stages, self.device)
+            self._missing = parameters.MissingGradients(manifest)
             self._ties = TiedWeights(manifest, self.stages, placement, self.ranks)
             wiring = stage_wirings(manifest)
             make = maker(kernels, recompute, max_variants) if isinstance(kernels, str) else kernels
@@ -154,7 +154,7 @@ class Pipeline:
             # Everything that may fail on one rank alone is done. From here on the ranks need each other.
             self._transport = self._connect(world, self._executors.training)
             if world:
-                share_infinities(loss_fn, self.device, self._overwrite_with_largest)
+                share_infinities(loss_fn, world, self._guard)
 
     def step(
         self,
@@ -292,12 +292,6 @@ class Pipeline:
             own, everyone = list(self.parameters()), self._processes.everyone()
             return clip_grad_norm(own, self._ties.counted(own), max_norm, norm_type, everyone, self.device)
 
-    def _overwrite_with_largest(self, tensor: Tensor) -> None:
-        with self._guard:
-            everyone = self._processes.everyone()
-            if everyone is not None:
-                everyone.all_reduce(tensor, ReduceOp.MAX)
-
     def _connect(self, world: World | None, training: Schedule) -> Transport:
         """Connect what crosses between ranks: messages and tied weights. Collective: every rank must call it."""
         transport: Transport = LocalTransport()
@@ -328,7 +322,7 @@ class Pipeline:
                 name = self.schedule.name
                 raise PipegraphError(f"{name} has a backward, which needs a loss: give Pipeline a loss_fn.")
             asked = self._executors.check(microbatches)
-            given = self._batches.split(args, kwargs, target, with_loss, keep_outputs, asked)
+            given = self._batches.split(args, kwargs, target, with_loss, keep_outputs, asked, trains)
             self._transport.start("eval" if evaluates else "step", given)
             for ranks in self._informants:
                 if given.unknown:
@@ -341,6 +335,7 @@ class Pipeline:
                 with self._ties.summed_gradients():
                     run_executors(executors, given, results)
                     parameters.redistribute_gradients(self.stages)
+                self._missing.check(self.stages)
             else:
                 run_executors(executors, given, results)
             self._transport.finish()

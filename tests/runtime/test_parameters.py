@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.testing import assert_close
 
-from pipegraph.errors import PackageError, RuntimeFault
+from pipegraph.errors import BatchError, PackageError, PipegraphError, RuntimeFault
 from pipegraph.package import MANIFEST, Package
 from pipegraph.runtime.gradient_clipping import clip_grad_norm
 from pipegraph.runtime.pipeline import Pipeline
@@ -32,6 +34,43 @@ def test_a_frozen_parameter_stays_frozen(tmp_path: Path) -> None:
     pipe.step(torch.ones(2, 8), target=torch.zeros(2))
     with_gradient = [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
     assert with_gradient == ["two.weight", "three.weight", "three.bias"]
+
+
+@pytest.mark.parametrize("kernels", ["autograd", "eager"])
+def test_a_parameter_that_lost_its_gradient_is_an_error(kernels: str, tmp_path: Path) -> None:
+    pipe, inputs = _without_gradient(write(chain(2), tmp_path / "chain"), kernels)
+    with pytest.raises(
+        PipegraphError, match=r"^layer1\.bias of stage 1 got no gradient in this step, and the model gives"
+    ):
+        pipe.step(inputs, target=torch.zeros(len(inputs)))
+
+
+def test_a_parameter_that_the_model_does_not_train_is_told_once(tmp_path: Path) -> None:
+    package = Package.open(write(chain(2), tmp_path / "chain"))
+    first, last = package.manifest.stages
+    stages = first, structs.replace(last, untrained=("layer1.bias",))
+    pipe, inputs = _without_gradient(replace(package, manifest=structs.replace(package.manifest, stages=stages)))
+    with pytest.warns(UserWarning, match=r"^layer1\.bias \(stage 1\) got no gradient in a step, as in the model"):
+        pipe.step(inputs, target=torch.zeros(len(inputs)))
+    pipe.step(inputs, target=torch.zeros(len(inputs)))
+
+
+def _without_gradient(package: Package | Path, kernels: str = "autograd") -> tuple[Pipeline, Tensor]:
+    """A pipeline whose second stage detaches its bias, and a batch."""
+    pipe = pipeline(package, "1f1b", kernels, microbatches=2, loss_fn=loss)
+    layer = pipe.stages[1].layer1
+    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight, layer.bias.detach())
+    (inputs,) = batch(pipe.package.manifest, 2).values()
+    return pipe, inputs
+
+
+def test_an_input_that_requires_a_gradient_is_refused(tmp_path: Path) -> None:
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=loss)
+    (inputs,) = batch(pipe.package.manifest, 2).values()
+    inputs.requires_grad_()
+    pipe.eval(inputs)
+    with pytest.raises(BatchError, match=r"x requires a gradient.*\nTry: pass x\.detach\(\)"):
+        pipe.step(inputs, target=torch.zeros(len(inputs)))
 
 
 def test_thawing_what_the_package_has_frozen_is_refused(tmp_path: Path) -> None:
