@@ -220,6 +220,9 @@ LearningRateOption = Annotated[
 KernelsOption = Annotated[
     str, typer.Option(metavar="NAME", help="inductor (compiled), eager (divided, uncompiled) or autograd.")
 ]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Fail if a stage cannot be compiled, in place of leaving it to autograd.")
+]
 RunDeviceOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to run; with cuda, a GPU per rank.")]
 TimeoutOption = Annotated[
     float | None,

@@ -31,6 +31,7 @@ from pipegraph.cli.options import (
     RunDeviceOption,
     SequenceOption,
     StepsOption,
+    StrictOption,
     TimeoutOption,
     check_device,
 )
@@ -64,6 +65,7 @@ def run(
     check_weights: CheckWeightsOption = True,
     learning_rate: LearningRateOption = 1e-3,
     kernels: KernelsOption = "inductor",
+    strict: StrictOption = False,
     device: RunDeviceOption = "cpu",
     timeout: TimeoutOption = None,
     hardware: LinksOption = None,
@@ -104,7 +106,7 @@ def run(
             from pipegraph.workflows.train import Training
 
             training = Training(
-                package, chosen, source, device, learning_rate, kernels, timeout, weights, check_weights
+                package, chosen, source, device, learning_rate, kernels, timeout, weights, check_weights, strict
             )
             _train(training, package, chosen, steps, links, recalibrate, profile, json, say)
     except (Exception, KeyboardInterrupt) as error:
@@ -226,6 +228,7 @@ def _train(
             if not json:
                 say(str(step))
     measured = training.measured()
+    kernels, is_compiled = training.kernels()
     if not training.knows_loss:
         return
     compared = compare_run(package.manifest, schedule, measured, hardware)
@@ -235,9 +238,12 @@ def _train(
         "microbatches": schedule.microbatches,
         "steps": taken,
         "predicted_and_measured": run_comparison_dict(compared),
+        "kernels": kernels,
     }
     if not json:
         say(f"\n{render_run_comparison(compared)}")
+        if not is_compiled:
+            say("\n".join(["\nNot all is compiled:", *(f"  {line}" for line in kernels)]))
     if recalibrate is not None and hardware is not None:
         corrected = recalibrate_hardware(hardware, package.manifest, compared)
         write_target(recalibrate, corrected.to_json())

@@ -22,6 +22,8 @@ class KernelCount:
         symbolic: how many kernels are for many sizes: 1, and one more for each branch on sizes.
         autograd: how many shapes are left to autograd.
         conditions: of each symbolic one, what its sizes meet.
+        reasons: why shapes are left to autograd.
+        inlined: the repeated modules that are compiled anew wherever the code calls them, and why.
     """
 
     name: str
@@ -30,6 +32,8 @@ class KernelCount:
     symbolic: int
     autograd: int
     conditions: tuple[tuple[str, ...], ...]
+    reasons: tuple[str, ...] = ()
+    inlined: tuple[str, ...] = ()
 
     @property
     def compilations(self) -> int:
@@ -41,6 +45,8 @@ class KernelCount:
         parts = [f"{self.static} static", f"{self.symbolic} symbolic"]
         parts += [f"{self.autograd} left to autograd"] if self.autograd else []
         conditions = [" and ".join(each) for each in self.conditions if each]
+        parts[-1] += f" ({'; '.join(self.reasons)})" if self.reasons else ""
+        parts += self.inlined
         return f"{where}: {', '.join(parts)}{''.join(f'; for {each}' for each in conditions)}"
 
 
@@ -55,7 +61,7 @@ def kernels_report(kernels: Mapping[int, StageKernels]) -> list[KernelCount]:
         for variants in each.by_kind:
             functions = [variant.divided for variant in variants.every if variant is not None]
             left = len(variants.every) - len(functions)
-            counts.append(_count(each.name, (stage,), functions, left))
+            counts.append(_count(each.name, (stage,), functions, left, tuple(variants.reasons)))
             for block in (block for function in functions for block in _blocks(function)):
                 blocks.setdefault(block.family, {})[block] = None
                 stages.setdefault(block.family, {})[stage] = None
@@ -64,8 +70,11 @@ def kernels_report(kernels: Mapping[int, StageKernels]) -> list[KernelCount]:
     ]
 
 
-def _count(name: str, stages: tuple[int, ...], functions: list[DividedFunction], left: int) -> KernelCount:
+def _count(
+    name: str, stages: tuple[int, ...], functions: list[DividedFunction], left: int, reasons: tuple[str, ...] = ()
+) -> KernelCount:
     symbolic = [function for function in functions if function.sizes]
+    inlined = {name: why for function in functions for name, why in function.inlined.items()}
     return KernelCount(
         name,
         stages,
@@ -73,6 +82,8 @@ def _count(name: str, stages: tuple[int, ...], functions: list[DividedFunction],
         len(symbolic),
         left,
         tuple(tuple(function.sizes.described()) for function in symbolic),
+        reasons,
+        tuple(f"{name} in it compiled at each call ({why})" for name, why in inlined.items()),
     )
 
 

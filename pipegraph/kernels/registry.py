@@ -18,23 +18,31 @@ RECOMPUTE = ("none", "min-cut", "block")
 """What the backward computes again instead of reading it: nothing, what torch's partitioner chooses, or the block."""
 
 
-def _autograd(recompute: str, max_variants: int) -> Maker:
+def _autograd(recompute: str, max_variants: int, strict: bool) -> Maker:
+    if strict:
+        raise PipegraphError(
+            'kernels="autograd" leaves every stage to autograd, which strict=True refuses.\nTry: one of the two.'
+        )
     return AutogradKernels
 
 
-def _traced(name: str) -> Callable[[str, int], Maker]:
-    def maker(recompute: str, max_variants: int) -> Maker:
+def _traced(name: str) -> Callable[[str, int, bool], Maker]:
+    def maker(recompute: str, max_variants: int, strict: bool) -> Maker:
         from pipegraph.kernels.compilers import compiler, options  # which import torch's compiler
         from pipegraph.kernels.traced import TracedKernels
 
         return partial(
-            TracedKernels, compiler=compiler(name), options=options(name, recompute), max_variants=max_variants
+            TracedKernels,
+            compiler=compiler(name),
+            options=options(name, recompute),
+            max_variants=max_variants,
+            strict=strict,
         )
 
     return maker
 
 
-_MAKERS: dict[str, Callable[[str, int], Maker]] = {
+_MAKERS: dict[str, Callable[[str, int, bool], Maker]] = {
     "inductor": _traced("inductor"),
     "eager": _traced("eager"),
     "autograd": _autograd,
@@ -54,7 +62,7 @@ def check_recompute(recompute: object) -> None:
         )
 
 
-def maker(name: str, recompute: str = "min-cut", max_variants: int = 8) -> Maker:
+def maker(name: str, recompute: str = "min-cut", max_variants: int = 8, strict: bool = False) -> Maker:
     """Return what makes the kernels of one pipeline's stages. The stages share equal blocks.
 
     Args:
@@ -63,6 +71,7 @@ def maker(name: str, recompute: str = "min-cut", max_variants: int = 8) -> Maker
             pointwise operations again takes less time than writing and reading its results.
         max_variants: how many variants of a stage are traced, for different modes, dtypes, branches on sizes and so
             on. Further ones are left to autograd, with a warning.
+        strict: whether that, and a stage that cannot be traced, is an error instead.
 
     Raises:
         PipegraphError: an argument has another value.
@@ -74,7 +83,7 @@ def maker(name: str, recompute: str = "min-cut", max_variants: int = 8) -> Maker
     check_recompute(recompute)
     if max_variants < 1:
         raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.")
-    return _MAKERS[name](recompute, max_variants)
+    return _MAKERS[name](recompute, max_variants, strict)
 
 
 def make(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pipegraph.errors import PipegraphError
+from pipegraph.kernels.blocks.divided_function import reason_of
 from pipegraph.kernels.stage_variant import StageCall, StageVariant
 from pipegraph.kernels.symbolic.call_layout import CallLayout, Dimension, Shapes, call_layout
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers
@@ -38,10 +39,12 @@ class ShapeVariants:
 
     Attributes:
         refusal: why the stage cannot be traced with symbols, or None.
+        reasons: why shapes are left to autograd, each once.
     """
 
     def __init__(self) -> None:
         self.refusal: str | None = None
+        self.reasons: dict[str, None] = {}
         self._static: dict[Any, StageVariant | None] = {}
         self._symbolic: list[StageVariant] = []
         self._seen: list[Shapes] = []
@@ -87,7 +90,7 @@ class ShapeVariants:
             except (PipegraphError, MadeWhenCalled):
                 raise
             except Exception as error:  # many operations take numbers alone
-                self.refusal = _reason(error)
+                self.refusal = reason_of(error)
         key = call.shapes, call.strides
         try:
             self._static[key] = trace(call, None)
@@ -95,7 +98,8 @@ class ShapeVariants:
             raise
         except Exception as error:  # whatever an operation raises on a tensor without memory
             self._static[key] = None
-            return FittingVariant(None, refusal=_reason(error))
+            self.reasons[reason_of(error)] = None
+            return FittingVariant(None, refusal=reason_of(error))
         return FittingVariant(self._static[key])
 
     def _add_symbolic(self, call: StageCall, names: Sequence[Sequence[Dimension]], trace: Trace) -> FittingVariant:
@@ -114,13 +118,9 @@ class ShapeVariants:
         """Return what is known of shapes that are left to autograd, or None if there is none."""
         refused = ShapeVariants()
         refused._static = {key: None for key, variant in self._static.items() if variant is None}
+        refused.reasons = self.reasons
         return refused if refused._static else None
 
 
 def _shapes(variant: StageVariant) -> Any:
     return None if variant.layout is None else variant.layout.shapes
-
-
-def _reason(error: Exception) -> str:
-    reason = str(error).strip().partition("\n")[0] or "no reason given"
-    return f"{type(error).__name__}: {reason}"

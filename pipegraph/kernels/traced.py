@@ -47,7 +47,8 @@ class TracedKernels:
     A stage is traced at its first call, and again if its mode, `requires_grad`, a dtype, autocast, or the identity of
     its modules, parameters or buffers changes; a stage includes the loss behind it. It is also traced for the first two
     shapes of its inputs, and then once for all others, with symbols for sizes. After `retrace` everything is traced
-    again. What cannot be traced, and a variant beyond `max_variants`, is left to autograd with a warning.
+    again. What cannot be traced, and a variant beyond `max_variants`, is left to autograd with a warning; if `strict`,
+    PipegraphError is raised.
     """
 
     def __init__(
@@ -59,11 +60,13 @@ class TracedKernels:
         compiler: Compiler,
         options: TraceOptions,
         max_variants: int,
+        strict: bool = False,
     ) -> None:
         self._stage = StageSpec(stage, tuple(input_gradients), tuple(output_gradients), loss)
         self._compiler = compiler
         self._options = options
         self._max_variants = max_variants
+        self._strict = strict
         self._autograd = AutogradKernels(stage, input_gradients, output_gradients, loss)
         self._guard: TraceGuard | None = None  # made at the first call: until then the stage may change
         self._names: list[Sequence[Dimension]] = []
@@ -231,7 +234,9 @@ class TracedKernels:
         self._variants = {key: variants for key, variants in refused.items() if variants is not None}
 
     def _warn(self) -> None:
-        """Warn, once, that autograd has taken over."""
+        """Warn, once, that autograd has taken over, or raise PipegraphError."""
+        if self._refusal is not None and self._strict:
+            raise PipegraphError(f"{self._refusal}.\nTry: without strict, or change what cannot be traced.")
         if self._refusal is not None and self._refusal not in self._warned:
             self._warned.add(self._refusal)
             warnings.warn(self._refusal, stacklevel=3)

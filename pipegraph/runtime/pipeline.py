@@ -80,8 +80,8 @@ class Pipeline:
             package's, in the stages' dtypes. Each process reads those of its own stages, and no file without any.
         max_variants: how many variants of a stage are traced, counted from the last `retrace`: for its modes, dtypes,
             branches on sizes and so on. One more is left to autograd, with a warning.
-        check_weights: whether a shard of the package's weights that is not as it was written is an error. Each process
-            checks those that it reads.
+        check_weights: whether it is an error if a shard that this process reads is not as it was written.
+        strict: whether it is an error if a stage is left to autograd.
 
     Attributes:
         last_sizes: the sizes of the last step, on every rank; None before the first.
@@ -107,6 +107,7 @@ class Pipeline:
         weights: str | PathLike[str] | None = None,
         max_variants: int = 8,
         check_weights: bool = True,
+        strict: bool = False,
     ) -> None:
         self._loss_fn = loss_fn
         self.kernels = kernels if isinstance(kernels, str) else "custom"
@@ -126,9 +127,7 @@ class Pipeline:
             self.ranks = (world.rank,) if world else tuple(range(self.schedule.ranks))
             placement = self.schedule.placement
             own = [stage for stage, rank in enumerate(placement) if rank in self.ranks]
-            self.stages: dict[int, nn.Module] = parameters.load_stages(
-                self.package, own, self.device, weights, check_weights
-            )
+            self.stages = parameters.load_stages(self.package, own, self.device, weights, check_weights)
             if parallelize_fn is not None:
                 self.stages, manifest = parameters.parallelize_stages(self.package, self.stages, parallelize_fn)
                 self.package = replace(self.package, manifest=manifest)
@@ -137,7 +136,7 @@ class Pipeline:
             self._missing = parameters.MissingGradients(manifest)
             self._ties = TiedWeights(manifest, self.stages, placement, self.ranks)
             wiring = stage_wirings(manifest)
-            make = maker(kernels, recompute, max_variants) if isinstance(kernels, str) else kernels
+            make = maker(kernels, recompute, max_variants, strict) if isinstance(kernels, str) else kernels
             self._kernels = make_kernels(make, self.stages, wiring, packed_loss(manifest, loss_fn))
             self._executors = StepExecutors(
                 self.schedule,
@@ -257,10 +256,10 @@ class Pipeline:
         with self._guard:
             return self._processes.gather(figures)
 
-    def broadcast_text(self, text: str) -> str:
-        """Broadcast rank 0's text. Collective: every rank must call it."""
+    def gather_text(self, text: str) -> list[str]:
+        """The texts of every process, by rank. Collective: every rank must call it."""
         with self._guard:
-            return self._processes.broadcast_text(text)
+            return self._processes.gather_text(text)
 
     def clock_offset(self) -> ClockOffset:
         """Measure by messages how far this process's clock is from rank 0's. Collective: every rank must call it."""

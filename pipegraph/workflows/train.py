@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ class Training:
         timeout: seconds that a rank waits for another one.
         weights: folder of a Hugging Face checkpoint to read weights from; by default the package's own.
         check_weights: as in `Pipeline`.
+        strict: whether it is an error if a stage is left to autograd.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Training:
         timeout: float | None = None,
         weights: Path | None = None,
         check_weights: bool = True,
+        strict: bool = False,
     ) -> None:
         manifest, microbatches = package.manifest, schedule.microbatches
         self._source = source
@@ -86,6 +89,7 @@ class Training:
             timeout=TIMEOUT if timeout is None else timeout,
             weights=weights,
             check_weights=check_weights,
+            strict=strict,
         )
         self._device = local_device(device)
         self._optimizer = torch.optim.AdamW([{"params": list(self._pipeline.parameters())}], lr=learning_rate)
@@ -171,6 +175,13 @@ class Training:
             kernels=self._kernels,
             bubble=statistics.median(self._bubbles) if self._bubbles else None,
         )
+
+    def kernels(self) -> tuple[list[str], bool]:
+        """Return for each stage and block what is compiled, and whether all is. Collective: every process calls it."""
+        counts = self._pipeline.kernels_report()
+        own = json.dumps([[str(count), not (count.autograd or count.inlined)] for count in counts])
+        rows = [row for text in self._pipeline.gather_text(own) for row in json.loads(text)]
+        return [line for line, _ in rows], all(is_compiled for _, is_compiled in rows)
 
     def _holds(self, rank: int) -> bool:
         return any(self._pipeline.schedule.placement[stage] == rank for stage in self._pipeline.stages)

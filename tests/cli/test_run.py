@@ -245,6 +245,25 @@ def test_a_rank_that_hangs_is_named_and_ended(
     assert _processes_that_name(broken) == []
 
 
+@pytest.mark.filterwarnings("ignore:Stage1 cannot be traced")
+def test_what_is_left_to_autograd_is_said_at_the_end_and_refused_if_strict(
+    pipegraph: Command, chain: Path, tmp_path: Path
+) -> None:
+    broken = Path(shutil.copytree(chain, tmp_path / "broken"))
+    stage = broken / "stage_1.py"
+    stage.write_text(
+        re.sub(r"(    def forward\(self, (\w+).*\n)", r"\1        \2.sum().item()\n", stage.read_text(), count=1)
+    )
+    options = ("run", broken, "--nproc", 1, "--kernels", "eager")
+    done = pipegraph(*options)
+    assert done.code == 0, done.err
+    assert "\nNot all is compiled:\n  Stage0 (stage 0): 1 static, 0 symbolic\n  Stage1 (stage 1): " in done.out
+    assert "1 left to autograd (DataDependentOutputException: " in done.out
+    done = pipegraph(*options, "--strict")
+    assert done.code == 4
+    assert "Stage1 cannot be traced and is left to autograd" in done.err
+
+
 def test_training_lowers_the_loss(pipegraph: Command, chain: Path) -> None:
     first, second, third = map(
         float, losses(pipegraph("run", chain, "--kernels", "eager", "--nproc", 1, "--steps", 3).out)

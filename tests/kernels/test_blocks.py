@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from pipegraph.kernels import make, maker
 from pipegraph.kernels.blocks import differentiate
+from pipegraph.kernels.kernel_report import kernels_report
 from tests.kernels.cases import build
 from tests.kernels.stages import Function, Layers, assert_as_autograd, linear, x
 
@@ -117,3 +118,14 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale
+
+
+def test_the_report_says_which_block_could_not_be_traced_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such block\nmore")
+
+    monkeypatch.setattr(differentiate, "_differentiate_call", fail)
+    kernels = assert_as_autograd(nn.Sequential(Factor(), Factor()), (x,))
+    (count,) = kernels_report({0: kernels})
+    inlined = "Factor in it compiled at each call (RuntimeError: no such block)"
+    assert str(count) == f"Sequential (stage 0): 1 static, 0 symbolic, {inlined}"

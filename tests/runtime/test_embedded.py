@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
+from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Schedule
 from tests.runtime.packages import Reference, batch, loss, write
@@ -197,6 +198,37 @@ def test_a_stage_that_fails_before_its_first_action_is_named(method: str, tmp_pa
     expected = r"^rank 1 failed in stage 1, before action 1F0, microbatch 0: ValueError: broken on purpose"
     with pytest.raises(RuntimeFault, match=expected):
         pipe.step(x, target=torch.zeros(4))
+
+
+def read_a_value(_: object, inputs: tuple[Tensor, ...]) -> None:
+    """A hook that no graph can hold."""
+    inputs[0].sum().item()
+
+
+def test_a_stage_that_is_left_to_autograd_is_an_error_if_strict(tmp_path: Path) -> None:
+    package = Package.open(write(chain(2), tmp_path / "chain"))
+    (x,) = batch(package.manifest, 2).values()
+    with pytest.raises(PipegraphError, match="leaves every stage to autograd, which strict=True refuses"):
+        pipeline(package, microbatches=2, loss_fn=loss, strict=True)
+    pipe = pipeline(package, "1f1b", "eager", microbatches=2, loss_fn=loss, strict=True)
+    pipe.step(x, target=torch.zeros(4))
+    pipe.stages[1].register_forward_pre_hook(read_a_value)
+    for _ in range(2):
+        with pytest.raises(RuntimeFault, match=r"in stage 1, .*: PipegraphError: Stage1 cannot be traced"):
+            pipe.step(x, target=torch.zeros(4))
+
+
+def test_the_report_says_why_a_stage_is_left_to_autograd(tmp_path: Path) -> None:
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), "1f1b", "eager", microbatches=2, loss_fn=loss)
+    pipe.stages[1].register_forward_pre_hook(read_a_value)
+    (x,) = batch(pipe.package.manifest, 2).values()
+    with pytest.warns(UserWarning, match="Stage1 cannot be traced"):
+        pipe.step(x, target=torch.zeros(4))
+    first, second = map(str, pipe.kernels_report())
+    assert first == "Stage0 (stage 0): 1 static, 0 symbolic"
+    assert second.startswith(
+        "Stage1 (stage 1): 0 static, 0 symbolic, 1 left to autograd (DataDependentOutputException: "
+    )
 
 
 def test_two_threads_in_one_pipeline_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipegraph.kernels import internals
 from pipegraph.kernels.autocast import autocast_as
 from pipegraph.kernels.blocks.block_sizes import Layout
-from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.blocks.divided_function import DividedFunction, reason_of
 from pipegraph.kernels.blocks.repeated_modules import RecordedCall, RepeatedModules
 from pipegraph.kernels.graphs import joint_graph
 from pipegraph.kernels.internals import tree_leaves, tree_unflatten
@@ -69,12 +69,14 @@ def differentiate(
         leaves = [_new_leaf(primal) for primal in primals]
         with internals.python_dispatch(), blocks.recording(), state.replaced(leaves[: len(state)]):
             outputs = function(leaves)
+    inlined: dict[str, str] = {}
     while waiting := [record for record in blocks.outermost() if record.block is None]:
         for record in waiting:
             try:
                 record.block = block_of(record, options)
-            except Exception:  # then it is traced as a part of what calls it, and the blocks inside it by themselves
+            except Exception as error:  # then it is traced as a part of its caller, and the blocks in it by themselves
                 record.is_refused = True
+                inlined[type(record.module).__name__] = reason_of(error)
     tangents = [
         torch.empty_like(output, requires_grad=False)  # with the output's strides, unless its elements overlap
         if output.requires_grad and has_gradient(index, output)
@@ -86,7 +88,7 @@ def differentiate(
         joint = joint_graph.trace(function, state, leaves, tangents, options.decompositions(), sizes)
     called = [record.block for record in blocks.records.values() if record.block is not None]
     is_input = [index >= len(state) for index in range(len(primals))]
-    return DividedFunction(type(root).__name__, joint, is_input, options.recompute, called)
+    return DividedFunction(type(root).__name__, joint, is_input, options.recompute, called, inlined)
 
 
 def block_of(record: RecordedCall, options: TraceOptions) -> DividedFunction:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,12 @@ from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, dimensio
 from pipegraph.verification import verifying
 
 
+def reason_of(error: Exception) -> str:
+    """Why something cannot be traced, in one line."""
+    reason = str(error).strip().partition("\n")[0] or "no reason given"
+    return f"{type(error).__name__}: {reason}"
+
+
 class DividedFunction:
     """The joint graph of a stage or of a block, divided. All calls of equal blocks share one.
 
@@ -30,6 +36,8 @@ class DividedFunction:
         is_input: of each primal, whether its gradient belongs to I.
         recompute: what the backward computes again, one of `registry.RECOMPUTE`.
         blocks: the blocks that the graph calls by number. They live as long as this does.
+        inlined: the repeated modules that could not be traced by themselves and are part of this graph, and why: by
+            their classes.
 
     Attributes:
         sizes: those that may differ between calls.
@@ -37,7 +45,13 @@ class DividedFunction:
     """
 
     def __init__(
-        self, name: str, joint: JointGraph, is_input: Sequence[bool], recompute: str, blocks: Sequence[DividedFunction]
+        self,
+        name: str,
+        joint: JointGraph,
+        is_input: Sequence[bool],
+        recompute: str,
+        blocks: Sequence[DividedFunction],
+        inlined: Mapping[str, str],
     ) -> None:
         self.name, self.joint, self.sizes = name, joint, joint.sizes
         self.number = block_operation.register(self)
@@ -46,6 +60,7 @@ class DividedFunction:
         self._strides: dict[fx.Node, SizeMap] = {}
         self._runs_with_ones: dict[tuple[bool, ...], bool] = {}  # by which sizes are 1
         self.blocks = tuple(blocks)
+        self.inlined = dict(inlined)
         self._is_input = tuple(is_input)
         self._saved = saved_values(joint, recompute)
         self._backward: dict[GradientMask, BackwardGraphs] = {}
@@ -53,7 +68,7 @@ class DividedFunction:
 
     def with_recompute(self, recompute: str) -> DividedFunction:
         """The same joint graph, divided so that the backward computes something else again."""
-        return DividedFunction(self.name, self.joint, self._is_input, recompute, self.blocks)
+        return DividedFunction(self.name, self.joint, self._is_input, recompute, self.blocks, self.inlined)
 
     @cached_property
     def full_mask(self) -> GradientMask:

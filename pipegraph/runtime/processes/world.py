@@ -30,8 +30,8 @@ class LoneProcess:
     def gather(self, figures: Sequence[float]) -> list[list[float]]:
         return [list(figures)]
 
-    def broadcast_text(self, text: str) -> str:
-        return text
+    def gather_text(self, text: str) -> list[str]:
+        return [text]
 
     def clock_offset(self) -> ClockOffset:
         return ClockOffset()
@@ -91,15 +91,17 @@ class World:
         rows: list[list[float]] = table.tolist()
         return rows
 
-    def broadcast_text(self, text: str) -> str:
-        """Broadcast rank 0's text. Collective: every rank must call it."""
-        length = int(self.gather([len(text.encode())])[0][0])
-        letters = torch.zeros(length, dtype=torch.uint8)
-        if self.rank == 0 and text:
-            letters = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        if length:
-            self._control.broadcast(letters, 0)
-        return bytes(letters.tolist()).decode()
+    def gather_text(self, text: str) -> list[str]:
+        """The texts of every rank, by rank. Collective: every rank must call it."""
+        texts = []
+        for sender, (length,) in enumerate(self.gather([len(text.encode())])):
+            letters = torch.zeros(int(length), dtype=torch.uint8)
+            if self.rank == sender and text:
+                letters = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            if length:
+                self._control.broadcast(letters, sender)
+            texts.append(bytes(letters.tolist()).decode())
+        return texts
 
     def clock_offset(self) -> ClockOffset:
         """Measure this process's clock against that of rank 0. Collective: every rank must call it."""

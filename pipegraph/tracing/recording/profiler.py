@@ -166,7 +166,7 @@ class LoopProfiler:
         if self._failed or not self._losses:
             return
         clock = self._clock.until(ended := self._pipe.clock_offset())
-        digits = self._pipe.broadcast_text(str(time.time_ns()))
+        digits = self._pipe.gather_text(str(time.time_ns()))[0]
         first, last = min(self._losses), max(self._losses)
         trace: dict[str, Any] = {}
         run_on_all_ranks(self._pipe, Path(tempfile.gettempdir()), lambda: trace.update(export_trace(self._torch)))

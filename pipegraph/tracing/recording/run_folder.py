@@ -132,7 +132,7 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
     schedule, manifest = pipe.schedule, pipe.package.manifest
     words = (manifest.model.class_name or "model").lower(), schedule.name, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     name = "_".join(re.sub(r"[^\w.-]+", "-", word) for word in words)
-    run = pipe.broadcast_text(uuid.uuid4().hex)
+    run = pipe.gather_text(uuid.uuid4().hex)[0]
     about = {
         "schema_version": SCHEMA_VERSION,
         "generator": f"pipegraph {__version__}",
@@ -157,7 +157,7 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
             folder.path = _make_new(parent, name)
 
     run_on_all_ranks(pipe, parent, make)
-    made, _, own = pipe.broadcast_text(f"{folder.made} {folder.path.name}").partition(" ")
+    made, _, own = pipe.gather_text(f"{folder.made} {folder.path.name}")[0].partition(" ")
     folder.path, folder.made = parent / own, int(made)
 
     def fill() -> None:
