@@ -29,7 +29,7 @@ DELAYS: Final = {  # moment → how many seconds after its beginning the signal 
 STEPS: Final = 4
 SECONDS: Final = 10.0
 """How long the others may take to end after a death, or after the timeout of a rank that is stopped."""
-_END_SECONDS: Final = 120.0  # until a launcher counts as hung; torchrun gives a stopped rank 30 s to end
+_END_SECONDS: Final = 180.0  # until a launcher counts as hung; torchrun gives a stopped rank 30 s to end
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ class FaultTry:
             f"{self.fault.moment} {self.fault.call} + {self.fault.delay * 1000:.0f} ms"
         )
 
+    @property
+    def options(self) -> list[str]:
+        """What is run."""
+        kernels = "inductor" if self.fault.moment == "compilation" else "eager"
+        return ["--schedule", self.schedule, "--microbatches", "8", "--kernels", kernels]
+
     def run(self, package: Path, folder: Path, environment: Mapping[str, str]) -> str | None:
         """Return what was wrong; empty if nothing; None if the run was over before the signal came."""
         temporary = folder / "tmp"
@@ -72,8 +78,7 @@ class FaultTry:
             "TMPDIR": str(temporary),
             "OMP_NUM_THREADS": "1",
         }
-        kernels = "inductor" if self.fault.moment == "compilation" else "eager"
-        options = ["--schedule", self.schedule, "--microbatches", "8", "--steps", str(STEPS), "--kernels", kernels]
+        options = [*self.options, "--steps", str(STEPS)]
         if self.fault.moment == "saving":
             options += ["--profile", str(folder / "runs")]
         command = ["-m", "pipegraph", "run", str(package), *options, "--timeout", str(self.timeout)]

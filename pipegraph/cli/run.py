@@ -89,7 +89,10 @@ def run(
     if profile is not None:
         _check_profile(steps)
     from pipegraph.runtime.processes.launch import exit_with_parent, is_launched, record_failure
+    from pipegraph.runtime.processes.timeouts import check_timeout
 
+    if timeout is not None:
+        check_timeout(timeout)
     try:
         exit_with_parent()
         if profile is not None:
@@ -164,7 +167,8 @@ def _launch(context: typer.Context, processes: int, debug: bool) -> None:
         if value is not None and not isinstance(value, bool)
     ]
     with progress(f"starting {processes} processes") as say, relay_progress(say) as environment:
-        arguments = ["-m", "pipegraph", "run", str(context.params["out"]), *given]
+        # -P: without the working folder on sys.path, as for the command that started this process.
+        arguments = ["-P", "-m", "pipegraph", "run", str(context.params["out"]), *given]
         launch(arguments, processes, debug, environment, [str(Path(file).parent) for file in environment.values()])
 
 

@@ -86,6 +86,7 @@ def price(
     cache: Cache | None = None,
     kept: Collection[int] = (),
     traced: dict[str, DividedFunction] | None = None,
+    stages: int = 1,
 ) -> PricedModel:
     """Price every segment of a model for one microbatch, each distinct block once.
 
@@ -102,13 +103,16 @@ def price(
         kept: positions in ``Captured.nodes`` at which the chain is always cut.
         traced: filled with the derivatives of blocks, by a hash of their structure, and read: for prices with another
             ``recompute``.
+        stages: how many are to be made. Nothing is priced if the segments are too few for them.
 
     Raises:
-        PlanError: the method is unknown; ``type:`` matches nothing; the blocks to measure do not fit the device.
+        PlanError: there are too few segments; the method is unknown; ``type:`` matches nothing; the blocks to measure
+            do not fit the device.
     """
     name, pattern = parse_balance(method, PRICED)
     begins = begins_of_type(captured, pattern) if name == "type" else ()
     chain = find_chain(captured, inside_layers=name != "type", kept={*kept, *begins})
+    chain.check_stages(stages)
     hardware, setting = hardware or Hardware.load("cpu"), setting or MeasureOptions()
     gpu = not setting.device.startswith("cpu") if name == "measured" else hardware.first_touch is None
     parts = group_segments(chain, BlockOptions(loss, recompute, gpu, {} if traced is None else traced))

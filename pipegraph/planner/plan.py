@@ -156,7 +156,7 @@ def _best_plan(captured: Captured, options: PlanOptions, stages: int) -> Plan:
     # Before anything is priced, this refuses a schedule that cannot have so many stages.
     options = options.on_ranks(options.schedule_of(stages).ranks)
     options.check_parameters_fit(captured)
-    costs = options.price(captured)
+    costs = options.price(captured, stages=stages)
     try:
         return plan_of(refine_cuts(choose_cuts(costs, options, stages)))
     except MemoryShortage as shortage:

@@ -25,7 +25,7 @@ from pipegraph.planner.solver.solve_arguments import memory_of_ranks, resolve_sc
 from pipegraph.progress import report_progress
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import find_recipe
-from pipegraph.units import bytes_option, format_bytes, format_number_of
+from pipegraph.units import bytes_option, format_bytes
 
 
 class ChainCosts:
@@ -114,11 +114,16 @@ class PlanOptions:
         return memory_of_ranks(self.memory_bytes, ranks) or (math.inf,) * ranks
 
     def price(
-        self, captured: Captured, kept: Collection[int] = (), traced: dict[str, DividedFunction] | None = None
+        self,
+        captured: Captured,
+        kept: Collection[int] = (),
+        traced: dict[str, DividedFunction] | None = None,
+        stages: int = 1,
     ) -> ChainCosts:
         """Price a model by the balance. Segments are cut at the operations ``kept`` in any case.
 
-        ``traced`` is shared by prices that differ in ``recompute`` alone.
+        ``traced`` is shared by prices that differ in ``recompute`` alone. Raises PlanError, before anything is priced,
+        if there are fewer segments than ``stages``.
         """
         return ChainCosts(
             price(
@@ -131,6 +136,7 @@ class PlanOptions:
                 self.cache,
                 kept,
                 traced,
+                stages,
             )
         )
 
@@ -142,12 +148,7 @@ class PlanOptions:
         """Find the best cuts, if a stage costs the sum of its segments. Raises as `solve` does."""
         report_progress("looking for the best cuts")
         chain = costs.priced.chain
-        if stages > len(chain.segments):
-            segments = format_number_of("segment", len(chain.segments))
-            raise PlanError(
-                f"{chain.captured.model_name} can be cut into {segments}, which is too few for {stages} stages.\n"
-                f"Try: --stages {len(chain.segments)} or fewer."
-            )
+        chain.check_stages(stages)
         return solve(
             costs.segments,
             stages,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
 from weakref import WeakValueDictionary
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.units import format_number_of
+
+MOST: Final = 2_000_000
+"""Forwards of a step. More would take minutes and gigabytes before anything runs."""
 
 # A schedule never changes, so one that is in use is returned again, with its cached properties.
 _in_use: WeakValueDictionary[tuple[str, int, int, int], Schedule] = WeakValueDictionary()
@@ -32,6 +36,11 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
         raise ScheduleError(
             f"{recipe.name} cannot have {format_number_of('chunk', chunks)}: a rank holds {recipe.chunks} in it. "
             f"Leave chunks out, or give chunks={recipe.chunks}."
+        )
+    if ranks * chunks * microbatches > MOST:
+        raise ScheduleError(
+            f"{recipe.name} cannot have {microbatches} microbatches on {format_number_of('stage', ranks * chunks)}: "
+            f"a step has {MOST} forwards at most.\nTry: {MOST // (ranks * chunks)} microbatches or fewer."
         )
     if why := recipe.rule(ranks, microbatches):
         asked = f"{format_number_of('microbatch', microbatches)} on {format_number_of('rank', ranks)}"

@@ -34,12 +34,17 @@ def losses(out: str) -> list[str]:
     return [match[2] for match in found if match]
 
 
-def test_one_two_and_torchrun_processes_agree(pipegraph: Command, chain: Path) -> None:
+def test_one_two_and_torchrun_processes_agree(
+    pipegraph: Command, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a working folder that has a file of the name of a module of Python's, which they do not import."""
+    monkeypatch.chdir(tmp_path)
+    Path("html.py").write_text("raise AssertionError('imported')\n")
     options = [*AUTOGRAD, "--microbatches", 4, "--steps", 2]
     alone = pipegraph("run", chain, "--nproc", 1, *options)
     own = pipegraph("run", chain, *options)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    under = program(*torchrun, "-m", "pipegraph", "run", chain, *options)
+    under = program(*torchrun, "-m", "pipegraph", "run", chain, *options, cwd=tmp_path)
     assert (alone.code, own.code, under.code) == (0, 0, 0), (alone, own, under)
     assert own.err == ""
     assert len(losses(alone.out)) == 2

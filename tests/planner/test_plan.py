@@ -211,3 +211,12 @@ def test_a_module_without_parameters_is_listed_where_a_stage_begins_with_it() ->
     graph = pipegraph.capture(model, (torch.ones(2, 4),))
     assert pipegraph.plan(graph, points=["2"]).describe() == ["stage 0: 0 – 1", "stage 1: 2 – 3, 5"]
     assert pipegraph.plan(graph, points=["1:end"]).describe() == ["stage 0: 0 – 1", "stage 1: 3, 5"]
+
+
+def test_too_many_stages_are_refused_before_anything_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def price(*_: object) -> None:
+        raise AssertionError("priced")
+
+    monkeypatch.setattr("pipegraph.cost.price.group_segments", price)
+    with pytest.raises(PlanError, match="Chain can be cut into 5 segments, which is too few for 6 stages"):
+        pipegraph.plan(captured("tests/models/chain.py"), stages=6)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
+from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Schedule
@@ -198,6 +199,12 @@ def test_a_stage_that_fails_before_its_first_action_is_named(method: str, tmp_pa
     expected = r"^rank 1 failed in stage 1, before action 1F0, microbatch 0: ValueError: broken on purpose"
     with pytest.raises(RuntimeFault, match=expected):
         pipe.step(x, target=torch.zeros(4))
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), True, "8"])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"^timeout cannot be .*: give the seconds that a rank waits"):
+        pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss, timeout=timeout)
 
 
 def read_a_value(_: object, inputs: tuple[Tensor, ...]) -> None:

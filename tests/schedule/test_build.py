@@ -240,3 +240,11 @@ def test_what_is_refused_and_what_is_advised_instead(name: str, ranks: int, micr
         build(name, ranks, number)
     for number in (int(word) for word in of_ranks.split() if word.isdigit()):
         build(name, number, microbatches)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_more_microbatches_than_a_step_can_have_are_refused_at_once(name: str) -> None:
+    stages = 4 if name == "1f1b" else 8
+    expected = f"{name} cannot have 10000000 microbatches on {stages} stages: .*Try: {2_000_000 // stages} microbatches"
+    with pytest.raises(ScheduleError, match=f"(?s){expected}"):
+        build(name, 4, 10**7)

@@ -18,10 +18,12 @@ import torch
 from torch import fx
 
 from pipegraph.cost.stage_cost import count_flops, value_bytes
+from pipegraph.errors import PlanError
 from pipegraph.graph.captured import BRANCH, Captured
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.replicated_values import parameter_free, replication_of
 from pipegraph.graph.partition.split_points import Point, SplitPoint
+from pipegraph.units import format_number_of
 
 # A cut inside a layer that carries more than this many times what lighter cuts before and behind it carry is left out.
 _HEAVIER = 2
@@ -53,6 +55,15 @@ class Chain:
 
     captured: Captured = field(repr=False)
     segments: tuple[FineSegment, ...]
+
+    def check_stages(self, stages: int) -> None:
+        """Raise PlanError if the segments are too few for so many stages."""
+        if stages > len(self.segments):
+            segments = format_number_of("segment", len(self.segments))
+            raise PlanError(
+                f"{self.captured.model_name} can be cut into {segments}, which is too few for {stages} stages.\n"
+                f"Try: --stages {len(self.segments)} or fewer."
+            )
 
     def nodes(self, start: int, stop: int) -> tuple[fx.Node, ...]:
         """The operations of the segments ``start`` … ``stop`` − 1."""

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
+
+from pipegraph.errors import ArgumentError
 
 _T = TypeVar("_T")
+
+LONGEST: Final = 1e8
+"""Seconds: three years. Torch takes a timeout in milliseconds that fit into 64 bits."""
+
+
+def check_timeout(seconds: object) -> None:
+    """Raise ArgumentError unless this is a number of seconds for which a rank can wait."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.001 <= seconds <= LONGEST:
+        raise ArgumentError(
+            f"timeout cannot be {seconds!r}: give the seconds that a rank waits for another one, from 0.001 to "
+            f"{LONGEST:g}.\nTry: timeout=1800, which is longer than any step."
+        )
 
 
 def call_within(seconds: float, function: Callable[[], _T]) -> _T:

@@ -18,7 +18,7 @@ from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group, lost_connections
 from pipegraph.runtime.processes.launch import exit_with_parent
 from pipegraph.runtime.processes.meeting import Meeting, environment_store, restart_count
-from pipegraph.runtime.processes.timeouts import call_within
+from pipegraph.runtime.processes.timeouts import call_within, check_timeout
 
 _CLOSING_SECONDS: Final = 10.0
 """How long NCCL may take for what is on its way when everything ends."""
@@ -139,6 +139,7 @@ def join_world(
     The world is None in a plain process, which holds all stages. The default group is made if the environment is that
     of a launcher such as torchrun. `timeout` is how many seconds a rank waits for another one, here as well.
     """
+    check_timeout(timeout)
     exit_with_parent()
     if not dist.is_initialized():
         if group is None and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
