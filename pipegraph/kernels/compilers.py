@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,7 +86,38 @@ def _inductor(modules: Sequence[fx.GraphModule]) -> list[Run]:
 
 
 def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
-    """Compile functional graphs of ATen operations with Inductor, all at once. Return the error of one that fails."""
+    """Compile functional graphs of ATen operations with Inductor, all at once. Return the error of one that fails.
+
+    A run that is killed may leave a part of a file in Inductor's cache, which would fail for ever: it is removed, and
+    what needs it compiled again.
+    """
+    start = time.time()
+    results = _compile_together(modules)
+    again = [
+        index
+        for index, result in enumerate(results)
+        if isinstance(result, Exception) and _remove_damaged_files(result, start)
+    ]
+    for index, result in zip(again, _compile_together([modules[index] for index in again]), strict=True):
+        results[index] = result
+    return results
+
+
+def _remove_damaged_files(error: BaseException | None, start: float) -> bool:
+    """Remove the files of Inductor's cache that could not be loaded, if they were there at the start. Return whether
+    there were any. Another process may have written them anew since."""
+    folder, removed = Path(internals.cache_folder()).resolve(), False
+    while error is not None:
+        for name in re.findall(r"/\S+?\.(?:py|so)\b", str(error)):
+            file = Path(name).resolve()
+            if folder in file.parents and file.exists() and file.stat().st_mtime < start:
+                file.unlink(missing_ok=True)
+                removed = True
+        error = error.__cause__ or error.__context__
+    return removed
+
+
+def _compile_together(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
     results: list[Run | Exception] = []
     ends: list[int] = []
     with warnings.catch_warnings():

@@ -309,6 +309,13 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
+def cache_folder() -> str:
+    """Return the folder in which Inductor keeps what it compiled. Public torch has only the variable that sets it."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
 def _compiled(module: fx.GraphModule, examples: list[Any]) -> Run:
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
