@@ -154,6 +154,22 @@ def test_children_end_with_their_parent(child: Path, tmp_path: Path) -> None:
             parent.kill()
 
 
+def test_ranks_of_torchrun_end_when_it_is_killed(child: Path) -> None:
+    start = f"import subprocess, sys; subprocess.run([sys.executable, {str(child)!r}, 'time.sleep(60)'])"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "1", "RANK": "1"}
+    torchrun = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.PIPE, env=environment)
+    try:
+        assert torchrun.stderr is not None
+        assert torchrun.stderr.readline() == b"rank 1 starts\n"  # by now it looks after its parent
+        assert _running(child) == 1
+        torchrun.kill()
+        torchrun.wait()
+        _wait_until(lambda: _running(child) == 0)
+    finally:
+        torchrun.kill()
+        torchrun.communicate()
+
+
 def test_processes_that_can_run_a_schedule() -> None:
     built = schedule.build("1f1b", 4, 8)
     check_processes(built, 1)

@@ -128,7 +128,9 @@ def record_failure(error: BaseException) -> None:
         "class": public,
         "victim": is_victim,
     }
-    Path(path).write_text(json.dumps(failure), encoding="utf-8")
+    part = Path(f"{path}.part")  # a rank that is killed meanwhile leaves no half of a file to read
+    part.write_text(json.dumps(failure), encoding="utf-8")
+    part.replace(path)
 
 
 def exit_with_parent() -> None:
