@@ -82,7 +82,7 @@ def run(
         steps = _STEPS if profile is None else _PROFILED_STEPS
     if model is None and (batch is not None or seq is not None):
         raise typer.BadParameter(
-            "they belong to --model hf:…; without it the package's own sizes are used.", param_hint="--batch / --seq"
+            "they belong to --model; without it the package's own sizes are used.", param_hint="--batch / --seq"
         )
     if recalibrate is not None:
         _check_recalibrate(steps, kernels)

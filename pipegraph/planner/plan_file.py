@@ -128,7 +128,7 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
             problem = f"is of a model with {self.model.parameters:,} parameters, and this one has {count:,}"
         elif _inputs(captured) != self.inputs:
             problem = f"is for the inputs {_listed(self.inputs)}, and this model has {_listed(_inputs(captured))}"
-            instead = "the same inputs (--batch and --seq for hf: models), or pipegraph plan with these"
+            instead = "the same inputs (--batch and --seq), or pipegraph plan with these"
         if problem:
             raise PlanError(f"The plan {problem}.\nTry: {instead}.")
         if memory_bytes is not None and self.peak > memory_bytes:

@@ -43,9 +43,11 @@ def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) ->
 
 
 def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
-    """Return the example inputs and target of a model file, repeated for each microbatch."""
+    """Return the example inputs and target of a model file, repeated for each microbatch, with as many rows and tokens
+    as the source asks for."""
 
     def repeat(leaf: Any) -> Any:
+        leaf = _resized(source, leaf)
         return torch.cat([leaf] * microbatches) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
 
     return Batch(_map(repeat, source.args), _map(repeat, source.kwargs), _map(repeat, source.example_target))
@@ -62,7 +64,10 @@ def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
 
 
 def _resized(source: ModelSource, target: Any) -> Any:
-    """A tensor with its rows, and its tokens, repeated or left out; those of a target may be joined: [batch * seq]."""
+    """A tensor with its rows, and its tokens, repeated or left out; those of a target may be joined: [batch * seq].
+
+    Rows and tokens are dimensions 0 and 1 of the source's first tensor, and of those that have the same sizes there.
+    """
     first = next((leaf for leaf in pytree.tree_leaves((source.args, source.kwargs)) if isinstance(leaf, Tensor)), None)
     if not isinstance(target, Tensor) or first is None:
         return target

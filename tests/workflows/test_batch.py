@@ -53,6 +53,12 @@ def test_example_inputs_are_repeated_for_every_microbatch() -> None:
     assert source_loss(source) is mean_square
 
 
+def test_example_inputs_have_the_rows_that_are_asked_for() -> None:
+    source = ModelSource("model.py", "", torch.nn.Identity(), (torch.arange(6).view(2, 3),), {}, batch=3, seq=2)
+    batch = batch_from_source(source, microbatches=1)
+    assert batch.args[0].tolist() == [[0, 1], [3, 4], [0, 1]]
+
+
 def test_mean_square_takes_every_floating_point_output() -> None:
     output = {"logits": torch.full((2, 2), 2.0), "more": (torch.full((9,), 4.0), torch.tensor([7]), None)}
     assert mean_square(output).item() == pytest.approx((4 + 16) / 2)
