@@ -98,8 +98,9 @@ def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
         for index, result in enumerate(results)
         if isinstance(result, Exception) and _remove_damaged_files(result, start)
     ]
-    for index, result in zip(again, _compile_together([modules[index] for index in again]), strict=True):
-        results[index] = result
+    if again:
+        for index, result in zip(again, _compile_together([modules[index] for index in again]), strict=True):
+            results[index] = result
     return results
 
 
