@@ -170,6 +170,18 @@ def test_ranks_of_torchrun_end_when_it_is_killed(child: Path) -> None:
         torchrun.communicate()
 
 
+def test_what_a_killed_rank_leaves_is_removed(child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    line = (
+        "import tempfile; from pipegraph.runtime.processes.launch import scratch_folder; "
+        "print(tempfile.mkdtemp(dir=scratch_folder()), file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
+    )
+    with pytest.raises(RuntimeFault, match=r"rank 1: the process was killed by SIGKILL; .*/temporary/"):
+        launch([str(child), line], 2)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
 def test_processes_that_can_run_a_schedule() -> None:
     built = schedule.build("1f1b", 4, 8)
     check_processes(built, 1)

@@ -133,6 +133,12 @@ def record_failure(error: BaseException) -> None:
     part.replace(path)
 
 
+def scratch_folder() -> str | None:
+    """The folder that the launcher has for this rank, and sees to if the rank is killed; None if nobody launched it."""
+    path = os.environ.get(_ERROR_FILE)
+    return None if path is None or not Path(path).parent.is_dir() else str(Path(path).parent)
+
+
 def exit_with_parent() -> None:
     """End this process when its launcher is gone: the process that called `launch`, or torchrun.
 

@@ -25,6 +25,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.runtime.internals import profiler_is_recording
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.clock import ClockOffset
+from pipegraph.runtime.processes.launch import scratch_folder
 from pipegraph.runtime.step_result import StepResult
 from pipegraph.runtime.wiring import stage_wirings, torch_dtype, transfer_of
 from pipegraph.schedule import Action
@@ -213,7 +214,7 @@ class ActionSpans:
 
 def export_trace(profiler: torch.profiler.profile) -> dict[str, Any]:
     """Return what torch's profiler has recorded, as it writes it. Raises OSError if the disk is full."""
-    with tempfile.TemporaryDirectory(prefix="pipegraph-profile-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pipegraph-profile-", dir=scratch_folder()) as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))  # which does not report a full disk
         try:
