@@ -161,8 +161,8 @@ def path_problem(path: str) -> str:
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or "\\" in path or ":" in path:
         return f"the path {clipped(repr(path))} leaves the package's folder"
-    if not path.isprintable() or any(len(part.encode()) > _LONGEST_NAME for part in pure.parts):
-        return f"{clipped(repr(path))} is no name of a file: it has strange characters, or too many"
+    if "\0" in path or any(len(part.encode(errors="surrogatepass")) > _LONGEST_NAME for part in pure.parts):
+        return f"{clipped(repr(path))} is no name of a file: it has a null character, or too many"
     return ""
 
 

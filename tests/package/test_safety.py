@@ -120,7 +120,7 @@ def test_the_index_cannot_leave_the_folder(path: str, package: Package) -> None:
         Package.open(package.path).load_stage(1)
 
 
-@pytest.mark.parametrize("path", [300 * "a", "a\0b", "a\nb"])
+@pytest.mark.parametrize("path", [300 * "a", "a\0b"])
 @pytest.mark.parametrize("where", ["weights", "files", "index"])
 def test_a_name_that_no_file_has(where: str, path: str, package: Package) -> None:
     file = package.path / (WEIGHTS_INDEX if where == "index" else MANIFEST)
@@ -132,7 +132,7 @@ def test_a_name_that_no_file_has(where: str, path: str, package: Package) -> Non
     else:
         entry["weight_map"]["layers.2.linear.bias"] = path
     file.write_text(json.dumps(entry))
-    with pytest.raises(PackageError, match=r"json: .*is no name of a file: it has strange characters, or too many"):
+    with pytest.raises(PackageError, match=r"json: .*is no name of a file: it has a null character, or too many"):
         Package.open(package.path).load_stage(1)
 
 
