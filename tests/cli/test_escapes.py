@@ -56,7 +56,19 @@ def test_a_package(pipegraph: Command, tmp_path: Path) -> None:
     assert pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "-o", copied).code == 0
     text = (copied / "pipeline.json").read_text()
     content = with_escapes(
-        text, "files", "shards", "class", "module", "inputs", "outputs", "args", "recompute", "unit", "shape", "sizes"
+        text,
+        "files",
+        "shards",
+        "weights",
+        "class",
+        "module",
+        "inputs",
+        "outputs",
+        "args",
+        "recompute",
+        "unit",
+        "shape",
+        "sizes",
     )
     (copied / "pipeline.json").write_text(content)
     for arguments in (
