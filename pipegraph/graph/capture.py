@@ -41,9 +41,9 @@ from pipegraph.graph.passes.follow_dtypes import follow_dtypes
 from pipegraph.graph.passes.functionalize_writes import functionalize_writes
 from pipegraph.graph.passes.mark_gradients import mark_gradients
 from pipegraph.graph.passes.mark_mode_differences import (
-    drop_inactive_dropouts,
     mark_mode_differences,
     may_differ_by_mode,
+    settle_fixed_modes,
 )
 from pipegraph.graph.passes.place_buffer_updates import place_buffer_updates
 from pipegraph.graph.passes.relax_attention_views import relax_attention_views
@@ -165,15 +165,16 @@ def _capture(
     mark_dtypes(graph, exported, model, args, kwargs)
     run_passes(graph, PASSES, state)
     next(phases)
-    if training and may_differ_by_mode(graph, modules):
+    if training and not may_differ_by_mode(graph, modules):
+        run_passes(graph, [partial(settle_fixed_modes, evaluation=None, modules=modules, mode=exported.mode)], state)
+    elif training:
         same = same_in_both_modes(model, args, kwargs)
         both, both_tensors = dict(state), dict(tensors)
         evaluation = (
             graph if same else _evaluation_graph(model, args, kwargs, exported.fixed, wanted.names, both, both_tensors)
         )
-        run_passes(
-            graph, [partial(drop_inactive_dropouts, evaluation=evaluation, modules=modules, mode=exported.mode)], both
-        )
+        settle = partial(settle_fixed_modes, evaluation=evaluation, modules=modules, mode=exported.mode)
+        run_passes(graph, [settle], both)
         if evaluation is not None:
             run_passes(graph, [partial(mark_mode_differences, evaluation=evaluation, modules=modules)], both)
             for node in graph.find_nodes(op="get_attr"):  # with constants that only evaluation mode reads

@@ -266,6 +266,7 @@ def test_a_branch_on_the_mode_is_a_branch(build: type[nn.Module], tmp_path: Path
         assert differences(package, model, (batch(),), train=train) == []
 
 
+@pytest.mark.filterwarnings("ignore:.* got no gradient in a step, as in the model")
 @pytest.mark.parametrize("kernels", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_pipeline_follows_the_mode_from_step_to_step(kernels: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

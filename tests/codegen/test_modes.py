@@ -216,6 +216,22 @@ def test_checkpointed_layers_keep_their_gradients(use_reentrant: bool, tmp_path:
     assert differences(package, model, (x,)) == []
 
 
+class Frozen(FunctionalNorm):
+    """A batch norm that always takes the running statistics, in a class that does not ask for its mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, self.weight, training=False)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("middle", [nn.Tanh(), nn.Dropout(0.5)])
+def test_a_batch_norm_that_is_switched_off_stays_off(middle: nn.Module, train: bool, tmp_path: Path) -> None:
+    model, x = nn.Sequential(Frozen(), Block(), middle, Frozen(), FunctionalNorm()), batch()
+    package = split(tmp_path, model, (x,), cut="3")
+    assert source(package).count("training=False") == 1
+    assert differences(package, model, (x,), train=train) == []
+
+
 class Inactive(nn.Module):
     """A dropout that the source switches off, beside one that follows the mode and one that never stops."""
 
@@ -230,7 +246,7 @@ class Inactive(nn.Module):
 
 @pytest.mark.parametrize("train", [True, False])
 def test_a_dropout_that_is_switched_off_stays_off(train: bool, tmp_path: Path) -> None:
-    model, x = nn.Sequential(Inactive(), Block(), Inactive()), batch()[0]
+    model, x = nn.Sequential(Inactive(), Block(), Inactive()), batch()
     package = split(tmp_path, model, (x,), cut="1")
     assert source(package).count("dropout(") == 2
     assert differences(package, model, (x,), train=train) == []

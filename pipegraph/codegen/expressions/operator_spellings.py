@@ -145,7 +145,7 @@ def _batch_norm(operator: OperatorCall) -> Expression:
     positional = [arguments.get(name) for name in ("input", "running_mean", "running_var")]
     named = {name: arguments[name] for name in ("weight", "bias") if arguments.get(name) is not None}
     # Without running statistics there is only one mode.
-    named["training"] = TRAINING if arguments.get("running_mean") is not None else True
+    named["training"] = arguments["training"] if arguments.get("running_mean") is not None else True
     named |= {name: arguments[name] for name in ("momentum", "eps")}
     return operator.function("F.batch_norm", *positional, **named)
 

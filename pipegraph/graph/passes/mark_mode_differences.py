@@ -50,8 +50,8 @@ def _mark_dropouts(own: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
 
     A dropout may be missing in evaluation mode; the next one must not be taken for it.
     """
-    dropouts = _dropouts(own)
-    for where, twins in _dropouts(other).items():
+    dropouts = _with_mode(own)
+    for where, twins in _with_mode([node for node in other if operator_of(node).dropout]).items():
         if any(twin.args[2] for twin in twins):
             nodes = dropouts.get(where, [])
             if len(nodes) != len(twins):
@@ -60,11 +60,12 @@ def _mark_dropouts(own: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
                 node.meta["in_every_mode"] = twin.meta["in_every_mode"] = bool(twin.args[2])
 
 
-def drop_inactive_dropouts(
+def settle_fixed_modes(
     graph: fx.Graph, evaluation: fx.Graph | None, modules: Mapping[str, ModuleEntry], mode: Mapping[nn.Module, bool]
 ) -> None:
-    """Take out the dropouts that drop nothing although the module around them is in training mode: those of
-    ``F.dropout(x, training=False)``. The source of one that stays follows the mode of the module.
+    """Keep switched off what the source switches off although the module around it is in training mode:
+    ``F.dropout(x, training=False)`` is taken out, and ``F.batch_norm(x, mean, variance, training=False)`` is marked.
+    What is not settled here follows the mode of the module.
 
     before:  y = dropout(x, 0.1, False);  z = relu(y)      in ``evaluation`` as well, if there is one
     after:   z = relu(x)
@@ -72,24 +73,35 @@ def drop_inactive_dropouts(
     Args:
         mode: in which each module was traced in ``graph``.
     """
-    twins = _dropouts(_own_operations(evaluation, modules)) if evaluation is not None else {}
-    for place, nodes in _dropouts(_own_operations(graph, modules)).items():
+    twins = _with_mode(_own_operations(evaluation, modules)) if evaluation is not None else {}
+    for place, nodes in _with_mode(_own_operations(graph, modules)).items():
         others = twins.get(place, [])
         for node, twin in zip(nodes, others if len(others) == len(nodes) else [None] * len(nodes), strict=True):
             around = modules[path_of(node)[-1][1] if path_of(node) else ""].module
-            if not node.args[2] and mode[around] and (twin is None or not twin.args[2]):
-                for each in {node, twin} - {None}:
-                    assert each is not None
+            same = {each for each in (node, twin) if each is not None}
+            if not mode[around] or any(map(_is_on, same)):
+                continue
+            for each in same:
+                if operator_of(each).dropout:
                     replace_node(each, each.args[0])
+                else:
+                    each.meta["in_every_mode"] = True
 
 
-def _dropouts(nodes: Sequence[fx.Node]) -> dict[object, list[fx.Node]]:
-    """The dropouts by the module that runs them and their line."""
+def _with_mode(nodes: Sequence[fx.Node]) -> dict[object, list[fx.Node]]:
+    """The dropouts and batch norms by the module that runs them and their line."""
     found: dict[object, list[fx.Node]] = {}
     for node in nodes:
-        if operator_of(node).dropout:
-            found.setdefault((tuple(fqn for _, fqn in path_of(node)), source_line(node)), []).append(node)
+        if operator_of(node).dropout or node.target is aten.batch_norm.default:
+            place = operator_of(node).dropout, tuple(fqn for _, fqn in path_of(node)), source_line(node)
+            found.setdefault(place, []).append(node)
     return found
+
+
+def _is_on(node: fx.Node) -> bool:
+    """Return whether a dropout or a batch norm does as in training mode."""
+    named = arguments_of(node)
+    return bool(named.get("train", named.get("training", False)))
 
 
 def _own_operations(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> list[fx.Node]:
