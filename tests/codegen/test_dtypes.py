@@ -136,7 +136,7 @@ def test_a_slice_of_all_is_kept_for_other_lengths(tmp_path: Path) -> None:
             return self.linear(self.norm(x + self.table[: x.shape[1]]))
 
     package = split(tmp_path, Cached(), (torch.randn(2, 5, 8),), cut="norm")
-    assert "self.table[:x.shape[1]]" in source(package)
+    assert "self.table[: x.shape[1]]" in source(package)
     assert "(hidden_states_1 * (variance + 1e-06).rsqrt()).to(hidden_states.dtype)" in source(package)
 
 

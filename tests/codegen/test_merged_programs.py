@@ -127,9 +127,9 @@ def stage(blocks: list[ClassSource]) -> ClassSource:
 
 
 def run(blocks: list[ClassSource], user: ClassSource) -> Any:
-    text = render_stage(user, blocks, "A stage.", {}).split("class Stage0", 1)[1]
+    text = render_stage(user, [], blocks, "A stage.", {}).split("class Stage0", 1)[1]
     names: dict[str, Any] = {"nn": nn}
-    exec(render_blocks(blocks, "Blocks.", {}) + "\n\nclass Stage0" + text, names)
+    exec(render_blocks([], blocks, "Blocks.", {}) + "\n\nclass Stage0" + text, names)
     return names["Stage0"]()(3, 5, 7, 11)
 
 

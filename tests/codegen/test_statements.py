@@ -90,7 +90,7 @@ def rotate(x: Tensor, factor: Tensor) -> Tensor:
 
 
 class InFunctions(Steps):
-    """Names come from the functions that ``forward`` calls."""
+    """A function beside the class is called."""
 
     def steps(self, x: Tensor) -> Tensor:
         factor = x.mean() + 1
@@ -138,12 +138,7 @@ CASES = {
         "total = total * total.sigmoid() + row_1",
         "return total * total.sigmoid() + row_2",
     ],
-    InFunctions: [
-        "factor = x.mean() + 1",
-        "x1 = x[:, ::2]",
-        "x2 = x[:, 1::2]",
-        "return torch.cat([x1 * factor - x2 * factor.cos(), x2 * factor + x1 * factor.cos()], dim=-1)",
-    ],
+    InFunctions: ["return rotate(x, x.mean() + 1)"],
     Overwritten: [
         "state = x.sin()",
         "mul = state.exp() * 2",
