@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipegraph
@@ -85,3 +86,27 @@ def test_the_model_is_left_as_it_was() -> None:
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert all(module.training for module in model.modules())
+
+
+class Windows(nn.Module):
+    """Attention within windows, to whole ones of which images are padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, h, w, c = x.shape
+        x = F.pad(x, (0, 0, 0, -w % 3, 0, -h % 3))
+        rows, columns = x.shape[1] // 3, x.shape[2] // 3
+        x = x.view(b, rows, 3, columns, 3, c).permute(0, 1, 3, 2, 4, 5).reshape(b * rows * columns, 9, c)
+        q, k, v = self.qkv(x).reshape(x.size(0), 9, 3, 2, 2).permute(2, 0, 3, 1, 4)
+        x = (q @ k.mT).softmax(-1).matmul(v).transpose(1, 2).reshape(x.size(0), 9, c)
+        x = x.view(b, rows, columns, 3, 3, c).permute(0, 1, 3, 2, 4, 5).reshape(b, rows * 3, columns * 3, c)
+        return x[:, :h, :w]
+
+
+def test_what_a_stage_cannot_express_fixes_no_more_sizes_than_are_in_it() -> None:
+    captured = pipegraph.capture(nn.Sequential(nn.Linear(4, 4), Windows()), (torch.randn(3, 7, 8, 4),))
+    assert captured.sizes.captured == {"batch": 3}
+    assert [size.place for size in captured.sizes.fixed] == [f"input.shape[{dim}]" for dim in (1, 2, 3)]

@@ -129,14 +129,16 @@ class InputSizes:
         if not is_symbolic(value):
             return int(value)
         renamed = self._renamed(value)
-        known = renamed.free_symbols <= self._captured.keys()
-        if not known or not all(map(_is_simple, sympy.preorder_traversal(renamed))):
+        if not renamed.free_symbols <= self._captured.keys():
             raise self.fixed_size_needed(value)
+        if too_complex := _too_complex(renamed):
+            raise self._fixed_size_needed(too_complex)
         return SymbolicSize(renamed, self._captured) if renamed.free_symbols else int(renamed)
 
     def fixed_size_needed(self, value: Any) -> FixedSizeNeededError:
         """The error that names the dimensions from which a symbolic number follows; all, if it depends on more."""
-        return self._fixed_size_needed(self._renamed(value).free_symbols)
+        renamed = self._renamed(value)
+        return self._fixed_size_needed(_too_complex(renamed) or renamed.free_symbols)
 
     def _fixed_size_needed(self, symbols: AbstractSet[sympy.Symbol]) -> FixedSizeNeededError:
         if not symbols <= self._places.keys():
@@ -153,9 +155,10 @@ class InputSizes:
             self._captured, (guard.xreplace(self._names).xreplace(self._equal) for guard in self._guards)
         )
         for relation in guards.required:
-            sides = (part for side in relation.args for part in sympy.preorder_traversal(side))
-            if not isinstance(relation, Relational) or not all(map(_is_simple, sides)):
+            if not isinstance(relation, Relational):
                 raise self._fixed_size_needed(relation.free_symbols)
+            if too_complex := {symbol for side in relation.args for symbol in _too_complex(side)}:
+                raise self._fixed_size_needed(too_complex)
         return guards
 
     def arguments_at(
@@ -204,6 +207,13 @@ class InputSizes:
 def is_symbolic(value: Any) -> bool:
     """Return whether a value is a number that depends on sizes."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _too_complex(expression: sympy.Basic) -> set[sympy.Symbol]:
+    """The symbols in the parts of an expression that a package cannot hold: of ``batch * (n + 1) ** 0.5`` only ``n``.
+    With numbers for them it can hold the rest."""
+    parts = (part for part in sympy.preorder_traversal(expression) if not _is_simple(part))
+    return {symbol for part in parts for symbol in part.free_symbols}
 
 
 def _is_simple(part: sympy.Basic) -> bool:

@@ -27,7 +27,7 @@ class SizeGuards:
 
     def __init__(self, captured: Sizes, guards: Iterable[sympy.Basic]) -> None:
         self.captured = captured
-        relations = [relation for guard in guards for relation in _relations(guard) if relation.free_symbols]
+        relations = [relation for guard in guards for relation in self._relations(guard) if relation.free_symbols]
         self.assumed = tuple(dict.fromkeys(filter(_is_about_one, relations)))
         self.required = tuple(relation for relation in dict.fromkeys(relations) if relation not in self.assumed)
 
@@ -61,6 +61,24 @@ class SizeGuards:
         captured = {str(symbol): size for symbol, size in self.captured.items()}
         return SizeLimits(captured, lowest, highest, tuple(conditions))
 
+    def _relations(self, guard: sympy.Basic) -> Iterator[sympy.Basic]:
+        """The relations of a guard, with ``n`` for ``Max(1, n)``, because no size is 0.
+
+        Of several, one of which is enough (the ways in which memory may be contiguous), it is the one that holds at
+        capture and says something of the fewest sizes.
+        """
+        if isinstance(guard, sympy.And):
+            for part in guard.args:
+                yield from self._relations(part)
+        elif isinstance(guard, sympy.Or):
+            held = [part for part in guard.args if self._holds(part, {}, if_undefined=False)]
+            if held:
+                yield from self._relations(min(held, key=lambda part: (len(part.free_symbols), str(part))))
+            else:
+                yield guard
+        else:
+            yield guard.replace(_is_size_or_one, _without_one)
+
     def _holds(self, relation: sympy.Basic, sizes: Sizes, if_undefined: bool) -> bool:
         """Return whether a relation holds. It is undefined if it divides by a size that would be 0, or divides one that
         would be negative."""
@@ -69,12 +87,6 @@ class SizeGuards:
             return bool(relation.xreplace(numbers))
         except (ZeroDivisionError, AssertionError):
             return if_undefined
-
-
-def _relations(guard: sympy.Basic) -> Iterator[sympy.Basic]:
-    """The relations of a guard, with ``n`` for ``Max(1, n)``, because no size is 0."""
-    for part in guard.args if isinstance(guard, sympy.And) else (guard,):
-        yield part.replace(_is_size_or_one, _without_one)
 
 
 def _is_size_or_one(part: sympy.Basic) -> bool:
