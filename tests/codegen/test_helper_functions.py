@@ -49,6 +49,17 @@ def dropped(x, training):
     return (y * y).sum(-1, keepdim=True) / y.exp()
 
 
+def halve(x):
+    x = x[..., ::2]
+    return x * x
+
+
+def shortened(x):
+    y = halve(x)
+    z = torch.cat([y, y.sin(), y.cos()], -1)
+    return z[..., : x.shape[-1] // 2] + z[..., -(x.shape[-1] // 2) :]
+
+
 class Attention(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -148,6 +159,22 @@ def test_a_function_that_follows_the_mode_is_written_out(tmp_path: Path) -> None
     package = split(tmp_path, model, (x,), cut="1")
     assert "def dropped" not in source(package)
     assert differences(package, model, (x,), train=True) == differences(package, model, (x,), train=False) == []
+
+
+def test_the_size_of_a_parameter_is_not_asked_of_what_took_its_name(tmp_path: Path) -> None:
+    """The function that is written inside has a variable of the same name."""
+
+    class Shortened(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 16), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(shortened(self.first(x)))
+
+    model, x = nn.Sequential(Shortened(), Shortened()), torch.randn(3, 8)
+    package = split(tmp_path, model, (x,), cut="1")
+    assert differences(package, model, (x,)) == []
 
 
 def test_a_function_that_calls_itself_is_written_out(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.forward.items import ClassContents, HelperCall, Operation
 from pipegraph.codegen.forward.model_dtypes import UnknownDtypeError
-from pipegraph.codegen.forward.source_numbers import HelperNumbers
+from pipegraph.codegen.forward.source_numbers import HelperNumbers, ReplacedParameterError
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import class_name, variable
 from pipegraph.codegen.names.model_names import ModelNames, prose
@@ -82,15 +82,14 @@ class HelperFunctions:
             return
         called = first[0]
         parameters = self._names.parameters(called.tree, called.reads)
+        try:
+            statements = self._statements(members, called, parameters, named=True)
+        except ReplacedParameterError:
+            return
         own_name = helper_function(called.tree.call)
         place = SourceStatements(self._captured, helper=own_name).place_of_helper(called.nodes[0])
         self._structures[name] = first[1]
-        self.sources[name] = FunctionSource(
-            name=name,
-            docstring=f"{own_name} ({prose(place)}).",
-            parameters=tuple(parameters),
-            statements=self._statements(members, called, parameters, named=True),
-        )
+        self.sources[name] = FunctionSource(name, f"{own_name} ({prose(place)}).", tuple(parameters), statements)
 
     def _structure(self, members: StageMembers, tree: CallTree) -> tuple[CallValues, _Structure] | None:
         """What a call takes and returns, and everything in which two calls of one function must agree."""

@@ -81,7 +81,13 @@ class ModuleNumbers:
                 found[text] = None  # it may be another number
         self._in_forward = {text: expression for text, expression in found.items() if expression is not None}
 
-    def named(self, expression: Expression, node: fx.Node, operands: Iterable[Expression]) -> Expression:
+    def named(
+        self,
+        expression: Expression,
+        node: fx.Node,
+        operands: Iterable[Expression],
+        variables: Mapping[str, fx.Node],
+    ) -> Expression:
         """The expression of an operation, with attributes in place of numbers.
 
         An attribute in the statement that led to the operation is what the number was. So is one in another statement
@@ -92,6 +98,7 @@ class ModuleNumbers:
             expression: of the operation.
             node: the operation.
             operands: the parts of the expression that other operations made.
+            variables: variable → the value in it now.
         """
         numbers = dict(self._in_forward)
         if self._source.of_helpers(node):
@@ -106,6 +113,10 @@ class ModuleNumbers:
                     self.used[inner.name] = literal(self._attributes[inner.name])
 
         return _replaced(expression, operands, numbers, use)
+
+
+class ReplacedParameterError(Exception):
+    """A function asks for the size of a parameter whose variable holds another value by then."""
 
 
 class HelperNumbers:
@@ -123,30 +134,46 @@ class HelperNumbers:
         self._assigned = source.assigned_in_helper(first)
         places = [(argument_place(node, call), node, name) for node, name in parameters.items()]
         self._parameters = {
-            place.name: (name, shape_of(node)) for place, node, name in places if place is not None and place.name
+            place.name: (node, name) for place, node, name in places if place is not None and place.name
         }
 
-    def named(self, expression: Expression, node: fx.Node, operands: Iterable[Expression]) -> Expression:
-        """The expression of an operation, with sizes of parameters in place of numbers; as for `ModuleNumbers`."""
+    def named(
+        self,
+        expression: Expression,
+        node: fx.Node,
+        operands: Iterable[Expression],
+        variables: Mapping[str, fx.Node],
+    ) -> Expression:
+        """The expression of an operation, with sizes of parameters in place of numbers; as for `ModuleNumbers`.
+
+        Raises:
+            ReplacedParameterError: a parameter is not in its variable any more.
+        """
         statements = self._source.of_operation(node)
         if not statements or self._source.of_helpers(node):
             return expression
-        statement = statements[-1]
-        return _replaced(expression, operands, _in_statement(statement, expression, partial(self._size, statement)))
+        read = partial(self._size, statements[-1], variables)
+        return _replaced(expression, operands, _in_statement(statements[-1], expression, read))
 
-    def _size(self, statement: SourceStatement, node: ast.expr) -> Known | None:
+    def _size(self, statement: SourceStatement, variables: Mapping[str, fx.Node], node: ast.expr) -> Known | None:
         """``x.shape[-1]`` of a parameter, if it does not vary, and nothing else was assigned to the name before."""
         match node:
             case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=index):
                 if self._assigned.get(name, statement.line) < statement.line or statement.in_loop:
                     return None
-                shape = self._parameters.get(name, ("", ()))[1]
                 position = _evaluated(index, _nothing)
-                if position is None or not -len(shape) <= position[0] < len(shape):
+                if name not in self._parameters or position is None:
+                    return None
+                parameter, variable = self._parameters[name]
+                shape = shape_of(parameter)
+                if not -len(shape) <= position[0] < len(shape):
                     return None
                 size = shape[int(position[0])]
-                written = Subscript(Attribute(Name(self._parameters[name][0]), "shape"), (position[1],))
-                return None if isinstance(size, SymbolicSize) else (size, written)
+                if isinstance(size, SymbolicSize):
+                    return None
+                if variables.get(variable) is not parameter:
+                    raise ReplacedParameterError(name)
+                return size, Subscript(Attribute(Name(variable), "shape"), (position[1],))
         return None
 
 

@@ -173,7 +173,9 @@ class ForwardWriter:
             return operands[-1]
 
         expression = express(node, operand, self._device)
-        return self._numbers.named(expression, node, operands) if self._numbers is not None else expression
+        if self._numbers is None:
+            return expression
+        return self._numbers.named(expression, node, operands, self._values.variables)
 
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
         """``a, b = x.split(…)``."""
