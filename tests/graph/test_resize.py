@@ -94,6 +94,14 @@ def test_a_batch_of_one_varies() -> None:
     assert captured.sizes.fixed == ()
 
 
+def test_a_model_may_have_no_inputs() -> None:
+    class Alone(Table):
+        def forward(self) -> Tensor:
+            return self.linear(self.linear.bias)
+
+    assert pipegraph.capture(Alone(), ()).sizes.captured == {}
+
+
 def test_all_tensors_of_one_row_have_the_batch() -> None:
     class Two(Table):
         def forward(self, x: Tensor, table: Tensor) -> Tensor:

@@ -31,6 +31,10 @@ class Example(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def tensors(self) -> list[tuple[int, Tensor]]:
+        """The tensors among the leaves, each with its position."""
+        return [(position, leaf) for position, leaf in enumerate(pytree.tree_leaves(self)) if isinstance(leaf, Tensor)]
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -74,27 +78,24 @@ class Trace:
         Raises:
             CaptureError: the model does not take as many.
         """
-        leaves = pytree.tree_leaves(example)
-        first = next(position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         sizes = self.sizes.of(example)
-        wanted = [(("batch", 0), batch), (("seq", 1), seq)]
-        for (name, dim), size in wanted:
-            if size is None or leaves[first].shape[dim : dim + 1] == (size,):
+        wanted = [(name, dim, size) for name, dim, size in (("batch", 0, batch), ("seq", 1, seq)) if size is not None]
+        tensors = example.tensors()
+        first, shape = (tensors[0][0], list(tensors[0][1].shape)) if tensors else (0, [])
+        for name, dim, size in wanted:
+            if shape[dim : dim + 1] == [size]:
                 continue
-            symbol = self.sizes.symbol_of((first, dim))
+            symbol = self.sizes.symbol_of((first, dim)) if tensors else None
             if symbol is None:
-                shape = list(leaves[first].shape)
                 raise CaptureError(
                     f"--{name} {size} does not fit: dimension {dim} of the first input, {shape}, does not vary.\n"
                     f"Try: without --{name}, or an example of that size."
                 )
             sizes[symbol] = size
-        if (batch or seq) and not self.is_model_at(sizes):
-            needed = ", ".join(limits_of(self.guards, self.comparison).conditions)
-            given = ", ".join(f"--{name} {size}" for (name, _), size in wanted if size is not None)
-            raise CaptureError(
-                f"The model does not take {given}{needed and f': it needs {needed}'}.\nTry: other sizes."
-            )
+        if wanted and not self.is_model_at(sizes):
+            given = ", ".join(f"--{name} {size}" for name, _, size in wanted)
+            needed = " and ".join(limits_of(self.guards, self.comparison).conditions) or "other sizes"
+            raise CaptureError(f"The model does not take {given}.\nTry: {needed}.")
         return sizes
 
 
@@ -155,7 +156,7 @@ def _sizes_of_one(example: Example, wanted: WantedSizes) -> Iterator[frozenset[I
     """The dimensions of size 1 that may stand for a batch, or have to vary: those of all tensors, then of the first."""
     if wanted.fixed is None:
         return
-    tensors = [(at, leaf) for at, leaf in enumerate(pytree.tree_leaves(example)) if isinstance(leaf, Tensor)]
+    tensors = example.tensors()
     ones = [(at, dim) for at, leaf in tensors for dim, size in enumerate(leaf.shape) if size == 1]
     asked = frozenset(wanted.places).intersection(ones)
     batch = [(at, dim) for at, dim in ones if dim == 0 and (at, dim) not in wanted.fixed]
