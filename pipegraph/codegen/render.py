@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -102,15 +103,10 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _function_lines(source: FunctionSource) -> list[str]:
-    returned = [node for statement in source.statements for node in statement.walk() if isinstance(node, Return)]
-    count = len(returned[-1].values)
-    returns = "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
-    if count > _LISTED_RESULTS:
-        returns = "tuple[Tensor, ...]"
-    docstring = [f"    {line}" if line else "" for line in _docstring(source.docstring, 4)]
+    counts = {len(node.values) for node in source.walk() if isinstance(node, Return)}
     parameters = [f"{name}: Tensor" for name in source.parameters]
-    head = _signature_lines(source.name, parameters, returns, 0)
-    return [*head, *docstring, *lines(source.statements, 4)]
+    docstring = [f"    {line}" if line else "" for line in _docstring(source.docstring, 4)]
+    return [*_signature(source.name, parameters, counts, 0), *docstring, *lines(source.statements, 4)]
 
 
 def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> list[str]:
@@ -140,14 +136,17 @@ def _forward_signature(source: ClassSource, classes: Mapping[str, ClassSource]) 
     parameters = [
         f"{name}: Tensor | None = None" if name in source.optional else f"{name}: Tensor" for name in source.parameters
     ]
-    counts = _result_counts(source, classes)
+    return _signature("forward", ("self", *parameters), _result_counts(source, classes), 4)
+
+
+def _signature(name: str, parameters: Sequence[str], counts: AbstractSet[int], indent: int) -> list[str]:
+    """``def name(parameters) -> Tensor:``, on several lines if it is long.
+
+    Args:
+        counts: how many tensors it returns: more than one number if branches differ.
+    """
     kinds = ("Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]" for count in sorted(counts))
     returns = " | ".join(kinds) if all(count <= _LISTED_RESULTS for count in counts) else "tuple[Tensor, ...]"
-    return _signature_lines("forward", ("self", *parameters), returns, 4)
-
-
-def _signature_lines(name: str, parameters: Sequence[str], returns: str, indent: int) -> list[str]:
-    """``def name(parameters) -> returns:``, on several lines if it is long."""
     space = " " * indent
     line = f"{space}def {name}({', '.join(parameters)}) -> {returns}:"
     if len(line) <= LINE_LENGTH:
@@ -225,10 +224,9 @@ def _imports(sources: Sequence[ClassSource | FunctionSource], libraries: Mapping
     for namespace, module in libraries.items():
         if any(name.startswith(f"torch.ops.{namespace}.") for name in names):
             imports[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"
-    functions = [source for source in sources if isinstance(source, FunctionSource)]
     classes = [source for source in sources if isinstance(source, ClassSource)]
-    own = ["Tensor"] if functions or any(source.forward for source in classes) else []
-    own += ["nn"] if classes else []
+    is_hinted = len(classes) < len(sources) or any(source.forward for source in classes)
+    own = [*(["Tensor"] if is_hinted else []), *(["nn"] if classes else [])]
     return [*(imports[module] for module in sorted(imports)), f"from torch import {', '.join(own)}"]
 
 

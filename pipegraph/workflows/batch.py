@@ -63,23 +63,23 @@ def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
     return source_loss(source), _map(partial(_resized, source), source.example_target)
 
 
-def _resized(source: ModelSource, target: Any) -> Any:
+def _resized(source: ModelSource, tensor: Any) -> Any:
     """A tensor with its rows, and its tokens, repeated or left out; those of a target may be joined: [batch * seq].
 
     Rows and tokens are dimensions 0 and 1 of the source's first tensor, and of those that have the same sizes there.
     """
     first = next((leaf for leaf in pytree.tree_leaves((source.args, source.kwargs)) if isinstance(leaf, Tensor)), None)
-    if not isinstance(target, Tensor) or first is None:
-        return target
+    if not isinstance(tensor, Tensor) or first is None:
+        return tensor
     batch, seq = (*first.shape[:2], 0, 0)[:2]
     wanted = {batch: source.batch or batch}
     if first.dim() > 1:
         wanted |= {batch * seq: wanted[batch] * (source.seq or seq)}
-    for dim, sizes in enumerate((wanted, {seq: source.seq or seq})[: target.dim()]):
-        size = target.shape[dim]
+    for dim, sizes in enumerate((wanted, {seq: source.seq or seq})[: tensor.dim()]):
+        size = tensor.shape[dim]
         if sizes.get(size, size) != size:
-            target = target.index_select(dim, torch.arange(sizes[size], device=target.device) % size)
-    return target
+            tensor = tensor.index_select(dim, torch.arange(sizes[size], device=tensor.device) % size)
+    return tensor
 
 
 def source_loss(source: ModelSource) -> LossFunction:

@@ -73,8 +73,8 @@ class SourceStatements:
 
     def of_operation(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of ``forward`` methods that led to an operation, outermost first."""
-        *around, last = (None, *_frames(node.meta["stack_trace"])[: self._behind(node)])
-        return _known(frame for frame in (*around, last) if frame is not None and (frame.is_forward or frame is last))
+        frames = _frames(node.meta["stack_trace"])[: self._behind(node)]
+        return _known(frame for frame in frames if frame.is_forward or frame is frames[-1])
 
     def of_helpers(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of functions called by the innermost ``forward`` that led to an operation, outermost first."""
