@@ -133,7 +133,7 @@ def measure(model: str, ranks: int, seq: int, search: bool) -> PlanMeasurement:
     with phase("import"):
         from pipegraph.cost.hardware import Hardware
         from pipegraph.graph.capture import capture
-        from pipegraph.graph.sources.load import load
+        from pipegraph.graph.sources import load
         from pipegraph.planner.comparison import candidates, compare_plans, price_candidates
         from pipegraph.planner.plan import plan_of
         from pipegraph.planner.plan_options import PlanOptions

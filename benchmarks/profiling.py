@@ -50,7 +50,7 @@ class ProfilingSetting:
 
 def measure(rank: int, setting: ProfilingSetting) -> None:
     """Run one process. Rank 0 writes the largest seconds and CPU seconds (main thread) of all ranks, step by step."""
-    from pipegraph.graph.sources.load import load
+    from pipegraph.graph.sources import load
 
     torch.set_num_threads(1)
     store = dist.FileStore(f"{setting.folder}/store", RANKS)
@@ -104,7 +104,7 @@ def seconds_without_observer() -> float:
 
 
 def write_package(rows: int, folder: str) -> None:
-    from pipegraph.graph.sources.load import load
+    from pipegraph.graph.sources import load
 
     source = load(str(EXAMPLE), weights=False)
     captured = pipegraph.capture(source.model, args=(source.args[0][:rows],))

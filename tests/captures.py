@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pipegraph
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from tests.equal_work import equal_work_shared
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.survey.survey_case import TOKENS, Inputs, Size, SurveyCase, images, rows, token_numbers
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from tests.zoo.architectures import CONFIGURATIONS
 from tests.zoo.handwritten import HANDWRITTEN
 

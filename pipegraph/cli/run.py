@@ -175,7 +175,7 @@ def _launch(context: typer.Context, processes: int, debug: bool) -> None:
 def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSource | None:
     if model is None:
         return None
-    from pipegraph.graph.sources.load import load
+    from pipegraph.graph.sources import load
 
     return load(model, weights=False, batch=batch, seq=seq)
 

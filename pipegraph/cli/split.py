@@ -86,7 +86,7 @@ def split(
     folder = None if dry_run else out or Path("build", _default_name(model))
     with progress(f"loading {model}"):
         from pipegraph.codegen.package_writer import require_package, require_writable
-        from pipegraph.graph.sources.load import load
+        from pipegraph.graph.sources import load
         from pipegraph.package import checkpoint_folder
         from pipegraph.planner.plan_file import PlanFile
 

@@ -37,7 +37,7 @@ def verify(
     if weights is not None:
         checkpoint_folder(weights)
     with progress(f"loading {model}"):
-        from pipegraph.graph.sources.load import load
+        from pipegraph.graph.sources import load
         from pipegraph.workflows.verify import verify as compare
 
         source = load(model, weights=True, batch=batch, seq=seq)

@@ -15,12 +15,12 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.export.device_branches import device_branch
 from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
-from pipegraph.graph.export.fixed_sizes import fixed_sizes
 from pipegraph.graph.export.flatten import flatten
+from pipegraph.graph.export.input_sizes import fixed_sizes
+from pipegraph.graph.export.operation_record import same_in_both_modes
 from pipegraph.graph.export.other_dtype import mark_dtypes
 from pipegraph.graph.export.resize import resize
 from pipegraph.graph.export.restored_attributes import attributes_restored
-from pipegraph.graph.export.same_in_both_modes import same_in_both_modes
 from pipegraph.graph.export.torch_export import Exported, export_in
 from pipegraph.graph.export.trace import Example, trace
 from pipegraph.graph.graph_text import graph_text, segments_text

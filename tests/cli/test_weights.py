@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipegraph.cli import main
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from tests.cli.command import Command
 from tests.equal_work import equal_work_shared
 from tests.zoo.architectures import shallow

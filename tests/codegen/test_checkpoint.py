@@ -19,7 +19,7 @@ from torch import nn
 
 import pipegraph
 from pipegraph.errors import PackageError
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from pipegraph.package import Package
 from pipegraph.planner.plan import Plan
 from tests.codegen.parity import plan_of, split

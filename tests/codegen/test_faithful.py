@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from pipegraph.package import Package
 from tests.codegen.layers import Block, batch
 from tests.codegen.parity import plan_of, split

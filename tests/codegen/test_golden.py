@@ -11,7 +11,7 @@ import pytest
 
 import pipegraph
 from pipegraph.codegen.package_files import generate
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from tests.captures import captured
 from tests.codegen.parity import ROOT, untidy
 from tests.torch_version import is_tested_version
@@ -26,7 +26,7 @@ MODELS = {
 GENERATE = """
 from pipegraph.codegen.package_files import generate
 from tests.codegen.parity import plan_of
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 
 for file, points in (("examples/unet.py", "down.2,up.1"), ("tests/models/hostile_names.py", "layers.{{ x }},head")):
     source = load(file)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.graph.initialisation import Initialisation, initialisation_of, initialisation_recorded
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from pipegraph.package import Package
 from tests.codegen.layers import ints
 

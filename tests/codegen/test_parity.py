@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from tests.codegen.parity import ROOT, differences, split
 
 CUTS = [

@@ -10,7 +10,7 @@ from torch import nn
 
 import pipegraph
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import pipegraph
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from pipegraph.graph.sources.model_source import ModelSource
 from tests.captures import captured as captured_once
 

@@ -16,7 +16,7 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.capture import capture_source
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import shape_of
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from pipegraph.workflows.batch import loss_and_target
 
 MODELS = Path(__file__).parents[1] / "models"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipegraph import capture
 from pipegraph.graph import capture as module_of_capture
-from pipegraph.graph.export.same_in_both_modes import same_in_both_modes
+from pipegraph.graph.export.operation_record import same_in_both_modes
 
 X = (torch.randn(2, 4),)
 

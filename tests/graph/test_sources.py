@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipegraph.errors import SourceError
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from pipegraph.graph.sources.model_source import parameters_on_meta
 
 HEAD = "import torch\nfrom torch import nn\n"

@@ -13,7 +13,7 @@ import torch
 from pipegraph.kernels import make
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.graphs.block_operation import KernelGraph
-from pipegraph.kernels.graphs.division_check import check_division
+from pipegraph.kernels.graphs.checks import check_division
 from pipegraph.verification import InvalidGraphError
 from tests.kernels.stages import Function, Layers, linear, x
 

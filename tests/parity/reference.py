@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import pipegraph
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from pipegraph.graph.sources.model_source import ModelSource
 from tests.equal_work import equal_work_shared
 from tests.parity.cases import CASES, EQUAL, MODELS, ROOT, STAGES, Case, Model

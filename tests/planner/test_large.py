@@ -13,7 +13,7 @@ import pipegraph
 from benchmarks.planner_scale import DEEPSEEK_V3, LLAMA_405B
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from pipegraph.planner import solve
 from pipegraph.planner.plan import Plan
 

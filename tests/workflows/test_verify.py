@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pipegraph
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.workflows.tensor_comparison import TOLERANCE, TensorComparison, compare, compare_named, within_rounding

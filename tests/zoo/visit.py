@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.cost.model_output import output_tensors
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.workflows.verify import Verification, verify

@@ -12,7 +12,7 @@ from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.expressions.operation import contexts, express, write
-from pipegraph.codegen.forward.branch_writer import BranchWriter
+from pipegraph.codegen.forward.compound_statements import BranchWriter, LoopWriter
 from pipegraph.codegen.forward.items import (
     ClassContents,
     HelperCall,
@@ -26,7 +26,6 @@ from pipegraph.codegen.forward.items import (
     with_inner,
 )
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
-from pipegraph.codegen.forward.loop_writer import LoopWriter
 from pipegraph.codegen.forward.model_dtypes import OF_MODEL_DTYPE, ModelDtypes
 from pipegraph.codegen.forward.size_variables import SizeVariables
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers

@@ -11,11 +11,12 @@ import torch
 from sympy.core.relational import Relational
 from torch.export import ExportedProgram
 
-from pipegraph.graph.export.dynamic_shapes import BATCH
+from pipegraph.graph.export.dynamic_shapes import BATCH, WantedSizes
 from pipegraph.graph.export.size_guards import SizeGuards
+from pipegraph.graph.export.torch_export import Exported
 from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
 from pipegraph.graph.nodes import SIZES
-from pipegraph.graph.symbolic_size import OPERATORS, InputDimension, SymbolicSize
+from pipegraph.graph.symbolic_size import OPERATORS, FixedSize, InputDimension, SymbolicSize
 
 
 class FixedSizeNeededError(Exception):
@@ -220,3 +221,29 @@ def _is_simple(part: sympy.Basic) -> bool:
     if isinstance(part, sympy.Pow):
         return bool(part.exp.is_Integer and part.exp.is_positive)
     return isinstance(part, (sympy.Add, sympy.Mul, sympy.Integer, sympy.Symbol)) or type(part).__name__ in OPERATORS
+
+
+def fixed_sizes(
+    exported: Exported, sizes: InputSizes, wanted: WantedSizes
+) -> Iterator[tuple[InputDimension, FixedSize]]:
+    """The sizes of inputs that do not vary.
+
+    Args:
+        exported: the program.
+        sizes: of its inputs.
+        wanted: what the user says of them.
+    """
+    for name, (position, dim), size in sizes.fixed():
+        line = exported.lines.get(f"L['{name}'].size()[{dim}]", "")
+        if wanted.fixed is None or (position, dim) in wanted.fixed:
+            reason = "dynamic_shapes fixes it"
+        elif size < 2:
+            reason = "the example has no more, and 1 may stand for a size that is broadcast; capture 2 or more"
+        elif exported.fixed is None:
+            reason = f"no size varies: {exported.obstacle}"
+        elif (position, dim) in exported.fixed:
+            reason = "the model computes from it what a stage cannot express"
+        else:
+            reason = "the model fixes it"
+        known = size > 1 and exported.fixed is not None and (position, dim) not in exported.fixed
+        yield (position, dim), FixedSize(f"{name}.shape[{dim}]", size, line if known else "", reason)

@@ -155,3 +155,16 @@ def _names(model: nn.Module, inputs: Any) -> list[tuple[torch.Tensor, object]]:
 
 def _form(value: Any) -> Any:
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether both modes run the same operations on the same arguments; False also if a mode cannot be run.
+
+    The model is left as it was.
+    """
+    modes = (dict.fromkeys(model.modules(), training) for training in (True, False))
+    try:
+        training, evaluation = (operations_of_model(model, mode, args, kwargs) for mode in modes)
+    except Exception:  # whatever the model raises on tensors without values
+        return False
+    return training == evaluation

@@ -1,1 +1,26 @@
 """Where models come from: a Python file, or a Hugging Face configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipegraph.graph.sources.huggingface import load_config
+from pipegraph.graph.sources.model_file import load_file
+from pipegraph.graph.sources.model_source import ModelSource
+
+
+def load(model: str, weights: bool = True, batch: int | None = None, seq: int | None = None) -> ModelSource:
+    """Load MODEL of the command line.
+
+    Args:
+        model: ``file.py`` (a ``build_model`` or a ``model``, and ``example_inputs``), ``file.py:name``, or ``hf:``
+            and a Hugging Face configuration file or its folder.
+        weights: real parameters; otherwise they are on the meta device and cost no memory.
+        batch, seq: rows and tokens of a microbatch; None for those of the example, which are 1 and 128 for ``hf:``.
+
+    Raises:
+        SourceError: the file is missing or fails, or lacks a model or example inputs.
+    """
+    if model.startswith("hf:"):
+        return load_config(model, weights=weights, batch=batch or 1, seq=seq or 128)
+    return replace(load_file(model, weights), batch=batch, seq=seq)

@@ -13,10 +13,9 @@ from pipegraph.dump import dump
 from pipegraph.kernels.gradients import with_strides
 from pipegraph.kernels.graphs import block_operation
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph
+from pipegraph.kernels.graphs.checks import check_division, runs_as_traced
 from pipegraph.kernels.graphs.division import BackwardGraphs, backward_graphs, forward_graph, saved_values
-from pipegraph.kernels.graphs.division_check import check_division
 from pipegraph.kernels.graphs.joint_graph import JointGraph
-from pipegraph.kernels.graphs.size_check import runs_as_traced
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, dimensions
 from pipegraph.verification import verifying
 

@@ -23,8 +23,7 @@ from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph, is_random
 from pipegraph.kernels.graphs.internals import min_cut
 from pipegraph.kernels.graphs.joint_graph import JointGraph
-from pipegraph.kernels.graphs.size_nodes import is_size, size_nodes
-from pipegraph.kernels.symbolic.symbolic_sizes import same
+from pipegraph.kernels.symbolic.symbolic_sizes import is_size, same, size_nodes
 
 aten = torch.ops.aten
 

@@ -16,9 +16,8 @@ from torch import Tensor, fx
 from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import is_random
 from pipegraph.kernels.graphs.internals import graph_so_far, without_duplicates
-from pipegraph.kernels.graphs.size_nodes import compute_from_sizes
 from pipegraph.kernels.module_state import ModuleState
-from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes
+from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes, compute_from_sizes
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 

@@ -1,13 +1,18 @@
-"""A check of each division, with `PIPEGRAPH_VERIFY=1`."""
+"""Two checks: of each division, with `PIPEGRAPH_VERIFY=1`, and of a joint graph at sizes of 1."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
+import torch
+from torch import Tensor, fx
+
+from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import GradientMask, KernelGraph
 from pipegraph.kernels.graphs.division import BackwardGraphs, base_of
-from pipegraph.kernels.graphs.joint_graph import JointGraph
+from pipegraph.kernels.graphs.joint_graph import JointGraph, constant_of
 from pipegraph.verification import InvalidGraphError
 
 
@@ -57,3 +62,48 @@ def _sharing_memory(graph: KernelGraph) -> set[str]:
 def _refuse(rule: str, names: Collection[str]) -> None:
     if names:
         raise InvalidGraphError(f"{rule}: {', '.join(sorted(names))}")
+
+
+def runs_as_traced(joint: JointGraph, numbers: Sequence[int]) -> bool:
+    """Return whether every operation, run on tensors without memory, has the shape and strides that the graph says.
+
+    With symbols, `squeeze` of a dimension leaves it there, and with a size of 1 it does not: then another graph is
+    right.
+    """
+    values: dict[fx.Node, Any] = {}
+    with internals.fake_tensors():
+        for node in joint.module.graph.nodes:
+            expected = _at(node.meta.get("val"), joint, numbers)
+            if node.op == "placeholder":
+                values[node] = expected
+            elif node.op == "get_attr":
+                values[node] = constant_of(joint.module, node)
+            elif node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                try:
+                    values[node] = node.target(*args, **kwargs)
+                except Exception:  # whatever the operation raises for a shape that it does not take
+                    return False
+                if not _same(values[node], expected):
+                    return False
+    return True
+
+
+def _at(value: Any, joint: JointGraph, numbers: Sequence[int]) -> Any:
+    """A node's value for these sizes."""
+    if isinstance(value, (tuple, list)):
+        return [_at(each, joint, numbers) for each in value]
+    if not isinstance(value, Tensor):
+        (found,) = joint.sizes.at([value], numbers)
+        return found
+    shape, strides = joint.sizes.at(value.shape, numbers), joint.sizes.at(value.stride(), numbers)
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+def _same(value: Any, expected: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    if not isinstance(value, Tensor):
+        return bool(value == expected)
+    strides = zip(value.shape, value.stride(), expected.stride(), strict=True)
+    return value.shape == expected.shape and all(size == 1 or own == other for size, own, other in strides)
