@@ -23,11 +23,18 @@ class ArgumentPlace:
         order: its position among them.
         name: the parameter of ``forward``; None for a part of a tuple, which has no name.
         other_names: further parameters that took the same value: ``attention(x, x, x)``.
+        other_orders: its further positions.
     """
 
     order: int
     name: str | None
     other_names: tuple[str, ...] = ()
+    other_orders: tuple[int, ...] = ()
+
+    @property
+    def orders(self) -> tuple[int, ...]:
+        """All positions of the value."""
+        return (self.order, *self.other_orders)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -35,9 +42,10 @@ class ArgumentPlace:
         return self.other_names if self.name is None else (self.name, *self.other_names)
 
     def joined(self, other: ArgumentPlace) -> ArgumentPlace:
-        """This place, with the names of another place of the same value in the same call."""
-        more = (name for name in other.names if name not in self.names)
-        return replace(self, other_names=(*self.other_names, *more))
+        """This place, with the names and positions of another place of the same value in the same call."""
+        names = (name for name in other.names if name not in self.names)
+        orders = (order for order in other.orders if order not in self.orders)
+        return replace(self, other_names=(*self.other_names, *names), other_orders=(*self.other_orders, *orders))
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,8 @@ class ResultPlace:
         order: its position among them.
         index: if ``forward`` returned a tuple of ``count`` values, its index there; None for a part of a part.
         count: how many values ``forward`` returned.
-        arguments: the arguments of the call by parameter. Numbers, texts and None stand as they are, ``...`` for all
-            else.
+        arguments: the arguments of the call by parameter. Numbers, texts and None stand as they are, a tuple of ``...``
+            for one of tensors, and ``...`` for all else.
     """
 
     order: int

@@ -52,7 +52,7 @@ def test_a_class_takes_and_returns_what_its_module_does(tmp_path: Path) -> None:
     package = split(tmp_path, model, INPUTS, cut="up.1")
     assert "def forward(self, x: Tensor, skip: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:" in source(package)
     assert "        return joined * scale, gate\n" in source(package)
-    assert "x, gate = self.up[0](x, skip_2, factor)" in forward_lines(package)
+    assert "x, gate = self.up[0](x, images, factor)" in forward_lines(package)
     assert differences(package, model, INPUTS) == []
 
 

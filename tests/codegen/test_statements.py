@@ -75,7 +75,7 @@ class Again(Steps):
 
 
 class Unbound(Steps):
-    """What a loop runs over."""
+    """What a loop goes over."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = self.first(x[0])
@@ -133,19 +133,18 @@ CASES = {
     ],
     Unbound: [
         "total = self.first(x[0])",
-        "row, row_1, row_2 = x.unbind()",
-        "total = total * total.sigmoid() + row",
-        "total = total * total.sigmoid() + row_1",
-        "return total * total.sigmoid() + row_2",
+        "for row in x.unbind():",
+        "    total = total * total.sigmoid() + row",
+        "return total",
     ],
     InFunctions: ["return rotate(x, x.mean() + 1)"],
     Overwritten: [
         "state = x.sin()",
-        "mul = state.exp() * 2",
-        "state = state * x",
-        "mul_1 = state.exp() * 2",
-        "state = state * x",
-        "return torch.stack([mul, mul_1, state.exp() * 2]).sum(0) + state * x",
+        "values = []",
+        "for _ in range(3):",
+        "    values.append(state.exp() * 2)",
+        "    state = state * x",
+        "return torch.stack(values).sum(0) + state",
     ],
 }
 

@@ -21,12 +21,13 @@ from pipegraph.codegen.forward.items import (
     Operation,
     Step,
     conflicts,
-    group_branches,
     modules_in,
 )
+from pipegraph.codegen.forward.mode_branches import group_branches
 from pipegraph.codegen.forward.model_dtypes import UnknownDtypeError
 from pipegraph.codegen.forward.roll_loops import roll_loops
 from pipegraph.codegen.forward.source_numbers import ModuleNumbers
+from pipegraph.codegen.forward.statement_loops import roll_statements
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
@@ -100,7 +101,7 @@ class BlockClasses:
         tree = build_tree({name: constructors[name] for name in ordered}, own, partial(self._module_at, prefix))
         contents = ClassContents(
             prefix=prefix,
-            items=roll_loops(group_branches(items), outputs),
+            items=roll_loops(roll_statements(group_branches(items), outputs, self.source, prefix), outputs),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             state=state,

@@ -14,6 +14,7 @@ from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.forward.items import ClassContents, HelperCall, Operation
 from pipegraph.codegen.forward.model_dtypes import UnknownDtypeError
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ReplacedParameterError
+from pipegraph.codegen.forward.statement_loops import roll_statements
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import class_name, variable
 from pipegraph.codegen.names.model_names import ModelNames, prose
@@ -42,6 +43,7 @@ class HelperFunctions:
         self.sources: dict[str, FunctionSource] = {}
         self._captured = captured
         self._names = names
+        self._source = SourceStatements(captured)
         self._operations = Counter(call for node in captured.nodes for call in helpers_of(node))
         self._structures: dict[str, _Structure] = {}
         everything = StageMembers(frozenset(captured.nodes), frozenset(captured.returned), frozenset(captured.state))
@@ -125,9 +127,10 @@ class HelperFunctions:
         return all(isinstance(node.meta.get("val"), torch.Tensor) for node in (*called.reads, *called.makes))
 
     def _contents(self, members: StageMembers, called: CallValues) -> ClassContents:
+        items = tuple(self._items(members, called.tree))
         return ClassContents(
             prefix=called.tree.fqn,
-            items=tuple(self._items(members, called.tree)),
+            items=roll_statements(items, called.makes, self._source, called.tree.fqn),
             inputs=called.reads,
             outputs=called.makes,
             state={},

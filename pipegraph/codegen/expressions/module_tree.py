@@ -30,7 +30,7 @@ from pipegraph.codegen.syntax.expressions import (
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, RegisterConstant, Statement
 from pipegraph.graph.captured import StateEntry
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList)
 # Bytes of an element → whole numbers of that width. A complex128 is 16 of them; without dimensions it has no such view.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.uint8}
 
@@ -59,6 +59,10 @@ class ModuleTree:
         …, a ``nn.Module`` for identifiers, and a ModuleDict for all other names.
         """
         names = [] if self.is_class or self.state else list(self.children)
+        if self.model_class is nn.ParameterList:
+            listed = [str(index) for index in range(len(self.state))]
+            are_parameters = all(entry.kind == "parameter" for entry in self.state.values())
+            return nn.ParameterList if list(self.state) == listed and are_parameters else nn.Module
         if not names or any(hasattr(nn.ModuleDict, name) for name in names):
             return nn.Module
         if self.model_class is nn.ModuleDict:
@@ -69,8 +73,13 @@ class ModuleTree:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether its children are elements of a ModuleList or a Sequential."""
-        return self.container in (nn.ModuleList, nn.Sequential)
+        """Whether its children, or its parameters, are elements of a list."""
+        return self.container in (nn.ModuleList, nn.Sequential, nn.ParameterList)
+
+    @property
+    def elements(self) -> list[str]:
+        """The names of its children, or of its parameters if it is a list of these."""
+        return list(self.state if self.container is nn.ParameterList else self.children)
 
     def child(self, owner: Expression, name: str) -> Expression:
         """The expression for a child: ``owner[0]``, ``owner["0"]`` or ``owner.name``."""
@@ -142,7 +151,7 @@ _INDEX = Name("i")
 
 def init_statements(tree: ModuleTree, owner: Expression = SELF) -> Iterator[Statement]:
     """The statements of ``__init__`` that make modules, parameters and buffers, in the model's order."""
-    for name, entry in tree.state.items():
+    for name, entry in tree.state.items() if tree.container is not nn.ParameterList else ():
         yield _register_state(owner, name, entry)
     for name, child in tree.children.items():
         if tree.container is nn.Module:
@@ -158,26 +167,32 @@ def _register_module(owner: Expression, name: str, constructor: Expression) -> S
 
 
 def _register_state(owner: Expression, name: str, entry: StateEntry) -> Statement:
-    sizes = [literal(size) for size in entry.shape] or [literal(())]
-    dtype = {} if entry.dtype == torch.float32 else {"dtype": literal(entry.dtype)}
-    tensor = _new_tensor(entry, sizes, dtype)
-    differentiable = entry.dtype.is_floating_point or entry.dtype.is_complex
     if entry.kind != "parameter":
         options = {} if entry.persistent else {"persistent": literal(False)}
-        registered = method(owner, "register_buffer", string(name), tensor, **options)
+        registered = method(owner, "register_buffer", string(name), _new_tensor(entry), **options)
         has_bits = entry.dtype.itemsize < 16 or entry.shape
-        if entry.kind == "constant" and differentiable and has_bits:
+        if entry.kind == "constant" and _is_differentiable(entry) and has_bits:
             bits = literal(_BITS[entry.dtype.itemsize])
             return RegisterConstant(registered, Attribute(owner, name), literal(entry.dtype), bits)
         return Evaluate(registered)
-    parameter = call("nn.Parameter", tensor, **({} if differentiable else {"requires_grad": literal(False)}))
     if is_plain(name):
-        return Assign((Attribute(owner, name),), parameter)
-    return Evaluate(method(owner, "register_parameter", string(name), parameter))
+        return Assign((Attribute(owner, name),), _new_parameter(entry))
+    return Evaluate(method(owner, "register_parameter", string(name), _new_parameter(entry)))
 
 
-def _new_tensor(entry: StateEntry, sizes: Sequence[Expression], dtype: Mapping[str, Expression]) -> FunctionCall:
+def _is_differentiable(entry: StateEntry) -> bool:
+    return entry.dtype.is_floating_point or entry.dtype.is_complex
+
+
+def _new_parameter(entry: StateEntry) -> FunctionCall:
+    options = {} if _is_differentiable(entry) else {"requires_grad": literal(False)}
+    return call("nn.Parameter", _new_tensor(entry), **options)
+
+
+def _new_tensor(entry: StateEntry) -> FunctionCall:
     """The value that a parameter is made with, if it is one number. All others are initialised, or read, afterwards."""
+    sizes = [literal(size) for size in entry.shape] or [literal(())]
+    dtype = {} if entry.dtype == torch.float32 else {"dtype": literal(entry.dtype)}
     number = None if entry.initialisation is None else entry.initialisation.constant
     if number is None:
         return call("torch.empty", *sizes, **dtype)
@@ -193,6 +208,8 @@ def _container(tree: ModuleTree) -> FunctionCall:
     items = {
         name: _container(child) if isinstance(child, ModuleTree) else child for name, child in tree.children.items()
     }
+    if tree.container is nn.ParameterList:
+        items = {name: _new_parameter(entry) for name, entry in tree.state.items()}
     element = _element([int(name) for name in items if is_number(name)], list(items.values()))
     kind = f"nn.{tree.container.__name__}"
     if tree.is_indexed:
@@ -202,7 +219,7 @@ def _container(tree: ModuleTree) -> FunctionCall:
         children: Expression = Collection(tuple(items.values()), "[]")
         if element is not None:
             children = Template(f"[{{}} for {variable} in {{}}]", (element, call("range", literal(len(items)))))
-        return call(kind, children if tree.container is nn.ModuleList else Template("*{}", (children,)))
+        return call(kind, Template("*{}", (children,)) if tree.container is nn.Sequential else children)
     if element is None:
         pairs = (Template("{}: {}", (string(name), item)) for name, item in items.items())
         return call(kind, Collection(tuple(pairs), "{}"))

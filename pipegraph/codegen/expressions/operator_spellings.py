@@ -96,7 +96,10 @@ def _subscript(operator: OperatorCall, dim: int, index: Expression) -> Expressio
     size = len(operator.shapes[0])
     dim %= size
     before = [literal(...)] if dim == size - 1 and dim >= 2 else [Slice()] * dim
-    return Subscript(operator.expression(operator.node.args[0]), (*before, index))
+    owner = operator.expression(operator.node.args[0])
+    if isinstance(owner, Subscript) and owner.indices == (Slice(),):  # of ``x[:, 0] = y``
+        owner = owner.owner
+    return Subscript(owner, (*before, index))
 
 
 def index(operator: OperatorCall) -> Subscript | None:

@@ -16,6 +16,7 @@ from torch import fx, nn
 from pipegraph.codegen.internals import has_forward_hooks
 from pipegraph.codegen.syntax.expressions import (
     Argument,
+    Collection,
     Expression,
     FunctionCall,
     Name,
@@ -24,7 +25,7 @@ from pipegraph.codegen.syntax.expressions import (
     call,
     literal,
 )
-from pipegraph.graph.call_arguments import argument_place, result_place
+from pipegraph.graph.call_arguments import ArgumentPlace, argument_place, result_place
 from pipegraph.graph.call_tree import CallTree
 from pipegraph.graph.captured import Captured
 
@@ -144,14 +145,24 @@ class CallArguments:
 
     Attributes:
         values: for each argument that is a value, its keyword ("" for a positional one) and its position among the
-            values that the call reads.
+            values that the call reads; for a tuple of values, their positions.
         settings: the arguments behind them: numbers, texts and None, by keyword.
         takes_first: whether the module returns a tuple of which only the first result is used.
     """
 
-    values: tuple[tuple[str, int], ...]
+    values: tuple[tuple[str, int | tuple[int, ...]], ...]
     settings: tuple[tuple[str, object], ...] = ()
     takes_first: bool = False
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The positions of the values, a tuple's one after the other."""
+        return tuple(each for _, at in self.values for each in (at if isinstance(at, tuple) else (at,)))
+
+    @property
+    def form(self) -> tuple[tuple[str, int], ...]:
+        """The keyword of each argument that is a value, and of how many values it is."""
+        return tuple((keyword, len(at) if isinstance(at, tuple) else 1) for keyword, at in self.values)
 
     @property
     def is_plain(self) -> bool:
@@ -163,11 +174,17 @@ class CallArguments:
         """``self.attention(x, x, x, need_weights=False)[0]``.
 
         Args:
-            values: the expressions of ``self.values``.
+            values: the expressions of the values, a tuple's one after the other.
         """
-        keywords = [keyword for keyword, _ in self.values]
-        positional = [value for keyword, value in zip(keywords, values, strict=True) if not keyword]
-        named = {keyword: value for keyword, value in zip(keywords, values, strict=True) if keyword}
+        waiting = iter(values)
+        arguments = [
+            (keyword, Collection(tuple(next(waiting) for _ in position), "()"))
+            if isinstance(position, tuple)
+            else (keyword, next(waiting))
+            for keyword, position in self.values
+        ]
+        positional = [value for keyword, value in arguments if not keyword]
+        named = {keyword: value for keyword, value in arguments if keyword}
         settings = {name: literal(value) for name, value in self.settings}
         made = call(function, *positional, **named, **settings)
         return Subscript(made, (literal(0),)) if self.takes_first else made
@@ -209,15 +226,30 @@ def _recorded_arguments(
     if any(node.op == "get_attr" for node in reads):
         return None
     places = [argument_place(node, called.call) for node in reads]
-    positions = {name: at for at, place in enumerate(places) if place is not None for name in place.names}
+    by_order = {order: at for at, place in enumerate(places) if place is not None for order in place.orders}
     recorded, parameters = dict(first.arguments), inspect.signature(type(module).forward).parameters
-    values = [name for name, value in recorded.items() if value is ...]
-    is_complete = positions.keys() == set(values) and len(set(positions.values())) == len(reads)
-    if not is_complete or not recorded.keys() <= parameters.keys():
+    if not recorded.keys() <= parameters.keys():
+        return None
+    values: dict[str, int | tuple[int, ...]] = {}
+    order = 0
+    for name, value in recorded.items():
+        count = len(value) if isinstance(value, tuple) else int(value is ...)
+        taken = tuple(by_order[each] for each in range(order, order + count) if each in by_order)
+        order += count
+        if len(taken) < count or (value is ... and name not in _names(places[taken[0]])):
+            return None
+        if count:
+            values[name] = taken if isinstance(value, tuple) else taken[0]
+    if order != len(by_order) or set(by_order.values()) != set(range(len(reads))):
         return None
     defaults = {name: parameters[name].default for name in recorded}
+    settings = ((name, value) for name, value in recorded.items() if name not in values)
     return CallArguments(
-        tuple(("" if defaults[name] is inspect.Parameter.empty else name, positions[name]) for name in values),
-        tuple((name, value) for name, value in recorded.items() if value is not ... and value != defaults[name]),
+        tuple(("" if defaults[name] is inspect.Parameter.empty else name, at) for name, at in values.items()),
+        tuple((name, value) for name, value in settings if value != defaults[name]),
         takes_first=first.count > len(results) == 1,
     )
+
+
+def _names(place: ArgumentPlace | None) -> tuple[str, ...]:
+    return place.names if place is not None else ()

@@ -1,10 +1,9 @@
-"""The items of a generated ``forward``, in order: operations, calls of modules, loops over calls, branches by mode."""
+"""The items of a generated ``forward``, in order: operations, calls of modules, loops, branches by mode."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import fx
@@ -12,8 +11,9 @@ from torch import fx
 from pipegraph.codegen.expressions.index_tests import IndexTest
 from pipegraph.codegen.expressions.torch_modules import CallArguments
 from pipegraph.codegen.names.identifiers import outer_names
+from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.syntax.expressions import Argument, Expression, FunctionCall, ModuleInvocation, call
-from pipegraph.graph.captured import BRANCH, StateEntry
+from pipegraph.graph.captured import StateEntry
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class ModuleCall:
         """The values in the order of the arguments; a value may be two arguments."""
         if self.arguments is None:
             return self.reads
-        return tuple(self.reads[position] for _, position in self.arguments.values)
+        return tuple(self.reads[position] for position in self.arguments.positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,39 +203,74 @@ class ModeBranch:
         return tuple(node for item in self.inner for node in item.nodes)
 
 
-Item = Step | ModuleLoop | ModeBranch
+@dataclass(frozen=True, eq=False)
+class StatementLoop:
+    """Iterations of a loop of the model's source, which run the same steps on values of their own.
+
+    It is written as its second iteration, the first one that takes values from another.
+
+    Attributes:
+        iterations: the steps of each. The last one may lack steps, in whose place is None: nothing reads their results.
+        carried: (the value before the loop, that of the first iteration, of the second, of the last) for each value
+            that an iteration takes from the one before.
+        varying: the values from outside that the iterations take in each other's place, one for each.
+        collected: the values of all iterations, for each that is read after the loop from all of them.
+        final: (the value of the second iteration, of the last) for each that is read after the loop from the last.
+        source: the loop of the source.
+    """
+
+    iterations: tuple[tuple[Step | None, ...], ...]
+    carried: tuple[tuple[fx.Node, fx.Node, fx.Node, fx.Node | None], ...]
+    varying: tuple[tuple[fx.Node, ...], ...]
+    collected: tuple[tuple[fx.Node, ...], ...]
+    final: tuple[tuple[fx.Node, fx.Node], ...]
+    source: SourceLoop
+
+    @property
+    def inner(self) -> tuple[Step, ...]:
+        """The steps of the second iteration."""
+        return tuple(filter(None, self.iterations[1]))
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of all iterations."""
+        return tuple(step for steps in self.iterations for step in steps if step is not None)
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """The values that come from outside."""
+        made = {node for step in self.steps for node in step.makes}
+        return tuple(dict.fromkeys(node for step in self.steps for node in step.reads if node not in made))
+
+    @property
+    def makes(self) -> tuple[fx.Node, ...]:
+        """The values that are read afterwards."""
+        return tuple(
+            dict.fromkeys((*(node for each in self.collected for node in each), *(last for _, last in self.final)))
+        )
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """Operations in it."""
+        return tuple(node for step in self.steps for node in step.nodes)
+
+    @property
+    def kept(self) -> tuple[fx.Node, ...]:
+        """The values of the second iteration that are needed at its end."""
+        return (
+            *(each[2] for each in self.carried),
+            *(each[1] for each in self.collected),
+            *(own for own, _ in self.final),
+        )
 
 
-def group_branches(items: Iterable[Step]) -> list[Item]:
-    """Put the items of each branch into one item, unless the branch is around all of them."""
-    items = list(items)
-    parts = {node.meta.get(BRANCH) for item in items for node in item.nodes}
-    if len(parts) == 1:
-        return list(items)
-    grouped: list[Item] = []
-    for number, group in groupby(items, key=_branch_of):
-        if number is None:
-            grouped += group
-            continue
-        sides: dict[bool | None, list[Step]] = {True: [], False: [], None: []}
-        for item in group:
-            sides[item.nodes[0].meta[BRANCH].training].append(item)
-        joins = tuple(item for item in sides[None] if isinstance(item, Operation))
-        grouped.append(ModeBranch(number, tuple(sides[True]), tuple(sides[False]), joins))
-    return grouped
-
-
-def _branch_of(item: Step) -> int | None:
-    """The branch that an item is part of; None for one that only contains a branch."""
-    parts = {node.meta.get(BRANCH) for node in item.nodes}
-    (part,) = parts if len(parts) == 1 else (None,)
-    return part.number if part is not None else None
+Item = Step | ModuleLoop | StatementLoop | ModeBranch
 
 
 def with_inner(items: Iterable[Item]) -> Iterator[Item]:
-    """Items, with those inside a branch in its place."""
+    """Items, with those inside a branch, or in the written iteration of a loop, in its place."""
     for item in items:
-        if isinstance(item, ModeBranch):
+        if isinstance(item, (ModeBranch, StatementLoop)):
             yield from item.inner
         else:
             yield item
@@ -243,7 +278,7 @@ def with_inner(items: Iterable[Item]) -> Iterator[Item]:
 
 def fqn_of(item: Item) -> str | None:
     """The module that an item calls, or the first one of a loop; None for any other item."""
-    if isinstance(item, (Operation, HelperCall, ModeBranch)):
+    if isinstance(item, (Operation, HelperCall, ModeBranch, StatementLoop)):
         return None
     return item.calls[0].fqn if isinstance(item, ModuleLoop) else item.fqn
 
@@ -254,6 +289,8 @@ def modules_in(item: Item) -> frozenset[str]:
         return frozenset[str]().union(*(call.modules for call in item.calls))
     if isinstance(item, ModeBranch):
         return frozenset[str]().union(*map(modules_in, item.inner))
+    if isinstance(item, StatementLoop):
+        return frozenset[str]().union(*map(modules_in, item.steps))
     return item.modules if isinstance(item, ModuleCall) else frozenset()
 
 
@@ -277,6 +314,8 @@ def operands(item: Item) -> list[fx.Node]:
         return nodes
     if isinstance(item, ModeBranch):
         return [node for each in item.inner for node in operands(each)]
+    if isinstance(item, StatementLoop):  # what it reads is needed until its end
+        return [*item.reads, *(node for each in item.inner for node in operands(each)), *item.kept]
     return list(item.argument_values if isinstance(item, ModuleCall) else item.reads)
 
 

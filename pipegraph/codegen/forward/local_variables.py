@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection as AbstractCollection
 from dataclasses import dataclass
 
 from torch import fx
 
 from pipegraph.codegen.forward.items import Item
 from pipegraph.codegen.names.identifiers import unused, variable
-from pipegraph.codegen.syntax.expressions import Expression, Name
+from pipegraph.codegen.syntax.expressions import Collection, Expression, Name
 from pipegraph.codegen.syntax.statements import Assign, Block, Statement
 
 Contexts = tuple[Block, ...]
@@ -81,7 +82,9 @@ class LocalVariables:
         self.statements.append(((), Assign((Name(name),), value)))
         return Name(name)
 
-    def bind(self, node: fx.Node, wanted: str, value: Expression | None = None, kept: Collection[fx.Node] = ()) -> str:
+    def bind(
+        self, node: fx.Node, wanted: str, value: Expression | None = None, kept: AbstractCollection[fx.Node] = ()
+    ) -> str:
         """Make a variable for a value. It gets the wanted name, with a number if that name is still needed.
 
         Args:
@@ -97,7 +100,7 @@ class LocalVariables:
         self.written[node] = Name(name)
         return name
 
-    def _free(self, name: str, mentioned: frozenset[str], kept: Collection[fx.Node]) -> None:
+    def _free(self, name: str, mentioned: frozenset[str], kept: AbstractCollection[fx.Node]) -> None:
         """Write the deferred values that read a variable, if nothing else keeps its name in use."""
         readers = [node for node, value in self.deferred.items() if name in self._variables_in(value.expression)]
         if name in self._live() or name in self._reserved or any(node in kept for node in readers):
@@ -107,7 +110,7 @@ class LocalVariables:
             self.write(node)
         self._reserved = before
 
-    def write(self, node: fx.Node, kept: Collection[fx.Node] = ()) -> None:
+    def write(self, node: fx.Node, kept: AbstractCollection[fx.Node] = ()) -> None:
         """Write a deferred value as a statement of its own."""
         value = self.deferred.pop(node, None)
         if value is None:
@@ -120,6 +123,20 @@ class LocalVariables:
         kept = set(except_for)
         for node in [node for node in self.deferred if node not in kept]:
             self.write(node)
+
+    def assign(self, pairs: Iterable[tuple[Name, Expression]], contexts: Contexts) -> None:
+        """Assign values to names; all at once if one of the values is read from a name that another one is given."""
+        changed = [(name, value) for name, value in pairs if name.text != value.text]
+        overwritten = any(
+            target.text in value.names()
+            for place, (target, _) in enumerate(changed)
+            for _, value in changed[place + 1 :]
+        )
+        if overwritten:
+            targets, assigned = zip(*changed, strict=True)
+            self.statements.append((contexts, Assign(targets, Collection(assigned, "()"))))
+        else:
+            self.statements += [(contexts, Assign((target,), value)) for target, value in changed]
 
     def taken(self) -> set[str]:
         """The variables that later code reads, directly or inside a deferred expression."""

@@ -1,18 +1,20 @@
-"""Roll consecutive calls of modules of one class into loops, even if their arguments alternate."""
+"""Roll consecutive calls of modules of one class into loops, even if their arguments alternate, and write them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import pairwise
 
 from torch import fx, nn
 
 from pipegraph.codegen.expressions.index_tests import periodic_test
 from pipegraph.codegen.expressions.module_tree import ModuleTree
-from pipegraph.codegen.forward.items import AlternateCall, Item, ModuleCall, ModuleLoop
-from pipegraph.codegen.names.identifiers import is_number
+from pipegraph.codegen.forward.items import AlternateCall, ClassContents, Item, ModuleCall, ModuleLoop
+from pipegraph.codegen.forward.local_variables import LocalVariables
+from pipegraph.codegen.names.identifiers import is_number, relative, unused, variable
 from pipegraph.codegen.syntax.expressions import Expression, Name, Slice, Subscript, call, conditional, literal, method
-from pipegraph.codegen.syntax.statements import For, If, Statement
+from pipegraph.codegen.syntax.statements import Assign, For, If, Statement
 
 # A loop whose iterations differ must have at least this many of them, so that it is shorter than its calls: four if one
 # argument alternates (two lines), six if whole calls do (four lines).
@@ -188,3 +190,90 @@ def _iteration(
 def _differ_in_one(first: Sequence[object], other: Sequence[object]) -> bool:
     """Return whether two calls have the same arguments except for one."""
     return len(first) == len(other) and sum(one != two for one, two in zip(first, other, strict=True)) == 1
+
+
+class LoopWriter:
+    """Writes the loops of one ``forward``.
+
+    Args:
+        values: the variables of the ``forward``.
+        contents, tree: the class and its modules.
+        name: returns the name of a value that an item makes.
+        emit: adds a statement that an item leads to.
+    """
+
+    def __init__(
+        self,
+        values: LocalVariables,
+        contents: ClassContents,
+        tree: ModuleTree,
+        name: Callable[[Item, fx.Node], str],
+        emit: Callable[[Item, Statement], None],
+    ) -> None:
+        self._values = values
+        self._contents = contents
+        self._tree = tree
+        self._name = name
+        self._emit = emit
+
+    def write(self, item: ModuleLoop) -> None:
+        """``for layer in self.layers.values(): h = layer(h, cos, sin)``."""
+        values = self._values
+        container = relative(item.calls[0].fqn, self._contents.prefix).split(".")[:-1]
+        carried = dict(item.carried)
+        begin = {made: item.reads[position] for position, made in item.carried}
+        for position, node in enumerate(item.reads):
+            if position not in carried:
+                values.write(node)
+        # Names are chosen before the values that every iteration reads are consumed, so that they stay in use.
+        names: dict[int, str] = {}
+        for made, node in sorted(begin.items()):
+            names[made] = self._carry(item, made, node, set(names.values()))
+        taken = values.taken() | set(names.values())
+        module = unused(variable(container[-1].removesuffix("s") if container else "module", "module"), taken)
+        number = unused("i", taken)
+        for made, node in enumerate(item.makes):
+            if made in names:
+                values.variables[names[made]] = node
+                values.written[node] = Name(names[made])
+            else:
+                names[made] = values.bind(node, self._name(item, node))
+        targets = tuple(Name(names[made]) for made in range(len(item.makes)))
+        arguments = [
+            [Name(names[made]) if made is not None else values.expression(node) for node, made in pattern]
+            for pattern in item.patterns
+        ]
+        values.consume(node for pattern in item.patterns for node, made in pattern if made is None)
+
+        classes = [each.constructor.function.text for each in item.calls]
+
+        def iteration(called: Expression, values: Sequence[Expression]) -> Statement:
+            like = next(each for each in item.calls if len(each.reads) == len(values))
+            return Assign(targets, like.invocation(called, values, classes))
+
+        self._emit(item, loop_statement(item, self._tree, container, (module, number), iteration, arguments))
+
+    def _carry(self, item: ModuleLoop, made: int, begin: fx.Node, others: AbstractSet[str]) -> str:
+        """Choose the variable that each iteration assigns, and assign ``begin`` to it before the loop if necessary.
+
+        Args:
+            made: the position of the result that each iteration assigns to it.
+            begin: the value that the first iteration reads.
+            others: the variables of other results.
+        """
+        values = self._values
+        wanted = variable(self._name(item, item.makes[made]), "x")
+        deferred = values.deferred.pop(begin, None)
+        values.uses_left[begin] -= sum(result == made for _, result in item.carried)
+        if deferred is not None:
+            name = unused(wanted, values.taken() | others)
+            values.statements.append((deferred.contexts, Assign((Name(name),), deferred.expression)))
+        else:
+            current = values.written[begin].text
+            is_free = values.uses_left[begin] == 0 and current in values.variables
+            if is_free and (current.startswith(wanted) or begin in self._contents.inputs):
+                return current
+            name = unused(wanted, values.taken() | {current, *others})
+            self._emit(item, Assign((Name(name),), values.written[begin]))
+        values.variables[name] = begin
+        return name

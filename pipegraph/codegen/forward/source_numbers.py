@@ -106,13 +106,20 @@ class ModuleNumbers:
         statements = self._source.of_operation(node)
         if statements and path_of(node)[-1:] and path_of(node)[-1][1] == self._fqn:
             numbers |= _in_statement(statements[-1], expression, partial(_of_module, self._attributes))
+        return _replaced(expression, operands, numbers, self._use)
 
-        def use(found: Expression) -> None:
-            for inner in found.walk():
-                if isinstance(inner, Attribute):
-                    self.used[inner.name] = literal(self._attributes[inner.name])
+    def in_source(self, tree: ast.expr, number: int) -> Expression | None:
+        """An expression of the source that is this number and has an attribute in it; None if it is another one."""
+        found = _evaluated(tree, partial(_of_module, self._attributes))
+        if found is None or found[0] != number or isinstance(found[1], Literal):
+            return None
+        self._use(found[1])
+        return found[1]
 
-        return _replaced(expression, operands, numbers, use)
+    def _use(self, found: Expression) -> None:
+        for inner in found.walk():
+            if isinstance(inner, Attribute):
+                self.used[inner.name] = literal(self._attributes[inner.name])
 
 
 class ReplacedParameterError(Exception):

@@ -16,6 +16,7 @@ from pipegraph.codegen.forward.items import (
     ModuleCall,
     ModuleLoop,
     Operation,
+    StatementLoop,
     fqn_of,
     with_inner,
 )
@@ -105,7 +106,7 @@ class ValueNames:
             return self._source.of_operation(item.node)
         if isinstance(item, HelperCall):
             return self._source.of_operation(item.nodes[-1])
-        if isinstance(item, ModeBranch):
+        if isinstance(item, (ModeBranch, StatementLoop)):
             return ()
         call = item.calls[-1] if isinstance(item, ModuleLoop) else item
         return self._source.of_call(call.fqn, call.nodes[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import sympy
 from torch import fx
@@ -10,6 +11,7 @@ from torch import fx
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import ClassContents
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers
+from pipegraph.codegen.forward.statement_loop_writer import UnrolledLoopError, expanded
 from pipegraph.codegen.forward.writer import ForwardWriter, WrittenForward
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.graph.symbolic_size import UnknownSizeError
@@ -48,6 +50,8 @@ def write_forward(
             if error.size in sizes:
                 raise
             sizes.append(error.size)
+        except UnrolledLoopError as error:
+            contents = replace(contents, items=tuple(expanded(contents.items, error.loop)))
         else:
             break
     if not written.clashes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -12,7 +13,6 @@ from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.expressions.operation import contexts, express, write
-from pipegraph.codegen.forward.compound_statements import BranchWriter, LoopWriter
 from pipegraph.codegen.forward.items import (
     ClassContents,
     HelperCall,
@@ -21,18 +21,24 @@ from pipegraph.codegen.forward.items import (
     ModuleCall,
     ModuleLoop,
     Operation,
+    StatementLoop,
     has_effects,
     operands,
     with_inner,
 )
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
+from pipegraph.codegen.forward.loop_header import LoopHeaders
+from pipegraph.codegen.forward.mode_branches import BranchWriter
 from pipegraph.codegen.forward.model_dtypes import OF_MODEL_DTYPE, ModelDtypes
+from pipegraph.codegen.forward.roll_loops import LoopWriter
 from pipegraph.codegen.forward.size_variables import SizeVariables
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers
+from pipegraph.codegen.forward.statement_loop_writer import StatementLoopWriter
+from pipegraph.codegen.forward.statement_loops import indexed_tuples
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import Attribute, Expression, Name, call
+from pipegraph.codegen.syntax.expressions import Attribute, Expression, Name, Subscript, call, literal
 from pipegraph.codegen.syntax.line_breaks import reads_well
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
@@ -97,6 +103,9 @@ class ForwardWriter:
         self._dtypes = ModelDtypes(self._values, contents)
         self._branches = BranchWriter(self._values, self._name, self._item)
         self._loops = LoopWriter(self._values, contents, tree, self._name, self._emit)
+        self._headers = LoopHeaders(self._values, tree, self._iterations)
+        self._bodies = StatementLoopWriter(self._values, self._headers, contents.inputs, self._name, self._item)
+        self._indexed = indexed_tuples(contents.items)
 
     def write(self) -> WrittenForward:
         """Write the statements; once only.
@@ -139,10 +148,12 @@ class ForwardWriter:
     def _item(self, item: Item) -> None:
         if isinstance(item, ModuleLoop):
             self._loops.write(item)
+        elif isinstance(item, StatementLoop):
+            self._bodies.write(item)
         elif isinstance(item, ModuleCall):
             self._call(item)
         elif isinstance(item, HelperCall):
-            self._called(item, lambda: call(item.function, *map(self._values.expression, item.reads)))
+            self._called(item, lambda: call(item.function, *map(self._expression, item.reads)))
         elif isinstance(item, ModeBranch):
             self._branches.write(item)
         else:
@@ -171,13 +182,19 @@ class ForwardWriter:
             operands.append(self._expression(argument))
             return operands[-1]
 
-        expression = express(node, operand, self._device)
+        expression = self._bodies.spell(node, lambda each, value: express(each, value, self._device), operand)
         if self._numbers is None:
             return expression
         return self._numbers.named(expression, node, operands, self._values.variables)
 
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
-        """``a, b = x.split(…)``."""
+        """``a, b = x.split(…)``, or ``pieces = x.split(…)`` if a loop goes over them."""
+        if item.node in self._indexed:
+            element = self._indexed[item.node] or self._name(item, parts[0])
+            pieces = Name(self._values.bind(item.node, f"{element}s", expression))
+            self._emit(item, Assign((pieces,), expression))
+            self._values.written |= {part: Subscript(pieces, (literal(part.args[1]),)) for part in parts}
+            return
         by_position = {int(part.args[1]): part for part in parts}  # type: ignore[arg-type]
         targets = [
             self._bind(item, by_position[position], expression) if position in by_position else Name("_")
@@ -196,7 +213,7 @@ class ForwardWriter:
         if values.uses_left[node] > 0:
             values.write(target, kept=kept)
         owner = values.expression(target)
-        statement = write(node, self._expression, self._device)
+        statement = self._bodies.spell(node, lambda each, value: write(each, value, self._device), self._expression)
         values.consume(read)
         values.written[target] = values.written[node] = owner
         if owner.text in values.variables:
@@ -204,10 +221,8 @@ class ForwardWriter:
         self._emit(item, statement)
 
     def _call(self, item: ModuleCall) -> None:
-        function = self._tree.access(self._path(item.fqn))
-        self._called(
-            item, lambda: item.invocation(function, [self._values.expression(node) for node in item.argument_values])
-        )
+        function = self._bodies.module(item, lambda each: self._tree.access(self._path(each.fqn)))
+        self._called(item, lambda: item.invocation(function, [self._expression(node) for node in item.argument_values]))
 
     def _called(self, item: ModuleCall | HelperCall, build: Callable[[], Expression]) -> None:
         expression = self._build(item, build)
@@ -219,15 +234,22 @@ class ForwardWriter:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def _name(self, item: Item, node: fx.Node) -> str:
-        if node in self._branches.joined:
-            return self._branches.joined[node]
+        wanted = self._branches.joined.get(node) or self._bodies.names.get(node)
+        if wanted:
+            return wanted
         return self._names.of(item, node) if self._names else "v"
 
     def _expression(self, argument: fx.Node | SymbolicSize) -> Expression:
         """The expression of a value or of a size that varies."""
         if isinstance(argument, SymbolicSize):
             return self._sizes.expression(argument)
-        return self._values.expression(argument)
+        return self._bodies.varying(argument) or self._values.expression(argument)
+
+    def _iterations(self, loop: StatementLoop) -> Expression | None:
+        """The number of iterations as the source writes it, if it is an attribute."""
+        if not isinstance(self._numbers, ModuleNumbers) or not isinstance(loop.source.iterable, ast.Call):
+            return None
+        return self._numbers.in_source(loop.source.iterable.args[-1], len(loop.iterations))
 
     def _build(self, item: Item, build: Callable[[], Expression]) -> Expression:
         """Build the expression of an item. The deferred values that it reads go inside.
@@ -283,7 +305,7 @@ class ForwardWriter:
         than the expression.
         """
         length = len(expression.text)
-        if node in self._branches.joined:
+        if node in self._branches.joined or node in self._bodies.names:
             return False
         if node.target in OF_MODEL_DTYPE:
             return self._values.uses_left[node] == 1

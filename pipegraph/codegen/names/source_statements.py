@@ -7,7 +7,7 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -50,7 +50,7 @@ class SourceStatement:
     @property
     def is_of_torch(self) -> bool:
         """Whether it is in a layer of ``torch.nn``."""
-        return self.file.startswith(_TORCH)
+        return is_of_torch(self.file)
 
     def target_of(self, node: fx.Node) -> str | None:
         """The name that it assigns to a value that it makes: its only target, or the target of one part of a tuple."""
@@ -152,6 +152,23 @@ class SourceStatements:
             position = entered if entered is not None else position
         return ()
 
+    def lines_within(self, fqn: str, node: fx.Node, inner: str | None = None) -> tuple[tuple[str, int], ...]:
+        """The files and lines that led to an operation, from the ``forward`` of the module ``fqn`` on, outermost first.
+
+        Args:
+            inner: a module inside; the lines are those that led to its call.
+        """
+        frames = _frames(node.meta["stack_trace"])
+        first, stop, position = 0, len(frames), -1
+        for _, each in path_of(node):
+            module = self._captured.modules.get(each)
+            entered = None if module is None else _entered(type(module.module).forward, frames, position + 1)
+            if entered is not None:
+                first = entered if each == fqn else first
+                stop = entered if each == inner else stop
+                position = entered
+        return tuple((frame.file, frame.line) for frame in frames[first:stop])
+
 
 # ---- stack traces ----------------------------------------------------------------------------------------------------
 
@@ -175,11 +192,16 @@ def _frames(stack_trace: str) -> tuple[_Frame, ...]:
     )
 
 
+def is_of_torch(file: str) -> bool:
+    """Return whether a file is one of torch."""
+    return file.startswith(_TORCH)
+
+
 def _forward_frames(node: fx.Node) -> list[_Frame]:
     return [frame for frame in _frames(node.meta["stack_trace"]) if frame.is_forward]
 
 
-def _entered(forward: Callable[..., object], frames: list[_Frame], start: int) -> int | None:
+def _entered(forward: Callable[..., object], frames: Sequence[_Frame], start: int) -> int | None:
     """The position of the first frame, from ``start`` on, that is inside ``forward``."""
     file, first, last = _lines_of(forward)
     for position, frame in enumerate(frames[start:], start):

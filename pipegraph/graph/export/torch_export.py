@@ -249,7 +249,7 @@ def _run_recorded(
     _mark(tracer, "argument_of", call, _argument_places(arguments))
     result = forward(*args, **kwargs)
     helpers.end(tracer)
-    plain = tuple((each.name, each.value if isinstance(each.value, _PLAIN) else ...) for each in arguments)
+    plain = tuple((each.name, _plain(each)) for each in arguments)
     _mark(tracer, "result_of", call, _result_places(result, plain))
     return result
 
@@ -282,6 +282,14 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         named = value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
         for key, each in named.items():
             yield _Argument(key, each, kind is inspect.Parameter.VAR_POSITIONAL)
+
+
+def _plain(argument: _Argument) -> object:
+    """What a call keeps of an argument, as `ResultPlace` has it."""
+    value = argument.value
+    if isinstance(value, tuple) and value and not argument.is_variadic:
+        return (...,) * len(value) if all(isinstance(part, torch.Tensor) for part in value) else ...
+    return value if isinstance(value, _PLAIN) else ...
 
 
 def _argument_places(arguments: Iterable[_Argument]) -> Iterator[tuple[torch.Tensor, ArgumentPlace]]:

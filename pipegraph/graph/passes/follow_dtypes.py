@@ -24,10 +24,13 @@ def follow_dtypes(graph: fx.Graph) -> None:
     """
     independent = values_of_buffers(graph)
     arguments: dict[str, list[tuple[int, fx.Node]]] = {}
+    known: dict[object, fx.Node] = {}  # by the line of the source, which in a loop says the same in each iteration
     for node in list(graph.nodes):
         if node.meta.get(RELATIVE_DTYPE) and node not in independent and _is_plain_cast(node):
-            reference = _reference(node, arguments)
+            line = path_of(node), node.meta.get("stack_trace"), _dtypes(node)
+            reference = known.get(line) or _reference(node, arguments)
             if reference is not None:
+                known[line] = reference
                 node.target, node.args, node.kwargs = aten.type_as.default, (node.args[0], reference), {}
         if follows_model(node):
             for call, place in node.meta.get("argument_of", {}).items():

@@ -1,0 +1,181 @@
+"""The first line of a loop: ``for t in range(x.shape[1])``, ``for i, expert in enumerate(self.experts)``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from pipegraph.codegen.expressions.module_tree import ModuleTree
+from pipegraph.codegen.forward.items import StatementLoop
+from pipegraph.codegen.forward.local_variables import LocalVariables
+from pipegraph.codegen.names.identifiers import unused, variable
+from pipegraph.codegen.syntax.expressions import (
+    Attribute,
+    Expression,
+    Name,
+    Node,
+    Slice,
+    Subscript,
+    call,
+    literal,
+    method,
+)
+from pipegraph.codegen.syntax.progressions import Progression, progressions, with_variable
+from pipegraph.codegen.syntax.statements import For, Statement
+from pipegraph.graph.nodes import shape_of
+
+Part = TypeVar("Part", bound=Node)
+
+
+class LoopHeaders:
+    """Writes the headers of the loops of one ``forward``.
+
+    Args:
+        values: the variables of the ``forward``.
+        tree: the modules of the class.
+        number: returns the number of iterations as the source writes it; None if it is no attribute.
+
+    Attributes:
+        lengths: variable → its length, of those that are lists.
+    """
+
+    def __init__(
+        self,
+        values: LocalVariables,
+        tree: ModuleTree,
+        number: Callable[[StatementLoop], Expression | None],
+    ) -> None:
+        self._values = values
+        self._tree = tree
+        self._number = number
+        self.lengths: dict[str, int] = {}
+
+    def statement(self, item: StatementLoop, body: tuple[Statement, ...]) -> For:
+        """The loop, with the statements of its second iteration as ``body``."""
+        count, found = len(item.iterations), list(progressions(body))
+        taken = self._values.taken().union(*(_names(statement) for statement in body))
+        steps = [each for each in found if abs(each.difference) == 1]
+        start, step = (steps[0].first, steps[0].difference) if steps else (0, 1)
+        index = Name(unused(variable(item.source.index or "i", "i"), taken))
+        parts = self._elements(body, Progression(start, step), start + count) if step == 1 else {}
+        alone = sum(part in parts for statement in body for part in statement.walk()) == len(found)
+        if parts and (alone or start == 0):
+            chosen = dict(list(parts.items())[: None if alone else 1])
+            names: list[Name] = []
+            for part in chosen:
+                wanted = self._element(item, part.owner, len(chosen))
+                names.append(Name(unused(wanted, {*taken, index.name, *(each.name for each in names)})))
+            body = tuple(_replaced(statement, dict(zip(chosen, names, strict=True))) for statement in body)
+            first, *others = chosen.values()
+            iterable = call("zip", first, *others, strict=literal(True)) if others else first
+            if not alone:
+                iterable, names = call("enumerate", iterable), [index, *names]
+            variables = tuple(each.name for each in names)
+        else:
+            iterable = self._range(item, body, start, step)
+            variables = (index.name if found else "_",)
+        return For(variables, iterable, tuple(with_variable(each, index, start, step) for each in body))
+
+    def _elements(self, body: Sequence[Statement], index: Progression, stop: int) -> dict[Subscript, Expression]:
+        """The elements that a loop takes one after the other, ``self.experts[i]`` → what it goes over to get them."""
+        found: dict[Subscript, Expression] = {}
+        for part in (part for statement in body for part in statement.walk()):
+            if not isinstance(part, Subscript):
+                continue
+            holder = self._holder(part.owner)
+            if part.indices == (call("str", index),):
+                numbers = [str(number) for number in range(index.first, stop)]
+                if holder is not None and holder.elements == numbers:
+                    found[part] = method(part.owner, "values")
+            elif part.indices == (index,):
+                length = len(holder.elements) if holder is not None else self._length(part.owner)
+                if length is not None and length >= stop:
+                    some = Slice(
+                        literal(index.first) if index.first else None, literal(stop) if stop < length else None
+                    )
+                    found[part] = part.owner if some == Slice() else Subscript(part.owner, (some,))
+        return found
+
+    def _holder(self, owner: Expression) -> ModuleTree | None:
+        """The list or dict of modules that an expression stands for."""
+        for path in (each.split(".") for each in self._tree.paths()):
+            if self._tree.access(path) == owner:
+                here = self._tree.at(path)
+                return here if isinstance(here, ModuleTree) else None
+        return None
+
+    def _length(self, owner: Expression) -> int | None:
+        """The number of elements of a list or tuple."""
+        if not isinstance(owner, Name):
+            return None
+        node = self._values.variables.get(owner.name)
+        value = node.meta.get("val") if node is not None else None
+        return len(value) if isinstance(value, (tuple, list)) else self.lengths.get(owner.name)
+
+    def _element(self, item: StatementLoop, owner: Expression, owners: int) -> str:
+        if item.source.element and owners == 1:
+            return variable(item.source.element, "x")
+        last = owner.name if isinstance(owner, (Name, Attribute)) else ""
+        return variable(last.removesuffix("s") or "each", "each")
+
+    def _range(self, item: StatementLoop, body: Sequence[Statement], start: int, step: int) -> Expression:
+        """``range(x.shape[1])``, of a value that the loop goes along; else of a number."""
+        count = len(item.iterations)
+        ends = start == 0 and step == 1, start == count - 1 and step == -1
+        size = self._size(item, body, Progression(start, step), count) if any(ends) else None
+        stop = size or (self._number(item) if ends[0] else None)
+        if stop is not None:
+            counted = call("range", stop)
+            return call("reversed", counted) if ends[1] and not ends[0] else counted
+        if step == -1:
+            return call("range", literal(start), literal(start - count), literal(-1))
+        return call("range", *([literal(start)] if start else []), literal(start + count))
+
+    def _size(
+        self, item: StatementLoop, body: Sequence[Statement], index: Progression, count: int
+    ) -> Expression | None:
+        """``x.shape[1]`` for a value from outside of which an iteration takes ``x[:, i]``."""
+        tensors = [node for node in item.reads if isinstance(node.meta.get("val"), torch.Tensor)]
+        owners = {self._values.written[node].text: node for node in tensors}
+        for owner, dim in _sizes(item.source.iterable):
+            node = self._values.variables.get(owner)
+            if node in tensors and dim < len(shape_of(node)) and shape_of(node)[dim] == count:
+                return Subscript(Attribute(Name(owner), "shape"), (literal(dim),))
+        for part in (part for statement in body for part in statement.walk()):
+            if isinstance(part, Subscript) and index in part.indices and part.owner.text in owners:
+                dim = part.indices.index(index)
+                counted = all(isinstance(each, Slice) or each.text.isdecimal() for each in part.indices[:dim])
+                if counted and shape_of(owners[part.owner.text])[dim] == count:
+                    return Subscript(Attribute(part.owner, "shape"), (literal(dim),))
+        return None
+
+
+def _names(statement: Statement) -> set[str]:
+    return {part.name for part in statement.walk() if isinstance(part, Name)}
+
+
+def _replaced(statement: Part, replacements: Mapping[Subscript, Name]) -> Part:
+    def change(part: Any) -> Any:
+        if isinstance(part, Subscript) and part in replacements:
+            return replacements[part]
+        return part.rebuilt(change)
+
+    changed: Part = change(statement)
+    return changed
+
+
+def _sizes(tree: ast.AST | None) -> Iterator[tuple[str, int]]:
+    """``x`` and 1 for ``x.shape[1]`` and ``x.size(1)`` in the source."""
+    for node in ast.walk(tree) if tree is not None else ():
+        match node:
+            case ast.Subscript(
+                value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=ast.Constant(value=int(dim))
+            ):
+                yield name, dim
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=name), attr="size"), args=[ast.Constant(value=int(dim))]
+            ):
+                yield name, dim

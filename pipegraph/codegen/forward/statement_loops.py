@@ -1,0 +1,328 @@
+"""Find the iterations of loops of the model's source that capture has unrolled: over time steps, experts, pieces."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from pipegraph.codegen.forward.items import HelperCall, Item, ModuleCall, Operation, StatementLoop, Step, operands
+from pipegraph.codegen.names.source_loops import SourceLoop, loops_at
+from pipegraph.codegen.names.source_statements import SourceStatements, is_of_torch
+from pipegraph.graph.captured import BRANCH
+from pipegraph.graph.internals import pytree
+from pipegraph.graph.nodes import shape_of
+
+# Fewer iterations read as well without a loop.
+_ITERATIONS = 3
+# How many periods are tried at a place, those that cover most first.
+_TRIED = 4
+
+aten = torch.ops.aten
+
+# The place of a value in an iteration: the number of the step, and of the result.
+_Place = tuple[int, int]
+# A loop of the source, and the number of the frame in which it is.
+_LoopFrame = tuple[int, SourceLoop]
+_Iterations = Sequence[Sequence[Step | None]]
+
+
+def roll_statements(
+    items: Sequence[Item], outputs: Iterable[fx.Node], source: SourceStatements, fqn: str
+) -> tuple[Item, ...]:
+    """Replace the iterations of loops of the source by loops.
+
+    Args:
+        items: the items of a ``forward``.
+        outputs: the values that it returns.
+        source: the statements of the model's source.
+        fqn: of the module whose ``forward`` it is.
+    """
+    finder = _Finder(items, outputs, source, fqn)
+    rolled: list[Item] = []
+    position = 0
+    while position < len(items):
+        loop, count = finder.loop_at(position)
+        rolled.append(loop or items[position])
+        position += count
+    return tuple(rolled)
+
+
+class _Finder:
+    def __init__(self, items: Sequence[Item], outputs: Iterable[fx.Node], source: SourceStatements, fqn: str) -> None:
+        self._items = items
+        self._outputs = frozenset(outputs)
+        self._lines = [_lines_of(item, source, fqn) for item in items]
+        self._loops = [_loops_around(lines) for lines in self._lines]
+        numbers: dict[object, int] = {}
+        keys = (_key(item, lines) for item, lines in zip(items, self._lines, strict=True))
+        self._keys = [numbers.setdefault(key, len(numbers)) for key in keys]
+        self._forms = [tuple(map(_form, item.makes)) for item in items]
+
+    def loop_at(self, start: int) -> tuple[StatementLoop | None, int]:
+        """The loop that begins with an item, and how many items it stands for; None and 1 if there is none."""
+        runs: list[tuple[int, int, int]] = []
+        for size in self._periods(start):
+            count = 1
+            while self._repeats(start, start + count * size, size):
+                count += 1
+            if count >= _ITERATIONS:
+                runs.append((-count * size, size, count))
+        for _, size, count in sorted(runs)[:_TRIED]:
+            found = self._loop(start, size, count)
+            if found is not None:
+                return found
+        return None, 1
+
+    def _periods(self, start: int) -> Iterator[int]:
+        """The distances to later items like this one, in the same loop of the source."""
+        around = set(self._loops[start])
+        for position in range(start + 1, len(self._items)):
+            if around.isdisjoint(self._loops[position]):
+                return
+            if self._keys[position] == self._keys[start]:
+                yield position - start
+
+    def _repeats(self, start: int, other: int, size: int) -> bool:
+        first, second = slice(start, start + size), slice(other, other + size)
+        return self._keys[first] == self._keys[second] and self._forms[first] == self._forms[second]
+
+    def _loop(self, start: int, size: int, count: int) -> tuple[StatementLoop, int] | None:
+        common = [each for each in self._loops[start] if all(each in self._loops[start + at] for at in range(size))]
+        if self._calls_several(start, size):
+            common.pop()  # it is not the loop over these modules, but one around it
+        if not common:
+            return None
+        frame, source = common[-1]
+        if any(self._lines[start + at][frame][1] < self._lines[start][frame][1] for at in range(size)):
+            return None  # it would begin inside one iteration and end inside the next
+        whole: list[list[Step | None]] = [
+            [self._step(start + number * size + at) for at in range(size)] for number in range(count)
+        ]
+        last, used = self._part(start, size, start + count * size)
+        after = start + count * size + used
+        if after < len(self._items) and (frame, source) in self._loops[after]:
+            used = 0  # the loop goes on: that was no last iteration
+        for iterations, items in (([*whole, last], count * size + used), (whole, count * size)):
+            if used or iterations is whole:
+                later = (*self._items[:start], *self._items[start + items :])
+                loop = _checked(iterations, {node for item in later for node in item.reads} | self._outputs, source)
+                if loop is not None and not _is_module_loop(loop) and not _is_the_same(loop):
+                    return loop, items
+        return None
+
+    def _calls_several(self, start: int, size: int) -> bool:
+        """Return whether one step calls several modules of a list."""
+        modules: dict[int, set[str]] = {}
+        for at in range(start, start + size):
+            item = self._items[at]
+            if isinstance(item, ModuleCall):
+                modules.setdefault(self._keys[at], set()).add(item.fqn)
+        return any(len(each) > 1 for each in modules.values())
+
+    def _part(self, start: int, size: int, end: int) -> tuple[list[Step | None], int]:
+        """A last iteration that lacks steps, and how many items it has."""
+        steps: list[Step | None] = []
+        position = end
+        for at in range(size):
+            if position < len(self._items) and self._may_lack_results(position, start + at):
+                steps.append(self._step(position))
+                position += 1
+            else:
+                steps.append(None)
+        return steps, position - end
+
+    def _may_lack_results(self, position: int, whole: int) -> bool:
+        """Return whether an item is the same step as another one, perhaps without the last results of a call."""
+        forms, others = self._forms[position], self._forms[whole]
+        return self._keys[position] == self._keys[whole] and forms == others[: len(forms)]
+
+    def _step(self, position: int) -> Step:
+        item = self._items[position]
+        assert isinstance(item, (Operation, ModuleCall, HelperCall))
+        return item
+
+
+# ---- items that may be the same step of two iterations ---------------------------------------------------------------
+
+
+def _lines_of(item: Item, source: SourceStatements, fqn: str) -> tuple[tuple[str, int], ...]:
+    if not isinstance(item, (Operation, ModuleCall, HelperCall)):
+        return ()
+    return source.lines_within(fqn, item.nodes[0], item.fqn if isinstance(item, ModuleCall) else None)
+
+
+def _loops_around(lines: Sequence[tuple[str, int]]) -> tuple[_LoopFrame, ...]:
+    own = ((frame, file, line) for frame, (file, line) in enumerate(lines) if not is_of_torch(file))
+    return tuple((frame, loop) for frame, file, line in own for loop in loops_at(file, line))
+
+
+def _key(item: Item, lines: object) -> object:
+    """What two steps have in common if they are one step of two iterations; for an item that is in none, the item."""
+    if not isinstance(item, (Operation, ModuleCall, HelperCall)) or any(BRANCH in node.meta for node in item.nodes):
+        return item
+    if isinstance(item, Operation):
+        node = item.node
+        leaves = tuple(_kind(leaf) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
+        structure = str(pytree.tree_structure((node.args, node.kwargs)))
+        return node.target, leaves, structure, lines, repr(node.meta["regions"]), "writes" in node.meta
+    if isinstance(item, ModuleCall):
+        path = re.sub(r"\b\d+\b", "#", item.fqn)
+        given = item.arguments
+        form = given.form if given is not None else tuple(("", 1) for _ in item.reads)
+        return path, item.constructor, form, repr(given.settings if given else ()), item.parameters, lines
+    return item.function, len(item.reads), lines
+
+
+def _kind(leaf: object) -> object:
+    """A value is like any other, and so is a whole number."""
+    return fx.Node if isinstance(leaf, fx.Node) else int if type(leaf) is int else repr(leaf)
+
+
+def _form(node: fx.Node) -> object:
+    """The shape and dtype of a value, or of those in a tuple."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return shape_of(node), value.dtype
+    if not isinstance(value, (tuple, list)):
+        return value
+    return tuple((part.shape, part.dtype) if isinstance(part, torch.Tensor) else part for part in value)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _checked(iterations: _Iterations, later: set[fx.Node], source: SourceLoop) -> StatementLoop | None:
+    """The loop of these iterations, if each does with its own values what the others do with theirs.
+
+    Args:
+        later: what is read outside of them.
+    """
+    places = [_places(steps) for steps in iterations]
+    begin: dict[_Place, fx.Node] = {}
+    outside: set[tuple[fx.Node, ...]] = set()
+    for steps in zip(*iterations, strict=True):
+        present = [(number, step) for number, step in enumerate(steps) if step is not None]
+        if not _numbers_progress([step for _, step in present]):
+            return None
+        for taken in zip(*(operands(step) for _, step in present), strict=True):
+            kinds = [_origin(node, number, places) for (number, _), node in zip(present, taken, strict=True)]
+            if not _is_alike(kinds, taken, begin):
+                return None
+            outside |= {taken} if all(origin == "outside" for origin, _ in kinds) else set()
+    varying = [nodes for nodes in outside if len(set(nodes)) > 1]
+    shared = [node for nodes in outside for node in set(nodes)]
+    if any(len(nodes) < len(iterations) or shared.count(node) > 1 for nodes in varying for node in nodes):
+        return None
+    values = [{place: node for node, place in each.items()} for each in places]
+    if any(_form(node) != _form(values[0][place]) for place, node in begin.items()):
+        return None
+    second, last = values[1], values[-1]
+    collected, final = [], []
+    for place, node in second.items():
+        own = [each.get(place) for each in values]
+        read = [each in later for each in own]
+        if any(read[:-1]):
+            nodes = tuple(each for each in own if each is not None)
+            if not all(read) or len(nodes) < len(own):
+                return None
+            collected.append(nodes)
+        elif read[-1]:
+            final.append((node, last[place]))
+    carried = tuple((begin[place], values[0][place], second[place], last.get(place)) for place in begin)
+    steps = tuple(map(tuple, iterations))
+    return StatementLoop(steps, carried, tuple(varying), tuple(collected), tuple(final), source)
+
+
+def _places(steps: Sequence[Step | None]) -> dict[fx.Node, _Place]:
+    return {
+        node: (number, result)
+        for number, step in enumerate(steps)
+        if step is not None
+        for result, node in enumerate(step.makes)
+    }
+
+
+def _origin(node: fx.Node, number: int, places: Sequence[dict[fx.Node, _Place]]) -> tuple[str, object]:
+    """Where an iteration has a value from: itself, the iteration before, or outside of the loop."""
+    if node in places[number]:
+        return "own", places[number][node]
+    if number and node in places[number - 1]:
+        return "before", places[number - 1][node]
+    return ("other", node) if any(node in each for each in places) else ("outside", node)
+
+
+def _is_alike(kinds: Sequence[tuple[str, Any]], nodes: Sequence[fx.Node], begin: dict[_Place, fx.Node]) -> bool:
+    """Return whether the iterations have an operand from the same place.
+
+    Args:
+        kinds, nodes: the operand of each iteration.
+        begin: is given the values before the loop, by the place of those that follow them.
+    """
+    origins = [origin for origin, _ in kinds]
+    if set(origins) == {"own"}:
+        return len(set(kinds)) == 1
+    if set(origins) == {"outside"}:
+        return len(set(nodes)) in (1, len(nodes))
+    if origins[0] == "outside" and set(origins[1:]) == {"before"} and len(set(kinds[1:])) == 1:
+        place = kinds[1][1]
+        return begin.setdefault(place, nodes[0]) is nodes[0]
+    return False
+
+
+def _numbers_progress(steps: Sequence[Step]) -> bool:
+    """Return whether each whole number among the arguments of a step is the same, or grows by the same number."""
+    rows = [_numbers(step) for step in steps]
+    for numbers in zip(*rows, strict=True):
+        differences = {after - before for before, after in pairwise(numbers)}
+        if len(differences) > 1:
+            return False
+    return True
+
+
+def _numbers(step: Step) -> list[int]:
+    if not isinstance(step, Operation):
+        return []
+    node = step.node
+    args = list(node.args)
+    if node.target is aten.slice.Tensor and len(args) > 3 and isinstance(args[0], fx.Node):
+        size = shape_of(args[0])[args[1]]  # type: ignore[index]
+        args[3] = min(args[3], size) if type(size) is int and type(args[3]) is int else args[3]
+    return [leaf for leaf in pytree.tree_leaves((args, node.kwargs)) if type(leaf) is int]
+
+
+def _is_module_loop(loop: StatementLoop) -> bool:
+    """Return whether each iteration is the call of another module with the result of the one before."""
+    calls = [step for steps in loop.iterations for step in steps]
+    modules = {step.fqn for step in calls if isinstance(step, ModuleCall)}
+    return len(loop.inner) == 1 and len(modules) == len(calls) and bool(loop.carried) and not loop.collected
+
+
+def _is_the_same(loop: StatementLoop) -> bool:
+    """Return whether all iterations compute the same: each may be read as a value of its own."""
+    numbers = {
+        tuple(number for step in steps if step is not None for number in _numbers(step)) for steps in loop.iterations
+    }
+    return not loop.carried and not loop.varying and not _goes_over_modules(loop) and len(numbers) == 1
+
+
+def _goes_over_modules(loop: StatementLoop) -> bool:
+    """Return whether a step calls another module in each iteration."""
+    rows = zip(*loop.iterations, strict=True)
+    return any(len({step.fqn for step in steps if isinstance(step, ModuleCall)}) > 1 for steps in rows)
+
+
+def indexed_tuples(items: Iterable[Item]) -> dict[fx.Node, str]:
+    """The tuples whose parts a loop goes over, ``for piece in x.chunk(4)`` → the name of an element in the source."""
+    found: dict[fx.Node, str] = {}
+    for loop in (item for item in items if isinstance(item, StatementLoop)):
+        parts = [node for node in loop.reads if node.target is operator.getitem]
+        for each in {node.args[0] for node in parts if isinstance(node.args[0], fx.Node)}:
+            if len(each.meta["val"]) == sum(part.args[0] is each for part in parts):
+                found[each] = "" if _goes_over_modules(loop) else loop.source.element
+    return found

@@ -1,0 +1,168 @@
+"""Numbers that grow with each iteration of a loop, inside expressions, until the variable of the loop is chosen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from pipegraph.codegen.syntax.expressions import (
+    Binary,
+    Expression,
+    FunctionCall,
+    Literal,
+    Name,
+    Node,
+    Slice,
+    call,
+    literal,
+    string,
+)
+
+_NUMBER, _TEXT = re.compile(r"(-?\d+)"), re.compile(r'"(\d+)"')
+_STR = Name("str")
+
+Part = TypeVar("Part", bound=Node)
+
+
+class UnlikeError(Exception):
+    """Two iterations of a loop differ in more than numbers that grow."""
+
+
+@dataclass(frozen=True)
+class Progression(Expression):
+    """``first + difference * n`` in the iteration ``n``, counted from 0."""
+
+    first: int
+    difference: int
+
+    @property
+    def text(self) -> str:
+        return "i" if abs(self.difference) == 1 else f"i * {abs(self.difference)}"  # about as long as it becomes
+
+    @property
+    def strength(self) -> int:
+        return self.of(Name("i"), 0, 1).strength
+
+    def at(self, iteration: int) -> int:
+        """The number in an iteration."""
+        return self.first + self.difference * iteration
+
+    def of(self, variable: Name, start: int, step: int) -> Expression:
+        """The number by the variable of a loop, which begins with ``start`` and grows by ``step``, 1 or -1."""
+        factor = self.difference * step
+        rest = self.first - factor * start
+        if factor == -1:
+            return Binary("-", literal(rest), variable)
+        shift = rest // factor
+        if rest == shift * factor:
+            shifted = _plus(variable, shift)
+            return shifted if factor == 1 else Binary("*", shifted, literal(factor))
+        return _plus(Binary("*", variable, literal(factor)), rest)
+
+
+def _plus(value: Expression, number: int) -> Expression:
+    if number == 0:
+        return value
+    return Binary("+" if number > 0 else "-", value, literal(abs(number)))
+
+
+def in_all_iterations(second: Part, third: Part) -> Part:
+    """What the second and the third iteration of a loop say, with progressions for the numbers in which they differ.
+
+    Raises:
+        UnlikeError: they differ in something else.
+    """
+    made: Any = second
+    if second != third:
+        if isinstance(second, Literal) and isinstance(third, Literal):
+            made = _between(second, third)
+        elif isinstance(second, Slice) and isinstance(third, Slice):
+            made = _slice(second, third)
+        else:
+            made = _rebuilt(second, third)
+    result: Part = made
+    return result
+
+
+def _between(second: Literal, third: Literal) -> Expression:
+    """``i``, or ``str(i)`` for ``"0"``, ``"1"``, …."""
+    pattern = _NUMBER if second.is_number else _TEXT
+    one, other = pattern.fullmatch(second.text), pattern.fullmatch(third.text)
+    if second.is_number != third.is_number or one is None or other is None:
+        raise UnlikeError
+    difference = int(other[1]) - int(one[1])
+    found = Progression(int(one[1]) - difference, difference)
+    return found if second.is_number else call(_STR, found)
+
+
+def _slice(second: Slice, third: Slice) -> Slice:
+    """The first of several slices of one length has no start, and the last one has no stop."""
+    start, step = _either(second.start, third.start, literal(0)), _either(second.step, third.step)
+    if isinstance(start, Progression) and second.stop is not None and third.stop is None:
+        return Slice(start, Progression(int(second.stop.text) - start.difference, start.difference), step)
+    return Slice(start, _either(second.stop, third.stop), step)
+
+
+def _either(
+    second: Expression | None, third: Expression | None, default: Expression | None = None
+) -> Expression | None:
+    if second is third is None:
+        return None
+    second, third = second or default, third or default
+    if second is None or third is None:
+        raise UnlikeError
+    return in_all_iterations(second, third)
+
+
+def _rebuilt(second: Node, third: Node) -> Node:
+    if type(second) is not type(third):
+        raise UnlikeError
+    changed: dict[str, Any] = {}
+    for entry in fields(second):  # type: ignore[arg-type]
+        one, other = getattr(second, entry.name), getattr(third, entry.name)
+        if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+            changed[entry.name] = tuple(map(_part, one, other))
+        else:
+            changed[entry.name] = _part(one, other) if entry.compare else one
+    return type(second)(**changed)
+
+
+def _part(one: Any, other: Any) -> Any:
+    if isinstance(one, Node) and isinstance(other, Node):
+        return in_all_iterations(one, other)
+    if one != other:
+        raise UnlikeError
+    return one
+
+
+def progressions(nodes: Iterable[Node]) -> Iterator[Progression]:
+    """The progressions in source, in its order."""
+    return (part for node in nodes for part in node.walk() if isinstance(part, Progression))
+
+
+def with_variable(node: Part, variable: Name, start: int, step: int) -> Part:
+    """Source with the variable of a loop in its progressions."""
+
+    def change(part: Any) -> Any:
+        return part.of(variable, start, step) if isinstance(part, Progression) else part.rebuilt(change)
+
+    changed: Part = change(node)
+    return changed
+
+
+def at_iteration(node: Part, iteration: int) -> Part:
+    """Source as it is in one iteration of a loop."""
+
+    def change(part: Any) -> Any:
+        if (
+            isinstance(part, FunctionCall)
+            and part.function == _STR
+            and isinstance(part.arguments[0].value, Progression)
+        ):
+            return string(str(part.arguments[0].value.at(iteration)))
+        return literal(part.at(iteration)) if isinstance(part, Progression) else part.rebuilt(change)
+
+    changed: Part = change(node)
+    return changed
