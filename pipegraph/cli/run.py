@@ -89,9 +89,10 @@ def run(
     if profile is not None:
         _check_profile(steps)
     from pipegraph.runtime.processes.launch import exit_with_parent, is_launched, record_failure
-    from pipegraph.runtime.processes.timeouts import check_timeout
 
     if timeout is not None:
+        from pipegraph.runtime.processes.group import check_timeout
+
         check_timeout(timeout)
     try:
         exit_with_parent()

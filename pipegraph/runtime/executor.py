@@ -18,13 +18,11 @@ from pipegraph.errors import RuntimeFault
 from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
 from pipegraph.progress import report_progress
-from pipegraph.runtime.observer import Observer
+from pipegraph.runtime.measurements import Observer
 from pipegraph.runtime.processes.faults import ActionFailed
-from pipegraph.runtime.receive_lookahead import receives_due
-from pipegraph.runtime.step_inputs import StepInputs
-from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepOutputs, StepState
-from pipegraph.runtime.transport.buffer_pool import share_memory
-from pipegraph.runtime.transport.protocol import Transport
+from pipegraph.runtime.step_data import StepInputs
+from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepOutputs, StepState, receives_due
+from pipegraph.runtime.transport.protocol import Transport, share_memory
 from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer_of, zeros
 from pipegraph.schedule import Action, Kind, Schedule
 

@@ -1,26 +1,75 @@
-"""What is measured of steps: the times of actions, the bytes that are saved, and both of a whole run."""
+"""Observers: the hook into a rank's work, and what is measured there: times of actions, saved bytes, a whole run."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from pipegraph.kernels.traced import held_tensors
-from pipegraph.runtime.transport.buffer_pool import storage_address
+from pipegraph.runtime.transport.protocol import storage_address
 from pipegraph.schedule import Action, Kind
 
 COMPUTING: Final = Kind.F, Kind.I, Kind.W, Kind.B
 
 KEPT: Final = 1000
 """How many times of each stage and kind are kept, so that a long run takes no more memory than a short one."""
+
+
+class Observer(Protocol):
+    """Sees every action of a step. Its calls come in the order of a rank's work, and never overlap on a rank.
+
+    F, B, I and W last as long as the host takes to compute, or on a GPU to launch them. A SEND lasts as long as it
+    takes to hand a message over. A RECV begins when its message is waited for, right before the action that uses it,
+    and lasts as long as the wait. On a GPU all of it is on the current stream. An action that fails has no end.
+    """
+
+    def begin(self, rank: int, action: Action) -> None:
+        """The rank begins an action."""
+        ...
+
+    def end(self, rank: int, action: Action, saved: Any) -> None:
+        """The action is done. `saved` is what is held now for the backward of its stage and microbatch, or None."""
+        ...
+
+
+class NestedObservers:
+    """Several observers as one. The first one begins first and ends last, so that it sees the time of all others."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    def begin(self, rank: int, action: Action) -> None:
+        for observer in self._observers:
+            observer.begin(rank, action)
+
+    def end(self, rank: int, action: Action, saved: Any) -> None:
+        for observer in reversed(self._observers):
+            observer.end(rank, action, saved)
+
+
+class ObserverList:
+    """The observers of a pipeline, and which of them see evals as well as steps."""
+
+    def __init__(self) -> None:
+        self._observers: OrderedDict[int, tuple[Observer, bool]] = OrderedDict()
+
+    def add(self, observer: Observer, evals: bool) -> RemovableHandle:
+        handle = RemovableHandle(self._observers)
+        self._observers[handle.id] = observer, evals
+        return handle
+
+    def joined(self, is_eval: bool) -> Observer | None:
+        """The observers of a step or an eval as one; None if there are none, so that nothing is looked at."""
+        observers = [observer for observer, evals in self._observers.values() if evals or not is_eval]
+        return NestedObservers(observers) if len(observers) > 1 else next(iter(observers), None)
 
 
 class TimeSpan(NamedTuple):
@@ -137,6 +186,8 @@ class SavedBytes:
         pass
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
+        from pipegraph.kernels.traced import held_tensors  # which imports torch's compiler
+
         if action.kind.is_transfer:
             return
         held, key = self._held[rank], (action.stage, action.microbatch)

@@ -13,8 +13,7 @@ from pipegraph.errors import BatchError, nearest
 from pipegraph.package import CALLER, Manifest, Value
 from pipegraph.package.sizes import BATCH, holds
 from pipegraph.runtime.internals import pytree
-from pipegraph.runtime.sizes import StepSizes, sizes_of_inputs
-from pipegraph.runtime.step_inputs import StepBatch, StepInputs
+from pipegraph.runtime.step_data import StepBatch, StepInputs, StepSizes, sizes_of_inputs
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.wiring import dtype_name, torch_dtype
 

@@ -17,25 +17,19 @@ from pipegraph.kernels import Maker, maker
 from pipegraph.package import Package
 from pipegraph.runtime import parameters
 from pipegraph.runtime.executor import Executor, run_executors
-from pipegraph.runtime.gradient_clipping import clip_grad_norm
-from pipegraph.runtime.gradient_scaling import share_infinities
+from pipegraph.runtime.gradients import clip_grad_norm, share_infinities
+from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.microbatch import BatchSplitter
-from pipegraph.runtime.observer import Observer, ObserverList
-from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
-from pipegraph.runtime.processes.world import LoneProcess, World, join_world
+from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, join_world
 from pipegraph.runtime.schedule_choice import resolve_schedule
-from pipegraph.runtime.sizes import StepSizes
-from pipegraph.runtime.stage_kernels import make_kernels, packed_loss
-from pipegraph.runtime.step_executors import StepExecutors
-from pipegraph.runtime.step_inputs import StepInputs
-from pipegraph.runtime.step_result import StepResult, mean_loss
+from pipegraph.runtime.step_data import StepInputs, StepResult, StepSizes, mean_loss
+from pipegraph.runtime.step_runner import StepExecutors, make_kernels, packed_loss
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
-from pipegraph.runtime.transport.local import LocalTransport
-from pipegraph.runtime.transport.protocol import Transport
+from pipegraph.runtime.transport.protocol import LocalTransport, Transport
 from pipegraph.runtime.wiring import first_senders, rank_pairs, stage_wirings
 from pipegraph.schedule import Schedule
 
@@ -237,7 +231,7 @@ class Pipeline:
         looked at, and nothing takes longer.
 
         Args:
-            observer: has the methods of `pipegraph.runtime.observer.Observer`.
+            observer: has the methods of `pipegraph.runtime.measurements.Observer`.
             evals: whether it sees the actions of `eval` as well.
 
         Returns:

@@ -1,20 +1,29 @@
-"""What one step takes, holds and gives."""
+"""What a rank holds during a step, and when its receives are posted."""
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipegraph.runtime.step_inputs import StepInputs
-from pipegraph.runtime.transport.buffer_pool import share_memory
-from pipegraph.runtime.transport.protocol import Receive
+from pipegraph.runtime.step_data import StepInputs
+from pipegraph.runtime.transport.protocol import Receive, share_memory
 from pipegraph.runtime.wiring import Transfer
 from pipegraph.schedule import Action
+
+COMPUTING_ACTIONS: Final = 2
+"""How many computing actions ahead of its use a receive is posted.
+
+A message without a posted receive stays with its sender and sets off only when one is posted. Two actions ahead is
+early enough for every message that travels for less time than they compute, also if actions are not equally long. Each
+posted receive takes a buffer, so that to post all of them at once would take one for every microbatch.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,3 +115,11 @@ class StepState:
         received = self.received.pop(key, None)
         if received is not None:
             received.release()
+
+
+def receives_due(actions: Sequence[Action]) -> list[int]:
+    """For each action of a rank, how many of the rank's receives are posted before it is done."""
+    computed = list(itertools.accumulate((not action.kind.is_transfer for action in actions), initial=0))
+    is_receive = (action.kind.is_transfer and not action.sends for action in actions)
+    reached = [count for count, receives in zip(computed, is_receive, strict=False) if receives]
+    return [bisect_right(reached, count + COMPUTING_ACTIONS) for count in computed[:-1]]

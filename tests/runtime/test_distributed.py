@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipegraph.package import Package
-from pipegraph.runtime.receive_lookahead import receives_due
+from pipegraph.runtime.step_state import receives_due
 from pipegraph.schedule import Schedule, build, lower, receive_buffers
 from tests.runtime import rank_functions, ranks
 from tests.runtime.packages import Reference, batch, write

@@ -11,8 +11,7 @@ import torch
 
 from pipegraph import Pipeline
 from pipegraph.package import Package
-from pipegraph.runtime.measurements import KEPT, ActionTimes, SavedBytes
-from pipegraph.runtime.observer import NestedObservers
+from pipegraph.runtime.measurements import KEPT, ActionTimes, NestedObservers, SavedBytes
 from pipegraph.schedule import Action, Kind, lower
 from tests.runtime import ranks
 from tests.runtime.packages import batch, loss, write

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from pipegraph.errors import BatchError, PackageError, PipegraphError, RuntimeFault
 from pipegraph.package import MANIFEST, Package
-from pipegraph.runtime.gradient_clipping import clip_grad_norm
+from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.pipeline import Pipeline
 from tests.runtime.packages import Reference, batch, loss, write
 from tests.runtime.pipelines import pipeline

@@ -28,9 +28,8 @@ from typing import Final
 from torch.distributed import Store
 
 from pipegraph.errors import PipegraphError, RuntimeFault, user_line
-from pipegraph.runtime.processes.group import ConnectionLost
+from pipegraph.runtime.processes.group import ConnectionLost, call_within
 from pipegraph.runtime.processes.meeting import STORE_GONE
-from pipegraph.runtime.processes.timeouts import call_within
 from pipegraph.schedule import Action
 
 _FAULT: Final = "fault"

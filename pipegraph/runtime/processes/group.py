@@ -1,27 +1,37 @@
-"""A process group of a pipeline's own: made by its members alone, and closed without touching the user's groups."""
+"""A process group of a pipeline's own: made by its members alone, and closed without touching the user's groups.
+
+Also how long a rank waits, and calls that may never return.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipegraph.errors import ArgumentError
 from pipegraph.runtime import internals
 
 TIMEOUT: Final = 30 * 60.0
 """Seconds: torch's own default for gloo."""
+
+LONGEST: Final = 1e8
+"""Seconds: three years. Torch takes a timeout in milliseconds that fit into 64 bits."""
 
 _SILENT: Final = re.compile(r"timed out waiting (\d+)\s*ms|timeout after (\d+)\s*ms|timeout|timed out", re.IGNORECASE)
 _GONE: Final = re.compile(r"closed by peer|reset by peer|broken pipe|socket closed", re.IGNORECASE)
 _LOST: Final = re.compile(r"gloo/transport/|connectFullMesh failed", re.IGNORECASE)
 """What gloo says of any other trouble with a connection. Its checks of what it is given begin with "enforce fail"."""
 _MISUSED: Final = re.compile(r"ncclInvalidUsage|ncclInvalidArgument|enforce fail")
+
+_T = TypeVar("_T")
 
 
 class ConnectionLost(Exception):
@@ -137,3 +147,36 @@ def _reason(error: RuntimeError) -> str | None:
         return "its connection closed"
     is_lost = isinstance(error, (_ClosedHere, dist.DistError)) or _LOST.search(text)
     return text.splitlines()[0] if is_lost else None
+
+
+def check_timeout(seconds: object) -> None:
+    """Raise ArgumentError unless this is a number of seconds for which a rank can wait."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.001 <= seconds <= LONGEST:
+        raise ArgumentError(
+            f"timeout cannot be {seconds!r}: give the seconds that a rank waits for another one, from 0.001 to "
+            f"{LONGEST:g}.\nTry: timeout=1800, which is longer than any step."
+        )
+
+
+def call_within(seconds: float, function: Callable[[], _T]) -> _T:
+    """Return what `function` returns, or raise what it raises.
+
+    Raises TimeoutError after `seconds`; the call then goes on in its thread, which does not keep the process alive.
+    """
+    result: list[_T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(function())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="pipegraph-timeout", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failure:
+        raise failure[0]
+    if not result:
+        raise TimeoutError(f"no answer within {seconds} s")
+    return result[0]

@@ -1,10 +1,19 @@
-"""The processes that share a pipeline: joined, and connected. A plain process is a world by itself."""
+"""The processes that share a pipeline: joined, and connected. A plain process is a world by itself.
+
+How far the clocks of two processes are apart is measured by the exchange of times that NTP uses (RFC 5905, section 8):
+
+rank r   sent ──────────────▶ received        offset = answer − (sent + received) / 2
+                answer                        error ≤ (received − sent) / 2
+rank 0   ─────────▲─────────
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
@@ -13,15 +22,62 @@ import torch.distributed as dist
 
 from pipegraph.errors import PipegraphError, ScheduleError
 from pipegraph.runtime import internals
-from pipegraph.runtime.processes.clock import ClockOffset, measure_offset
 from pipegraph.runtime.processes.faults import FaultGuard
-from pipegraph.runtime.processes.group import Group, lost_connections
+from pipegraph.runtime.processes.group import Group, call_within, check_timeout, lost_connections
 from pipegraph.runtime.processes.launch import exit_with_parent
 from pipegraph.runtime.processes.meeting import Meeting, environment_store, restart_count
-from pipegraph.runtime.processes.timeouts import call_within, check_timeout
 
 _CLOSING_SECONDS: Final = 10.0
 """How long NCCL may take for what is on its way when everything ends."""
+
+ROUNDS: Final = 16
+"""How often times are exchanged to measure a clock."""
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """Rank 0's clock is this rank's clock (`time.time_ns`) + `offset_ns`, to within `error_ns`, both in nanoseconds."""
+
+    offset_ns: int = 0
+    error_ns: int = 0
+
+    def until(self, later: ClockOffset) -> ClockOffset:
+        """The offset between this measurement and a later one: their mean. What the clock drifted adds to the error."""
+        drift = abs(later.offset_ns - self.offset_ns)
+        return ClockOffset((self.offset_ns + later.offset_ns) // 2, max(self.error_ns, later.error_ns) + drift)
+
+
+def measure_offset(group: Group, rank: int, size: int, now: Callable[[], int] = time.time_ns) -> ClockOffset:
+    """Measure this rank's clock against rank 0's, by the quickest of `ROUNDS` exchanges.
+
+    Collective: every rank of `group` must call it. Rank 0 answers one rank after the other. `now` is the clock, in
+    nanoseconds.
+    """
+    if rank == 0:
+        for other in range(1, size):
+            _answer(group, other, now)
+        return ClockOffset()
+    return min((_ask(group, now) for _ in range(ROUNDS)), key=lambda offset: offset.error_ns)
+
+
+def _answer(group: Group, other: int, now: Callable[[], int]) -> None:
+    question, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    with lost_connections(other):
+        for _ in range(ROUNDS):
+            group.receive(question, other).wait()
+            answer[0] = now()
+            group.send(answer, other).wait()
+
+
+def _ask(group: Group, now: Callable[[], int]) -> ClockOffset:
+    question, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    with lost_connections(0):
+        answered = group.receive(answer, 0)
+        sent = now()
+        group.send(question, 0).wait()
+        answered.wait()
+        received = now()
+    return ClockOffset(int(answer) - (sent + received) // 2, (received - sent + 1) // 2)
 
 
 class LoneProcess:

@@ -21,15 +21,18 @@ import torch
 from torch import Tensor
 
 from pipegraph.errors import RuntimeFault
+from pipegraph.package import Value
 from pipegraph.runtime.processes.faults import SendFailed
 from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
 from pipegraph.runtime.processes.world import World
-from pipegraph.runtime.step_inputs import StepInputs
-from pipegraph.runtime.transport.buffer_pool import BufferPool, Shapes
+from pipegraph.runtime.step_data import StepInputs
+from pipegraph.runtime.transport.protocol import overwrite, verifies_releases
 from pipegraph.runtime.transport.sends import GlooSends, NcclSends, PendingSend, SendQueue
-from pipegraph.runtime.wiring import Transfer
+from pipegraph.runtime.wiring import Transfer, torch_dtype
 
 _KINDS: Final = ("step", "eval")
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,51 @@ class ReceivedHeader:
             self._call.check(self._tensor, self._peer)
         else:
             deferred.add(self._tensor, self._call, self._peer)
+
+
+class BufferPool:
+    """Buffers for the messages of one direction of one edge, each with room for all `values` of a message.
+
+    take ─▶ a message is written ─▶ actions read it ─▶ release ─▶ taken again
+                                                  └──▶ or never released, if something that left the executor shares it
+
+    Buffers of shapes that a step has not used are dropped at the end of it.
+
+    A buffer belongs to whoever took it until it is released, so that there are as many as the schedule holds messages
+    at one time. One that is not released is never used again, and its memory lives as long as its tensors.
+
+    On a GPU a released buffer may still be read by kernels that are enqueued. That is safe: a receive into it begins
+    when everything is done that the current stream holds at that moment.
+    """
+
+    def __init__(self, values: Sequence[Value], device: torch.device) -> None:
+        self._dtypes = list(map(torch_dtype, values))
+        self._device = device
+        self._free: dict[Shapes, list[tuple[Tensor, ...]]] = {}
+        self._used: set[Shapes] = set()
+        self._verifies = verifies_releases()
+
+    def take(self, shapes: Shapes) -> tuple[Tensor, ...]:
+        """A tensor of its shape for each value, with undefined content."""
+        self._used.add(shapes)
+        if free := self._free.get(shapes):
+            return free.pop()
+        with torch.inference_mode(False):  # `eval` may be called in it, and a later step needs gradients
+            pairs = zip(shapes, self._dtypes, strict=True)
+            return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in pairs)
+
+    def drop_unused(self) -> None:
+        """Drop the buffers of other shapes than those that were taken since the last call, if any were."""
+        if not self._used:  # an eval takes none for gradients
+            return
+        self._free = {shapes: free for shapes, free in self._free.items() if shapes in self._used}
+        self._used.clear()
+
+    def release(self, tensors: tuple[Tensor, ...]) -> None:
+        """Take back what `take` gave. Nothing may read it any more."""
+        if self._verifies:
+            overwrite(tensors)
+        self._free.setdefault(tuple(tensor.shape for tensor in tensors), []).append(tensors)
 
 
 class DistributedReceive:

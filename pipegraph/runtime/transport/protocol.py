@@ -1,13 +1,15 @@
-"""What the executor asks of whatever carries tensors between stages."""
+"""What the executor asks of whatever carries tensors between stages, and what does so within one process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from pipegraph.runtime.step_inputs import StepInputs
+from pipegraph.runtime.step_data import StepInputs
 from pipegraph.runtime.wiring import Transfer
 
 
@@ -59,3 +61,89 @@ class Transport(Protocol):
     def close(self) -> None:
         """End every connection, so that whoever waits for this rank stops waiting."""
         ...
+
+
+def verifies_releases() -> bool:
+    """Whether `PIPEGRAPH_VERIFY=1` asks to overwrite released memory at once, so that a wrong release shows."""
+    return os.environ.get("PIPEGRAPH_VERIFY", "0") not in ("", "0")
+
+
+def overwrite(tensors: Iterable[Tensor]) -> None:
+    """Fill tensors with values that no later result can hide: NaN, or the largest integer."""
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(torch.nan)
+        else:
+            tensor.fill_(True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins: equal for two tensors that share memory. A sparse tensor has none."""
+    return id(tensor) if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
+
+
+def share_memory(tensors: Iterable[Any], others: Iterable[Tensor]) -> bool:
+    """Whether one of `tensors` uses the storage of one of the others. Items that are no tensors are skipped."""
+    addresses = set(map(storage_address, others))
+    return any(isinstance(each, Tensor) and storage_address(each) in addresses for each in tensors)
+
+
+_Arrived = dict[tuple[int, int, int], Sequence[Tensor]]
+
+
+class LocalReceive:
+    """A message that another executor of this process sends."""
+
+    is_pooled = False
+
+    def __init__(self, transfer: Transfer, arrived: _Arrived) -> None:
+        self._transfer = transfer
+        self._arrived = arrived
+
+    def ready(self) -> bool:
+        return self._transfer.key in self._arrived
+
+    def wait(self) -> Sequence[Tensor]:
+        return self._arrived.pop(self._transfer.key)
+
+    def release(self) -> None:
+        pass
+
+
+class CopiedReceive(LocalReceive):
+    """For `PIPEGRAPH_VERIFY`: a copy, which is overwritten when it is released, as a message of another process is."""
+
+    is_pooled = True
+
+    def wait(self) -> Sequence[Tensor]:
+        self._copies = [tensor.clone() for tensor in super().wait()]
+        return self._copies
+
+    def release(self) -> None:
+        overwrite(self._copies)
+
+
+class LocalTransport:
+    """One object shared by all ranks of the process."""
+
+    def __init__(self) -> None:
+        self._arrived: _Arrived = {}
+        self._receive = CopiedReceive if verifies_releases() else LocalReceive
+
+    def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
+        self._arrived[transfer.key] = tensors
+
+    def learn(self, ranks: tuple[int, int], given: StepInputs) -> None:
+        pass  # the process is given every input
+
+    def receive(self, transfer: Transfer, given: StepInputs) -> LocalReceive:
+        return self._receive(transfer, self._arrived)
+
+    def start(self, kind: str, given: StepInputs) -> None:
+        self._arrived.clear()  # what a step that failed has left
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._arrived.clear()

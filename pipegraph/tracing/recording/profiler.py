@@ -24,9 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from pipegraph.errors import PipegraphError
 from pipegraph.runtime.internals import profiler_is_recording
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.launch import scratch_folder
-from pipegraph.runtime.step_result import StepResult
+from pipegraph.runtime.processes.world import ClockOffset
+from pipegraph.runtime.step_data import StepResult
 from pipegraph.runtime.wiring import stage_wirings, torch_dtype, transfer_of
 from pipegraph.schedule import Action
 from pipegraph.tracing import action_name

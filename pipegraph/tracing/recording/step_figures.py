@@ -17,8 +17,8 @@ import torch
 from pipegraph.package import CALLER, Manifest, leaves
 from pipegraph.runtime.measurements import ActionTimes, StepTimes
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.processes.clock import ClockOffset
-from pipegraph.runtime.sizes import StepSizes
+from pipegraph.runtime.processes.world import ClockOffset
+from pipegraph.runtime.step_data import StepSizes
 from pipegraph.schedule import Event, Kind, Schedule, Timeline
 from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.tracing.recording.run_folder import RunFolder, run_on_all_ranks, write_error

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
+from typing import Any
+
+from torch import Tensor, nn
 
 from pipegraph.errors import ArgumentError, ScheduleError
+from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels
+from pipegraph.package import Manifest
 from pipegraph.runtime.executor import Executor
+from pipegraph.runtime.microbatch import fill_structure
 from pipegraph.runtime.schedule_choice import fewer_microbatches, forward_only, with_microbatches
+from pipegraph.runtime.wiring import StageWiring
 from pipegraph.schedule import Schedule, lower
 
 Edges = Iterable[tuple[int, int]]
@@ -91,3 +98,28 @@ class StepExecutors:
         if microbatches not in self._built:
             self._built[microbatches] = with_microbatches(self._own, self._given, microbatches, self._processes)
         return self._built[microbatches]
+
+
+def make_kernels(
+    make: Maker, stages: Mapping[int, nn.Module], wiring: Sequence[StageWiring], loss: Loss | None
+) -> dict[int, StageKernels]:
+    """Return the kernels of each stage. The last stage computes the loss as well."""
+    last = len(wiring) - 1
+    kernels = {
+        index: make(
+            stage, wiring[index].input_gradients, wiring[index].output_gradients, loss if index == last else None
+        )
+        for index, stage in stages.items()
+    }
+    for index, made in kernels.items():
+        if isinstance(made, SizedKernels):
+            made.name_dimensions([value.shape for value in wiring[index].inputs])
+    return kernels
+
+
+def packed_loss(manifest: Manifest, loss_fn: Callable[[Any, Any], Tensor] | None) -> Loss | None:
+    """Return the loss of the last stage's outputs: `loss_fn` takes them in the model's own structure."""
+    if loss_fn is None:
+        return None
+    names, structure = manifest.stages[-1].outputs, manifest.outputs
+    return lambda outputs, target: loss_fn(fill_structure(structure, dict(zip(names, outputs, strict=True))), target)

@@ -1,4 +1,9 @@
-"""Clipping by the norm of all gradients of a pipeline."""
+"""Gradients over all ranks: clipping by the norm of all of them, and infinities that count on every rank.
+
+With `torch.amp.GradScaler`, loss_fn scales the loss on the rank of the last stage, and gradients come scaled to all.
+Each rank unscales its own. Where one rank skipped its optimizer's step and another did not, the stages would belong to
+different models.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ReduceOp
+from torch.optim import Optimizer
 
+from pipegraph.kernels.loss import objects_held_by
 from pipegraph.kernels.sharded import is_sharded, layout
+from pipegraph.runtime import internals
+from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group
+from pipegraph.runtime.processes.world import World
 
 
 def clip_grad_norm(
@@ -68,3 +80,34 @@ def _norm(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.de
     norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
     whole: Tensor = norm.full_tensor() if is_sharded(norm) else norm
     return whole.to(device, torch.float64)
+
+
+def share_infinities(loss_fn: Any, world: World, guard: FaultGuard) -> None:
+    """Make each `GradScaler` that a loss function uses agree with those of the other ranks.
+
+    Its `unscale_` is then collective, and so is `step`, which calls it.
+    """
+    for scaler in objects_held_by(loss_fn):
+        if isinstance(scaler, GradScaler) and scaler.is_enabled():
+            _share(scaler, world, guard)
+
+
+def _share(scaler: GradScaler, world: World, guard: FaultGuard) -> None:
+    kind, device = type(scaler), world.device
+
+    def unscale(optimizer: Optimizer) -> None:
+        scaler.scale(torch.zeros((), device=device))  # which makes the scale on ranks that compute no loss
+        kind.unscale_(scaler, optimizer)
+        found = internals.infinities_found(scaler, optimizer)
+        most = torch.stack([each.to(device) for each in found]).max() if found else torch.zeros((), device=device)
+        with guard:
+            world.everyone().all_reduce(most, ReduceOp.MAX)
+        for each in found:
+            each.copy_(most)
+
+    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not internals.is_unscaled(scaler, optimizer):
+            scaler.unscale_(optimizer)
+        return kind.step(scaler, optimizer, *args, **kwargs)
+
+    vars(scaler).update(unscale_=unscale, step=step)

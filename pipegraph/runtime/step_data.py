@@ -1,0 +1,184 @@
+"""What a step takes and returns: sizes, a batch that is cut into microbatches once they are known, and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipegraph.errors import RuntimeFault
+from pipegraph.package import Manifest, Value
+from pipegraph.package.sizes import BATCH
+
+
+class MicrobatchSizes:
+    """The sizes of one microbatch. Microbatches of equal sizes share one."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = dict(sizes)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """The shape of a value in this microbatch."""
+        if value.name not in self._shapes:
+            self._shapes[value.name] = value.shape_at(self.sizes)
+        return self._shapes[value.name]
+
+
+class StepSizes:
+    """The sizes of a step.
+
+    Rows are cut as evenly as they go: 10 rows in 4 microbatches are 3, 3, 2 and 2. If the model fixes its batch, each
+    microbatch has that many rows.
+
+    Attributes:
+        sizes: of the whole batch, by name.
+        microbatches: the sizes of each microbatch.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], microbatches: int) -> None:
+        self.sizes = dict(sizes)
+        if BATCH not in sizes:
+            self.microbatches = [MicrobatchSizes(sizes)] * microbatches
+            return
+        fewer, left = divmod(sizes[BATCH], microbatches)
+        more, less = (MicrobatchSizes({**sizes, BATCH: rows}) for rows in (fewer + 1, fewer))
+        self.microbatches = [more] * left + [less] * (microbatches - left)
+
+    @cached_property
+    def weights(self) -> list[float]:
+        """The share of each microbatch in the mean over the rows of the batch."""
+        if BATCH not in self.sizes:
+            return [1 / len(self.microbatches)] * len(self.microbatches)
+        return [each.sizes[BATCH] / self.sizes[BATCH] for each in self.microbatches]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all microbatches have equally many rows."""
+        return self.microbatches[0] is self.microbatches[-1]
+
+    def lengths(self, value: Value) -> list[int]:
+        """The length of each microbatch along the dimension in which a value is cut."""
+        assert value.batch_dim is not None
+        return [each.shape(value)[value.batch_dim] for each in self.microbatches]
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """The shape of a value for the whole batch."""
+        shape = list(self.microbatches[0].shape(value))
+        if value.batch_dim is not None:
+            shape[value.batch_dim] = sum(self.lengths(value))
+        return tuple(shape)
+
+
+def sizes_of_inputs(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The sizes that the shapes of inputs show, as far as an input has one as a dimension. The first input decides.
+
+    Args:
+        shapes: input → its shape, with as many dimensions as in the manifest.
+    """
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        for dimension, size in zip(manifest.values[name].shape, shape, strict=True):
+            if dimension in manifest.sizes:
+                sizes.setdefault(str(dimension), size)
+    return sizes
+
+
+class StepBatch(NamedTuple):
+    """A batch in microbatches: their sizes, every input by name, and the target, each as one item per microbatch."""
+
+    sizes: StepSizes
+    inputs: Mapping[str, Sequence[Any]]
+    targets: Sequence[Any]
+
+
+class StepInputs:
+    """What a step takes.
+
+    A process that is given no input with some size learns it from the first message that it receives. Until then its
+    batch is not cut.
+
+    Args:
+        known: the sizes that the inputs of this process show, by name.
+        names: all sizes, in the order of the manifest.
+        cut: cuts the batch, given all sizes. Raises BatchError.
+        microbatches: how many were asked for. There are fewer if the batch has too few rows.
+        with_loss: whether the loss is asked for.
+        keep_outputs: whether the outputs are.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[str, int],
+        names: Sequence[str],
+        cut: Callable[[Mapping[str, int]], StepBatch],
+        microbatches: int,
+        with_loss: bool = False,
+        keep_outputs: bool = False,
+    ) -> None:
+        self.microbatches, self.with_loss, self.keep_outputs = microbatches, with_loss, keep_outputs
+        self._known, self._names, self._cut = dict(known), names, cut
+        self._batch: StepBatch | None = None
+
+    @property
+    def unknown(self) -> list[str]:
+        """The sizes that this process does not know yet."""
+        return [name for name in self._names if name not in self._known]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All sizes in the order of the manifest; −1 for one that is not known."""
+        return tuple(self._known.get(name, -1) for name in self._names)
+
+    def learn(self, sizes: Mapping[str, int]) -> None:
+        """Take over the sizes that this process does not know, and cut the batch. Raises BatchError."""
+        self._known = {**sizes, **self._known}
+        if not self.unknown:
+            self._batch = self._cut(self._known)
+
+    def learn_numbers(self, numbers: Sequence[int]) -> None:
+        """Take over sizes in the form of `numbers`."""
+        named = zip(self._names, numbers, strict=True)
+        self.learn({name: number for name, number in named if number >= 0})
+
+    @property
+    def batch(self) -> StepBatch:
+        """The batch. Raises RuntimeFault if a size is not known."""
+        if self._batch is None:
+            raise RuntimeFault(
+                f"this rank does not know {', '.join(self.unknown)}, which no message has told it: pass every input of "
+                "the model to every rank."
+            )
+        return self._batch
+
+    def shape(self, value: Value, microbatch: int) -> tuple[int, ...]:
+        """The shape of a value in a microbatch."""
+        return self.batch.sizes.microbatches[microbatch].shape(value)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step on the rank of the last stage. On other ranks everything is None.
+
+    Attributes:
+        loss: the mean over microbatches, each weighed by its rows; None without a loss function.
+        losses: one number for each microbatch, if asked for.
+        outputs: the model's outputs joined along the batch, if asked for.
+
+    No tensor carries a graph.
+    """
+
+    loss: Tensor | None
+    losses: Tensor | None
+    outputs: Any
+
+
+def mean_loss(losses: Tensor, sizes: StepSizes) -> Tensor:
+    """Return the mean of the losses [microbatches] over the rows of the batch."""
+    if sizes.is_even:
+        return losses.mean()
+    return (losses * torch.tensor(sizes.weights, dtype=losses.dtype, device=losses.device)).sum()
