@@ -24,7 +24,7 @@ class Stopwatch:
         """CPU seconds of the kernels: without the time that the core gave to other threads"""
         self.waited = 0.0
         # Private, because an observer sees actions, which contain more than their kernels.
-        (executor,) = pipeline.pipe._executors.own
+        (executor,) = pipeline.pipe._runner.executors.own
         self._executor = executor
         self._kernels, self._transport = executor._kernels, executor._transport
         executor._kernels = {stage: _TimedKernels(made, stage, self) for stage, made in self._kernels.items()}

@@ -1,7 +1,7 @@
 """Running a package under a schedule.
 
-Pipeline ─ BatchSplitter ─▶ StepInputs ─▶ Executor, one per rank ─▶ StepOutputs
-   │                                          ├─ kernels: F, I, W and B of each stage
-   │                                          └─ transport: local (one process) or distributed (gloo, NCCL)
-   └─ processes: joining, launching, faults; parameters, ties, gradient clipping; observers
+Pipeline ─ StepRunner ─ BatchSplitter ─▶ StepInputs ─▶ Executor, one per rank ─▶ StepOutputs
+   │                                                      ├─ kernels: F, I, W and B of each stage
+   │                                                      └─ transport: in one process, or distributed (gloo, NCCL)
+   └─ processes: joining, launching, faults; parameters, ties, gradients over all ranks; observers (measurements)
 """

@@ -16,21 +16,15 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels import Maker, maker
 from pipegraph.package import Package
 from pipegraph.runtime import parameters
-from pipegraph.runtime.executor import Executor, run_executors
-from pipegraph.runtime.gradients import clip_grad_norm, share_infinities
+from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.measurements import Observer, ObserverList
-from pipegraph.runtime.microbatch import BatchSplitter
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, join_world
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.runtime.step_data import StepInputs, StepResult, StepSizes, mean_loss
-from pipegraph.runtime.step_runner import StepExecutors, make_kernels, packed_loss
+from pipegraph.runtime.step_runner import StepRunner
 from pipegraph.runtime.step_state import StepOutputs
-from pipegraph.runtime.ties import TiedWeights
-from pipegraph.runtime.transport.distributed import DistributedTransport
-from pipegraph.runtime.transport.protocol import LocalTransport, Transport
-from pipegraph.runtime.wiring import first_senders, rank_pairs, stage_wirings
 from pipegraph.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -119,35 +113,16 @@ class Pipeline:
             count = len(self.package.manifest.stages)
             self.schedule = resolve_schedule(schedule, microbatches, count, world.size if world else None)
             self.ranks = (world.rank,) if world else tuple(range(self.schedule.ranks))
-            placement = self.schedule.placement
-            own = [stage for stage, rank in enumerate(placement) if rank in self.ranks]
+            own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
             self.stages = parameters.load_stages(self.package, own, self.device, weights, check_weights)
             if parallelize_fn is not None:
                 self.stages, manifest = parameters.parallelize_stages(self.package, self.stages, parallelize_fn)
                 self.package = replace(self.package, manifest=manifest)
-            manifest = self.package.manifest
-            self._batches = BatchSplitter(manifest, self.stages, self.device)
-            self._missing = parameters.MissingGradients(manifest)
-            self._ties = TiedWeights(manifest, self.stages, placement, self.ranks)
-            wiring = stage_wirings(manifest)
             make = maker(kernels, recompute, max_variants, strict) if isinstance(kernels, str) else kernels
-            self._kernels = make_kernels(make, self.stages, wiring, packed_loss(manifest, loss_fn))
-            self._executors = StepExecutors(
-                self.schedule,
-                schedule,
-                world.size if world else None,
-                manifest.edges(),
-                manifest.gradient_edges(),
-                lambda lowered: [
-                    Executor(rank, lowered, wiring, self._kernels, self._transport, self.device) for rank in self.ranks
-                ],
+            manifest = self.package.manifest
+            self._runner = StepRunner(
+                manifest, self.stages, self.schedule, schedule, make, loss_fn, self.device, world, self._guard
             )
-            self._informants = first_senders(wiring[min(own)], placement) if world else []
-
-            # Everything that may fail on one rank alone is done. From here on the ranks need each other.
-            self._transport = self._connect(world, self._executors.training)
-            if world:
-                share_infinities(loss_fn, world, self._guard)
 
     def step(
         self,
@@ -186,14 +161,14 @@ class Pipeline:
                 "Try: step() outside it, or eval() for the outputs."
             )
         given, results = self._run(
-            args, kwargs, target, microbatches, with_loss, return_outputs, evaluates=False, trains=trains
+            args, kwargs, target, microbatches, with_loss=with_loss, keep_outputs=return_outputs, evaluates=False
         )
         self.last_sizes = given.batch.sizes
         losses = torch.stack([results.losses[index] for index in sorted(results.losses)]) if results.losses else None
         return StepResult(
             loss=None if losses is None else mean_loss(losses, given.batch.sizes),
             losses=losses if return_losses else None,
-            outputs=self._batches.join(results),
+            outputs=self._runner.batches.join(results),
         )
 
     def eval(self, *args: Any, microbatches: int | None = None, **kwargs: Any) -> Any:
@@ -202,8 +177,8 @@ class Pipeline:
         Forward only, without gradients. Modules stay in the mode they are in: `pipe.stages[0].eval()` sets it. The
         batch and `microbatches` are as for `step`.
         """
-        _, results = self._run(args, kwargs, None, microbatches, False, True, evaluates=True, trains=False)
-        return self._batches.join(results)
+        _, results = self._run(args, kwargs, None, microbatches, with_loss=False, keep_outputs=True, evaluates=True)
+        return self._runner.batches.join(results)
 
     def retrace(self) -> None:
         """Trace the stages of this process, and the loss, again at their next call. Not collective.
@@ -211,7 +186,7 @@ class Pipeline:
         For changes that are not noticed: an attribute of a module, a number or a function that `loss_fn` reads. Kernels
         that were compiled are used again for graphs that come out equal.
         """
-        for kernels in self._kernels.values():
+        for kernels in self._runner.kernels.values():
             kernels.retrace()
 
     def kernels_report(self) -> list[KernelCount]:
@@ -222,7 +197,7 @@ class Pipeline:
         """
         from pipegraph.kernels.kernel_report import kernels_report
 
-        return kernels_report(self._kernels)
+        return kernels_report(self._runner.kernels)
 
     def observe(self, observer: Observer, evals: bool = True) -> RemovableHandle:
         """Show an observer every action of the steps to come: when it begins, when it ends, and what is saved.
@@ -283,56 +258,13 @@ class Pipeline:
         """
         with self._guard:
             own, everyone = list(self.parameters()), self._processes.everyone()
-            return clip_grad_norm(own, self._ties.counted(own), max_norm, norm_type, everyone, self.device)
-
-    def _connect(self, world: World | None, training: Schedule) -> Transport:
-        """Connect what crosses between ranks: messages and tied weights. Collective: every rank must call it."""
-        transport: Transport = LocalTransport()
-        if world:
-            world.check_agreement(f"{self.package.manifest.to_json()} {self.schedule.actions}")
-            self._ties.connect(world)
-            transport = DistributedTransport(world, rank_pairs(training), self._guard.report)
-        self._guard.closing.callback(transport.close)
-        if world and self.device.type == "cuda":
-            self._guard.watch(lambda: world.close(abort=True))
-        return transport
+            return clip_grad_norm(own, self._runner.ties.counted(own), max_norm, norm_type, everyone, self.device)
 
     def _run(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        microbatches: int | None,
-        with_loss: bool,
-        keep_outputs: bool,
-        *,
-        evaluates: bool,
-        trains: bool,
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, microbatches: int | None, **how: bool
     ) -> tuple[StepInputs, StepOutputs]:
-        results = StepOutputs()
         with self._guard:
-            if trains and self._batches.has_last_stage and not with_loss:
-                name = self.schedule.name
-                raise PipegraphError(f"{name} has a backward, which needs a loss: give Pipeline a loss_fn.")
-            asked = self._executors.check(microbatches)
-            given = self._batches.split(args, kwargs, target, with_loss, keep_outputs, asked, trains)
-            self._transport.start("eval" if evaluates else "step", given)
-            for ranks in self._informants:
-                if given.unknown:
-                    self._transport.learn(ranks, given)
-            executors = self._executors.executors(evaluates, len(given.batch.sizes.microbatches), asked)
-            observer = self._observers.joined(evaluates)
-            for executor in executors:
-                executor.observer = observer
-            if trains:
-                with self._ties.summed_gradients():
-                    run_executors(executors, given, results)
-                    parameters.redistribute_gradients(self.stages)
-                self._missing.check(self.stages)
-            else:
-                run_executors(executors, given, results)
-            self._transport.finish()
-        return given, results
+            return self._runner.run(args, kwargs, target, microbatches, self._observers, **how)
 
 
 def _guard(world: World | None) -> FaultGuard:

@@ -1,4 +1,7 @@
-"""The executors of a pipeline's steps: for each number of microbatches a schedule, made when it is first needed."""
+"""What runs a pipeline's steps: the kernels of its stages, a transport, and executors.
+
+There are executors for each number of microbatches, made when they are first needed.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from pipegraph.errors import ArgumentError, ScheduleError
+from pipegraph.errors import ArgumentError, PipegraphError, ScheduleError
 from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels
 from pipegraph.package import Manifest
-from pipegraph.runtime.executor import Executor
-from pipegraph.runtime.microbatch import fill_structure
+from pipegraph.runtime.executor import Executor, run_executors
+from pipegraph.runtime.gradients import share_infinities
+from pipegraph.runtime.measurements import ObserverList
+from pipegraph.runtime.microbatch import BatchSplitter, fill_structure
+from pipegraph.runtime.parameters import MissingGradients, redistribute_gradients
+from pipegraph.runtime.processes.faults import FaultGuard
+from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.schedule_choice import fewer_microbatches, forward_only, with_microbatches
-from pipegraph.runtime.wiring import StageWiring
+from pipegraph.runtime.step_data import StepInputs
+from pipegraph.runtime.step_state import StepOutputs
+from pipegraph.runtime.ties import TiedWeights
+from pipegraph.runtime.transport.distributed import DistributedTransport
+from pipegraph.runtime.transport.protocol import LocalTransport, Transport
+from pipegraph.runtime.wiring import StageWiring, first_senders, rank_pairs, stage_wirings
 from pipegraph.schedule import Schedule, lower
 
 Edges = Iterable[tuple[int, int]]
@@ -100,7 +114,115 @@ class StepExecutors:
         return self._built[microbatches]
 
 
-def make_kernels(
+class StepRunner:
+    """Runs steps on the stages of this process, together with the other processes of the pipeline.
+
+    Making it is collective, and the last part of it is where the ranks begin to need each other.
+
+    Args:
+        manifest: of the package, with the dtypes that the stages have now.
+        stages: of this process.
+        schedule: the pipeline's.
+        given: what it was chosen by.
+        make: makes the kernels of a stage.
+        loss_fn: the loss of one microbatch.
+        device: where the stages are.
+        world: the processes of the pipeline; None for a plain process.
+        guard: the context in which all of this is called.
+
+    Attributes:
+        batches: cuts batches and joins outputs.
+        kernels: of each stage.
+        executors: of this process.
+        ties: the tied weights.
+        transport: what carries tensors between ranks.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        stages: Mapping[int, nn.Module],
+        schedule: Schedule,
+        given: str | PathLike[str] | Schedule,
+        make: Maker,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        device: torch.device,
+        world: World | None,
+        guard: FaultGuard,
+    ) -> None:
+        self._stages, self._trains = stages, schedule.trains
+        self._name = schedule.name
+        ranks = (world.rank,) if world else tuple(range(schedule.ranks))
+        placement = schedule.placement
+        self.batches = BatchSplitter(manifest, stages, device)
+        self.ties = TiedWeights(manifest, stages, placement, ranks)
+        self._missing = MissingGradients(manifest)
+        wiring = stage_wirings(manifest)
+        self.kernels = _make_kernels(make, stages, wiring, _packed_loss(manifest, loss_fn))
+        self.executors = StepExecutors(
+            schedule,
+            given,
+            world.size if world else None,
+            manifest.edges(),
+            manifest.gradient_edges(),
+            lambda lowered: [Executor(rank, lowered, wiring, self.kernels, self.transport, device) for rank in ranks],
+        )
+        self._informants = first_senders(wiring[min(stages)], placement) if world else []
+
+        # Everything that may fail on one rank alone is done. From here on the ranks need each other.
+        self.transport: Transport = LocalTransport()
+        if world:
+            world.check_agreement(f"{manifest.to_json()} {schedule.actions}")
+            self.ties.connect(world)
+            self.transport = DistributedTransport(world, rank_pairs(self.executors.training), guard.report)
+        guard.closing.callback(self.transport.close)
+        if world and device.type == "cuda":
+            guard.watch(lambda: world.close(abort=True))
+        if world:
+            share_infinities(loss_fn, world, guard)
+
+    def run(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        microbatches: int | None,
+        observers: ObserverList,
+        *,
+        with_loss: bool,
+        keep_outputs: bool,
+        evaluates: bool,
+    ) -> tuple[StepInputs, StepOutputs]:
+        """Run one step, or only its forward. Returns what it took, and the results of its microbatches.
+
+        Collective. Raises BatchError for a batch that does not fit, and before anything is sent.
+        """
+        trains = self._trains and not evaluates
+        if trains and self.batches.has_last_stage and not with_loss:
+            raise PipegraphError(f"{self._name} has a backward, which needs a loss: give Pipeline a loss_fn.")
+        asked = self.executors.check(microbatches)
+        given = self.batches.split(args, kwargs, target, with_loss, keep_outputs, asked, trains)
+        self.transport.start("eval" if evaluates else "step", given)
+        for ranks in self._informants:
+            if given.unknown:
+                self.transport.learn(ranks, given)
+        executors = self.executors.executors(evaluates, len(given.batch.sizes.microbatches), asked)
+        observer = observers.joined(evaluates)
+        for executor in executors:
+            executor.observer = observer
+        results = StepOutputs()
+        if trains:
+            with self.ties.summed_gradients():
+                run_executors(executors, given, results)
+                redistribute_gradients(self._stages)
+            self._missing.check(self._stages)
+        else:
+            run_executors(executors, given, results)
+        self.transport.finish()
+        return given, results
+
+
+def _make_kernels(
     make: Maker, stages: Mapping[int, nn.Module], wiring: Sequence[StageWiring], loss: Loss | None
 ) -> dict[int, StageKernels]:
     """Return the kernels of each stage. The last stage computes the loss as well."""
@@ -117,7 +239,7 @@ def make_kernels(
     return kernels
 
 
-def packed_loss(manifest: Manifest, loss_fn: Callable[[Any, Any], Tensor] | None) -> Loss | None:
+def _packed_loss(manifest: Manifest, loss_fn: Callable[[Any, Any], Tensor] | None) -> Loss | None:
     """Return the loss of the last stage's outputs: `loss_fn` takes them in the model's own structure."""
     if loss_fn is None:
         return None

@@ -86,7 +86,7 @@ def break_at(
     inputs, _ = arguments(package, batch(package.manifest, 4))
     target = torch.zeros(len(inputs[0]))
     pipe.step(*inputs, target=target)
-    (executor,) = pipe._executors.own
+    (executor,) = pipe._runner.executors.own
 
     def breaking(do: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*given: Any) -> None:
@@ -260,7 +260,7 @@ def receives(rank: int, folder: str, schedules: list[str], microbatches: int) ->
     for schedule in schedules:
         pipe = pipeline(package, schedule, "eager", microbatches=microbatches, loss_fn=loss)
         inputs, _ = arguments(package, batch(package.manifest, microbatches))
-        transport = pipe._transport
+        transport = pipe._runner.transport
         used: dict[tuple[int, int], set[int]] = {}
 
         def watched(transfer: Any, given: Any, post: Any = transport.receive, used: Any = used) -> Any:

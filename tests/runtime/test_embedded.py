@@ -194,7 +194,7 @@ def test_a_stage_that_fails_before_its_first_action_is_named(method: str, tmp_pa
     def fail(*_: object, **__: object) -> None:
         raise ValueError("broken on purpose")
 
-    setattr(pipe._kernels[1], method, fail)
+    setattr(pipe._runner.kernels[1], method, fail)
     (x,) = batch(pipe.package.manifest, 2).values()
     expected = r"^rank 1 failed in stage 1, before action 1F0, microbatch 0: ValueError: broken on purpose"
     with pytest.raises(RuntimeFault, match=expected):

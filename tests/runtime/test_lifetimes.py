@@ -68,7 +68,7 @@ def test_a_step_holds_after_each_action_what_the_schedule_still_needs(schedule: 
 
         executor._do[kind] = watched
 
-    for executor in pipe._executors.own:
+    for executor in pipe._runner.executors.own:
         for kind in tuple(executor._do):
             watch(executor, kind)
     (x,) = batch(pipe.package.manifest, 4).values()
