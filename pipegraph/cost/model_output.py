@@ -13,7 +13,7 @@ from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import label_of
 from pipegraph.kernels import Loss
 
-LossOf = Callable[[Any, Any], Tensor]
+LossOf = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
 """(what the model returns, in its own nesting; one microbatch's target) → the loss of no dimensions."""
 
 
@@ -47,7 +47,7 @@ def loss_of_pieces(captured: Captured, function: LossOf) -> Loss:
     """Return a loss of the last piece's outputs, which puts them together as the model returns them."""
     names = [label_of(node) for node in captured.returned]
 
-    def loss(outputs: tuple[Tensor, ...], target: Any) -> Tensor:
+    def loss(outputs: tuple[Tensor, ...], target: Any) -> Any:
         values = dict(zip(names, outputs, strict=True))
         return function(_filled(captured.outputs, values), target)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipegraph.kernels.interface import Forward, Loss, StageKernels
-from pipegraph.kernels.loss import check_gradients, requires_grad, scalar_loss
+from pipegraph.kernels.loss import check_gradients, compute_loss, explained_without_target, requires_grad
 from pipegraph.kernels.sharded import check_outputs, waited
 
 
@@ -56,11 +56,13 @@ class AutogradKernels(StageKernels):
             )
             outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
             check_outputs(outputs)
-            loss = scalar_loss(self._loss, outputs, target) if with_loss else None
+            with explained_without_target(target):
+                loss, metrics = compute_loss(self._loss, outputs, target) if with_loss else (None, {})
             check_gradients(outputs, self._output_gradients)
         ends = outputs if loss is None else (*outputs, loss)
         saved = _GraphEnds(leaves, tuple(map(_edge, ends))) if differentiable else None
-        return Forward(tuple(map(_detached, outputs)), None if loss is None else loss.detach(), saved)
+        own = None if loss is None else loss.detach()
+        return Forward(tuple(map(_detached, outputs)), own, saved, metrics=metrics)
 
     def backward(self, saved: _GraphEnds, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         pairs = [

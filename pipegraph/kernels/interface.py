@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-Loss = Callable[[tuple[Tensor, ...], Any], Tensor]
-"""(the stage's outputs, one microbatch's target) → a loss without dimensions."""
+Loss = Callable[[tuple[Tensor, ...], Any], Any]
+"""(the stage's outputs, one microbatch's target) → a loss without dimensions, or (loss, metrics): tensors by name, also
+without dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +20,19 @@ class Forward:
     Attributes:
         outputs: detached.
         loss: detached; None if none was asked for.
+        metrics: what the loss function returned with the loss, detached.
         saved: what the backward needs, in a form of the kernels' own. The caller keeps it from F to the end of B or W,
             so activations live as long as the schedule needs them.
-        is_pure: a promise that only `outputs`, `loss`, `saved` and gradients of inputs hold memory of the inputs and of
-            the gradients that the backward is given. `.grad` does not, and no Python code of the module has seen them.
-            The caller may then overwrite that memory.
+        is_pure: a promise that only `outputs`, `loss`, `metrics`, `saved` and gradients of inputs hold memory of the
+            inputs and of the gradients that the backward is given. `.grad` does not, and no Python code of the module
+            has seen them. The caller may then overwrite that memory.
     """
 
     outputs: tuple[Tensor, ...]
     loss: Tensor | None
     saved: Any
     is_pure: bool = False
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class StageKernels(Protocol):

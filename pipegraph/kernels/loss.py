@@ -1,10 +1,11 @@
-"""The loss of the last stage: what is refused as a loss, and what a loss function holds."""
+"""The loss of the last stage and its metrics: what is refused as one, and what a loss function holds."""
 
 from __future__ import annotations
 
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,15 +22,23 @@ CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, type, types.BuiltinFunctionType)
 
 
-def scalar_loss(loss: Loss | None, outputs: tuple[Tensor, ...], target: Any) -> Tensor:
-    """Return the loss, a tensor without dimensions.
+class LossValue(NamedTuple):
+    """What a loss function returned: a tensor without dimensions, and others by name, which have no gradient."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def compute_loss(loss: Loss | None, outputs: tuple[Tensor, ...], target: Any) -> LossValue:
+    """Return the loss and its metrics.
 
     Raises:
-        PipegraphError: there is no loss function, or its result is not such a tensor, or has no gradient.
+        PipegraphError: there is no loss function, or its result is no loss, or has no gradient, or its metrics are no
+            dict of tensors without dimensions.
     """
     if loss is None:
         raise PipegraphError("a loss was asked of a stage that has none: give Pipeline a loss_fn.")
-    value = loss(outputs, target)
+    value, metrics = divide_loss(loss(outputs, target))
     needs_gradient = torch.is_grad_enabled() and any(map(requires_grad, outputs))
     if needs_gradient and isinstance(value, Tensor) and not value.requires_grad:
         raise PipegraphError(
@@ -39,7 +48,57 @@ def scalar_loss(loss: Loss | None, outputs: tuple[Tensor, ...], target: Any) -> 
     if not isinstance(value, Tensor) or value.dim() != 0:
         what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise PipegraphError(f"loss_fn(output, target) returned {what}; a step needs one number: take its mean.")
-    return value
+    for name, metric in metrics.items():
+        _check_metric(name, metric)
+    # A metric may be memory that the next microbatch writes to, such as a buffer.
+    return LossValue(value, {name: metric.detach().clone() for name, metric in metrics.items()})
+
+
+@contextmanager
+def explained_without_target(target: Any) -> Iterator[None]:
+    """A context for a loss function that may need a target: if it fails for the lack of one, PipegraphError says so."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:  # which Python and torch raise for None, and name its type
+        if target is not None or "None" not in str(error):
+            raise
+        raise PipegraphError(
+            f"loss_fn(output, None) raised {type(error).__name__}: {error}\nThe call was given no target. "
+            f"Try: target=… on the rank of the last stage."
+        ) from error
+
+
+def divide_loss(returned: Any) -> tuple[Any, dict[Any, Any]]:
+    """Divide what a loss function returned into the loss and its metrics. Raises PipegraphError for a wrong form."""
+    if not isinstance(returned, tuple):
+        return returned, {}
+    if len(returned) != 2:
+        raise PipegraphError(
+            f"loss_fn(output, target) returned a tuple of {len(returned)} items; it is one number, or (loss, metrics) "
+            f"with a dict of metrics."
+        )
+    loss, metrics = returned
+    if not isinstance(metrics, dict):
+        raise PipegraphError(
+            f"loss_fn returned (loss, metrics) with a {type(metrics).__name__} for metrics.\n"
+            f'Try: a dict of tensors, such as {{"accuracy": …}}.'
+        )
+    return loss, metrics
+
+
+def _check_metric(name: Any, metric: Any) -> None:
+    if not isinstance(name, str):
+        raise PipegraphError(f"loss_fn returned a metric under the name {name!r}: names are texts.")
+    if not isinstance(metric, Tensor):
+        raise PipegraphError(
+            f"loss_fn returned the metric {name!r} as a {type(metric).__name__}; a number in Python would not change "
+            f"between steps.\nTry: return it as a tensor, without .item()."
+        )
+    if metric.dim() != 0:
+        raise PipegraphError(
+            f"loss_fn returned the metric {name!r} as a tensor of shape {list(metric.shape)}; a metric is one number: "
+            f"take its mean."
+        )
 
 
 def check_gradients(outputs: tuple[Any, ...], has_gradient: tuple[bool, ...]) -> None:

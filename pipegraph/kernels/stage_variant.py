@@ -15,7 +15,7 @@ from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.gradients import with_strides
 from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import Loss
-from pipegraph.kernels.loss import check_gradients, scalar_loss
+from pipegraph.kernels.loss import check_gradients, compute_loss
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.program import Compiler, Program
 from pipegraph.kernels.sharded import check_outputs, local
@@ -101,14 +101,22 @@ class StageVariant:
     Attributes:
         divided: the graphs.
         results: how the stage's outputs are made of what the forward returns.
+        metrics: the names of the metrics, the last things that the forward returns.
         layout: which calls they are for; None if for those of one shape.
     """
 
     def __init__(
-        self, divided: DividedFunction, compiler: Compiler, results: Results, call: StageCall, layout: CallLayout | None
+        self,
+        divided: DividedFunction,
+        compiler: Compiler,
+        results: Results,
+        metrics: Sequence[str],
+        call: StageCall,
+        layout: CallLayout | None,
     ) -> None:
         self.divided = divided
         self.results = results
+        self.metrics = tuple(metrics)
         self.layout = layout
         self._compiler = compiler
         self._programs: dict[tuple[str, GradientMask], Program] = {}
@@ -204,6 +212,7 @@ def trace(
         Exception: whatever the stage raises on fake tensors.
     """
     results: list[int | tuple[Any]] = []
+    metrics: dict[str, Tensor] = {}
     leaves, inputs = call.leaves, call.inputs
 
     def function(primals: Sequence[Tensor]) -> list[Tensor]:
@@ -211,18 +220,21 @@ def trace(
         values = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         returned = stage.module(*values[:inputs])
         outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
-        loss = None
+        loss, found = None, dict[str, Tensor]()
         if call.with_loss:
             target = internals.tree_unflatten(values[inputs:], call.target_spec) if call.target_spec else values[-1]
-            loss = scalar_loss(stage.loss, outputs, target)
+            loss, found = compute_loss(stage.loss, outputs, target)
         check_outputs(outputs)
         check_gradients(outputs, stage.output_gradients)
         positions = iter(range(len(outputs)))
         results[:] = [next(positions) if isinstance(output, Tensor) else (output,) for output in outputs]
-        return [*(output for output in outputs if isinstance(output, Tensor)), *([] if loss is None else [loss])]
+        metrics.clear()
+        metrics.update(found)
+        tensors_returned = [output for output in outputs if isinstance(output, Tensor)]
+        return [*tensors_returned, *([] if loss is None else [loss]), *found.values()]
 
     def has_gradient(index: int, output: Tensor) -> bool:
-        if call.with_loss:  # then gradients arrive through the loss alone, which is the last tensor
+        if call.with_loss:  # then gradients arrive through the loss alone, which follows the outputs
             return index == sum(isinstance(result, int) for result in results)
         return stage.output_gradients[results.index(index)]
 
@@ -248,4 +260,4 @@ def trace(
             for shape, stride, tensor, is_wanted in zip(shapes, strides, like, wanted, strict=True)
         ]
         divided = differentiate(function, state, primals, stage.module, has_gradient, options, sizes)
-    return StageVariant(divided, compiler, tuple(results), call, layout)
+    return StageVariant(divided, compiler, tuple(results), tuple(metrics), call, layout)

@@ -128,7 +128,7 @@ class TracedKernels:
         variant, numbers, _ = self._variant(call)
         if variant is None:
             result = self._autograd.forward(inputs, target=target, with_loss=with_loss, differentiable=differentiable)
-            check_memory((*result.outputs, result.loss))
+            check_memory((*result.outputs, result.loss, *result.metrics.values()))
             self._made |= {self._awaited} if self._awaited is not None else set()
             self._warn()  # after it: an error of the model's own has nothing to do with tracing
             return result
@@ -137,7 +137,9 @@ class TracedKernels:
         tensors = [each.detach() if each.requires_grad else each for each in tensors]
         outputs = tuple(tensors[result] if isinstance(result, int) else result[0] for result in variant.results)
         saved = SavedValues(variant, numbers, values) if differentiable else None
-        return Forward(outputs, tensors[-1] if with_loss else None, saved, is_pure=True)
+        first = len(tensors) - len(variant.metrics)
+        metrics = dict(zip(variant.metrics, tensors[first:], strict=True))
+        return Forward(outputs, tensors[first - 1] if with_loss else None, saved, is_pure=True, metrics=metrics)
 
     def backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         if not isinstance(saved, SavedValues):

@@ -194,13 +194,13 @@ class Executor:
             else:
                 step.outgoing[stage, edge.consumer, microbatch] = [outputs[name] for name in edge.names]
         if forward.loss is not None:
-            results.losses[microbatch] = forward.loss
+            results.add_loss(microbatch, forward.loss, forward.metrics)
         if self._is_last(stage) and given.keep_outputs:
             results.outputs[microbatch] = forward.outputs
         if not forward.is_pure:
             step.received[key].keep_all()
         elif key in step.received:
-            step.received[key].keep_shared((*forward.outputs, forward.loss))
+            step.received[key].keep_shared((*forward.outputs, forward.loss, *forward.metrics.values()))
         if not self._trains:
             step.release(key)
 

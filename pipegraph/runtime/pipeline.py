@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,8 @@ from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, join_world
 from pipegraph.runtime.schedule_choice import resolve_schedule
-from pipegraph.runtime.step_data import StepInputs, StepResult, StepSizes, mean_loss
-from pipegraph.runtime.step_runner import StepRunner
+from pipegraph.runtime.step_data import StepInputs, StepResult, StepSizes
+from pipegraph.runtime.step_runner import LossFunction, StepRunner
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.schedule import Schedule
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from pipegraph.kernels.kernel_report import KernelCount
-
-LossFunction = Callable[[Any, Any], Tensor]
 
 
 class Pipeline:
@@ -51,7 +49,8 @@ class Pipeline:
         package: the package, or its folder.
         schedule: a name, a `Schedule`, or the path of a CSV file.
         microbatches: how many a batch is cut into; 1 by default, or those of a ready schedule.
-        loss_fn: `loss_fn(output, target)`, the loss of one microbatch.
+        loss_fn: `loss_fn(output, target)` returns the loss of a microbatch, or (loss, metrics) with a dict of tensors:
+            one number each, under the same names for every microbatch, and without a gradient.
         device: where the stages of this process are; plain "cuda" is the GPU of the local rank.
         kernels: "inductor" (compiled), "eager" (the same graphs, uncompiled) or "autograd", or a function that makes
             the kernels of a stage.
@@ -164,11 +163,12 @@ class Pipeline:
             args, kwargs, target, microbatches, with_loss=with_loss, keep_outputs=return_outputs, evaluates=False
         )
         self.last_sizes = given.batch.sizes
-        losses = torch.stack([results.losses[index] for index in sorted(results.losses)]) if results.losses else None
+        losses, metrics, mean = results.loss_by_microbatch(), results.metrics_by_microbatch(), given.batch.sizes.mean
         return StepResult(
-            loss=None if losses is None else mean_loss(losses, given.batch.sizes),
+            loss=None if losses is None else mean(losses),
             losses=losses if return_losses else None,
             outputs=self._runner.batches.join(results),
+            metrics=None if metrics is None else {name: mean(each) for name, each in metrics.items()},
         )
 
     def eval(self, *args: Any, microbatches: int | None = None, **kwargs: Any) -> Any:

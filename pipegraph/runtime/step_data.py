@@ -61,6 +61,14 @@ class StepSizes:
         """Whether all microbatches have equally many rows."""
         return self.microbatches[0] is self.microbatches[-1]
 
+    def mean(self, numbers: Tensor) -> Tensor:
+        """The mean over the rows of the batch of one number for each microbatch [microbatches]."""
+        if not (numbers.is_floating_point() or numbers.is_complex()):
+            numbers = numbers.to(torch.get_default_dtype())
+        if self.is_even:
+            return numbers.mean()
+        return (numbers * torch.tensor(self.weights, dtype=numbers.dtype, device=numbers.device)).sum()
+
     def lengths(self, value: Value) -> list[int]:
         """The length of each microbatch along the dimension in which a value is cut."""
         assert value.batch_dim is not None
@@ -168,6 +176,7 @@ class StepResult:
         loss: the mean over microbatches, each weighed by its rows; None without a loss function.
         losses: one number for each microbatch, if asked for.
         outputs: the model's outputs joined along the batch, if asked for.
+        metrics: what `loss_fn` returned with the loss, by name: each the mean over microbatches like the loss.
 
     No tensor carries a graph.
     """
@@ -175,10 +184,4 @@ class StepResult:
     loss: Tensor | None
     losses: Tensor | None
     outputs: Any
-
-
-def mean_loss(losses: Tensor, sizes: StepSizes) -> Tensor:
-    """Return the mean of the losses [microbatches] over the rows of the batch."""
-    if sizes.is_even:
-        return losses.mean()
-    return (losses * torch.tensor(sizes.weights, dtype=losses.dtype, device=losses.device)).sum()
+    metrics: Mapping[str, Tensor] | None = None

@@ -33,6 +33,9 @@ from pipegraph.schedule import Schedule, lower
 
 Edges = Iterable[tuple[int, int]]
 
+LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
+"""(output, target) → the loss of one microbatch, or (loss, metrics)"""
+
 
 class StepExecutors:
     """Executors by what they do and by the number of microbatches.
@@ -145,7 +148,7 @@ class StepRunner:
         schedule: Schedule,
         given: str | PathLike[str] | Schedule,
         make: Maker,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
+        loss_fn: LossFunction | None,
         device: torch.device,
         world: World | None,
         guard: FaultGuard,
@@ -239,7 +242,7 @@ def _make_kernels(
     return kernels
 
 
-def _packed_loss(manifest: Manifest, loss_fn: Callable[[Any, Any], Tensor] | None) -> Loss | None:
+def _packed_loss(manifest: Manifest, loss_fn: LossFunction | None) -> Loss | None:
     """Return the loss of the last stage's outputs: `loss_fn` takes them in the model's own structure."""
     if loss_fn is None:
         return None

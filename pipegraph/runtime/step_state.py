@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipegraph.errors import PipegraphError
 from pipegraph.runtime.step_data import StepInputs
 from pipegraph.runtime.transport.protocol import Receive, share_memory
 from pipegraph.runtime.wiring import Transfer
@@ -32,6 +33,33 @@ class StepOutputs:
 
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    metrics: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def add_loss(self, microbatch: int, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
+        """Keep what `loss_fn` returned for a microbatch. Raises PipegraphError if its metrics have other names."""
+        other, known = next(iter(self.metrics.items()), (microbatch, metrics))
+        if metrics.keys() != known.keys():
+            raise PipegraphError(
+                f"loss_fn returned {_listed(metrics)} for microbatch {microbatch}, and {_listed(known)} for microbatch "
+                f"{other}.\nTry: the same names for each; nan for one without a value."
+            )
+        self.losses[microbatch] = loss
+        self.metrics[microbatch] = metrics
+
+    def loss_by_microbatch(self) -> Tensor | None:
+        """The losses [microbatches]; None if there are none here."""
+        return torch.stack([self.losses[index] for index in sorted(self.losses)]) if self.losses else None
+
+    def metrics_by_microbatch(self) -> dict[str, Tensor] | None:
+        """The metrics by name, each [microbatches]; None if there is no loss here."""
+        if not self.losses:
+            return None
+        ordered = [self.metrics[index] for index in sorted(self.metrics)]
+        return {name: torch.stack([metrics[name] for metrics in ordered]) for name in ordered[0]}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return f"the metrics {', '.join(names)}" if names else "no metrics"
 
 
 class GradientSums(dict[str, Tensor]):

@@ -17,7 +17,7 @@ from pipegraph.errors import BatchError, PackageError, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Manifest, Value
 from pipegraph.runtime.internals import pytree
-from pipegraph.runtime.pipeline import LossFunction
+from pipegraph.runtime.step_runner import LossFunction
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from pipegraph.cost.model_output import output_tensors
 from pipegraph.errors import SourceError
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.runtime.pipeline import LossFunction
+from pipegraph.kernels.loss import divide_loss
+from pipegraph.runtime.step_runner import LossFunction
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def run_model(
         if nudged:
             _nudge([*model.parameters(), *output_tensors([args, kwargs]).values()])
         output = model(*args, **kwargs)
-        loss = loss_fn(output, target)
+        loss, _ = divide_loss(loss_fn(output, target))
         if backward and loss.requires_grad:
             loss.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}

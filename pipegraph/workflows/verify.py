@@ -16,7 +16,8 @@ from torch import Tensor
 from pipegraph.cost.model_output import output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
-from pipegraph.runtime.pipeline import LossFunction, Pipeline
+from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.step_runner import LossFunction
 from pipegraph.workflows.batch import explain_model_mismatch, source_loss
 from pipegraph.workflows.reference_step import StepTensors, run_model
 from pipegraph.workflows.tensor_comparison import TensorComparison, compare, compare_named, within_rounding
