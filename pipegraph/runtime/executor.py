@@ -221,8 +221,7 @@ class Executor:
         step.release(key)
 
     def _output_gradients(self, step: StepState, action: Action) -> list[Tensor | None]:
-        """The gradient of each output, summed over its consumers. For the last stage also that of the loss: the step's
-        loss is the mean over microbatches, weighed by their rows."""
+        """The gradient of each output, summed over its consumers. For the last stage also that of the loss."""
         stage, microbatch = key = action.stage, action.microbatch
         sums = step.gradients.pop(key, GradientSums())
         for name, dtype in step.cast.pop(key, {}).items():
@@ -230,7 +229,7 @@ class Executor:
                 sums[name] = sums[name].to(dtype)
         gradients = [sums.get(value.name) for value in self._wiring[stage].outputs]
         if self._is_last(stage):
-            weight = step.given.batch.sizes.weights[microbatch]
+            weight = step.given.loss_weight(microbatch)
             gradients.append(torch.full_like(step.results.losses[microbatch], weight))
         return gradients
 

@@ -21,8 +21,11 @@ from pipegraph.runtime.wiring import dtype_name, torch_dtype
 class BatchSplitter:
     """Cuts the batches that the stages of this process take, and joins what the last stage gives."""
 
-    def __init__(self, manifest: Manifest, stages: Collection[int], device: torch.device) -> None:
+    def __init__(
+        self, manifest: Manifest, stages: Collection[int], device: torch.device, loss_reduction: str = "mean"
+    ) -> None:
         self._manifest = manifest
+        self._loss_reduction = loss_reduction
         self._device = device
         self.has_last_stage = len(manifest.stages) - 1 in stages
         inputs = {name for index in stages for name in manifest.stages[index].inputs}
@@ -58,7 +61,9 @@ class BatchSplitter:
         def cut(sizes: Mapping[str, int]) -> StepBatch:
             return self._cut(sizes, passed, target, microbatches)
 
-        given = StepInputs(known, tuple(manifest.sizes), cut, microbatches, with_loss, keep_outputs)
+        given = StepInputs(
+            known, tuple(manifest.sizes), cut, microbatches, with_loss, keep_outputs, self._loss_reduction
+        )
         if given.unknown:
             return given
         given.learn({})

@@ -22,7 +22,7 @@ from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, join_world
 from pipegraph.runtime.schedule_choice import resolve_schedule
-from pipegraph.runtime.step_data import StepInputs, StepResult, StepSizes
+from pipegraph.runtime.step_data import StepInputs, StepResult, StepSizes, check_loss_reduction
 from pipegraph.runtime.step_runner import LossFunction, StepRunner
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.schedule import Schedule
@@ -69,6 +69,8 @@ class Pipeline:
             branches on sizes and so on. One more is left to autograd, with a warning.
         check_weights: whether it is an error if a shard that this process reads is not as it was written.
         strict: whether it is an error if a stage is left to autograd.
+        loss_reduction: how the loss of a step is made of those of its microbatches: "mean", weighed by their rows, if
+            loss_fn returns a mean; "sum" if it returns a sum. Metrics are put together in the same way.
 
     Attributes:
         last_sizes: the sizes of the last step, on every rank; None before the first.
@@ -95,7 +97,9 @@ class Pipeline:
         max_variants: int = 8,
         check_weights: bool = True,
         strict: bool = False,
+        loss_reduction: str = "mean",
     ) -> None:
+        check_loss_reduction(loss_reduction)
         self._loss_fn = loss_fn
         self.kernels = kernels if isinstance(kernels, str) else "custom"
         self.recompute = recompute
@@ -120,7 +124,16 @@ class Pipeline:
             make = maker(kernels, recompute, max_variants, strict) if isinstance(kernels, str) else kernels
             manifest = self.package.manifest
             self._runner = StepRunner(
-                manifest, self.stages, self.schedule, schedule, make, loss_fn, self.device, world, self._guard
+                manifest,
+                self.stages,
+                self.schedule,
+                schedule,
+                make,
+                loss_fn,
+                loss_reduction,
+                self.device,
+                world,
+                self._guard,
             )
 
     def step(
@@ -132,7 +145,7 @@ class Pipeline:
         microbatches: int | None = None,
         **kwargs: Any,
     ) -> StepResult:
-        """Do one training step over a batch. Gradients of the mean loss are added to `.grad`.
+        """Do one training step over a batch. Gradients of its loss are added to `.grad`.
 
         Takes the model's own arguments, for a batch of any size that the capture allows. Inputs are cut into
         microbatches along their batch, as evenly as it goes, and so is the target along dimension 0. A batch with fewer
@@ -163,12 +176,12 @@ class Pipeline:
             args, kwargs, target, microbatches, with_loss=with_loss, keep_outputs=return_outputs, evaluates=False
         )
         self.last_sizes = given.batch.sizes
-        losses, metrics, mean = results.loss_by_microbatch(), results.metrics_by_microbatch(), given.batch.sizes.mean
+        losses, metrics = results.loss_by_microbatch(), results.metrics_by_microbatch()
         return StepResult(
-            loss=None if losses is None else mean(losses),
+            loss=None if losses is None else given.reduce(losses),
             losses=losses if return_losses else None,
             outputs=self._runner.batches.join(results),
-            metrics=None if metrics is None else {name: mean(each) for name, each in metrics.items()},
+            metrics=None if metrics is None else {name: given.reduce(each) for name, each in metrics.items()},
         )
 
     def eval(self, *args: Any, microbatches: int | None = None, **kwargs: Any) -> Any:

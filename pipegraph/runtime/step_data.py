@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipegraph.errors import RuntimeFault
+from pipegraph.errors import ArgumentError, RuntimeFault
 from pipegraph.package import Manifest, Value
 from pipegraph.package.sizes import BATCH
+
+LOSS_REDUCTIONS: Final = ("mean", "sum")
+"""How the loss of a step is made of those of its microbatches: their mean, weighed by rows, or their sum."""
+
+
+def check_loss_reduction(reduction: object) -> None:
+    """Raise ArgumentError unless this is one of `LOSS_REDUCTIONS`."""
+    if reduction not in LOSS_REDUCTIONS:
+        raise ArgumentError(
+            f'loss_reduction cannot be {reduction!r}: give "mean" if loss_fn returns the mean of its microbatch, '
+            f'"sum" if it returns a sum.'
+        )
 
 
 class MicrobatchSizes:
@@ -117,6 +129,7 @@ class StepInputs:
         microbatches: how many were asked for. There are fewer if the batch has too few rows.
         with_loss: whether the loss is asked for.
         keep_outputs: whether the outputs are.
+        loss_reduction: one of `LOSS_REDUCTIONS`.
     """
 
     def __init__(
@@ -127,8 +140,10 @@ class StepInputs:
         microbatches: int,
         with_loss: bool = False,
         keep_outputs: bool = False,
+        loss_reduction: str = "mean",
     ) -> None:
         self.microbatches, self.with_loss, self.keep_outputs = microbatches, with_loss, keep_outputs
+        self._sums = loss_reduction == "sum"
         self._known, self._names, self._cut = dict(known), names, cut
         self._batch: StepBatch | None = None
 
@@ -163,6 +178,14 @@ class StepInputs:
             )
         return self._batch
 
+    def loss_weight(self, microbatch: int) -> float:
+        """What the loss of a microbatch counts in that of the step, and so the gradient of the step's loss by it."""
+        return 1.0 if self._sums else self.batch.sizes.weights[microbatch]
+
+    def reduce(self, numbers: Tensor) -> Tensor:
+        """Put the losses [microbatches], or one of their metrics, together to that of the step."""
+        return numbers.sum() if self._sums else self.batch.sizes.mean(numbers)
+
     def shape(self, value: Value, microbatch: int) -> tuple[int, ...]:
         """The shape of a value in a microbatch."""
         return self.batch.sizes.microbatches[microbatch].shape(value)
@@ -173,10 +196,11 @@ class StepResult:
     """The result of a step on the rank of the last stage. On other ranks everything is None.
 
     Attributes:
-        loss: the mean over microbatches, each weighed by its rows; None without a loss function.
+        loss: the mean over microbatches, each weighed by its rows, or with loss_reduction="sum" their sum; None without
+            a loss function.
         losses: one number for each microbatch, if asked for.
         outputs: the model's outputs joined along the batch, if asked for.
-        metrics: what `loss_fn` returned with the loss, by name: each the mean over microbatches like the loss.
+        metrics: what `loss_fn` returned with the loss, by name, put together as the loss is.
 
     No tensor carries a graph.
     """

@@ -129,6 +129,7 @@ class StepRunner:
         given: what it was chosen by.
         make: makes the kernels of a stage.
         loss_fn: the loss of one microbatch.
+        loss_reduction: one of `LOSS_REDUCTIONS`.
         device: where the stages are.
         world: the processes of the pipeline; None for a plain process.
         guard: the context in which all of this is called.
@@ -149,6 +150,7 @@ class StepRunner:
         given: str | PathLike[str] | Schedule,
         make: Maker,
         loss_fn: LossFunction | None,
+        loss_reduction: str,
         device: torch.device,
         world: World | None,
         guard: FaultGuard,
@@ -157,7 +159,7 @@ class StepRunner:
         self._name = schedule.name
         ranks = (world.rank,) if world else tuple(range(schedule.ranks))
         placement = schedule.placement
-        self.batches = BatchSplitter(manifest, stages, device)
+        self.batches = BatchSplitter(manifest, stages, device, loss_reduction)
         self.ties = TiedWeights(manifest, stages, placement, ranks)
         self._missing = MissingGradients(manifest)
         wiring = stage_wirings(manifest)

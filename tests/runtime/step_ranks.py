@@ -52,3 +52,25 @@ def _assert_gradients(pipe: Any, model: torch.nn.Module) -> None:
     for name, parameter in pipe.named_parameters():
         assert_close(parameter.grad, whole[name].grad)
         parameter.grad = None
+
+
+def summed(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return (output - target).square().sum(), {"hits": (output > target).sum()}
+
+
+def sums(rank: int | None, folder: str, schedule: str, kernels: str = "eager") -> str:
+    """With loss_reduction="sum" a step is that of the sum over the whole batch, metrics included."""
+    pipe = pipeline(folder, schedule, kernels, microbatches=MICROBATCHES, loss_fn=summed, loss_reduction="sum")
+    for rows in ROWS if kernels == "autograd" else ROWS[1:2]:
+        torch.manual_seed(0)
+        model, x = Model(), inputs(rows, LENGTH)
+        target = torch.randn(rows, LENGTH, 3)
+        loss, metrics = summed(model(*x), target)
+        loss.backward()
+        result = pipe.step(*x, target=target, return_losses=True)
+        if rank is None or result.loss is not None:
+            assert_close(result.loss, loss.detach())
+            assert_close(result.losses.sum(), result.loss)
+            assert result.metrics == metrics
+        _assert_gradients(pipe, model)
+    return "equal"

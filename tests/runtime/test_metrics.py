@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipegraph.errors import RuntimeFault
+from pipegraph.errors import ArgumentError, RuntimeFault
 from tests.runtime import ranks, sized_model, step_ranks
 from tests.runtime.packages import write
 from tests.runtime.pipelines import pipeline
@@ -107,3 +107,17 @@ def test_a_loss_that_lacks_its_target_says_so(loss_fn: Any, kernels: str, tmp_pa
     pipe = pipeline(write(chain(1), tmp_path / "chain"), kernels=kernels, loss_fn=loss_fn)
     with pytest.raises(RuntimeFault, match=r"loss_fn\(output, None\) raised .*\nThe call was given no target"):
         pipe.step(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize(("schedule", "kernels"), [("1f1b", "autograd"), ("zb-v", "eager")])
+def test_a_sum_over_microbatches_is_the_sum_over_the_batch(schedule: str, kernels: str, package: str) -> None:
+    assert step_ranks.sums(None, package, schedule, kernels) == "equal"
+
+
+def test_a_sum_over_ranks(package: str) -> None:
+    assert ranks.run(step_ranks.sums, 2, package, "zb-v", "autograd") == ["equal"] * 2
+
+
+def test_another_reduction_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"loss_reduction cannot be 'none': give \"mean\" if"):
+        pipeline(tmp_path, loss_reduction="none")
