@@ -56,7 +56,7 @@ class NestedObservers:
 
 
 class ObserverList:
-    """The observers of a pipeline, and which of them see evals as well as steps."""
+    """The observers of a pipeline, and which of them see evaluations as well as steps."""
 
     def __init__(self) -> None:
         self._observers: OrderedDict[int, tuple[Observer, bool]] = OrderedDict()
@@ -67,7 +67,7 @@ class ObserverList:
         return handle
 
     def joined(self, is_eval: bool) -> Observer | None:
-        """The observers of a step or an eval as one; None if there are none, so that nothing is looked at."""
+        """The observers of a step or an evaluation as one; None if there are none, so that nothing is looked at."""
         observers = [observer for observer, evals in self._observers.values() if evals or not is_eval]
         return NestedObservers(observers) if len(observers) > 1 else next(iter(observers), None)
 

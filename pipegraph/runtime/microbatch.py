@@ -13,7 +13,7 @@ from pipegraph.errors import BatchError, nearest
 from pipegraph.package import CALLER, Manifest, Value
 from pipegraph.package.sizes import BATCH, holds
 from pipegraph.runtime.internals import pytree
-from pipegraph.runtime.step_data import StepBatch, StepInputs, StepSizes, sizes_of_inputs
+from pipegraph.runtime.step_data import NO_TARGET, StepBatch, StepInputs, StepRequest, StepSizes, sizes_of_inputs
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.wiring import dtype_name, torch_dtype
 
@@ -35,9 +35,7 @@ class BatchSplitter:
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        target: Any,
-        with_loss: bool,
-        keep_outputs: bool,
+        request: StepRequest,
         microbatches: int,
         trains: bool = False,
     ) -> StepInputs:
@@ -59,10 +57,16 @@ class BatchSplitter:
         known = sizes_of_inputs(manifest, {name: tensor.shape for name, tensor in passed.items()})
 
         def cut(sizes: Mapping[str, int]) -> StepBatch:
-            return self._cut(sizes, passed, target, microbatches)
+            return self._cut(sizes, passed, None if request.target is NO_TARGET else request.target, microbatches)
 
         given = StepInputs(
-            known, tuple(manifest.sizes), cut, microbatches, with_loss, keep_outputs, self._loss_reduction
+            known,
+            tuple(manifest.sizes),
+            cut,
+            microbatches,
+            request.with_loss,
+            request.return_outputs,
+            self._loss_reduction,
         )
         if given.unknown:
             return given

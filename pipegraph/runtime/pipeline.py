@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,8 @@ from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, join_world
 from pipegraph.runtime.schedule_choice import resolve_schedule
-from pipegraph.runtime.step_data import StepInputs, StepResult, StepSizes, check_loss_reduction
+from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes, check_loss_reduction
 from pipegraph.runtime.step_runner import LossFunction, StepRunner
-from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -166,32 +165,48 @@ class Pipeline:
             PipegraphError: ``torch.inference_mode()`` is on. Nothing was sent.
             RuntimeFault: this rank or another one failed.
         """
-        with_loss, trains = self._loss_fn is not None, self.schedule.trains
-        if trains and torch.is_inference_mode_enabled():
+        if self.schedule.trains and torch.is_inference_mode_enabled():
             raise PipegraphError(
                 "step() under torch.inference_mode() would train nothing: no gradient is kept there.\n"
-                "Try: step() outside it, or eval() for the outputs."
+                "Try: step() outside it, or evaluate()."
             )
-        given, results = self._run(
-            args, kwargs, target, microbatches, with_loss=with_loss, keep_outputs=return_outputs, evaluates=False
-        )
-        self.last_sizes = given.batch.sizes
-        losses, metrics = results.loss_by_microbatch(), results.metrics_by_microbatch()
-        return StepResult(
-            loss=None if losses is None else given.reduce(losses),
-            losses=losses if return_losses else None,
-            outputs=self._runner.batches.join(results),
-            metrics=None if metrics is None else {name: given.reduce(each) for name, each in metrics.items()},
-        )
+        asked = StepRequest(target, self._loss_fn is not None, return_outputs, return_losses, microbatches)
+        result, self.last_sizes = self._run(args, kwargs, asked)
+        return result
 
-    def eval(self, *args: Any, microbatches: int | None = None, **kwargs: Any) -> Any:
-        """The model's outputs for a batch, on the rank of the last stage; None on other ranks.
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = NO_TARGET,
+        return_outputs: bool = False,
+        return_losses: bool = False,
+        microbatches: int | None = None,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Run the forward of a batch: its loss and metrics, and its outputs if they are asked for, without gradients.
 
-        Forward only, without gradients. Modules stay in the mode they are in: `pipe.stages[0].eval()` sets it. The
-        batch and `microbatches` are as for `step`.
+            loss = pipe.evaluate(tokens, target=labels).loss
+            logits = pipe.evaluate(tokens, return_outputs=True).outputs
+
+        Modules stay in the mode they are in: call `eval` before, and `train` after it. The rest is as for `step`.
+
+        Args:
+            target: the second argument of `loss_fn`. If it is left out, no loss is computed; for a `loss_fn` that needs
+                none it is None.
         """
-        _, results = self._run(args, kwargs, None, microbatches, with_loss=False, keep_outputs=True, evaluates=True)
-        return self._runner.batches.join(results)
+        with_loss = self._loss_fn is not None and target is not NO_TARGET
+        asked = StepRequest(target, with_loss, return_outputs, return_losses, microbatches, evaluates=True)
+        return self._run(args, kwargs, asked)[0]
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of this process's stages, as `nn.Module.train` does. Not collective."""
+        for stage in self.stages.values():
+            stage.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the stages of this process to evaluation mode. `evaluate` runs them. Not collective."""
+        return self.train(False)
 
     def retrace(self) -> None:
         """Trace the stages of this process, and the loss, again at their next call. Not collective.
@@ -220,7 +235,7 @@ class Pipeline:
 
         Args:
             observer: has the methods of `pipegraph.runtime.measurements.Observer`.
-            evals: whether it sees the actions of `eval` as well.
+            evals: whether it sees the actions of `evaluate` as well.
 
         Returns:
             A handle whose `remove()` ends it, as torch's hooks return. It is a context as well:
@@ -274,10 +289,18 @@ class Pipeline:
             return clip_grad_norm(own, self._runner.ties.counted(own), max_norm, norm_type, everyone, self.device)
 
     def _run(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, microbatches: int | None, **how: bool
-    ) -> tuple[StepInputs, StepOutputs]:
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest
+    ) -> tuple[StepResult, StepSizes]:
         with self._guard:
-            return self._runner.run(args, kwargs, target, microbatches, self._observers, **how)
+            given, results = self._runner.run(args, kwargs, request, self._observers)
+        losses, metrics = results.loss_by_microbatch(), results.metrics_by_microbatch()
+        result = StepResult(
+            loss=None if losses is None else given.reduce(losses),
+            losses=losses if request.return_losses else None,
+            outputs=self._runner.batches.join(results),
+            metrics=None if metrics is None else {name: given.reduce(each) for name, each in metrics.items()},
+        )
+        return result, given.batch.sizes
 
 
 def _guard(world: World | None) -> FaultGuard:

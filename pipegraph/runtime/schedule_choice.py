@@ -79,7 +79,7 @@ def fewer_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The schedule without its backward, in the same placement: what `eval` runs."""
+    """The schedule without its backward, in the same placement: what `evaluate` runs."""
     actions = tuple(tuple(action for action in row if action.kind is Kind.F) for row in schedule.actions)
     return schedule.changed(name=f"{schedule.name}, forward only", actions=actions, overlapped=frozenset())
 

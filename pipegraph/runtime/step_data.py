@@ -27,6 +27,33 @@ def check_loss_reduction(reduction: object) -> None:
         )
 
 
+NO_TARGET: Final = object()
+"""In the place of a target that the caller left out."""
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What a step is asked for besides its inputs.
+
+    Attributes:
+        target: the second argument of the loss function.
+        with_loss: whether the loss is computed.
+        microbatches: how many the batch is cut into; None for as many as the pipeline has.
+        evaluates: whether only the forward runs.
+    """
+
+    target: Any
+    with_loss: bool
+    return_outputs: bool
+    return_losses: bool
+    microbatches: int | None
+    evaluates: bool = False
+
+    @property
+    def has_target(self) -> bool:
+        return self.target is not None and self.target is not NO_TARGET
+
+
 class MicrobatchSizes:
     """The sizes of one microbatch. Microbatches of equal sizes share one."""
 

@@ -23,7 +23,7 @@ from pipegraph.runtime.parameters import MissingGradients, redistribute_gradient
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.schedule_choice import fewer_microbatches, forward_only, with_microbatches
-from pipegraph.runtime.step_data import StepInputs
+from pipegraph.runtime.step_data import StepInputs, StepRequest
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
@@ -190,24 +190,21 @@ class StepRunner:
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        target: Any,
-        microbatches: int | None,
+        request: StepRequest,
         observers: ObserverList,
-        *,
-        with_loss: bool,
-        keep_outputs: bool,
-        evaluates: bool,
     ) -> tuple[StepInputs, StepOutputs]:
         """Run one step, or only its forward. Returns what it took, and the results of its microbatches.
 
-        Collective. Raises BatchError for a batch that does not fit, and before anything is sent.
+        Collective. Raises BatchError for a batch that does not fit, and PipegraphError for a loss that is missing,
+        before anything is sent.
         """
+        evaluates = request.evaluates
         trains = self._trains and not evaluates
-        if trains and self.batches.has_last_stage and not with_loss:
-            raise PipegraphError(f"{self._name} has a backward, which needs a loss: give Pipeline a loss_fn.")
-        asked = self.executors.check(microbatches)
-        given = self.batches.split(args, kwargs, target, with_loss, keep_outputs, asked, trains)
-        self.transport.start("eval" if evaluates else "step", given)
+        if self.batches.has_last_stage and not request.with_loss:
+            self._check_without_loss(trains, request.has_target)
+        asked = self.executors.check(request.microbatches)
+        given = self.batches.split(args, kwargs, request, asked, trains)
+        self.transport.start("evaluate" if evaluates else "step", given)
         for ranks in self._informants:
             if given.unknown:
                 self.transport.learn(ranks, given)
@@ -225,6 +222,15 @@ class StepRunner:
             run_executors(executors, given, results)
         self.transport.finish()
         return given, results
+
+    def _check_without_loss(self, trains: bool, has_target: bool) -> None:
+        if trains:
+            raise PipegraphError(f"{self._name} has a backward, which needs a loss: give Pipeline a loss_fn.")
+        if has_target:
+            raise PipegraphError(
+                "a target was given, and this Pipeline has no loss_fn that takes it.\n"
+                "Try: Pipeline(…, loss_fn=…), or leave the target out."
+            )
 
 
 def _make_kernels(

@@ -90,24 +90,21 @@ def _run_package(
     else:
         with explain_model_mismatch(package.manifest, source):
             pipeline.load_state_dict(source.model.state_dict())
-    stages = list(pipeline.stages.values())
     if evaluate:
-        for stage in stages:
-            stage.eval()
+        pipeline.eval()
     args, kwargs, target = copy.deepcopy((source.args, source.kwargs, source.example_target))
     with explain_model_mismatch(package.manifest, source):
         result = pipeline.step(*args, target=target, return_outputs=True, **kwargs)
     gradients: dict[str, Tensor | None] = {}
     buffers: dict[str, Tensor] = {}
-    for stage in stages:
+    for stage in pipeline.stages.values():
         gradients |= {name: parameter.grad for name, parameter in stage.named_parameters(remove_duplicate=False)}
         buffers |= dict(stage.named_buffers(remove_duplicate=False))
     assert result.loss is not None, "every stage runs in this process, the last one too"
     outputs = output_tensors(result.outputs)
-    for stage in stages:
-        stage.eval()
+    pipeline.eval()
     args, kwargs = copy.deepcopy((source.args, source.kwargs))
-    evaluated = output_tensors(pipeline.eval(*args, **kwargs))
+    evaluated = output_tensors(pipeline.evaluate(*args, return_outputs=True, **kwargs).outputs)
     return StepTensors(outputs, result.loss.detach(), gradients, buffers, evaluated), same_weights
 
 

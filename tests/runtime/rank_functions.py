@@ -155,13 +155,13 @@ def evaluate(rank: int, folder: str) -> Any:
         args, kwargs = arguments(package, inputs)
         for inference in (True, False):  # what is received into must serve a later step too
             with torch.inference_mode(inference):
-                output = pipe.eval(*args, **kwargs)
+                output = pipe.evaluate(*args, **kwargs, return_outputs=True).outputs
             if len(reference.stages) - 1 in pipe.stages:
                 assert_close(output, reference(inputs))
             else:
                 assert output is None
         pipe.step(*args, target=torch.zeros(4), **kwargs)
-    pipe.eval(*(tensor[:2] for tensor in args), **kwargs)
+    pipe.evaluate(*(tensor[:2] for tensor in args), **kwargs)
 
 
 def clip(rank: int, folder: str, norm_types: list[float]) -> str:
@@ -271,7 +271,7 @@ def receives(rank: int, folder: str, schedules: list[str], microbatches: int) ->
         transport.receive = watched
         for _ in range(3):
             pipe.step(*inputs, target=torch.zeros(len(inputs[0])))
-            pipe.eval(*inputs)
+            pipe.evaluate(*inputs)
         assert not transport._unfinished
         found.append(used)
     return found
@@ -315,7 +315,7 @@ def other_calls(rank: int, folder: str) -> list[str]:
             if case == "eval and step":
                 pipe.step(*inputs, target=torch.zeros(4))
                 if rank == 0:
-                    pipe.eval(*inputs)
+                    pipe.evaluate(*inputs)
             pipe.step(*inputs, target=torch.zeros(4))
         except PipegraphError as error:
             said.append(str(error))

@@ -74,3 +74,31 @@ def sums(rank: int | None, folder: str, schedule: str, kernels: str = "eager") -
             assert result.metrics == metrics
         _assert_gradients(pipe, model)
     return "equal"
+
+
+def evaluation(rank: int | None, folder: str, schedule: str, kernels: str = "eager") -> str:
+    """Between two steps, for batches of any size."""
+    pipe = pipeline(folder, schedule, kernels, microbatches=MICROBATCHES, loss_fn=judged)
+    for rows in ROWS if kernels == "autograd" else ROWS[1:2]:
+        x, target = inputs(rows, LENGTH), torch.randn(rows, LENGTH, 3)
+        trained = pipe.step(*x, target=target, return_outputs=True, return_losses=True)
+        gradients = [parameter.grad.clone() for parameter in pipe.parameters()]
+        found = pipe.evaluate(*x, target=target, return_outputs=True, return_losses=True)
+        assert_close(
+            (found.loss, found.losses, found.outputs, found.metrics),
+            (trained.loss, trained.losses, trained.outputs, trained.metrics),
+        )
+        assert pipe.evaluate(*x, target=target).outputs is None
+        assert all(map(torch.equal, gradients, (parameter.grad for parameter in pipe.parameters())))
+        if rank is not None:
+            assert (found.loss is None) == (len(pipe.package.manifest.stages) - 1 not in pipe.stages)
+    return "equal"
+
+
+def loss_on_the_last_rank(rank: int, folder: str) -> str:
+    pipe = pipeline(folder, microbatches=2, loss_fn=judged if rank == 1 else None)
+    x = torch.ones(4, 8)
+    for call in (pipe.step, pipe.evaluate):
+        result = call(x, target=x)
+        assert (result.loss is None) == (result.metrics is None) == (rank == 0)
+    return "done"

@@ -50,7 +50,10 @@ def test_an_order_of_ones_own_has_its_number(folder: Path) -> None:
     order = schedules.build("1f1b", 4, 4).changed(name="mine")
     pipe = made_for_4(folder, order)
     x, target = inputs(8, LENGTH), torch.zeros(8, LENGTH, 3)
-    for call in (lambda: pipe.step(*x, target=target, microbatches=2), lambda: pipe.eval(*x, microbatches=8)):
+    for call in (
+        lambda: pipe.step(*x, target=target, microbatches=2),
+        lambda: pipe.evaluate(*x, microbatches=8, return_outputs=True).outputs,
+    ):
         with pytest.raises(ScheduleError, match=r"mine is an order of 4 microbatches.*the name of a schedule"):
             call()
     assert_is_the_step_of_the_model(pipe, 8, LENGTH, 4)
@@ -62,12 +65,12 @@ def test_numbers_that_cannot_be(folder: Path) -> None:
     x = inputs(8, LENGTH)
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(ArgumentError, match="microbatches cannot be"):
-            pipe.eval(*x, microbatches=wrong)
+            pipe.evaluate(*x, microbatches=wrong)
     with pytest.raises(ScheduleError, match="zb-v cannot have 2 microbatches"):
-        pipe.eval(*x, microbatches=2)
+        pipe.evaluate(*x, microbatches=2)
     pipe.step(*inputs(2, LENGTH), target=torch.zeros(2, LENGTH, 3))
     with pytest.raises(PipegraphError):  # still
-        pipe.eval(*x, microbatches=2)
+        pipe.evaluate(*x, microbatches=2)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "interleaved-zb", "zb-h2"])

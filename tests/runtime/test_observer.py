@@ -75,7 +75,7 @@ def test_observers_come_and_go(package: Package) -> None:
     handle = pipe.observe(always)
     (x,) = batch(package.manifest, MICROBATCHES).values()
     with pipe.observe(steps_alone, evals=False):
-        pipe.eval(x)
+        pipe.evaluate(x)
         assert steps_alone.seen == []
         assert {action.kind for action, _ in always.of(0)} == {Kind.F, Kind.SEND_F}
         always.seen.clear()

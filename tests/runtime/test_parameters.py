@@ -68,7 +68,7 @@ def test_an_input_that_requires_a_gradient_is_refused(tmp_path: Path) -> None:
     pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=loss)
     (inputs,) = batch(pipe.package.manifest, 2).values()
     inputs.requires_grad_()
-    pipe.eval(inputs)
+    pipe.evaluate(inputs)
     with pytest.raises(BatchError, match=r"x requires a gradient.*\nTry: pass x\.detach\(\)"):
         pipe.step(inputs, target=torch.zeros(len(inputs)))
 

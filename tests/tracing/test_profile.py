@@ -197,9 +197,9 @@ def test_other_observers_continue(loop: Loop, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # as torch says of its own
 def test_an_eval_in_a_recorded_step_is_no_part_of_it(loop: Loop, tmp_path: Path) -> None:
     with pipegraph.profile(loop.pipe, tmp_path, warmup=0, active=1) as profiler:
-        loop.pipe.eval(loop.inputs)
+        loop.pipe.evaluate(loop.inputs)
         result = loop.step()
-        loop.pipe.eval(loop.inputs)
+        loop.pipe.evaluate(loop.inputs)
         profiler.step(result)
     assert [span["name"] for span in actions(traces(profiler.folder, 0)[0])] == FIRST_RANK.split("\n")[1:-1]
 

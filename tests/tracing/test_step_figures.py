@@ -80,11 +80,11 @@ def test_an_eval_between_steps_counts_for_nothing(tmp_path: Path) -> None:
     recorder = StepRecorder(pipe)
     pipe.observe(recorder.times, evals=False)
     pipe.step(batch)
-    pipe.eval(batch)
+    pipe.evaluate(batch)
     recorder.end_step(None)
     alone = kinds_of(recorder)
     recorder.begin_step()
-    pipe.eval(batch)
+    pipe.evaluate(batch)
     pipe.step(batch)
     recorder.end_step(None)
     assert kinds_of(recorder) == alone

@@ -30,14 +30,14 @@ from pipegraph.runtime.transport.protocol import overwrite, verifies_releases
 from pipegraph.runtime.transport.sends import GlooSends, NcclSends, PendingSend, SendQueue
 from pipegraph.runtime.wiring import Transfer, torch_dtype
 
-_KINDS: Final = ("step", "eval")
+_KINDS: Final = ("step", "evaluate")
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class PipelineCall:
-    """The call `number` of a pipeline, a "step" or an "eval".
+    """The call `number` of a pipeline, a "step" or an "evaluate".
 
     Attributes:
         microbatches: how many were asked for.
@@ -169,13 +169,13 @@ class BufferPool:
         self._used.add(shapes)
         if free := self._free.get(shapes):
             return free.pop()
-        with torch.inference_mode(False):  # `eval` may be called in it, and a later step needs gradients
+        with torch.inference_mode(False):  # `evaluate` may be called in it, and a later step needs gradients
             pairs = zip(shapes, self._dtypes, strict=True)
             return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in pairs)
 
     def drop_unused(self) -> None:
         """Drop the buffers of other shapes than those that were taken since the last call, if any were."""
-        if not self._used:  # an eval takes none for gradients
+        if not self._used:  # an evaluation takes none for gradients
             return
         self._free = {shapes: free for shapes, free in self._free.items() if shapes in self._used}
         self._used.clear()

@@ -51,7 +51,7 @@ class Transport(Protocol):
         ...
 
     def start(self, kind: str, given: StepInputs) -> None:
-        """Begin a call, a "step" or an "eval", with what it is given. What a call before it has left is forgotten."""
+        """Begin a call, a "step" or an "evaluate", with what it is given. What calls before it left is forgotten."""
         ...
 
     def finish(self) -> None:

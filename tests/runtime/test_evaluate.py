@@ -1,0 +1,67 @@
+"""`evaluate`: what a step gives, without gradients, in the mode that the stages are in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from pipegraph.errors import PipegraphError
+from pipegraph.package import Package
+from tests.runtime import ranks, sized_model, step_ranks
+from tests.runtime.packages import batch, loss, write
+from tests.runtime.pipelines import pipeline
+from tests.runtime.sketches import chain, normed
+
+
+@pytest.mark.parametrize(("schedule", "kernels"), [("1f1b", "autograd"), ("zb-v", "eager")])
+def test_it_gives_what_a_step_does(schedule: str, kernels: str, tmp_path: Path) -> None:
+    assert step_ranks.evaluation(None, str(sized_model.write(tmp_path)), schedule, kernels) == "equal"
+
+
+def test_it_gives_it_to_the_rank_of_the_last_stage(tmp_path: Path) -> None:
+    folder = str(sized_model.write(tmp_path))
+    assert ranks.run(step_ranks.evaluation, 2, folder, "interleaved-1f1b", "autograd") == ["equal"] * 2
+
+
+def test_it_keeps_the_mode_which_train_and_eval_set(tmp_path: Path) -> None:
+    pipe = pipeline(write(normed(), tmp_path / "normed"), microbatches=2, loss_fn=loss)
+    (x,) = batch(pipe.package.manifest, 2).values()
+    for mode in (True, False, True):
+        assert pipe.train(mode) is pipe
+        outputs = [pipe.evaluate(x, return_outputs=True).outputs for _ in range(2)]
+        assert torch.equal(*outputs) is not mode  # there is dropout
+        assert [stage.training for stage in pipe.stages.values()] == [mode] * 2
+    assert pipe.eval() is pipe and not pipe.stages[0].training
+
+
+def test_without_a_target_there_is_no_loss(tmp_path: Path) -> None:
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=lambda output, target: output.mean())
+    x = torch.ones(4, 8)
+    result = pipe.evaluate(x)
+    assert (result.loss, result.losses, result.outputs, result.metrics) == (None, None, None, None)
+    outputs = pipe.evaluate(x, return_outputs=True).outputs
+    assert_close(pipe.evaluate(x, target=None).loss, outputs.mean())  # a loss that needs none
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "forward"])
+def test_a_target_without_a_loss_function_is_refused(schedule: str, tmp_path: Path) -> None:
+    pipe = pipeline(write(chain(1), tmp_path / "chain"), schedule)
+    x = torch.ones(2, 8)
+    for call in [pipe.evaluate] if schedule == "1f1b" else [pipe.evaluate, pipe.step]:
+        with pytest.raises(PipegraphError, match="a target was given, and this Pipeline has no loss_fn"):
+            call(x, target=x)
+    assert pipe.evaluate(x, return_outputs=True).outputs.shape == (2, 8)
+
+
+def test_a_rank_without_the_last_stage_needs_no_loss_function(tmp_path: Path) -> None:
+    assert ranks.run(step_ranks.loss_on_the_last_rank, 2, str(write(chain(2), tmp_path / "chain"))) == ["done"] * 2
+
+
+def test_no_gradient_is_left(tmp_path: Path) -> None:
+    pipe = pipeline(Package.open(write(chain(2), tmp_path / "chain")), loss_fn=loss, kernels="eager")
+    result = pipe.evaluate(torch.ones(2, 8), target=torch.ones(2), return_outputs=True)
+    assert not result.loss.requires_grad and not result.outputs.requires_grad
+    assert all(parameter.grad is None for parameter in pipe.parameters())
