@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipegraph.errors import BatchError, nearest
+from pipegraph.errors import BatchError
 from pipegraph.package import CALLER, Manifest, Value
 from pipegraph.package.sizes import BATCH, holds
+from pipegraph.runtime.arguments import bind_arguments, fill_structure
 from pipegraph.runtime.internals import pytree
 from pipegraph.runtime.step_data import NO_TARGET, StepBatch, StepInputs, StepRequest, StepSizes, sizes_of_inputs
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.wiring import dtype_name, torch_dtype
+
+
+@dataclass(frozen=True)
+class PassedBatch:
+    """What a caller passed to a step: tensors of the whole batch, or lists with one tensor for each microbatch.
+
+    Attributes:
+        inputs: by name, without those that are None.
+        target: None if it was left out.
+        count: how many microbatches the lists have; None without lists.
+    """
+
+    inputs: Mapping[str, Any]
+    target: Any
+    count: int | None
+
+    def tensors(self, name: str) -> list[tuple[str, Any]]:
+        """What was passed for an input, each with a name for messages."""
+        passed = self.inputs.get(name)
+        return [(f"{name}[{i}]", each) for i, each in enumerate(passed)] if type(passed) is list else [(name, passed)]
+
+    def sizes(self, manifest: Manifest) -> tuple[dict[str, int], list[int] | None]:
+        """The sizes that the inputs show, by name, and the rows of each microbatch of lists."""
+        known: dict[str, int] = {}
+        lists = {name: each for name, each in self.inputs.items() if isinstance(each, list)}
+        rows = []
+        for index in range(self.count or 0):
+            own = sizes_of_inputs(manifest, {name: each[index].shape for name, each in lists.items()})
+            rows += [own.pop(BATCH)] if BATCH in own else []
+            known = {**own, **known}
+        if rows:
+            known[BATCH] = sum(rows)
+        whole = {name: each.shape for name, each in self.inputs.items() if name not in lists}
+        return {**sizes_of_inputs(manifest, whole), **known}, rows or None
 
 
 class BatchSplitter:
@@ -31,69 +67,90 @@ class BatchSplitter:
         inputs = {name for index in stages for name in manifest.stages[index].inputs}
         self._needed = {name for name in inputs if manifest.values[name].producer == CALLER}
 
-    def split(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        request: StepRequest,
-        microbatches: int,
-        trains: bool = False,
-    ) -> StepInputs:
+    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest) -> PassedBatch:
+        """Find out what was passed. Raises BatchError for arguments and lists that do not fit together."""
+        inputs = bind_arguments(self._manifest, args, kwargs)
+        target = None if request.target is NO_TARGET else request.target
+        lists = {name: len(each) for name, each in {**inputs, "target": target}.items() if isinstance(each, list)}
+        for name, length in lists.items():
+            first, count = next(iter(lists.items()))
+            if length != count:
+                raise BatchError(
+                    f"{first} is a list of {count} microbatches, and {name} one of {length}: pass equally many."
+                )
+            if length == 0 or request.microbatches not in (None, length):
+                given = "" if length == 0 else f", and microbatches={request.microbatches} was given"
+                raise BatchError(f"{name} is a list of {length} microbatches{given}: pass one for each microbatch.")
+        return PassedBatch(inputs, target, next(iter(lists.values()), None))
+
+    def split(self, passed: PassedBatch, request: StepRequest, microbatches: int, trains: bool = False) -> StepInputs:
         """Check and cut a batch. Raises BatchError for what does not fit the package.
 
-        A batch with too few rows for so many microbatches is cut into fewer.
+        A batch with too few rows for so many microbatches is cut into fewer, unless the caller has cut it.
 
         Inputs that only stages of other processes take are checked as well, so that every process raises the same.
         """
         manifest = self._manifest
-        passed = bind_arguments(manifest, args, kwargs)
-        for name in sorted(self._needed | passed.keys()):
-            _check_kind(manifest.values[name], passed.get(name))
-            if trains and passed[name].requires_grad:
-                raise BatchError(
-                    f"{name} requires a gradient, and a step gives gradients to parameters alone.\n"
-                    f"Try: pass {name}.detach(), or make what is to be trained a parameter of the model."
-                )
-        known = sizes_of_inputs(manifest, {name: tensor.shape for name, tensor in passed.items()})
-
-        def cut(sizes: Mapping[str, int]) -> StepBatch:
-            return self._cut(sizes, passed, None if request.target is NO_TARGET else request.target, microbatches)
-
+        for name in sorted(self._needed | passed.inputs.keys()):
+            for label, tensor in passed.tensors(name):
+                _check_kind(manifest.values[name], label, tensor)
+                if trains and tensor.requires_grad:
+                    raise BatchError(
+                        f"{label} requires a gradient, and a step gives gradients to parameters alone.\n"
+                        f"Try: pass {label}.detach(), or make what is to be trained a parameter of the model."
+                    )
+        known, rows = passed.sizes(manifest)
         given = StepInputs(
             known,
             tuple(manifest.sizes),
-            cut,
+            lambda sizes, rows: self._cut(sizes, rows, passed, microbatches),
             microbatches,
             request.with_loss,
             request.return_outputs,
             self._loss_reduction,
+            rows,
         )
         if given.unknown:
             return given
         given.learn({})
         return given
 
-    def _cut(self, sizes: Mapping[str, int], passed: Mapping[str, Tensor], target: Any, microbatches: int) -> StepBatch:
-        """Cut what was passed. Raises BatchError for what does not fit."""
+    def _cut(
+        self, sizes: Mapping[str, int], rows: Sequence[int] | None, passed: PassedBatch, microbatches: int
+    ) -> StepBatch:
+        """Cut what was passed whole. Raises BatchError for what does not fit."""
         values = self._manifest.values
-        if BATCH in sizes:
+        if BATCH in sizes and rows is None:
             least = max(self._manifest.sizes[BATCH].min, 1)
             if sizes[BATCH] < least:
                 raise BatchError(f"the batch has {sizes[BATCH]} rows: pass {least} or more.")
             microbatches = min(microbatches, sizes[BATCH] // least)
-        step = StepSizes(sizes, microbatches)
+        step = StepSizes(sizes, microbatches, rows)
         for each in {id(each): each for each in step.microbatches}.values():
             _check_limits(self._manifest, each.sizes)
-        for name in passed:
-            if passed[name].shape != step.shape(values[name]):
-                raise BatchError(_wrong_shape(values[name], passed[name], step, microbatches))
-        inputs = {name: self._cut_input(values[name], passed[name], step) for name in self._needed}
+        if passed.count not in (None, len(step.microbatches)):
+            raise BatchError(
+                f"lists of {passed.count} microbatches were passed, and the whole tensors have rows for "
+                f"{len(step.microbatches)}: pass lists alone."
+            )
+        for name, tensors in passed.inputs.items():
+            if isinstance(tensors, list):
+                _check_list(values[name], tensors, step)
+            elif tensors.shape != step.shape(values[name]):
+                raise BatchError(_wrong_shape(values[name], tensors, step, microbatches))
+        inputs = {name: self._cut_input(values[name], passed.inputs[name], step) for name in self._needed}
         last = self._manifest.stages[-1].outputs
         known = [value for value in values.values() if value.producer == CALLER or value.name in last]
         batched = [value for value in known if value.batch_dim is not None and not value.is_constant]
-        lengths = {step.shape(value)[value.batch_dim or 0]: step.lengths(value) for value in batched}
         device = self._device if self.has_last_stage else None
-        return StepBatch(step, inputs, cut_target(target, microbatches, device, lengths))
+        if not isinstance(passed.target, list):
+            lengths = {step.shape(value)[value.batch_dim or 0]: step.lengths(value) for value in batched}
+            return StepBatch(step, inputs, cut_target(passed.target, microbatches, device, lengths))
+        targets: list[Any] = []
+        for index, target in enumerate(passed.target):
+            lengths = {step.lengths(value)[index]: step.lengths(value)[index : index + 1] for value in batched}
+            targets += cut_target(target, 1, device, lengths, f"target[{index}]")
+        return StepBatch(step, inputs, targets)
 
     def join(self, results: StepOutputs) -> Any:
         """The model's outputs for the whole batch, in its own structure; None if none were kept here."""
@@ -105,8 +162,10 @@ class BatchSplitter:
         joined = {name: join_outputs(parts, manifest.values[name].batch_dim) for name, parts in named}
         return fill_structure(manifest.outputs, joined)
 
-    def _cut_input(self, value: Value, passed: Tensor, step: StepSizes) -> Sequence[Tensor]:
+    def _cut_input(self, value: Value, passed: Tensor | list[Tensor], step: StepSizes) -> Sequence[Tensor]:
         """A checked input, cut along its batch, or the same for all microbatches if it has none."""
+        if isinstance(passed, list):
+            return [tensor.detach().to(self._device, non_blocking=True) for tensor in passed]
         tensor = passed.detach().to(self._device, non_blocking=True)
         if value.batch_dim is None:
             return (tensor,) * len(step.microbatches)
@@ -114,7 +173,11 @@ class BatchSplitter:
 
 
 def cut_target(
-    target: Any, microbatches: int, device: torch.device | None, lengths: Mapping[int, Sequence[int]]
+    target: Any,
+    microbatches: int,
+    device: torch.device | None,
+    lengths: Mapping[int, Sequence[int]],
+    name: str = "target",
 ) -> Sequence[Any]:
     """Cut the target's tensors along dimension 0, on `device` if given. Everything else repeats in each microbatch.
 
@@ -124,9 +187,10 @@ def cut_target(
 
     Args:
         lengths: rows that the batch may have, in its inputs and outputs → those of each microbatch.
+        name: of the target, in messages.
     """
     leaves, spec = pytree.tree_flatten_with_path(_with_plain_mappings(target))
-    cuts = [_cut_leaf(leaf, microbatches, device, lengths, f"target{pytree.keystr(path)}") for path, leaf in leaves]
+    cuts = [_cut_leaf(leaf, microbatches, device, lengths, f"{name}{pytree.keystr(path)}") for path, leaf in leaves]
     return [pytree.tree_unflatten([cut[index] for cut in cuts], spec) for index in range(microbatches)]
 
 
@@ -156,16 +220,24 @@ def _check_limits(manifest: Manifest, sizes: Mapping[str, int]) -> None:
             )
 
 
-def _check_kind(value: Value, passed: Any) -> None:
+def _check_list(value: Value, tensors: Sequence[Tensor], step: StepSizes) -> None:
+    """Raise BatchError unless each tensor has the shape of its microbatch."""
+    for index, (tensor, sizes) in enumerate(zip(tensors, step.microbatches, strict=True)):
+        if tensor.shape != sizes.shape(value):
+            raise BatchError(
+                f"{value.name}[{index}] has the shape {list(tensor.shape)}; beside the other inputs and microbatches "
+                f"it is {list(sizes.shape(value))}. Microbatches differ in their rows alone."
+            )
+
+
+def _check_kind(value: Value, label: str, passed: Any) -> None:
     """Raise BatchError unless `passed` is a tensor of this input's dtype and number of dimensions."""
     if not isinstance(passed, Tensor):
-        raise BatchError(
-            f"{value.name} is {'missing' if passed is None else reprlib.repr(passed)}: pass a tensor, {value}."
-        )
+        raise BatchError(f"{label} is {'missing' if passed is None else reprlib.repr(passed)}: pass a tensor, {value}.")
     if passed.dim() != len(value.shape):
-        raise BatchError(f"{value.name} has the shape {list(passed.shape)}; the captured microbatch is {value}.")
+        raise BatchError(f"{label} has the shape {list(passed.shape)}; the captured microbatch is {value}.")
     if passed.dtype != torch_dtype(value):
-        raise BatchError(f"{value.name} is {dtype_name(passed)}; the plan has {value}: pass .to(torch.{value.dtype}).")
+        raise BatchError(f"{label} is {dtype_name(passed)}; the plan has {value}: pass .to(torch.{value.dtype}).")
 
 
 def _wrong_shape(value: Value, passed: Tensor, step: StepSizes, microbatches: int) -> str:
@@ -224,78 +296,3 @@ def _holds_tensors(leaf: Any) -> bool:
     if isinstance(leaf, (list, tuple, set, frozenset)):
         held += leaf
     return any(isinstance(item, Tensor) for item in pytree.tree_leaves(held))
-
-
-def bind_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the caller passed, by the names of values, without what is None or left out.
-
-    Raises BatchError for an argument that the model did not have at capture, or of another structure.
-    """
-    positional, keyword = list(args), dict(kwargs)
-    if len(positional) > len(manifest.args):
-        raise BatchError(f"{len(positional)} positional arguments were passed; {_signature(manifest)}.")
-    for structure in manifest.args[len(positional) :]:  # a positional argument may be passed by its name
-        positional.append(keyword.pop(structure, None) if isinstance(structure, str) else None)
-    for name in keyword:
-        if name not in manifest.kwargs:
-            raise BatchError(f"there is no argument {name!r}; {_signature(manifest)}.{nearest(name, manifest.kwargs)}")
-    passed = [
-        (f"argument {i}", structure, item)
-        for i, (structure, item) in enumerate(zip(manifest.args, positional, strict=True))
-    ]
-    passed += [(f"argument {name!r}", manifest.kwargs[name], item) for name, item in keyword.items()]
-    by_name: dict[str, Any] = {}
-    for where, structure, item in passed:
-        for name, leaf in _leaves(where, structure, item):
-            if manifest.values[name].is_constant:
-                _check_constant(manifest.values[name], leaf)
-            elif leaf is not None:
-                by_name[name] = leaf
-    return by_name
-
-
-def fill_structure(structure: Any, leaves: Mapping[str, Any]) -> Any:
-    """The nested structure with each name replaced by its leaf. Sequences become tuples."""
-    if isinstance(structure, Mapping):
-        return {key: fill_structure(item, leaves) for key, item in structure.items()}
-    if isinstance(structure, tuple):
-        return tuple(fill_structure(item, leaves) for item in structure)
-    return None if structure is None else leaves[structure]
-
-
-def _leaves(where: str, structure: Any, passed: Any) -> Iterator[tuple[str, Any]]:
-    """(name, what was passed) for every name in the structure."""
-    if isinstance(structure, str):
-        yield structure, passed
-    elif structure is None:
-        if passed is not None:
-            raise BatchError(
-                f"{where} was None when the model was captured: leave it out, or capture the model with it."
-            )
-    elif isinstance(structure, Mapping):
-        if passed is not None and (not isinstance(passed, Mapping) or passed.keys() != structure.keys()):
-            other = sorted(passed) if isinstance(passed, Mapping) else type(passed).__name__
-            raise BatchError(f"{where} is {other}; it was a dict of {sorted(structure)} when the model was captured.")
-        for key, item in structure.items():
-            yield from _leaves(f"{where}[{key!r}]", item, None if passed is None else passed[key])
-    else:
-        if passed is not None and (not isinstance(passed, (tuple, list)) or len(passed) != len(structure)):
-            other = f"{len(passed)} items" if isinstance(passed, (tuple, list)) else type(passed).__name__
-            raise BatchError(f"{where} is {other}; it had {len(structure)} items when the model was captured.")
-        for i, item in enumerate(structure):
-            yield from _leaves(f"{where}[{i}]", item, None if passed is None else passed[i])
-
-
-def _check_constant(value: Value, passed: Any) -> None:
-    if passed is not None and (type(passed) is not type(value.constant) or passed != value.constant):
-        raise BatchError(
-            f"{value.name} is {passed!r}; it was {value.constant!r} when the model was captured, and the stages were "
-            f"written for that. Pass {value.constant!r}, or capture the model anew with the other."
-        )
-
-
-def _signature(manifest: Manifest) -> str:
-    names = [item if isinstance(item, str) else "…" for item in manifest.args] + [
-        f"{name}=" for name in manifest.kwargs
-    ]
-    return f"the model was captured with ({', '.join(names)})"

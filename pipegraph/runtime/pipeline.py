@@ -151,6 +151,9 @@ class Pipeline:
         rows than microbatches has as many as it has rows. A rank may be given None for inputs that its stages do not
         take.
 
+        A list in the place of a tensor, or of the target, holds one for each microbatch of a batch that is cut already.
+        They may differ in their rows. What is whole beside lists is cut along the same rows.
+
         Args:
             args, kwargs: the model's.
             target: the second argument of `loss_fn`.

@@ -74,19 +74,23 @@ class StepSizes:
     Rows are cut as evenly as they go: 10 rows in 4 microbatches are 3, 3, 2 and 2. If the model fixes its batch, each
     microbatch has that many rows.
 
+    Args:
+        rows: those of each microbatch, if the caller has cut the batch.
+
     Attributes:
         sizes: of the whole batch, by name.
         microbatches: the sizes of each microbatch.
     """
 
-    def __init__(self, sizes: Mapping[str, int], microbatches: int) -> None:
+    def __init__(self, sizes: Mapping[str, int], microbatches: int, rows: Sequence[int] | None = None) -> None:
         self.sizes = dict(sizes)
         if BATCH not in sizes:
             self.microbatches = [MicrobatchSizes(sizes)] * microbatches
             return
-        fewer, left = divmod(sizes[BATCH], microbatches)
-        more, less = (MicrobatchSizes({**sizes, BATCH: rows}) for rows in (fewer + 1, fewer))
-        self.microbatches = [more] * left + [less] * (microbatches - left)
+        if rows is None:
+            rows = even_rows(sizes[BATCH], microbatches)
+        by_rows = {each: MicrobatchSizes({**sizes, BATCH: each}) for each in rows}
+        self.microbatches = [by_rows[each] for each in rows]
 
     @cached_property
     def weights(self) -> list[float]:
@@ -98,7 +102,7 @@ class StepSizes:
     @property
     def is_even(self) -> bool:
         """Whether all microbatches have equally many rows."""
-        return self.microbatches[0] is self.microbatches[-1]
+        return all(each is self.microbatches[0] for each in self.microbatches)
 
     def mean(self, numbers: Tensor) -> Tensor:
         """The mean over the rows of the batch of one number for each microbatch [microbatches]."""
@@ -119,6 +123,12 @@ class StepSizes:
         if value.batch_dim is not None:
             shape[value.batch_dim] = sum(self.lengths(value))
         return tuple(shape)
+
+
+def even_rows(rows: int, microbatches: int) -> list[int]:
+    """The rows of each microbatch if they are cut as evenly as they go, the larger ones first."""
+    fewer, left = divmod(rows, microbatches)
+    return [fewer + 1] * left + [fewer] * (microbatches - left)
 
 
 def sizes_of_inputs(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
@@ -152,23 +162,27 @@ class StepInputs:
     Args:
         known: the sizes that the inputs of this process show, by name.
         names: all sizes, in the order of the manifest.
-        cut: cuts the batch, given all sizes. Raises BatchError.
+        cut: cuts the batch, given all sizes, and the rows of each microbatch if the caller has cut it. Raises
+            BatchError.
         microbatches: how many were asked for. There are fewer if the batch has too few rows.
         with_loss: whether the loss is asked for.
         keep_outputs: whether the outputs are.
         loss_reduction: one of `LOSS_REDUCTIONS`.
+        rows: those of each microbatch, if the inputs of this process are cut.
     """
 
     def __init__(
         self,
         known: Mapping[str, int],
         names: Sequence[str],
-        cut: Callable[[Mapping[str, int]], StepBatch],
+        cut: Callable[[Mapping[str, int], Sequence[int] | None], StepBatch],
         microbatches: int,
         with_loss: bool = False,
         keep_outputs: bool = False,
         loss_reduction: str = "mean",
+        rows: Sequence[int] | None = None,
     ) -> None:
+        self._rows = rows
         self.microbatches, self.with_loss, self.keep_outputs = microbatches, with_loss, keep_outputs
         self._sums = loss_reduction == "sum"
         self._known, self._names, self._cut = dict(known), names, cut
@@ -184,15 +198,24 @@ class StepInputs:
         """All sizes in the order of the manifest; −1 for one that is not known."""
         return tuple(self._known.get(name, -1) for name in self._names)
 
+    @property
+    def known_rows(self) -> tuple[int, ...] | None:
+        """The rows of each microbatch; empty if the batch is cut evenly; None if they are not known."""
+        if BATCH in self.unknown:
+            return None
+        rows = [*(self._rows or ())]
+        return () if not rows or rows == even_rows(sum(rows), len(rows)) else tuple(rows)
+
     def learn(self, sizes: Mapping[str, int]) -> None:
         """Take over the sizes that this process does not know, and cut the batch. Raises BatchError."""
         self._known = {**sizes, **self._known}
         if not self.unknown:
-            self._batch = self._cut(self._known)
+            self._batch = self._cut(self._known, self._rows)
 
-    def learn_numbers(self, numbers: Sequence[int]) -> None:
-        """Take over sizes in the form of `numbers`."""
+    def learn_numbers(self, numbers: Sequence[int], rows: Sequence[int] | None) -> None:
+        """Take over sizes in the form of `numbers`, and rows in that of `known_rows`."""
         named = zip(self._names, numbers, strict=True)
+        self._rows = rows or None if BATCH in self.unknown else self._rows
         self.learn({name: number for name, number in named if number >= 0})
 
     @property

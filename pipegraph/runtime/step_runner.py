@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from pipegraph.errors import ArgumentError, PipegraphError, ScheduleError
 from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels
 from pipegraph.package import Manifest
+from pipegraph.runtime.arguments import fill_structure
 from pipegraph.runtime.executor import Executor, run_executors
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.measurements import ObserverList
-from pipegraph.runtime.microbatch import BatchSplitter, fill_structure
+from pipegraph.runtime.microbatch import BatchSplitter
 from pipegraph.runtime.parameters import MissingGradients, redistribute_gradients
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.world import World
@@ -202,8 +203,9 @@ class StepRunner:
         trains = self._trains and not evaluates
         if self.batches.has_last_stage and not request.with_loss:
             self._check_without_loss(trains, request.has_target)
-        asked = self.executors.check(request.microbatches)
-        given = self.batches.split(args, kwargs, request, asked, trains)
+        passed = self.batches.take(args, kwargs, request)
+        asked = self._count(passed.count, request.microbatches)
+        given = self.batches.split(passed, request, asked, trains)
         self.transport.start("evaluate" if evaluates else "step", given)
         for ranks in self._informants:
             if given.unknown:
@@ -222,6 +224,15 @@ class StepRunner:
             run_executors(executors, given, results)
         self.transport.finish()
         return given, results
+
+    def _count(self, lists: int | None, asked: int | None) -> int:
+        """Return how many microbatches the step is asked to have. Raises ScheduleError if it cannot have so many."""
+        if lists is None:
+            return self.executors.check(asked)
+        try:
+            return self.executors.check(lists)
+        except ScheduleError as error:
+            raise ScheduleError(f"the step was given lists of {lists} microbatches: {error}") from None
 
     def _check_without_loss(self, trains: bool, has_target: bool) -> None:
         if trains:

@@ -102,3 +102,48 @@ def loss_on_the_last_rank(rank: int, folder: str) -> str:
         result = call(x, target=x)
         assert (result.loss is None) == (result.metrics is None) == (rank == 0)
     return "done"
+
+
+CUTS = ([3, 5, 2], [4, 4, 4], [1, 2, 1, 6], [7])
+
+
+def cut(tensor: Tensor, rows: list[int], dim: int = 0) -> list[Tensor]:
+    return [*tensor.split(rows, dim)]
+
+
+def given_cut(rank: int | None, folder: str, schedule: str, kernels: str = "autograd", alone: bool = False) -> str:
+    """Lists of microbatches are the step of the model on the whole batch; `alone`: a rank has its stages' inputs."""
+    pipe = pipeline(folder, schedule, kernels, microbatches=3, loss_fn=judged)
+    manifest = pipe.package.manifest
+    needed = {name for stage in pipe.stages for name in manifest.stages[stage].inputs}
+    is_last = len(manifest.stages) - 1 in pipe.stages
+    for rows in CUTS if kernels == "autograd" else [[4, 4, 2]]:
+        torch.manual_seed(0)
+        model, (x, bias, table) = Model(), inputs(sum(rows), LENGTH)
+        target = torch.randn(sum(rows), LENGTH, 3)
+        output = model(x, bias, table)
+        loss = judged(output, target)[0]
+        loss.backward()
+        given = {"x": cut(x, rows), "bias": cut(bias, rows, 1), "table": table}
+        if alone:
+            given = {name: each if name in needed else None for name, each in given.items()}
+        # A rank that is given no list has to be told how many there are, unless the pipeline has as many.
+        count = len(rows) if len(rows) != 3 else None
+        targets = cut(target, rows) if is_last or not alone else None
+        result = pipe.step(*given.values(), target=targets, return_outputs=True, microbatches=count)
+        _assert_gradients(pipe, model)
+        if is_last:
+            assert_close((result.loss, result.outputs), (loss.detach(), output.detach()))
+        evaluated = pipe.evaluate(*given.values(), target=targets, microbatches=count)
+        assert evaluated.loss == result.loss
+    return "equal"
+
+
+def given_otherwise(rank: int, folder: str) -> Any:
+    """Rank 0 is given whole tensors, rank 1 lists."""
+    pipe = pipeline(folder, microbatches=4, loss_fn=judged, timeout=20)
+    x, bias, table = inputs(10, LENGTH)
+    target = torch.zeros(10, LENGTH, 3)
+    rows = [3, 3, 2, 2]  # as whole tensors are cut
+    pipe.step(cut(x, rows) if rank == 1 else x, bias, table, target=cut(target, rows))
+    pipe.step(cut(x, [3, 3, 3, 1]) if rank == 1 else x, bias, table, target=target)

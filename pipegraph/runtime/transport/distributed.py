@@ -11,135 +11,23 @@ the last one that read the buffer. Waiting for it makes the current stream wait,
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pipegraph.errors import RuntimeFault
 from pipegraph.package import Value
 from pipegraph.runtime.processes.faults import SendFailed
-from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
+from pipegraph.runtime.processes.group import Group, lost_connections
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.step_data import StepInputs
+from pipegraph.runtime.transport.headers import DeferredHeaders, PipelineCall, ReceivedHeader, expected
 from pipegraph.runtime.transport.protocol import overwrite, verifies_releases
 from pipegraph.runtime.transport.sends import GlooSends, NcclSends, PendingSend, SendQueue
 from pipegraph.runtime.wiring import Transfer, torch_dtype
 
-_KINDS: Final = ("step", "evaluate")
-
 Shapes = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class PipelineCall:
-    """The call `number` of a pipeline, a "step" or an "evaluate".
-
-    Attributes:
-        microbatches: how many were asked for.
-        sizes: of the batch; −1 for one that is not known.
-    """
-
-    number: int = 0
-    kind: str = "step"
-    microbatches: int = 1
-    sizes: tuple[int, ...] = ()
-
-    def header(self, device: torch.device) -> Tensor:
-        """A tensor [2 + sizes] that says which call this is."""
-        number = self.number * len(_KINDS) + _KINDS.index(self.kind)
-        # Filled on the device: a copy from the host would be waited for.
-        return torch.stack([torch.full((), each, device=device) for each in (number, self.microbatches, *self.sizes)])
-
-    @classmethod
-    def of(cls, header: Tensor) -> PipelineCall:
-        """The call that a header names. Waits for a GPU."""
-        first, microbatches, *sizes = header.tolist()
-        number, kind = divmod(first, len(_KINDS))
-        return cls(number, _KINDS[kind], microbatches, tuple(sizes))
-
-    def check(self, header: Tensor, peer: int) -> None:
-        """Raise RuntimeFault unless the header that came from rank `peer` is that of this call. Waits for a GPU."""
-        other = PipelineCall.of(header)
-        sizes = zip(self.sizes, other.sizes, strict=True)
-        if any(-1 not in pair and pair[0] != pair[1] for pair in sizes):
-            raise RuntimeFault(
-                f"rank {peer} takes a batch of the sizes {list(other.sizes)}, and this rank one of {list(self.sizes)}. "
-                "All ranks take the same batch."
-            )
-        if other.microbatches != self.microbatches:
-            raise RuntimeFault(
-                f"rank {peer} was asked for {other.microbatches} microbatches, and this rank for {self.microbatches}. "
-                "All ranks are asked for the same number."
-            )
-        if (other.number, other.kind) != (self.number, self.kind):
-            raise RuntimeFault(
-                f"rank {peer} is in {other}, and this rank in {self}. All ranks make the same calls of a pipeline, in "
-                f"the same order: look for one that only some of them make."
-            )
-
-    def __str__(self) -> str:
-        return f"its call {self.number}, {self.kind}"
-
-
-class DeferredHeaders:
-    """Headers on a GPU, each checked once it has reached the host by itself, so that nothing waits for it."""
-
-    def __init__(self) -> None:
-        self._copies: deque[tuple[Tensor, torch.cuda.Event, PipelineCall, int]] = deque()
-
-    def add(self, header: Tensor, call: PipelineCall, peer: int) -> None:
-        """Copy a header that the current stream has received. A later `check` compares it with `call`."""
-        copy = torch.empty_like(header, device="cpu", pin_memory=True).copy_(header, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._copies.append((copy, event, call, peer))
-
-    def check(self) -> None:
-        """Raise RuntimeFault if a header that has arrived by now is wrong."""
-        while self._copies and self._copies[0][1].query():
-            copy, _, call, peer = self._copies.popleft()
-            call.check(copy, peer)
-
-
-@contextmanager
-def _expected(peer: int, sends: SendQueue) -> Iterator[None]:
-    """A context in which a message of `peer` is waited for. It raises what a message of this rank failed for, if that
-    ended the wait."""
-    try:
-        with lost_connections(peer):
-            yield
-    except ConnectionLost:
-        sends.check()
-        raise
-
-
-class ReceivedHeader:
-    """The header that is expected before a message, and the call that it must name. On a GPU it is checked later."""
-
-    def __init__(self, group: Group, peer: int, call: PipelineCall, device: torch.device, sends: SendQueue) -> None:
-        self._peer, self._call, self._sends = peer, call, sends
-        self._tensor = call.header(device)
-        self._work = group.receive(self._tensor, peer)
-
-    def wait(self) -> PipelineCall:
-        """The call that the peer is in."""
-        with _expected(self._peer, self._sends):
-            self._work.wait()
-        self._call.check(self._tensor, self._peer)
-        return PipelineCall.of(self._tensor)
-
-    def check(self, deferred: DeferredHeaders | None) -> None:
-        with _expected(self._peer, self._sends):
-            self._work.wait()
-        if deferred is None:
-            self._call.check(self._tensor, self._peer)
-        else:
-            deferred.add(self._tensor, self._call, self._peer)
 
 
 class BufferPool:
@@ -219,7 +107,7 @@ class DistributedReceive:
     def wait(self) -> Sequence[Tensor]:
         if self._header is not None:
             self._header.check(self._deferred)  # before the rest, which might never come
-        with _expected(self._peer, self._sends):
+        with expected(self._peer, self._sends):
             for work in self._works:
                 work.wait()
         self.drop()
@@ -265,25 +153,24 @@ class DistributedTransport:
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         sent = [tensor.contiguous() for tensor in tensors if tensor.numel()]
-        if self._is_first(transfer):
-            call = replace(self._call, sizes=self._given.numbers) if self._given is not None else self._call
-            sent.insert(0, call.header(self._device))
+        if self._is_first(transfer) and self._given is not None:
+            sent.insert(0, self._call_with(self._given).header(self._device))
         self._sends.add(PendingSend(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
 
     def learn(self, ranks: tuple[int, int], given: StepInputs) -> None:
-        call = replace(self._call, sizes=given.numbers)
-        header = ReceivedHeader(self._groups[ranks], ranks[0], call, self._device, self._sends)
+        header = ReceivedHeader(self._groups[ranks], ranks[0], self._call_with(given), self._device, self._sends)
         self._headed.add(ranks)
-        given.learn_numbers(header.wait().sizes)
+        call = header.wait()
+        given.learn_numbers(call.sizes, call.rows)
 
     def receive(self, transfer: Transfer, given: StepInputs) -> DistributedReceive:
         stages = transfer.sender, transfer.receiver
         if stages not in self._pools:
             self._pools[stages] = BufferPool(transfer.values, self._device)
         group, peer = self._groups[transfer.ranks], transfer.ranks[0]
-        call = replace(self._call, sizes=given.numbers)
-        is_first = self._is_first(transfer)
-        header = ReceivedHeader(group, peer, call, self._device, self._sends) if is_first else None
+        header = None
+        if self._is_first(transfer):
+            header = ReceivedHeader(group, peer, self._call_with(given), self._device, self._sends)
         shapes = tuple(given.shape(value, transfer.microbatch) for value in transfer.values)
         pool = self._pools[stages]
         return DistributedReceive(group, peer, pool, shapes, header, self._deferred, self._unfinished, self._sends)
@@ -305,6 +192,9 @@ class DistributedTransport:
         self._sends.drop()
         for receive in tuple(self._unfinished):
             receive.drop()
+
+    def _call_with(self, given: StepInputs) -> PipelineCall:
+        return replace(self._call, sizes=given.numbers, rows=given.known_rows)
 
     def _is_first(self, transfer: Transfer) -> bool:
         """Whether this is the first message of the call from its sender to its receiver."""

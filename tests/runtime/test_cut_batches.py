@@ -1,0 +1,107 @@
+"""Batches that the caller has cut: lists with a tensor for each microbatch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from pipegraph.errors import BatchError, ScheduleError
+from pipegraph.schedule import build
+from tests.runtime import ranks, sized_model, step_ranks
+from tests.runtime.packages import write
+from tests.runtime.pipelines import pipeline
+from tests.runtime.sketches import chain
+from tests.runtime.step_ranks import cut
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(sized_model.write(tmp_path_factory.mktemp("sized")))
+
+
+@pytest.mark.parametrize(("schedule", "kernels"), [("1f1b", "autograd"), ("zb-h1", "eager")])
+def test_lists_are_the_step_of_the_whole_batch(schedule: str, kernels: str, package: str) -> None:
+    assert step_ranks.given_cut(None, package, schedule, kernels) == "equal"
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["every rank has all", "a rank has its own"])
+def test_lists_given_to_ranks(alone: bool, package: str) -> None:
+    """A rank without inputs learns the rows of each microbatch."""
+    assert ranks.run(step_ranks.given_cut, 4, package, "1f1b", "autograd", alone) == ["equal"] * 4
+
+
+def test_ranks_are_given_the_same_microbatches(tmp_path: Path) -> None:
+    for said in ranks.run(step_ranks.given_otherwise, 4, str(sized_model.write(tmp_path))):
+        assert "has microbatches of other rows than this rank" in said and "[3, 3, 3, 1]" in said
+
+
+def mean(output: Tensor, target: Any) -> Tensor:
+    return (output - target).square().mean()
+
+
+X, TARGET = torch.randn(6, 8), torch.randn(6, 8)
+
+
+def test_a_list_has_as_many_items_as_there_are_microbatches(tmp_path: Path) -> None:
+    """The package fixes the rows of a microbatch to two."""
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=mean, kernels="eager")
+    expected = pipe.step(X, target=TARGET, microbatches=3)
+    found = pipe.step(cut(X, [2, 2, 2]), target=cut(TARGET, [2, 2, 2]))
+    assert found.loss == expected.loss
+    assert pipe.step(cut(X, [2, 2, 2]), target=TARGET).loss == expected.loss  # what is whole is cut alike
+    assert pipe.step(X, target=cut(TARGET, [2, 2, 2])).loss == expected.loss
+
+
+@pytest.mark.parametrize(
+    ("x", "target", "microbatches", "message"),
+    [
+        (
+            cut(X, [2, 2, 2]),
+            cut(TARGET, [2, 4]),
+            None,
+            "x is a list of 3 microbatches, and target one of 2: pass equally",
+        ),
+        (cut(X, [2, 2, 2]), None, 2, "x is a list of 3 microbatches, and microbatches=2 was given"),
+        ([], None, None, "x is a list of 0 microbatches"),
+        (cut(X, [2, 3, 1]), TARGET, None, r"x\[1\] has the shape \[3, 8\]; .* it is \[2, 8\]"),
+        ([X[:2], None], None, None, r"x\[1\] is missing: pass a tensor"),
+        ([X[:2], X[2:4].double()], None, None, r"x\[1\] is float64; the plan has"),
+        ([X[:2], X[0]], None, None, r"x\[1\] has the shape \[8\]; the captured microbatch is"),
+        (cut(X, [2, 2, 2]), cut(TARGET, [2, 3, 1]), None, r"target\[1\] has 3 rows for 1 microbatches: pass 2 rows"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(
+    x: Any, target: Any, microbatches: int | None, message: str, tmp_path: Path
+) -> None:
+    pipe = pipeline(write(chain(1), tmp_path / "chain"), loss_fn=mean)
+    with pytest.raises(BatchError, match=message):
+        pipe.step(x, target=target, microbatches=microbatches)
+
+
+def test_an_order_of_so_many_microbatches_takes_lists_of_so_many(tmp_path: Path) -> None:
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), build("1f1b", 2, 2), loss_fn=mean)
+    assert pipe.step(cut(X[:4], [2, 2]), target=TARGET[:4]).loss is not None
+    with pytest.raises(ScheduleError, match="lists of 3 microbatches: 1f1b is an order of 2 microbatches"):
+        pipe.step(cut(X, [2, 2, 2]), target=TARGET)
+
+
+def test_lengths_of_microbatches_are_equal(package: str) -> None:
+    pipe = pipeline(package, loss_fn=mean)
+    x, bias, table = sized_model.inputs(4, 6)
+    with pytest.raises(BatchError, match=r"x\[1\] has the shape \[2, 5, 8\]; .* it is \[2, 6, 8\]"):
+        pipe.step([x[:2], x[2:, :5]], cut(bias, [2, 2], 1), table, target=torch.zeros(4, 6, 3))
+
+
+def test_rows_weigh_as_in_the_whole_batch(package: str) -> None:
+    pipe = pipeline(package, loss_fn=mean, microbatches=2)
+    x, bias, table = sized_model.inputs(6, 4)
+    target = torch.randn(6, 4, 3)
+    rows = [5, 1]
+    result = pipe.step(cut(x, rows), cut(bias, rows, 1), table, target=cut(target, rows), return_losses=True)
+    assert_close(result.loss, (5 * result.losses[0] + result.losses[1]) / 6)
+    assert pipe.last_sizes is not None and pipe.last_sizes.weights == [5 / 6, 1 / 6]
