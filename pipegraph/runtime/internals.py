@@ -6,13 +6,16 @@ Checked with torch 2.11, 2.13 and 2.15. What a new torch breaks here raises an A
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
@@ -90,6 +93,36 @@ def infinities_found(scaler: GradScaler, optimizer: Optimizer) -> list[torch.Ten
 def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Return whether `unscale_` has been called for the gradients that an optimizer has now."""
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED")
+
+
+def checkpointed(module: nn.Module) -> nn.Module | None:
+    """Return the module in torch's `checkpoint_wrapper`, or None if this is no such wrapper.
+
+    There is no public way to it. Its class cleans the names of its own parameters alone, not those that a module around
+    it lists.
+    """
+    wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    if wrappers is None or not isinstance(module, wrappers.ActivationWrapper):
+        return None
+    inner: nn.Module = module._checkpoint_wrapped_module
+    return inner
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Return whether torch's composable `replicate` has put DistributedDataParallel's hooks on a module.
+
+    Its state is kept in a registry without a public reader. The newer `replicate`, of FSDP's kind, has another state.
+    """
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    replicate = sys.modules.get("torch.distributed._composable.replicate")
+    if contract is None or replicate is None or "replicate" not in (contract._get_registry(module) or {}):
+        return False
+    return isinstance(replicate.replicate.state(module), getattr(replicate, "_ReplicateState", ()))
+
+
+def has_communication_hook(wrapper: DistributedDataParallel) -> bool:
+    """Return whether a hook stands in for DistributedDataParallel's own reduction. Only the wrapper knows its hooks."""
+    return bool(wrapper._comm_hooks)
 
 
 pytree = _pytree

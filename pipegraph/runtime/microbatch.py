@@ -58,10 +58,15 @@ class BatchSplitter:
     """Cuts the batches that the stages of this process take, and joins what the last stage gives."""
 
     def __init__(
-        self, manifest: Manifest, stages: Collection[int], device: torch.device, loss_reduction: str = "mean"
+        self,
+        manifest: Manifest,
+        stages: Collection[int],
+        device: torch.device,
+        loss_reduction: str = "mean",
+        replicas: int = 1,
     ) -> None:
         self._manifest = manifest
-        self._loss_reduction = loss_reduction
+        self._loss_reduction, self._replicas = loss_reduction, replicas
         self._device = device
         self.has_last_stage = len(manifest.stages) - 1 in stages
         inputs = {name for index in stages for name in manifest.stages[index].inputs}
@@ -108,6 +113,7 @@ class BatchSplitter:
             request.with_loss,
             request.return_outputs,
             self._loss_reduction,
+            self._replicas,
             rows,
         )
         if given.unknown:

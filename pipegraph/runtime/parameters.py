@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -15,6 +15,8 @@ from pipegraph.errors import PackageError, PipegraphError, nearest
 from pipegraph.kernels.sharded import is_sharded, shards
 from pipegraph.package import Manifest, Package
 from pipegraph.progress import track
+from pipegraph.runtime import internals
+from pipegraph.runtime.replicas import check_replication, unwrapped
 
 Stages = Mapping[int, nn.Module]
 
@@ -75,21 +77,57 @@ def parallelize_stages(
                 f"None if it changed the stage in place."
             )
         changed[index] = stage if returned is None else returned
-        missing, added = _differing_names(package, index, changed[index])
+        check_replication(index, changed[index])
+        missing, added = _differing_names(package, index, unwrapped(changed[index]))
         if missing or added:
             raise PipegraphError(
                 f"parallelize_fn gave the parameters of stage {index} other names: missing {missing}, added {added}. "
                 f"State dicts and tied weights go by names. Try: change the stage in place, as parallelize_module and "
                 f"fully_shard do."
             )
-    return changed, _converted(package.manifest, before, _dtypes(changed))
+    after = _dtypes({index: unwrapped(stage) for index, stage in changed.items()})
+    return changed, _converted(package.manifest, before, after)
+
+
+def parameters_of(stage: nn.Module, every_name: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a stage under the model's names: each under its first one, or under `every_name`."""
+    wrapped = {
+        f"{name}.{place}" if name else place
+        for name, module in stage.named_modules(remove_duplicate=False)
+        if (inner := internals.checkpointed(module)) is not None
+        for place, child in module.named_children()
+        if child is inner
+    }
+    for name, parameter in nn.Module.named_parameters(stage, remove_duplicate=not every_name):
+        yield _without(wrapped, name), parameter
+
+
+def owner_of(stage: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, by the model's name for it, and the parameter's name there."""
+    path, _, attribute = name.rpartition(".")
+    module = _inmost(stage)
+    for part in path.split(".") if path else ():
+        module = _inmost(module.get_submodule(part))
+    return module, attribute
+
+
+def _inmost(module: nn.Module) -> nn.Module:
+    while (inner := internals.checkpointed(module)) is not None:
+        module = inner
+    return module
+
+
+def _without(wrapped: Collection[str], name: str) -> str:
+    """The name without the parts at which a wrapper holds its module."""
+    parts = name.split(".")
+    return ".".join(part for i, part in enumerate(parts) if ".".join(parts[: i + 1]) not in wrapped)
 
 
 def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter once, under its first name."""
     seen: set[int] = set()
     for stage in stages.values():
-        for name, parameter in stage.named_parameters():
+        for name, parameter in parameters_of(stage):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield name, parameter
@@ -120,7 +158,7 @@ class MissingGradients:
         missing = [
             (name, index)
             for index, stage in stages.items()
-            for name, parameter in stage.named_parameters()
+            for name, parameter in parameters_of(stage)
             if parameter.requires_grad and parameter.grad is None and name not in self._tied
         ]
         lost = [each for each in missing if each[0] not in self._untrained]
@@ -201,5 +239,5 @@ def _converted(manifest: Manifest, before: Mapping[str, torch.dtype], after: Map
 def _differing_names(package: Package, index: int, stage: nn.Module) -> tuple[list[str], list[str]]:
     """The parameters that pipeline.json has and the stage does not, and those that the stage has in addition."""
     expected = {*package.manifest.stages[index].parameters}
-    names = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+    names = {name for name, _ in parameters_of(stage, every_name=True)}
     return sorted(expected - names), sorted(names - expected)

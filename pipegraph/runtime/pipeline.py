@@ -56,10 +56,11 @@ class Pipeline:
         group: the processes of the pipeline; by default the default group.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block".
         parallelize_fn: called with each stage of this process once its weights are loaded. It shards, freezes or
-            replaces what it likes in place, or returns another module with parameters of the same names. Kernels are
-            traced from the result, DTensors included; stages take and return plain tensors. If it gives all parameters
-            another dtype on every rank, as `stage.to(torch.bfloat16)` does, the caller's inputs and what crosses
-            between stages have that dtype, too.
+            replaces what it likes in place, or returns another module with parameters of the same names, also in
+            `DistributedDataParallel` over the stage's replicas in other pipelines. Kernels are traced from the result,
+            DTensors included; stages take and return plain tensors. If it gives all parameters another dtype on every
+            rank, as `stage.to(torch.bfloat16)` does, the caller's inputs and what crosses between stages have that
+            dtype, too.
         timeout: how many seconds a rank waits for another one until it takes it for hung. It must be longer than any
             step, the first one with its compilation included.
         weights: the folder of a Hugging Face checkpoint. Its parameters and persistent buffers take the place of the
@@ -272,15 +273,15 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, each once, under the model's name. A tied weight has its first name."""
-        return parameters.named_parameters(self.stages)
+        return parameters.named_parameters(self._runner.stages)
 
     def state_dict(self) -> dict[str, Any]:
         """The entries of the model's `state_dict()` that belong to this rank's stages."""
-        return parameters.state_dict(self.stages)
+        return parameters.state_dict(self._runner.stages)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load this rank's part of a state dict of the model."""
-        parameters.load_state_dict(self.package.manifest, self.stages, state_dict)
+        parameters.load_state_dict(self.package.manifest, self._runner.stages, state_dict)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip as `torch.nn.utils.clip_grad_norm_` does, by the norm of the gradients of all ranks.

@@ -168,6 +168,7 @@ class StepInputs:
         with_loss: whether the loss is asked for.
         keep_outputs: whether the outputs are.
         loss_reduction: one of `LOSS_REDUCTIONS`.
+        replicas: of the last stage, over which the mean of gradients is taken.
         rows: those of each microbatch, if the inputs of this process are cut.
     """
 
@@ -180,11 +181,12 @@ class StepInputs:
         with_loss: bool = False,
         keep_outputs: bool = False,
         loss_reduction: str = "mean",
+        replicas: int = 1,
         rows: Sequence[int] | None = None,
     ) -> None:
         self._rows = rows
         self.microbatches, self.with_loss, self.keep_outputs = microbatches, with_loss, keep_outputs
-        self._sums = loss_reduction == "sum"
+        self._sums, self._replicas = loss_reduction == "sum", replicas
         self._known, self._names, self._cut = dict(known), names, cut
         self._batch: StepBatch | None = None
 
@@ -229,8 +231,11 @@ class StepInputs:
         return self._batch
 
     def loss_weight(self, microbatch: int) -> float:
-        """What the loss of a microbatch counts in that of the step, and so the gradient of the step's loss by it."""
-        return 1.0 if self._sums else self.batch.sizes.weights[microbatch]
+        """The gradient that the backward of a microbatch's loss begins with.
+
+        A sum over replicas is their mean with this factor.
+        """
+        return float(self._replicas) if self._sums else self.batch.sizes.weights[microbatch]
 
     def reduce(self, numbers: Tensor) -> Tensor:
         """Put the losses [microbatches], or one of their metrics, together to that of the step."""

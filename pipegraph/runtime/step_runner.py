@@ -23,6 +23,7 @@ from pipegraph.runtime.microbatch import BatchSplitter
 from pipegraph.runtime.parameters import MissingGradients, redistribute_gradients
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.world import World
+from pipegraph.runtime.replicas import Replicas, unwrapped
 from pipegraph.runtime.schedule_choice import fewer_microbatches, forward_only, with_microbatches
 from pipegraph.runtime.step_data import StepInputs, StepRequest
 from pipegraph.runtime.step_state import StepOutputs
@@ -125,7 +126,7 @@ class StepRunner:
 
     Args:
         manifest: of the package, with the dtypes that the stages have now.
-        stages: of this process.
+        stages: of this process, as `parallelize_fn` returned them.
         schedule: the pipeline's.
         given: what it was chosen by.
         make: makes the kernels of a stage.
@@ -136,6 +137,7 @@ class StepRunner:
         guard: the context in which all of this is called.
 
     Attributes:
+        stages: of this process, without a `DistributedDataParallel` around them.
         batches: cuts batches and joins outputs.
         kernels: of each stage.
         executors: of this process.
@@ -156,11 +158,15 @@ class StepRunner:
         world: World | None,
         guard: FaultGuard,
     ) -> None:
-        self._stages, self._trains = stages, schedule.trains
+        self._replicas = Replicas(stages)
+        stages = {index: unwrapped(stage) for index, stage in stages.items()}
+        self.stages, self._trains = stages, schedule.trains
         self._name = schedule.name
         ranks = (world.rank,) if world else tuple(range(schedule.ranks))
         placement = schedule.placement
-        self.batches = BatchSplitter(manifest, stages, device, loss_reduction)
+        self.batches = BatchSplitter(
+            manifest, stages, device, loss_reduction, self._replicas.count(len(manifest.stages) - 1)
+        )
         self.ties = TiedWeights(manifest, stages, placement, ranks)
         self._missing = MissingGradients(manifest)
         wiring = stage_wirings(manifest)
@@ -218,8 +224,9 @@ class StepRunner:
         if trains:
             with self.ties.summed_gradients():
                 run_executors(executors, given, results)
-                redistribute_gradients(self._stages)
-            self._missing.check(self._stages)
+                redistribute_gradients(self.stages)
+            self._replicas.reduce()
+            self._missing.check(self.stages)
         else:
             run_executors(executors, given, results)
         self.transport.finish()

@@ -16,6 +16,7 @@ from torch import nn
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels.sharded import layout, layout_text, local, wrapper_of
 from pipegraph.package import Manifest
+from pipegraph.runtime.parameters import owner_of
 from pipegraph.runtime.processes.group import Group
 from pipegraph.runtime.processes.world import World
 
@@ -107,8 +108,7 @@ def _share(ties: Sequence[Tie], stages: Mapping[int, nn.Module]) -> dict[Tie, nn
     for tie in ties:
         for stage, name in tie.places:
             if stage in stages:
-                module, _, attribute = name.rpartition(".")
-                owner = stages[stage].get_submodule(module)
+                owner, attribute = owner_of(stages[stage], name)
                 own = getattr(owner, attribute)
                 parameter = shared.setdefault(tie, own)
                 if layout(parameter) != layout(own):

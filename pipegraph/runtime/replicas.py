@@ -1,0 +1,147 @@
+"""Replicas of a stage in other pipelines: torch's `DistributedDataParallel` around a stage says which they are.
+
+step 1   F0 F1 B0 B1 ─▶ .grad of this pipeline ─▶ mean over replicas ─▶ .grad of all
+
+The wrapper's own forward arms hooks that reduce gradients in the next backward, once. Under a schedule several forwards
+come before a backward, and the backwards after the first one would reduce nothing. So the module inside is what runs,
+traced as any other, and gradients are reduced when the step has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipegraph.errors import PipegraphError
+from pipegraph.kernels.sharded import local, rebuilt
+from pipegraph.runtime import internals
+from pipegraph.runtime.processes.group import lost_connections
+
+BUCKET_BYTES: Final = 25 * 2**20
+"""How many bytes of gradients are reduced at once: DistributedDataParallel's own default."""
+
+
+def unwrapped(stage: nn.Module) -> nn.Module:
+    """Return the stage inside a `DistributedDataParallel`, or the stage itself."""
+    return stage.module if isinstance(stage, DistributedDataParallel) else stage
+
+
+def check_replication(index: int, stage: nn.Module) -> None:
+    """Raise PipegraphError if the gradients of replicas would not be reduced as torch promises."""
+    if isinstance(stage, DistributedDataParallel) and stage.mixed_precision is not None:
+        raise PipegraphError(
+            f"parallelize_fn gave stage {index} the mixed_precision of DistributedDataParallel, whose casts are in a "
+            f"forward that does not run here.\nTry: torch.autocast around the step, or stage.to(torch.bfloat16)."
+        )
+    for name, module in unwrapped(stage).named_modules():
+        where = f"{name} in stage {index}" if name else f"stage {index}"
+        if isinstance(module, DistributedDataParallel):
+            raise PipegraphError(
+                f"parallelize_fn put DistributedDataParallel around {where}, where each backward of a microbatch would "
+                f"reduce gradients, or none would.\nTry: return DistributedDataParallel(stage), around the whole stage."
+            )
+        if internals.is_replicated(module):
+            raise PipegraphError(
+                f"parallelize_fn applied replicate to {where}. It reduces the gradients of the first microbatch alone: "
+                f"each forward prepares one reduction, and a schedule has several backwards after a forward.\n"
+                f"Try: return DistributedDataParallel(stage)."
+            )
+
+
+class Replicas:
+    """The stages of this process that have replicas.
+
+    Args:
+        stages: as `parallelize_fn` returned them.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
+        self._wrappers = {index: stage for index, stage in stages.items() if isinstance(stage, DistributedDataParallel)}
+
+    def count(self, stage: int) -> int:
+        """How many replicas a stage has, itself included; 1 for a stage of another process."""
+        wrapper = self._wrappers.get(stage)
+        return 1 if wrapper is None else dist.get_world_size(wrapper.process_group)
+
+    def reduce(self) -> None:
+        """Take the mean of `.grad` over the replicas of every stage, and make buffers equal to the first replica's.
+
+        What earlier steps have reduced is equal on all replicas, and so stays as it is.
+
+        Collective over the replicas, which do it in the order of the stages; not while `no_sync` is on. Raises
+        ConnectionLost.
+        """
+        reduced: set[int] = set()  # a tied parameter is in several stages
+        for index, wrapper in sorted(self._wrappers.items()):
+            if internals.has_communication_hook(wrapper):
+                raise PipegraphError(
+                    f"stage {index} has a communication hook, which belongs to the reduction of "
+                    f"DistributedDataParallel's own backward. That does not run here.\nTry: without the hook."
+                )
+            if wrapper.require_backward_grad_sync:
+                with lost_connections(None):
+                    self._reduce(wrapper, reduced)
+
+    def _reduce(self, wrapper: DistributedDataParallel, reduced: set[int]) -> None:
+        group = wrapper.process_group
+        named = [each for name, each in wrapper.module.named_parameters() if name not in wrapper.parameters_to_ignore]
+        trained = [each for each in named if each.requires_grad and id(each) not in reduced]
+        reduced.update(map(id, trained))
+        for bucket in _buckets(trained):
+            _reduce_bucket(bucket, group)
+        if wrapper.broadcast_buffers:
+            buffers = wrapper.module.named_buffers()
+            _broadcast([local(each) for name, each in buffers if name not in wrapper.parameters_to_ignore], group)
+
+
+def _broadcast(buffers: Sequence[Tensor], group: Any) -> None:
+    """Overwrite buffers of any dtype with those of the first rank of a group."""
+    held = [each.reshape(-1).view(torch.uint8) for each in buffers if each.numel()]
+    if held:
+        sent = torch.cat(held)
+        dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+        parts = iter(sent.split([part.numel() for part in held]))
+        for buffer in buffers:
+            if buffer.numel():
+                buffer.copy_(next(parts).clone().view(buffer.dtype).view_as(buffer))  # a clone is aligned
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype each, in their order, which is that of every replica."""
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        if bucket and (parameter.dtype != bucket[0].dtype or sum(each.nbytes for each in bucket) >= BUCKET_BYTES):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+def _reduce_bucket(parameters: Sequence[nn.Parameter], group: Any) -> None:
+    """Take the mean of gradients over replicas. One that no replica has stays None.
+
+    What is sent ends with a number for each parameter: how many replicas have its gradient.
+    """
+    own = [None if each.grad is None else local(each.grad) for each in parameters]
+    if any(gradient is not None and gradient.is_sparse for gradient in own):
+        raise PipegraphError("sparse gradients are not reduced over replicas.\nTry: sparse=False in the embedding.")
+    like = [local(parameter.detach()) for parameter in parameters]
+    parts = [torch.zeros_like(each) if mine is None else mine for each, mine in zip(like, own, strict=True)]
+    found = torch.ones(len(own), dtype=like[0].dtype, device=like[0].device)
+    missing = [index for index, gradient in enumerate(own) if gradient is None]
+    found[missing] = 0
+    sent = torch.cat([*(part.reshape(-1).to(like[0].dtype) for part in parts), found])
+    sent.div_(dist.get_world_size(group))
+    dist.all_reduce(sent, group=group)
+    *reduced, found = sent.split([*(part.numel() for part in parts), len(parts)])
+    for parameter, mine, tensor, count in zip(parameters, own, reduced, found, strict=True):
+        if mine is not None:
+            mine.copy_(tensor.view_as(mine))
+        elif count > 0:
+            parameter.grad = rebuilt(tensor.view_as(local(parameter.detach())).clone(), parameter)
