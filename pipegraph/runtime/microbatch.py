@@ -37,7 +37,9 @@ class PassedBatch:
     def tensors(self, name: str) -> list[tuple[str, Any]]:
         """What was passed for an input, each with a name for messages."""
         passed = self.inputs.get(name)
-        return [(f"{name}[{i}]", each) for i, each in enumerate(passed)] if type(passed) is list else [(name, passed)]
+        return (
+            [(f"{name}[{i}]", each) for i, each in enumerate(passed)] if isinstance(passed, list) else [(name, passed)]
+        )
 
     def sizes(self, manifest: Manifest) -> tuple[dict[str, int], list[int] | None]:
         """The sizes that the inputs show, by name, and the rows of each microbatch of lists."""
@@ -76,9 +78,10 @@ class BatchSplitter:
         """Find out what was passed. Raises BatchError for arguments and lists that do not fit together."""
         inputs = bind_arguments(self._manifest, args, kwargs)
         target = None if request.target is NO_TARGET else request.target
-        lists = {name: len(each) for name, each in {**inputs, "target": target}.items() if isinstance(each, list)}
-        for name, length in lists.items():
-            first, count = next(iter(lists.items()))
+        passed = *inputs.items(), ("target", target)
+        lists = [(name, len(each)) for name, each in passed if isinstance(each, list)]
+        for name, length in lists:
+            first, count = lists[0]
             if length != count:
                 raise BatchError(
                     f"{first} is a list of {count} microbatches, and {name} one of {length}: pass equally many."
@@ -86,7 +89,7 @@ class BatchSplitter:
             if length == 0 or request.microbatches not in (None, length):
                 given = "" if length == 0 else f", and microbatches={request.microbatches} was given"
                 raise BatchError(f"{name} is a list of {length} microbatches{given}: pass one for each microbatch.")
-        return PassedBatch(inputs, target, next(iter(lists.values()), None))
+        return PassedBatch(inputs, target, lists[0][1] if lists else None)
 
     def split(self, passed: PassedBatch, request: StepRequest, microbatches: int, trains: bool = False) -> StepInputs:
         """Check and cut a batch. Raises BatchError for what does not fit the package.

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from pipegraph.errors import BatchError, ScheduleError
 from pipegraph.schedule import build
 from tests.runtime import ranks, sized_model, step_ranks
-from tests.runtime.packages import write
+from tests.runtime.packages import Sketch, Stage, write
 from tests.runtime.pipelines import pipeline
 from tests.runtime.sketches import chain
 from tests.runtime.step_ranks import cut
@@ -105,3 +105,13 @@ def test_rows_weigh_as_in_the_whole_batch(package: str) -> None:
     result = pipe.step(cut(x, rows), cut(bias, rows, 1), table, target=cut(target, rows), return_losses=True)
     assert_close(result.loss, (5 * result.losses[0] + result.losses[1]) / 6)
     assert pipe.last_sizes is not None and pipe.last_sizes.weights == [5 / 6, 1 / 6]
+
+
+def test_an_input_called_target_is_another_one(tmp_path: Path) -> None:
+    values = {name: ("float32", (2, 8), name == "y") for name in ("x", "target", "y")}
+    stage = Stage("x, target", "y", "self.layer = nn.Linear(8, 8)", "return self.layer(x) + target")
+    pipe = pipeline(write(Sketch((stage,), values, "y"), tmp_path / "named"), loss_fn=mean)
+    with pytest.raises(BatchError, match="target is a list of 3 microbatches, and target one of 2"):
+        pipe.step(X, cut(X, [2, 2, 2]), target=cut(TARGET, [3, 3]))
+    expected = pipe.step(X, X, target=TARGET, microbatches=3).loss
+    assert pipe.step(X, cut(X, [2, 2, 2]), target=TARGET).loss == expected

@@ -181,6 +181,20 @@ def test_a_lambda_that_holds_its_module(tmp_path: Path) -> None:
     assert {item.name for item in found.of("gradient")} == {"first.weight", "first.bias", "last.weight", "last.bias"}
 
 
+def test_a_loss_with_metrics(tmp_path: Path) -> None:
+    """It is the loss of a plan as well."""
+    loss = "output.square().mean(), {'largest': output.max()}"
+    package, source = written(tmp_path, loss=loss)
+    found = verify(package, source)
+    assert found.equal, str(found)
+    captured = pipegraph.capture(source.model, source.args)
+    first, second = (
+        pipegraph.plan(captured, stages=2, loss=(loss_fn, None))
+        for loss_fn in (lambda output, target: source.loss_fn(output), lambda output, target: output.square().mean())
+    )
+    assert first.points == second.points
+
+
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     package, source = written(tmp_path)
     before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
