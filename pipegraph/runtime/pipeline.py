@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -190,9 +190,8 @@ class Pipeline:
         """Run the forward of a batch: its loss and metrics, and its outputs if they are asked for, without gradients.
 
             loss = pipe.evaluate(tokens, target=labels).loss
-            logits = pipe.evaluate(tokens, return_outputs=True).outputs
 
-        Modules stay in the mode they are in: call `eval` before, and `train` after it. The rest is as for `step`.
+        Modules stay in the mode they are in: `pipe.stages[0].eval()` sets it. The rest is as for `step`.
 
         Args:
             target: the second argument of `loss_fn`. If it is left out, no loss is computed; for a `loss_fn` that needs
@@ -202,15 +201,12 @@ class Pipeline:
         asked = StepRequest(target, with_loss, return_outputs, return_losses, microbatches, evaluates=True)
         return self._run(args, kwargs, asked)[0]
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of this process's stages, as `nn.Module.train` does. Not collective."""
-        for stage in self.stages.values():
-            stage.train(mode)
-        return self
+    def eval(self, *args: Any, microbatches: int | None = None, **kwargs: Any) -> Any:
+        """Run the forward of a batch without a loss: the model's outputs on the rank of the last stage, else None.
 
-    def eval(self) -> Self:
-        """Set the stages of this process to evaluation mode. `evaluate` runs them. Not collective."""
-        return self.train(False)
+        The rest is as for `evaluate`.
+        """
+        return self.evaluate(*args, return_outputs=True, microbatches=microbatches, **kwargs).outputs
 
     def retrace(self) -> None:
         """Trace the stages of this process, and the loss, again at their next call. Not collective.

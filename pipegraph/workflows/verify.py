@@ -91,7 +91,7 @@ def _run_package(
         with explain_model_mismatch(package.manifest, source):
             pipeline.load_state_dict(source.model.state_dict())
     if evaluate:
-        pipeline.eval()
+        _set_evaluation_mode(pipeline)
     args, kwargs, target = copy.deepcopy((source.args, source.kwargs, source.example_target))
     with explain_model_mismatch(package.manifest, source):
         result = pipeline.step(*args, target=target, return_outputs=True, **kwargs)
@@ -102,9 +102,9 @@ def _run_package(
         buffers |= dict(stage.named_buffers(remove_duplicate=False))
     assert result.loss is not None, "every stage runs in this process, the last one too"
     outputs = output_tensors(result.outputs)
-    pipeline.eval()
+    _set_evaluation_mode(pipeline)
     args, kwargs = copy.deepcopy((source.args, source.kwargs))
-    evaluated = output_tensors(pipeline.evaluate(*args, return_outputs=True, **kwargs).outputs)
+    evaluated = output_tensors(pipeline.eval(*args, **kwargs))
     return StepTensors(outputs, result.loss.detach(), gradients, buffers, evaluated), same_weights
 
 
@@ -134,3 +134,8 @@ def _within_rounding(
             key = item.kind, item.name
             rounding[key] = max(rounding.get(key, 0.0), item.difference)
     return [item if item.equal else within_rounding(item, rounding[item.kind, item.name]) for item in comparisons]
+
+
+def _set_evaluation_mode(pipeline: Pipeline) -> None:
+    for stage in pipeline.stages.values():
+        stage.eval()

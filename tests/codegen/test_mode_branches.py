@@ -281,7 +281,7 @@ def test_a_pipeline_follows_the_mode_from_step_to_step(kernels: str, tmp_path: P
         expected = F.mse_loss(model(x), target)
         assert torch.allclose(pipe.step(x, target=target, return_losses=True).loss, expected)
         with torch.no_grad():
-            assert torch.allclose(pipe.evaluate(x, return_outputs=True).outputs, model(x))
+            assert torch.allclose(pipe.eval(x), model(x))
 
 
 class AuxiliaryHead(Layers):

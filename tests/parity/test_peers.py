@@ -107,7 +107,7 @@ def test_item_4_a_batch_of_another_size_is_taken(tmp_path: Path) -> None:
     pipe = pipeline(write(model, tmp_path / "chain", (torch.randn(2, 8),), stages=2), microbatches=2)
     for rows in (4, 2, 5, 1, 4):
         x = torch.randn(rows, 8)
-        assert_close(pipe.evaluate(x, return_outputs=True).outputs, model(x).detach())
+        assert_close(pipe.eval(x), model(x).detach())
 
 
 def test_item_5_evaluation_mode_switches_dropout_off(tmp_path: Path) -> None:
@@ -115,12 +115,12 @@ def test_item_5_evaluation_mode_switches_dropout_off(tmp_path: Path) -> None:
     model = dropout.build_model()
     pipe = pipeline(write(model, tmp_path / "dropout", dropout.example_inputs, stages=2), microbatches=1)
     (x,) = dropout.example_inputs
-    assert not torch.equal(pipe.evaluate(x, return_outputs=True).outputs, pipe.evaluate(x, return_outputs=True).outputs)
+    assert not torch.equal(pipe.eval(x), pipe.eval(x))
     for stage in pipe.stages.values():
         stage.eval()
-    assert_close(pipe.evaluate(x, return_outputs=True).outputs, model.eval()(x).detach())
+    assert_close(pipe.eval(x), model.eval()(x).detach())
     pipe.stages[0].train()
-    assert not torch.equal(pipe.evaluate(x, return_outputs=True).outputs, pipe.evaluate(x, return_outputs=True).outputs)
+    assert not torch.equal(pipe.eval(x), pipe.eval(x))
 
 
 def test_item_6_the_state_dict_has_the_keys_of_the_model(tmp_path: Path) -> None:
@@ -234,9 +234,7 @@ def test_item_13_no_layer_is_dropped_where_they_do_not_divide_evenly(layers: int
     assert all(stages)
     assert [name for stage in stages for name in stage] == [name for name, _ in model.named_parameters()]
     pipe = pipeline(package, microbatches=1)
-    assert_close(
-        pipe.evaluate(*rotary.example_inputs, return_outputs=True).outputs, model(*rotary.example_inputs).detach()
-    )
+    assert_close(pipe.eval(*rotary.example_inputs), model(*rotary.example_inputs).detach())
 
 
 def test_item_15_a_split_point_starts_a_stage() -> None:

@@ -68,6 +68,6 @@ def assert_is_the_step_of_the_model(pipe: Pipeline, rows: int, length: int, micr
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name])
         parameter.grad = None
-    outputs = pipe.evaluate(*x, microbatches=microbatches, return_outputs=True).outputs
+    outputs = pipe.eval(*x, microbatches=microbatches)
     if outputs is not None:
         torch.testing.assert_close(outputs, model(*x))

@@ -148,7 +148,7 @@ def test_outputs_outlive_the_steps_that_come_after(tmp_path: Path) -> None:
         args, kwargs = arguments(pipe.package, inputs)
         result = pipe.step(*args, target=torch.zeros(2), return_outputs=True, **kwargs)
         kept.append((result.outputs, reference(inputs)))
-        kept.append((pipe.evaluate(*args, **kwargs, return_outputs=True).outputs, reference(inputs)))
+        kept.append((pipe.eval(*args, **kwargs), reference(inputs)))
     for output, expected in kept:
         assert_close(output, expected)
 
@@ -159,7 +159,7 @@ def test_an_eval_in_inference_mode_leaves_steps_whole(tmp_path: Path) -> None:
     inputs = batch(pipe.package.manifest, 2)
     for inference in (True, False, True):
         with torch.inference_mode(inference):
-            assert_close(pipe.evaluate(*inputs.values(), return_outputs=True).outputs, reference(inputs).detach())
+            assert_close(pipe.eval(*inputs.values()), reference(inputs).detach())
         pipe.step(*inputs.values(), target=torch.zeros(4))
         loss(reference(inputs), torch.zeros(4)).backward()
     for name, parameter in pipe.named_parameters():

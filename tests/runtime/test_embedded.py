@@ -63,7 +63,7 @@ def test_batch_norm_sees_the_microbatches_in_order(tmp_path: Path) -> None:
 def test_eval_mode_is_the_users_and_reaches_dropout(tmp_path: Path) -> None:
     pipe = pipeline(write(normed(), tmp_path / "normed"), microbatches=2, loss_fn=loss)
     (x,) = batch(pipe.package.manifest, 2).values()
-    assert (pipe.evaluate(x, return_outputs=True).outputs == 0).any()  # dropout is on: eval() does not change the mode
+    assert (pipe.eval(x) == 0).any()  # dropout is on: eval() does not change the mode
     assert all(stage.training for stage in pipe.stages.values())
     for stage in pipe.stages.values():
         stage.eval()
@@ -71,10 +71,10 @@ def test_eval_mode_is_the_users_and_reaches_dropout(tmp_path: Path) -> None:
     for index, stage in enumerate(reference.stages):
         stage.load_state_dict(pipe.stages[index].state_dict())
         stage.eval()
-    assert_close(pipe.evaluate(x, return_outputs=True).outputs, reference({"x": x}).detach())
-    assert not pipe.evaluate(x, return_outputs=True).outputs.requires_grad
+    assert_close(pipe.eval(x), reference({"x": x}).detach())
+    assert not pipe.eval(x).requires_grad
     pipe.stages[1].train()
-    assert (pipe.evaluate(x, return_outputs=True).outputs == 0).any()
+    assert (pipe.eval(x) == 0).any()
 
 
 def test_what_changes_between_steps_reaches_the_kernels_after_retrace(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_what_changes_between_steps_reaches_the_kernels_after_retrace(tmp_path: 
         if isinstance(part, torch.nn.Dropout):
             part.p = 1.0
     pipe.retrace()
-    assert not pipe.evaluate(x, return_outputs=True).outputs.any()
+    assert not pipe.eval(x).any()
 
 
 def test_switching_between_step_and_eval_runs_no_stage_more_often(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_forward_schedule_steps_without_gradients(tmp_path: Path) -> None:
     (x,) = batch(pipe.package.manifest, 2).values()
     result = pipe.step(x, return_outputs=True)
     assert result.loss is None
-    assert_close(result.outputs, pipe.evaluate(x, return_outputs=True).outputs)
+    assert_close(result.outputs, pipe.eval(x))
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 

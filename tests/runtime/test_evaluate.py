@@ -26,15 +26,15 @@ def test_it_gives_it_to_the_rank_of_the_last_stage(tmp_path: Path) -> None:
     assert ranks.run(step_ranks.evaluation, 2, folder, "interleaved-1f1b", "autograd") == ["equal"] * 2
 
 
-def test_it_keeps_the_mode_which_train_and_eval_set(tmp_path: Path) -> None:
+def test_it_keeps_the_mode_of_the_stages(tmp_path: Path) -> None:
     pipe = pipeline(write(normed(), tmp_path / "normed"), microbatches=2, loss_fn=loss)
     (x,) = batch(pipe.package.manifest, 2).values()
     for mode in (True, False, True):
-        assert pipe.train(mode) is pipe
-        outputs = [pipe.evaluate(x, return_outputs=True).outputs for _ in range(2)]
+        for stage in pipe.stages.values():
+            stage.train(mode)
+        outputs = [pipe.eval(x) for _ in range(2)]
         assert torch.equal(*outputs) is not mode  # there is dropout
         assert [stage.training for stage in pipe.stages.values()] == [mode] * 2
-    assert pipe.eval() is pipe and not pipe.stages[0].training
 
 
 def test_without_a_target_there_is_no_loss(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_without_a_target_there_is_no_loss(tmp_path: Path) -> None:
     x = torch.ones(4, 8)
     result = pipe.evaluate(x)
     assert (result.loss, result.losses, result.outputs, result.metrics) == (None, None, None, None)
-    outputs = pipe.evaluate(x, return_outputs=True).outputs
+    outputs = pipe.eval(x)
     assert_close(pipe.evaluate(x, target=None).loss, outputs.mean())  # a loss that needs none
 
 
@@ -53,7 +53,7 @@ def test_a_target_without_a_loss_function_is_refused(schedule: str, tmp_path: Pa
     for call in [pipe.evaluate] if schedule == "1f1b" else [pipe.evaluate, pipe.step]:
         with pytest.raises(PipegraphError, match="a target was given, and this Pipeline has no loss_fn"):
             call(x, target=x)
-    assert pipe.evaluate(x, return_outputs=True).outputs.shape == (2, 8)
+    assert pipe.eval(x).shape == (2, 8)
 
 
 def test_a_rank_without_the_last_stage_needs_no_loss_function(tmp_path: Path) -> None:

@@ -43,11 +43,9 @@ def pipe(tmp_path: Path) -> Pipeline:
 
 
 def test_arguments_may_go_by_position_or_by_name(pipe: Pipeline) -> None:
-    expected = pipe.evaluate(X, Y, scale=SCALE, return_outputs=True).outputs
-    assert torch.equal(pipe.evaluate(X, y=Y, scale=SCALE, return_outputs=True).outputs, expected)
-    assert torch.equal(
-        pipe.evaluate(y=Y, x=X, scale=SCALE, cached=False, nothing=None, return_outputs=True).outputs, expected
-    )
+    expected = pipe.eval(X, Y, scale=SCALE)
+    assert torch.equal(pipe.eval(X, y=Y, scale=SCALE), expected)
+    assert torch.equal(pipe.eval(y=Y, x=X, scale=SCALE, cached=False, nothing=None), expected)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +96,8 @@ def test_nested_arguments(tmp_path: Path) -> None:
     nested = structs.replace(pipe.package.manifest, args=({"pair": ["x", "y"]}, None))
     (folder / "pipeline.json").write_text(nested.to_json())
     other = pipeline(folder, microbatches=2, loss_fn=loss)
-    expected = pipe.evaluate(X, Y, scale=SCALE, return_outputs=True).outputs
-    assert torch.equal(other.evaluate({"pair": (X, Y)}, None, scale=SCALE, return_outputs=True).outputs, expected)
+    expected = pipe.eval(X, Y, scale=SCALE)
+    assert torch.equal(other.eval({"pair": (X, Y)}, None, scale=SCALE), expected)
     with pytest.raises(BatchError, match=r"argument 0\['pair'\] is 1 items; it had 2 items"):
         other.evaluate({"pair": (X,)}, None, scale=SCALE)
     with pytest.raises(BatchError, match=r"argument 0 is \['other'\]; it was a dict of \['pair'\]"):

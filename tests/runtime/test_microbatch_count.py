@@ -52,7 +52,7 @@ def test_an_order_of_ones_own_has_its_number(folder: Path) -> None:
     x, target = inputs(8, LENGTH), torch.zeros(8, LENGTH, 3)
     for call in (
         lambda: pipe.step(*x, target=target, microbatches=2),
-        lambda: pipe.evaluate(*x, microbatches=8, return_outputs=True).outputs,
+        lambda: pipe.eval(*x, microbatches=8),
     ):
         with pytest.raises(ScheduleError, match=r"mine is an order of 4 microbatches.*the name of a schedule"):
             call()

@@ -145,9 +145,7 @@ def test_what_it_returned_is_the_stage(tmp_path: Path) -> None:
     pipe = step(folder, kernels="eager", parallelize_fn=Doubled)
     assert isinstance(pipe.stages[0], Doubled)
     layer = pipeline(folder, microbatches=2, loss_fn=loss).stages[0].layer0
-    torch.testing.assert_close(
-        pipe.evaluate(torch.ones(4, 8), return_outputs=True).outputs, 2 * layer(torch.ones(4, 8)).detach()
-    )
+    torch.testing.assert_close(pipe.eval(torch.ones(4, 8)), 2 * layer(torch.ones(4, 8)).detach())
 
 
 def test_parameters_that_it_replaced_are_tied_again(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_stages_are_the_model_at_other_sizes(name: str, tmp_path: Path) -> None:
         args, kwargs = _resized(package.manifest, source.args, source.kwargs, {**captured, **sizes})
         with torch.no_grad():
             expected = output_tensors(model(*args, **kwargs))
-            found = output_tensors(pipe.evaluate(*args, **kwargs, return_outputs=True).outputs)
+            found = output_tensors(pipe.eval(*args, **kwargs))
         for key, tensor in expected.items():
             torch.testing.assert_close(found[key], tensor)
 
