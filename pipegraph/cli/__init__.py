@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import typer
 
+from pipegraph.arguments import asked_by_command
 from pipegraph.cli.calibrate import calibrate
 from pipegraph.cli.plan import plan
 from pipegraph.cli.progress_bar import print_warning
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        with warnings.catch_warnings():
+        with asked_by_command(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
             app(arguments, prog_name="pipegraph")
     except Exception as error:

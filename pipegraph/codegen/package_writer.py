@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
+from types import NoneType
 
 from msgspec import structs
 
+from pipegraph.arguments import argument, for_asker, require_type
 from pipegraph.codegen.package_files import generate
 from pipegraph.codegen.shards import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
@@ -51,6 +53,12 @@ def write_package(
             weights are missing, or those of another model.
         CaptureError: an operation comes from a library that a package could not import.
     """
+    of_plan = 'pipegraph.write_package(pipegraph.plan(captured, points=["layers.4"]), "out/")'
+    require_type(plan, Plan, "write_package() takes what pipegraph.plan returns", of_plan)
+    require_type(out, (str, PathLike), "out is a folder", 'out="out/"')
+    require_type(weights, (bool, str, PathLike), "weights is True, False or a folder", "weights=True")
+    require_type(overwrite, bool, "overwrite is True or False", "overwrite=True")
+    require_type(source, (ModelSource, NoneType), "source is a ModelSource", "source=None")
     folder = Path(out)
     require_writable(folder, overwrite)
     checkpoint = None if isinstance(weights, bool) else checkpoint_folder(weights)
@@ -77,7 +85,7 @@ def require_writable(folder: Path, overwrite: bool) -> None:
         PackageError: it cannot be written, holds other files, or holds a package while ``overwrite`` is false.
     """
     if folder.is_file():
-        raise PackageError(f"{folder} is a file.\nTry: -o with another folder.")
+        raise PackageError(f"{folder} is a file.\nTry: {argument('out')} with another folder.")
     above = existing_parent(folder)
     try:
         tempfile.TemporaryDirectory(dir=above).cleanup()
@@ -89,11 +97,12 @@ def require_writable(folder: Path, overwrite: bool) -> None:
     if foreign:
         raise PackageError(
             f"{folder} holds files that pipegraph did not write ({', '.join(foreign[:4])}"
-            f"{', …' if len(foreign) > 4 else ''}); it is left alone.\nTry: -o with a new folder."
+            f"{', …' if len(foreign) > 4 else ''}); it is left alone.\nTry: {argument('out')} with a new folder."
         )
     if not overwrite:
         state = _package_state(folder)
-        raise PackageError(f"{folder} already holds {state}.\nTry: --overwrite to replace it, or -o with a new folder.")
+        replace = f"{argument('overwrite', True)} to replace it, or {argument('out')} with a new folder"
+        raise PackageError(f"{folder} already holds {state}.\nTry: {replace}.")
 
 
 def _package_state(folder: Path) -> str:
@@ -145,7 +154,8 @@ def require_package(folder: Path) -> None:
         PackageError: it holds none.
     """
     if not (folder / MANIFEST).is_file():
-        raise PackageError(f"{folder} holds no package to check.\nTry: the same command without --check writes it.")
+        write = for_asker("pipegraph.write_package writes one", "the same command without --check writes it")
+        raise PackageError(f"{folder} holds no package to check.\nTry: {write}.")
 
 
 def _lines(path: Path) -> list[str]:

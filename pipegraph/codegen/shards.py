@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipegraph.arguments import argument
 from pipegraph.errors import PackageError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.partition.stages import StageGraph
@@ -114,7 +115,7 @@ def _check_values(captured: Captured, names: Iterable[str]) -> None:
         kind = "weights" if captured.state[empty[0]].kind == "parameter" else "buffers"
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         advice = (
-            "capture the model with its weights, or pass weights=False (--no-weights)"
+            f"capture the model with its weights, or give {argument('weights', False)}"
             if kind == "weights"
             else "build the model on the CPU, so that its buffers hold their values"
         )

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 from torch import fx
 
+from pipegraph.arguments import argument
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.errors import ArgumentError, PlanError, nearest
 from pipegraph.graph.captured import Captured, StateEntry
@@ -44,7 +45,7 @@ def parse_balance(balance: object, choices: Collection[str] = BALANCES) -> tuple
         known = [f"{each}:REGEX" if each == "type" else each for each in choices]
         raise ArgumentError(
             f'Stages cannot be balanced by "{balance}".{nearest(str(balance), known)}\n'
-            f"Try: --balance with one of {', '.join(known)}."
+            f"Try: {argument('balance')} with one of {', '.join(known)}."
         )
     return name, pattern
 
@@ -84,7 +85,7 @@ def _no_match(captured: Captured, pattern: str) -> PlanError:
     types = _types(captured)
     what = f"type:{pattern} matches no module that {captured.model_name} calls"
     if not types:
-        return PlanError(f"{what}: it calls none.\nTry: --balance time.")
+        return PlanError(f"{what}: it calls none.\nTry: {argument('balance', 'time')}.")
     return PlanError(f"{what}.{nearest(pattern, types)}\nTry: a pattern that matches one of {', '.join(types)}.")
 
 

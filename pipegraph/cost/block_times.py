@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipegraph.arguments import argument
 from pipegraph.cost.busy_ranks import busy_ranks
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.segments.distinct_blocks import Block, memory_of
@@ -305,7 +306,7 @@ def _check_memory(blocks: Sequence[Block], device: torch.device) -> None:
     if free is not None and needed > free:
         raise PlanError(
             f"To measure {len(blocks)} distinct blocks takes {format_bytes(needed)}, and {format_bytes(free)} are "
-            f"free on {device}.\nTry: --balance time, which runs nothing, or a smaller microbatch."
+            f"free on {device}.\nTry: {argument('balance', 'time')}, which runs nothing, or a smaller microbatch."
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipegraph.arguments import argument
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.balance import BALANCES, PRICED, begins_of_type, first_uses, parse_balance
 from pipegraph.cost.block_times import MeasureOptions, measure
@@ -184,7 +185,8 @@ def _warn(blocks: Iterable[Block], uncounted: Sequence[str]) -> None:
     if uncounted:
         warnings.warn(
             f"No formula counts the work of {', '.join(uncounted)}: only the bytes that they move are priced. "
-            "--balance measured times them, torch.utils.flop_counter.register_flop_formula adds a formula.",
+            f"{argument('balance', 'measured')} times them, "
+            "torch.utils.flop_counter.register_flop_formula adds a formula.",
             stacklevel=3,
         )
     for block in blocks:

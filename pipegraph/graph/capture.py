@@ -119,6 +119,8 @@ def capture(
         )
     if not isinstance(args, tuple):
         raise CaptureError(f"args must be a tuple, not {type(args).__name__}.\nTry: args=(tokens,).")
+    if not isinstance(kwargs or {}, dict) or not all(isinstance(name, str) for name in kwargs or {}):
+        raise CaptureError('kwargs must be a dict from names to inputs.\nTry: kwargs={"mask": mask}.')
     example = Example(args, dict(kwargs or {}))
     _check_names(model, example)
     with CAPTURE_LOCK, attributes_restored(model):

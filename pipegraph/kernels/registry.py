@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import nn
 
+from pipegraph.arguments import require_type
 from pipegraph.errors import ArgumentError, PipegraphError, nearest
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.interface import Loss, StageKernels
@@ -81,6 +82,7 @@ def maker(name: str, recompute: str = "min-cut", max_variants: int = 8, strict: 
             f'No kernels are called "{name}".{nearest(name, _MAKERS)} There are: {", ".join(_MAKERS)}.'
         )
     check_recompute(recompute)
+    require_type(max_variants, int, "max_variants is a whole number from 1 on", "max_variants=8")
     if max_variants < 1:
         raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.")
     return _MAKERS[name](recompute, max_variants, strict)

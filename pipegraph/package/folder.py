@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from pipegraph.arguments import require_type
 from pipegraph.errors import PackageError
 from pipegraph.package.json_file import FileKind, Name
 from pipegraph.package.manifest import Manifest, path_problem
@@ -63,6 +64,8 @@ class Package:
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Package:
         """Read and check the manifest in the folder `path`; nothing is imported and no weight read yet."""
+        written = 'pipegraph.write_package(plan, "out/"), which writes one'
+        require_type(path, (str, PathLike), "A package is given by its folder", written)
         folder = Path(os.path.realpath(path))
         while True:
             identity = _identity(folder)
@@ -240,9 +243,11 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 def checkpoint_folder(path: str | PathLike[str]) -> Path:
     """The folder of a Hugging Face checkpoint, one safetensors file or several with an index; nothing is read yet."""
+    saved = "the folder that save_pretrained writes"
+    require_type(path, (str, PathLike), "A checkpoint is given by its folder", saved, PackageError)
     folder, single = Path(path), "model.safetensors"
     if not folder.is_dir():
-        raise PackageError(f"{folder} is no folder with a checkpoint.\nTry: the folder that save_pretrained writes.")
+        raise PackageError(f"{folder} is no folder with a checkpoint.\nTry: {saved}.")
     if not any((folder / name).is_file() for name in (WEIGHTS_INDEX, single)):
         found = ", ".join(sorted(each.name for each in folder.iterdir())[:6]) or "nothing"
         raise PackageError(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pipegraph.arguments import argument
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import ArgumentError, PlanError, ScheduleError
 from pipegraph.graph.captured import Captured
@@ -102,8 +103,9 @@ def candidates(
     if not plans:
         several = ", ".join(recipe.name for recipe in RECIPES if recipe.any_chunks)
         raise ArgumentError(
-            f"{', '.join(f'{recipe.name} has {recipe.chunks}' for recipe in recipes)} to a rank, and --stages-per-rank "
-            f"{','.join(map(str, chunks or ()))} was given.\nTry: --schedule with one of {several}."
+            f"{', '.join(f'{recipe.name} has {recipe.chunks}' for recipe in recipes)} to a rank, and "
+            f"{argument('chunks', chunks or (), '--stages-per-rank')} was given.\n"
+            f"Try: {argument('schedules', option='--schedule')} with one of {several}."
         )
     return tuple(plans)
 
@@ -146,11 +148,11 @@ def compare_plans(
         raise PlanError(
             f"The model can be cut into {format_number_of('segment', segments)}, and {fewest.schedule} has "
             f"{ranks * fewest.chunks} stages on {ranks} ranks.\n"
-            f"Try: --ranks {possible}{' or fewer' if possible > 1 else ''}."
+            f"Try: {argument('ranks', possible)}{' or fewer' if possible > 1 else ''}."
         )
     estimates, refused = _first_estimates(costs, options, ranks, plans)
     if not estimates:
-        hint = "Try: fewer --ranks, or another --schedule or number of --microbatches."
+        hint = "Try: fewer ranks, or another schedule or number of microbatches."
         raise PlanError("\n".join(["No plan can be compared.", *refused, hint]))
     memory = options.largest_memory
     change = max(_possible_change(each.costs.segments, each.schedule.stages) for each in estimates)
@@ -240,7 +242,7 @@ def _shortage(shortages: Sequence[tuple[CutChoice, MemoryShortage]], memory: flo
     return MemoryShortage(
         f"No plan that was compared fits into {format_bytes(memory)} on each rank. The closest is {schedule.name} with "
         f"{schedule.stages} stages, {schedule.microbatches} microbatches and recompute {choice.options.recompute}:\n"
-        f"{least}\nTry: --memory {bytes_option(least.needed)}, or more --ranks.",
+        f"{least}\nTry: {argument('memory_bytes', bytes_option(least.needed))}, or more ranks.",
         least.needed,
     )
 

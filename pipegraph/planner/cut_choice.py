@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from pipegraph.arguments import argument
 from pipegraph.graph.partition.split_points import Point
 from pipegraph.package.prediction import Cut, Prediction, ShiftedCut, StagePrediction
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions
@@ -207,6 +208,6 @@ def _shortage(choice: CutChoice, what: str, instead: str) -> MemoryShortage:
     rank = max(range(len(limits)), key=lambda rank: choice.memory[rank] - limits[rank])
     return MemoryShortage(
         f"{what}: rank {rank} needs {format_bytes(choice.memory[rank], 2)}, and has {format_bytes(limits[rank], 2)}.\n"
-        f"Try: --memory {bytes_option(choice.peak)}, --recompute block, or {instead}.",
+        f"Try: {argument('memory_bytes', bytes_option(choice.peak))}, {argument('recompute', 'block')}, or {instead}.",
         choice.peak,
     )

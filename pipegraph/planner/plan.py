@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from msgspec import structs
 
+from pipegraph.arguments import argument, require_type
 from pipegraph.cost.balance import UNIFORM
 from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.hardware import Hardware
@@ -119,8 +122,10 @@ def plan(
             both of ``points`` and ``stages``; or a `MemoryShortage`: no cuts fit into the memory.
         ScheduleError: an unknown schedule, or one that cannot have these numbers.
     """
+    _check_types(captured, schedule, hardware, loss, setting, cache)
     if points is not None and stages is not None:
-        raise PlanError("Both split points and a number of stages were given.\nTry: --points or --stages, not both.")
+        choice = f"{argument('points')} or {argument('stages')}"
+        raise PlanError(f"Both split points and a number of stages were given.\nTry: {choice}, not both.")
     profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware or "cpu")
     options = PlanOptions(
         balance or "time", schedule or "1f1b", 8 if microbatches is None else microbatches, ranks,
@@ -137,18 +142,36 @@ def plan(
         starts = locate(captured, split_points)
         if not options.timed:
             raise ArgumentError(
-                f"--balance {options.balance} chooses points, and they were given.\nTry: --stages {len(starts) + 1} "
-                "instead, or --balance time, which predicts what a step takes with these points."
+                f"{argument('balance', options.balance)} chooses points, and they were given.\n"
+                f"Try: {argument('stages', len(starts) + 1)} instead, or {argument('balance', 'time')}, which "
+                "predicts what a step takes with these points."
             )
     else:
         raise PlanError(
             f"No split point was given for {captured.model_name}.\n"
-            f"Try: --points {_suggestion(captured)}, or --stages 2."
+            f"Try: {argument('points', [_suggestion(captured)])}, or {argument('stages', 2)}."
         )
     options = options.on_ranks(options.schedule_of(len(starts) + 1).ranks)
     made = _cut(captured, split_points, starts)
     to_predict = balance, schedule, microbatches, memory_bytes, hardware, recompute
     return made if all(each is None for each in to_predict) else _predicted(made, captured, options, starts)
+
+
+def _check_types(
+    captured: object, schedule: object, hardware: object, loss: object, setting: object, cache: object
+) -> None:
+    """Raise ArgumentError for what is of no type that `plan` takes. `PlanOptions` checks the numbers."""
+    made = 'captured = pipegraph.capture(model, args=(tokens,)); pipegraph.plan(captured, points=["layers.4"])'
+    require_type(captured, Captured, "plan() takes what pipegraph.capture returns", made)
+    kinds = (str, Schedule, NoneType)
+    require_type(schedule, kinds, "schedule is a name or a Schedule", "pipegraph.schedule.read_csv, which reads a file")
+    profile = (Hardware, str, PathLike, NoneType)
+    require_type(hardware, profile, "hardware is a profile, its name or its file", 'hardware="h100"')
+    require_type(loss, (tuple, NoneType), "loss is a function and its target", "loss=(loss_fn, target)")
+    if isinstance(loss, tuple) and (len(loss) != 2 or not callable(loss[0])):
+        raise ArgumentError(f"loss is a function and its target, not {len(loss)} values.\nTry: loss=(loss_fn, target).")
+    require_type(setting, (MeasureOptions, NoneType), "setting is a MeasureOptions", "setting=MeasureOptions(device)")
+    require_type(cache, (Cache, NoneType), "cache is a Cache", "cache=None")
 
 
 def _best_plan(captured: Captured, options: PlanOptions, stages: int) -> Plan:
@@ -190,7 +213,8 @@ def _predicted(made: Plan, captured: Captured, options: PlanOptions, starts: Seq
     options = replace(options, balance="time") if method == UNIFORM else options
     costs = options.price(captured, starts)
     begins = [segment.start for segment in costs.priced.chain.segments]
-    instead = "--balance time" if method == UNIFORM else f"--stages {len(starts) + 1} in place of points"
+    search = f"{argument('stages', len(starts) + 1)} in place of points"
+    instead = argument("balance", "time") if method == UNIFORM else search
     choice = given_cuts(costs, options, [begins.index(start) for start in starts], instead)
     return replace(made.predicted(structs.replace(choice.predict(), balance=method)), priced=costs.priced)
 
@@ -203,9 +227,13 @@ def _with_recompute(captured: Captured, options: PlanOptions, stages: int) -> st
     except MemoryShortage as shortage:
         return (
             f'With recompute="block", which keeps the least, {format_bytes(shortage.needed)} would be enough.\n'
-            f"Try: --recompute block --memory {bytes_option(shortage.needed)}, or more stages."
+            f"Try: {argument('recompute', 'block')} with {argument('memory_bytes', bytes_option(shortage.needed))}, "
+            "or more stages."
         )
-    return f'With recompute="block" there are cuts that fit, and need {format_bytes(needed)}.\nTry: --recompute block.'
+    return (
+        f'With recompute="block" there are cuts that fit, and need {format_bytes(needed)}.\n'
+        f"Try: {argument('recompute', 'block')}."
+    )
 
 
 def _points(points: Sequence[str | Point] | Mapping[str, Enum]) -> tuple[Point, ...]:
@@ -213,6 +241,9 @@ def _points(points: Sequence[str | Point] | Mapping[str, Enum]) -> tuple[Point, 
         return tuple(Point(fqn, _side(fqn, side)) for fqn, side in points.items())
     if isinstance(points, str):
         raise PlanError(f"points is a string, not a sequence of names.\nTry: points={points.split(',')!r}.")
+    require_type(points, Iterable, "points are names of modules", 'points=["layers.4"]')
+    for point in points:
+        require_type(point, (str, Point), "Each of points is the name of a module", 'points=["layers.4"]')
     return tuple(point if isinstance(point, Point) else Point.parse(point) for point in points)
 
 
@@ -231,7 +262,7 @@ def _equal_segments(captured: Captured, stages: int) -> tuple[tuple[Point, ...],
         has = format_number_of("segment", len(chain))
         raise PlanError(
             f"{captured.model_name} has {has}{f' ({named})' if named else ''}, which is too few for {stages} "
-            f"stages.\nTry: --stages {len(chain)}, or --points inside a segment."
+            f"stages.\nTry: {argument('stages', len(chain))}, or {argument('points')} inside a segment."
         )
     firsts = [chain[round(index * len(chain) / stages)] for index in range(1, stages)]
     return tuple(Point(segment.fqn) for segment in firsts), [segment.start for segment in firsts]

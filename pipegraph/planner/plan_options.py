@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from pipegraph.arguments import argument
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.balance import TIMED, parse_balance
 from pipegraph.cost.block_times import MeasureOptions
@@ -21,7 +22,7 @@ from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.registry import check_recompute
 from pipegraph.kernels.threads import threads_per_rank
 from pipegraph.planner.solver.solve import Solution, solve
-from pipegraph.planner.solver.solve_arguments import memory_of_ranks, resolve_schedule
+from pipegraph.planner.solver.solve_arguments import check_numbers, memory_of_ranks, resolve_schedule
 from pipegraph.progress import report_progress
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import find_recipe
@@ -82,6 +83,7 @@ class PlanOptions:
         check_number("microbatches", self.microbatches, 8)
         if self.ranks is not None:
             check_number("ranks", self.ranks, 4)
+        check_numbers(self.state_factor, self.effort)
         if not isinstance(self.schedule, Schedule):
             find_recipe(self.schedule)
 
@@ -176,11 +178,12 @@ class PlanOptions:
             raise PlanError(
                 f"The largest parameter, {largest.fqn}, takes {format_bytes(held)}{state}, "
                 f"and a rank has {format_bytes(self.largest_memory)}. No cut divides a parameter.\n"
-                f"Try: --memory {bytes_option(round(held * 1.25))}, or shard the stage (parallelize_fn)."
+                f"Try: {argument('memory_bytes', bytes_option(round(held * 1.25)))}, "
+                "or shard the stage (parallelize_fn)."
             )
 
 
 def check_number(name: str, number: object, example: int) -> None:
     """Raise ArgumentError unless this is a whole number from 1 on."""
     if type(number) is not int or number < 1:
-        raise ArgumentError(f"{name} is a whole number from 1 on, not {number!r}.\nTry: {name}={example}.")
+        raise ArgumentError(f"{name} is a whole number from 1 on, not {number!r}.\nTry: {argument(name, example)}.")

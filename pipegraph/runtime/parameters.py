@@ -11,6 +11,7 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
+from pipegraph.arguments import require_type
 from pipegraph.errors import PackageError, PipegraphError, nearest
 from pipegraph.kernels.sharded import is_sharded, shards
 from pipegraph.package import Manifest, Package
@@ -67,6 +68,7 @@ def parallelize_stages(
 
     Raises PipegraphError if it returns anything but a module with parameters of the same names.
     """
+    require_type(parallelize_fn, Callable, "parallelize_fn is a function of a stage", "parallelize_fn=shard")
     before = _dtypes(stages)
     changed: dict[int, nn.Module] = {}
     for index, stage in stages.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from os import PathLike
 
 from pipegraph import schedule as schedules
+from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Kind, Schedule
 from pipegraph.schedule.build import schedule_for_stages
@@ -29,6 +30,8 @@ def resolve_schedule(
     Raises:
         ScheduleError: the numbers do not fit together.
     """
+    kinds = (str, PathLike, Schedule)
+    require_type(schedule, kinds, "schedule is a name, a Schedule or a CSV file", 'schedule="1f1b"', ScheduleError)
     if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv")):
         schedule = schedules.read_csv(schedule)
     resolved = schedule_for_stages(schedule, stages, 1 if microbatches is None else microbatches, processes or ranks)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipegraph.arguments import require_type
 from pipegraph.errors import ArgumentError, PipegraphError, ScheduleError
 from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels
 from pipegraph.package import Manifest
@@ -255,6 +256,7 @@ def _make_kernels(
     make: Maker, stages: Mapping[int, nn.Module], wiring: Sequence[StageWiring], loss: Loss | None
 ) -> dict[int, StageKernels]:
     """Return the kernels of each stage. The last stage computes the loss as well."""
+    require_type(make, Callable, "kernels is a name, or a function that makes them", 'kernels="inductor"')
     last = len(wiring) - 1
     kernels = {
         index: make(
@@ -272,5 +274,6 @@ def _packed_loss(manifest: Manifest, loss_fn: LossFunction | None) -> Loss | Non
     """Return the loss of the last stage's outputs: `loss_fn` takes them in the model's own structure."""
     if loss_fn is None:
         return None
+    require_type(loss_fn, Callable, "loss_fn is a function of output and target", "loss_fn=nn.MSELoss()")
     names, structure = manifest.stages[-1].outputs, manifest.outputs
     return lambda outputs, target: loss_fn(fill_structure(structure, dict(zip(names, outputs, strict=True))), target)

@@ -39,8 +39,8 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
         )
     if ranks * chunks * microbatches > MOST:
         raise ScheduleError(
-            f"{recipe.name} cannot have {microbatches} microbatches on {format_number_of('stage', ranks * chunks)}: "
-            f"a step has {MOST} forwards at most.\nTry: {MOST // (ranks * chunks)} microbatches or fewer."
+            f"{recipe.name} cannot have {microbatches:,} microbatches on {format_number_of('stage', ranks * chunks)}: "
+            f"a step has {MOST:,} forwards at most.\nTry: {MOST // (ranks * chunks):,} microbatches or fewer."
         )
     if why := recipe.rule(ranks, microbatches):
         asked = f"{format_number_of('microbatch', microbatches)} on {format_number_of('rank', ranks)}"

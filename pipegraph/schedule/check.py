@@ -12,7 +12,7 @@ from pipegraph.schedule.action import Action, Kind, unit_text
 from pipegraph.schedule.action_arrays import RECV_F, SEND_F, ActionArrays, B, I, W
 from pipegraph.schedule.lifetimes import held_activations
 from pipegraph.schedule.replay import NEVER, marked_grid, replay, slots
-from pipegraph.schedule.schedule import Schedule
+from pipegraph.schedule.schedule import Schedule, require_schedule
 
 Violations = tuple[NDArray[np.bool_], Callable[[Action], str], Callable[[Action], str]]
 """(for each action, whether it breaks a rule; why such an action is wrong; what to do about it)"""
@@ -33,8 +33,7 @@ def check(schedule: Schedule, memory_limit: float | None = None) -> None:
     The message says which rule is broken, and draws the schedule with the place marked. The error's ``places`` maps
     each rank at fault to the position among its actions.
     """
-    if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"check takes a Schedule, not {type(schedule).__name__}. from_csv reads one from text.")
+    require_schedule("check", schedule)
     if not isinstance(memory_limit, int | float | None) or memory_limit != memory_limit:  # NaN equals nothing
         raise ScheduleError(f"A memory limit is a number of activations, such as memory_limit=4, not {memory_limit!r}.")
     check_actions(schedule)

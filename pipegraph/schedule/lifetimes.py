@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipegraph.schedule.action_arrays import RECV_B, RECV_F, SEND_B, SEND_F, ActionArrays, B, F, I, Integers, W
-from pipegraph.schedule.schedule import Schedule
+from pipegraph.schedule.schedule import Schedule, require_schedule
 
 
 class What(StrEnum):
@@ -39,6 +39,7 @@ def lifetimes(schedule: Schedule) -> tuple[tuple[Lifetime, ...], ...]:
     Values for several consumers count as several, and values for another rank last until their SEND. If the schedule
     has no transfers, only what stays on its rank is listed. The schedule must pass `check`.
     """
+    require_schedule("lifetimes", schedule)
     arrays = schedule.arrays
     parts = {
         What.VALUES: _over_edges(arrays, (F,), RECV_F, SEND_F),
@@ -115,6 +116,7 @@ def held_activations(schedule: Schedule) -> list[Integers]:
     One activation is what one stage saves for one microbatch, held from the start of its F to the end of its W or B.
     Without a backward nothing is saved.
     """
+    require_schedule("peak_activations", schedule)
     arrays = schedule.arrays
     saves = (arrays.kind == F) & schedule.trains
     frees = (arrays.kind == W) | (arrays.kind == B)

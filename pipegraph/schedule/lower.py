@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from types import NoneType
 from typing import NamedTuple
 
 import numpy as np
 
+from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.action_arrays import KINDS, SEND_B, SEND_F, B, F, I, Integers
 from pipegraph.schedule.check import check
 from pipegraph.schedule.replay import UNIT, replay
-from pipegraph.schedule.schedule import Schedule
+from pipegraph.schedule.schedule import Schedule, require_schedule
 from pipegraph.schedule.stages import Edge
 
 _DURATIONS = {**UNIT, Kind.B: 2}  # a full backward does the work of I and W
@@ -39,8 +41,9 @@ def lower(
     Raises:
         ScheduleError: edges that do not fit, or a schedule that is wrong or has transfers already.
     """
-    if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"lower takes a Schedule, not {schedule!r}. build makes one from a name.")
+    require_schedule("lower", schedule)
+    for each in (edges, gradient_edges):
+        require_type(each, (Iterable, NoneType), "Edges are pairs of stages", "edges=[(0, 1)]", ScheduleError)
     if schedule.lowered:
         raise ScheduleError(f"{schedule.name} has transfers already. Lower the schedule that has none.")
     if edges is not None or gradient_edges is not None:

@@ -8,10 +8,11 @@ from functools import cached_property
 from itertools import pairwise, product
 from typing import NamedTuple
 
+from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.simulate import Timeline, simulate
-from pipegraph.schedule.times import Times
+from pipegraph.schedule.times import Times, require_times
 from pipegraph.units import TimeFormat
 
 
@@ -39,6 +40,8 @@ def lower_bound(times: Times, placement: Sequence[int], microbatches: int, memor
     Raises:
         ScheduleError: times and placement have different numbers of stages, or a number is impossible.
     """
+    require_times("lower_bound", times)
+    require_type(placement, Sequence, "placement has the rank of each stage", "placement=(0, 1)", ScheduleError)
     if len(placement) != times.stages:
         raise ScheduleError(f"The placement is of {len(placement)} stages, and the times are for {times.stages}.")
     if type(microbatches) is not int or microbatches < 1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import BACKWARD, Action, Kind
 from pipegraph.schedule.action_arrays import ActionArrays
@@ -128,6 +129,12 @@ class Schedule:
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the dataclass is frozen to everyone else
+
+
+def require_schedule(function: str, schedule: object) -> None:
+    """Raise ScheduleError unless a function is given a Schedule."""
+    made = 'build("1f1b", ranks=4, microbatches=8), or from_csv(text)'
+    require_type(schedule, Schedule, f"{function}() takes a Schedule", made, ScheduleError)
 
 
 def _tuple(what: str, items: Iterable[Any]) -> tuple[Any, ...]:

@@ -8,10 +8,11 @@ import re
 from os import PathLike
 from pathlib import Path
 
+from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind, unit_text
 from pipegraph.schedule.check import check
-from pipegraph.schedule.schedule import Schedule
+from pipegraph.schedule.schedule import Schedule, require_schedule
 from pipegraph.schedule.times import Times
 
 # torch writes two actions that run at the same time as (0F7;7B3)OVERLAP_F_B.
@@ -34,8 +35,7 @@ def to_csv(schedule: Schedule) -> str:
     overlapped pair is written as one cell if its two actions are adjacent; otherwise the mark is lost, because torch
     has no other form for it.
     """
-    if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"to_csv takes a Schedule, not {schedule!r}. build makes one from a name.")
+    require_schedule("to_csv", schedule)
     return "".join(f"{','.join(map(unit_text, schedule.units(rank)))}\n" for rank in range(schedule.ranks))
 
 
@@ -45,6 +45,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     A stage is placed on the rank whose line has its actions. Microbatches count from 0 to the largest in the text.
     Raises a ScheduleError that names line and action. `check` decides whether the schedule can run.
     """
+    require_type(text, str, "from_csv() takes the text of a CSV file", "read_csv(path)", ScheduleError)
     schedule, _ = _parse_csv(text, name, name)
     return schedule
 
@@ -125,6 +126,7 @@ def read_csv(path: str | PathLike[str]) -> Schedule:
 
     Raises a ScheduleError that names the file, and line and action in it.
     """
+    require_type(path, (str, PathLike), "read_csv() takes the path of a file", "from_csv(text)", ScheduleError)
     path = Path(path)
     schedule, columns = _parse_csv(_read_text("schedule", path), path.stem, path.name)
     try:
@@ -137,6 +139,7 @@ def read_csv(path: str | PathLike[str]) -> Schedule:
 
 def read_times(path: str | PathLike[str]) -> Times:
     """Read times from a file, as `Times.from_json` does. Raises ScheduleError that names the file."""
+    require_type(path, (str, PathLike), "read_times() takes the path of a file", "Times.from_json(text)", ScheduleError)
     path = Path(path)
     text = _read_text("times", path)
     try:

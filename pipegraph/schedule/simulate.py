@@ -11,8 +11,8 @@ from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.check import check, check_actions
 from pipegraph.schedule.lifetimes import peak_activations
-from pipegraph.schedule.schedule import Schedule
-from pipegraph.schedule.times import Times
+from pipegraph.schedule.schedule import Schedule, require_schedule
+from pipegraph.schedule.times import Times, require_times
 
 Place = tuple[int, int]
 """(rank, position among the events of that rank)"""
@@ -134,8 +134,8 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
     Raises ScheduleError if times and schedule do not fit together; if actions are missing, occur twice or are on the
     wrong rank; and if the ranks cannot come to an end.
     """
-    if not isinstance(schedule, Schedule) or not isinstance(times, Times):
-        raise ScheduleError("simulate takes a Schedule and its Times; Times.equal(stages) has unit times.")
+    require_schedule("simulate", schedule)
+    require_times("simulate", times)
     if times.stages != schedule.stages:
         raise ScheduleError(f"{schedule.name} has {schedule.stages} stages, and the times are for {times.stages}.")
     check_actions(schedule)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.stages import Edge
@@ -119,6 +120,12 @@ class Times:
     def transfer_of(self, edge: Edge) -> float:
         """Return how long a value of this edge occupies its link."""
         return _of_edge("transfer", self.transfer, edge)
+
+
+def require_times(function: str, times: object) -> None:
+    """Raise ScheduleError unless a function is given Times."""
+    unit = "Times.equal(stages), which has unit times"
+    require_type(times, Times, f"{function}() takes the Times of stages", unit, ScheduleError)
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

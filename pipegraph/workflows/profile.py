@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
+from types import NoneType
 
 import torch
 
+from pipegraph.arguments import require_type
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError
 from pipegraph.report.tensorboard import TensorBoardWriter, check_tensorboard
@@ -53,11 +55,16 @@ def profile(
         PipegraphError: a number is too small or tensorboard is not installed; on entering the context, and in every
             process, if one process cannot write there or another profiler records it.
     """
+    require_type(pipe, Pipeline, "profile() takes a pipegraph.Pipeline", 'pipegraph.profile(pipe, "runs")')
+    require_type(folder, (str, PathLike), "folder is a folder", 'pipegraph.profile(pipe, "runs")')
+    require_type(hardware, (Hardware, NoneType), "hardware is a profile", 'hardware=Hardware.load("h100")')
     check_tensorboard()
     steps = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
     for name, number in steps.items():
         least = 1 if name == "active" else 0
-        if number < least:
-            raise PipegraphError(f"{name} is {number}: give it {least} or more.\nTry: profile(pipe, folder, active=3).")
+        if type(number) is not int or number < least:
+            raise PipegraphError(
+                f"{name} is {number!r}: give it {least} or more.\nTry: profile(pipe, folder, active=3)."
+            )
     schedule = torch.profiler.schedule(**steps)
     return LoopProfiler(pipe, Path(folder), schedule, lambda run: TensorBoardWriter(run, pipe, hardware))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipegraph.arguments import argument
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Package
 from pipegraph.planner.step_prediction import PlannedStep
@@ -67,23 +68,25 @@ def make_schedule(
     elif ranks is None or microbatches is None:
         if name.casefold() != SEARCH:
             find_recipe(name)  # an unknown name matters more than a missing size
-        missing = " and ".join(f"--{what}" for what, size in _sizes(ranks, microbatches).items() if size is None)
-        raise ScheduleError(f"{name} lacks {missing}: say how many, such as --ranks 4 --microbatches 8.")
+        missing = " and ".join(argument(what) for what, size in _sizes(ranks, microbatches).items() if size is None)
+        example = f"{argument('ranks', 4)} and {argument('microbatches', 8)}"
+        raise ScheduleError(f"{name} lacks {missing}: say how many, such as {example}.")
     elif name.casefold() == SEARCH:
         return _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort)
     else:
         made = build(name, ranks, microbatches, chunks)
     for what, size in _sizes(ranks, microbatches).items():
         if size not in (None, found := getattr(made, what)):
-            raise ScheduleError(f"{name} has {found} {what}, and --{what} {size} was given. Leave it out.")
+            raise ScheduleError(f"{name} has {found} {what}, and {argument(what, size)} was given. Leave it out.")
     if chunks is not None and made.stages != chunks * made.ranks:
         raise ScheduleError(
-            f"{name} has {made.stages} stages on {made.ranks} ranks, and --chunks {chunks} was given. Leave it out."
+            f"{name} has {made.stages} stages on {made.ranks} ranks, and {argument('chunks', chunks)} was "
+            "given. Leave it out."
         )
     if placement is not None and made.placement != _places(placement, made):
         raise ScheduleError(
             f"{made.name} places its stages on the ranks {made.placement}, which is no {placement}. "
-            f"Leave --placement out: it chooses where {SEARCH} places stages."
+            f"Leave {argument('placement')} out: it chooses where {SEARCH} places stages."
         )
     check(made, memory_limit)
     return made
@@ -106,7 +109,9 @@ def _search(
     if chunks is None:
         chunks = form.chunks if times is None else max(1, times.stages // ranks)
     elif chunks != form.chunks and not form.any_chunks:
-        raise ScheduleError(f"With the placement {placement} a rank holds {form.chunks} stages: leave --chunks out.")
+        raise ScheduleError(
+            f"With the placement {placement} a rank holds {form.chunks} stages: leave {argument('chunks')} out."
+        )
     if times is None:
         times = Times.equal(ranks * chunks)
     if times.stages != ranks * chunks:

@@ -145,7 +145,7 @@ def test_of_two_writers_at_once_the_last_one_stays(
     if overwrite:
         assert len(pipegraph.write_package(plan, tmp_path / "out", overwrite=True).manifest.stages) == 2
     else:
-        with pytest.raises(PackageError, match=r"out already holds a package.\nTry: --overwrite"):
+        with pytest.raises(PackageError, match=r"out already holds a package.\nTry: overwrite=True"):
             pipegraph.write_package(plan, tmp_path / "out")
     assert twice.written is not None
     assert len(Package.open(tmp_path / "out").manifest.stages) == (2 if overwrite else 4)
@@ -194,12 +194,14 @@ def test_an_empty_folder_may_be_there(plan: Plan, tmp_path: Path) -> None:
 
 def test_a_package_is_replaced_only_when_asked(plan: Plan, tmp_path: Path) -> None:
     package = pipegraph.write_package(plan, tmp_path / "out")
-    with pytest.raises(PackageError, match=r"out already holds a package.\nTry: --overwrite to replace it, or -o with"):
+    with pytest.raises(
+        PackageError, match=r"out already holds a package.\nTry: overwrite=True to replace it, or out with"
+    ):
         pipegraph.write_package(plan, tmp_path / "out")
     package.load_stage(0)  # leaves no __pycache__ behind that would count as a file of the user's
     (package.path / "stage_1.py").write_text("# mine\n")
     with pytest.raises(
-        PackageError, match=r"already holds a package whose stage_1.py was edited by hand.\nTry: --over"
+        PackageError, match=r"already holds a package whose stage_1.py was edited by hand.\nTry: overwrite=True"
     ):
         pipegraph.write_package(plan, tmp_path / "out")
     assert pipegraph.write_package(plan, tmp_path / "out", overwrite=True).edited() == ()
@@ -231,7 +233,7 @@ def test_other_files_in_a_package_are_never_touched(plan: Plan, tmp_path: Path) 
 
 def test_a_file_is_no_folder(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(PackageError, match=r"out is a file.\nTry: -o with another folder."):
+    with pytest.raises(PackageError, match=r"out is a file.\nTry: out with another folder."):
         pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
 
 

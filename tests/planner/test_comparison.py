@@ -82,7 +82,7 @@ def test_nothing_fits() -> None:
     with pytest.raises(MemoryShortage) as caught:
         compared(330 * 1024, microbatches=[6])
     assert "No plan that was compared fits into 330.0 KiB on each rank. The closest is" in str(caught.value)
-    assert "Try: --memory" in str(caught.value)
+    assert "Try: memory_bytes=" in str(caught.value)
     assert compared(caught.value.needed * 1.01, microbatches=[6]).choices
 
 

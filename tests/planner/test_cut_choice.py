@@ -78,7 +78,7 @@ def test_given_points_are_predicted_where_that_is_asked_for() -> None:
     assert given.value > best.value
     (cut,) = given.cuts
     assert cut.later is not None and (cut.later.point, cut.later.value < given.value) == ("4", True)
-    with pytest.raises(PlanError, match="--balance flops chooses points, and they were given"):
+    with pytest.raises(PlanError, match='balance="flops" chooses points, and they were given'):
         plan(points=["3"], balance="flops")
 
 
@@ -105,7 +105,7 @@ def test_of_equal_weights_the_most_even_are_taken() -> None:
 
 def test_what_equal_segments_lack() -> None:
     assert plan(stages=2, memory_bytes="80GiB").prediction == plan(stages=2, memory_bytes=80 * 2**30).prediction
-    with pytest.raises(MemoryShortage, match="or --balance time"):
+    with pytest.raises(MemoryShortage, match='or balance="time"'):
         plan(stages=2, balance="uniform", memory_bytes=420_000)
     with pytest.raises(PlanError, match=r"has 1 segment, which is too few for 2 stages"):
         pipegraph.plan(pipegraph.capture(nn.ReLU(), (torch.ones(2),)), stages=2, balance="uniform")

@@ -137,10 +137,10 @@ def test_a_point_is_read(text: str, point: Point) -> None:
         ("hea", 'Did you mean "head"?\nTry: head.'),
         ("layers.2.7", "Try: layers.2.1, or one of layers.2.0."),
         ("layers.3,layers.1", "Split point layers.1 lies before layers.3: points follow the order in which the model"),
-        ("layers.3,layers.1", "Try: --points layers.1,layers.3."),
+        ("layers.3,layers.1", 'Try: points=["layers.1", "layers.3"].'),
         ("layers.2,layers.2", "Split point layers.2 was given twice."),
         ("layers.1:end,layers.2", "Split point layers.2 is the same cut as layers.1:end"),
-        ("layers.1:end,layers.2,layers.3", "Try: --points layers.1:end,layers.3."),
+        ("layers.1:end,layers.2,layers.3", 'Try: points=["layers.1:end", "layers.3"].'),
         ("layers.0", "Split point layers.0 cuts nothing: the model's work begins there, so the first stage would be"),
         ("layers.0", "Try: a module that runs later, such as layers.1"),
         ("layers.0.0", "cuts nothing"),
@@ -174,12 +174,12 @@ def test_work_that_no_stage_needs_to_send_is_no_first_stage() -> None:
     [
         (
             {"points": ["layers.1"], "stages": 2},
-            r"Both split points and a number .*\nTry: --points or --stages, not both.",
+            r"Both split points and a number .*\nTry: points or stages, not both.",
         ),
-        ({}, r"No split point was given for Chain.\nTry: --points layers.2, or --stages 2."),
+        ({}, r'No split point was given for Chain.\nTry: points=\["layers.2"\], or stages=2.'),
         ({"points": []}, r"No split point was given"),
         ({"stages": 0}, r"stages is a whole number from 1 on, not 0.\nTry: stages=2."),
-        ({"stages": 6}, r"Chain can be cut into 5 segments, which is too few for 6 stages.\nTry: --stages 5 or fewer."),
+        ({"stages": 6}, r"Chain can be cut into 5 segments, which is too few for 6 stages.\nTry: stages=5 or fewer."),
         (
             {"stages": 6, "balance": "uniform"},
             r"Chain has 5 segments \(layers.0, layers.1, layers.2, layers.3, head\), which is too few for 6",

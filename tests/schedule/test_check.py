@@ -203,7 +203,7 @@ def test_huge_numbers_end_soon() -> None:
 
 @pytest.mark.parametrize("nonsense", [None, "1f1b", [[Action(0, Kind.F, 0)]]])
 def test_what_is_no_schedule(nonsense: object) -> None:
-    assert "check takes a Schedule" in refused(nonsense)  # type: ignore[arg-type]
+    assert "check() takes a Schedule" in refused(nonsense)  # type: ignore[arg-type]
 
 
 def test_a_limit_that_is_no_number() -> None:

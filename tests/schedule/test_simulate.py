@@ -155,7 +155,7 @@ def test_without_transfers_the_check_runs_a_schedule_as_simulate_does(schedule: 
 def test_arguments_that_do_not_fit() -> None:
     with pytest.raises(ScheduleError, match="gpipe has 2 stages, and the times are for 3"):
         simulate(build("gpipe", 2, 2), Times.equal(3))
-    with pytest.raises(ScheduleError, match="simulate takes a Schedule and its Times"):
+    with pytest.raises(ScheduleError, match=r"simulate\(\) takes the Times"):
         simulate(build("gpipe", 2, 2), 1.0)  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match=r"hop has no figure for the edge \(1, 2\)"):
         simulate(build("gpipe", 3, 2), Times.equal(3, hop={(0, 1): 1.0}))

@@ -17,6 +17,7 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import fx
 
+from pipegraph.arguments import argument
 from pipegraph.cost.stage_cost import count_flops, value_bytes
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import BRANCH, Captured
@@ -62,7 +63,7 @@ class Chain:
             segments = format_number_of("segment", len(self.segments))
             raise PlanError(
                 f"{self.captured.model_name} can be cut into {segments}, which is too few for {stages} stages.\n"
-                f"Try: --stages {len(self.segments)} or fewer."
+                f"Try: {argument('stages', len(self.segments))} or fewer."
             )
 
     def nodes(self, start: int, stop: int) -> tuple[fx.Node, ...]:

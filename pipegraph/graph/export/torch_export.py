@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from pipegraph.arguments import argument
 from pipegraph.errors import CaptureError, current_user_line, user_line
 from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import plain_containers
@@ -199,8 +200,8 @@ def _lost_backward(model: nn.Module, error: LostBackwardError) -> str:
     at = f"\n  at {where}" if where else ""
     return (
         f"{type(model).__name__} cannot be captured: {error}, and torch.export drops it.{at}\n"
-        "Try: torch.library.custom_op with register_autograd, which keeps the backward, or --allow-derivative "
-        "(allow_derivative=True), which takes the derivative of the forward."
+        "Try: torch.library.custom_op with register_autograd, which keeps the backward, or "
+        f"{argument('allow_derivative', True)}, which takes the derivative of the forward."
     )
 
 

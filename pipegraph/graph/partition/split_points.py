@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from torch import fx
 
+from pipegraph.arguments import argument
 from pipegraph.errors import PlanError, closest
 from pipegraph.graph.captured import Captured, split_point
 from pipegraph.graph.nodes import path_of
@@ -58,8 +59,8 @@ def locate(captured: Captured, points: Sequence[Point]) -> list[int]:
         else:
             problem = f"lies before {earlier}: points follow the order in which the model runs."
         first_of = dict(reversed(list(zip(starts, points, strict=True))))
-        ordered = ",".join(str(first_of[each]) for each in sorted(first_of))
-        raise PlanError(f"Split point {point} {problem}\nTry: --points {ordered}.")
+        ordered = [str(first_of[each]) for each in sorted(first_of)]
+        raise PlanError(f"Split point {point} {problem}\nTry: {argument('points', ordered)}.")
     return starts
 
 
@@ -81,7 +82,7 @@ def points_of_pipe_splits(captured: Captured) -> tuple[Point, ...]:
         if found is None:
             raise PlanError(
                 f"pipe_split() neither stands before a module that is called there for the first time nor after one.\n"
-                f"  at {line}\nTry: move it between two modules, or --points."
+                f"  at {line}\nTry: move it between two modules, or give {argument('points')}."
             )
         points.append(found)
     return tuple(points)

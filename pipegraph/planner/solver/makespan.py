@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipegraph.arguments import require_type
 from pipegraph.cost.hardware import Link
 from pipegraph.errors import PlanError
 from pipegraph.planner.solver.action_graph import ActionGraph
@@ -197,7 +198,12 @@ def _link_figures(link: Links | None, rank: int, other: int) -> tuple[float, flo
     if link is None or rank == other:
         return 0.0, 0.0
     figures = link(rank, other) if callable(link) else link
-    latency, bandwidth = (figures.latency, figures.bandwidth) if isinstance(figures, Link) else figures
+    pair = (figures.latency, figures.bandwidth) if isinstance(figures, Link) else figures
+    what = "link is a latency and a bandwidth, or a function of two ranks that returns them"
+    require_type(pair, Sequence, what, "link=(1e-5, 25e9)", PlanError)
+    if len(pair) != 2:
+        raise PlanError(f"{what}, not {len(pair)} figures.\nTry: link=(1e-5, 25e9).")
+    latency, bandwidth = pair
     if not (0 <= latency < math.inf and bandwidth > 0):
         raise PlanError(
             f"The link between ranks {rank} and {other} has a latency of {latency!r} and a bandwidth of {bandwidth!r}. "

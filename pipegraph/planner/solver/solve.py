@@ -113,7 +113,7 @@ def solve(
         ScheduleError: an unknown schedule, one that cannot have these numbers, or one that is wrong.
     """
     check_costs(costs, stages, names)
-    check_numbers(state_factor, receives_ahead, alternatives, effort)
+    check_numbers(state_factor, effort, receives_ahead, alternatives)
     if objective not in OBJECTIVES:
         raise PlanError(
             f'There is no objective "{objective}".{nearest(str(objective), OBJECTIVES)} '

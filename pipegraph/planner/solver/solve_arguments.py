@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from types import NoneType
 
+from pipegraph.arguments import argument, require_type
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import ArgumentError, PlanError, nearest
 from pipegraph.schedule import PLACEMENTS, Schedule, check
@@ -20,6 +22,9 @@ def _is_figure(value: object) -> bool:
 
 def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] | None) -> None:
     """Raise PlanError for impossible costs, naming the segment, and for more stages than segments."""
+    of_segments = "pipegraph.cost.price.price gives those of a captured model"
+    require_type(costs, Sequence, "solve() takes a SegmentCost for each segment", of_segments, PlanError)
+    require_type(names, (Sequence, NoneType), "names has a name for each segment", error=PlanError)
     if type(stages) is not int or stages < 1:
         raise PlanError(f"A chain of segments cannot be cut into {stages!r} stages.\nTry: a whole number from 1 on.")
     if names is not None and len(names) != len(costs):
@@ -44,7 +49,7 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
         )
 
 
-def check_numbers(state_factor: float, receives_ahead: int, alternatives: int, effort: float) -> None:
+def check_numbers(state_factor: float, effort: float, receives_ahead: int = 0, alternatives: int = 0) -> None:
     """Raise PlanError for impossible numbers."""
     for what, figure in (("state_factor", state_factor), ("effort", effort)):
         if not _is_figure(figure):
@@ -116,7 +121,8 @@ def resolve_schedule(
             other = f", or {format_number_of('stage', ranks * resolved.stages // resolved.ranks)}"
         raise PlanError(
             f"{resolved.name} has {format_number_of('stage', stages)} on "
-            f"{format_number_of('rank', resolved.ranks)}, not on {ranks}.\nTry: ranks={resolved.ranks}{other}."
+            f"{format_number_of('rank', resolved.ranks)}, not on {ranks}.\n"
+            f"Try: {argument('ranks', resolved.ranks)}{other}."
         )
     if placement is not None:
         _check_placement(resolved, placement)

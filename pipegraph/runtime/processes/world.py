@@ -20,6 +20,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from pipegraph.arguments import require_type
 from pipegraph.errors import PipegraphError, ScheduleError
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.faults import FaultGuard
@@ -196,6 +197,9 @@ def join_world(
     of a launcher such as torchrun. `timeout` is how many seconds a rank waits for another one, here as well.
     """
     check_timeout(timeout)
+    require_type(device, (str, torch.device), "device is a name or a torch.device", 'device="cpu"')
+    if group is not None:
+        require_type(group, dist.ProcessGroup, "group is a process group", "torch.distributed.new_group([0, 1])")
     exit_with_parent()
     if not dist.is_initialized():
         if group is None and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():

@@ -32,7 +32,7 @@ from pipegraph.schedule.order_search.starting_orders import (
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.stages import PLACEMENTS
-from pipegraph.schedule.times import Times
+from pipegraph.schedule.times import Times, require_times
 from pipegraph.units import format_number_of
 
 _ACTIONS, _RUNS = 20_000_000, 40_000
@@ -135,8 +135,7 @@ def search(
 
 def _placement(times: Times, ranks: int, microbatches: int, placement: str) -> tuple[int, ...]:
     """Return the rank of each stage. Raises ScheduleError if the arguments of a search do not fit together."""
-    if not isinstance(times, Times):
-        raise ScheduleError("search takes Times: Times.equal(stages) has unit times.")
+    require_times("search", times)
     placement = placement.casefold() if isinstance(placement, str) else placement
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
         if type(number) is not int or number < 1:

@@ -1,0 +1,86 @@
+"""Arguments in messages, as the one who asked writes them, and the check of their types at the door.
+
+Who calls a function of pipegraph reads ``stages=2``; who typed a command reads ``--stages 2``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from pipegraph.errors import ArgumentError, PipegraphError
+
+_OPTIONS: Final = {"memory_bytes": "--memory", "out": "-o"}
+"""The options that are not called as the argument of Python is."""
+
+_NO_VALUE: Final = object()
+_asked_by_command = False
+
+
+@contextmanager
+def asked_by_command() -> Iterator[None]:
+    """Name arguments as options of the command line meanwhile, in this process."""
+    global _asked_by_command
+    before, _asked_by_command = _asked_by_command, True
+    try:
+        yield
+    finally:
+        _asked_by_command = before
+
+
+def for_asker(python: str, command: str) -> str:
+    """Return the text for who called a function, or the one for who typed a command."""
+    return command if _asked_by_command else python
+
+
+def argument(name: str, value: Any = _NO_VALUE, option: str | None = None) -> str:
+    """Return an argument, with a value or alone: ``points=["layers.4"]``, or ``--points layers.4`` for a command.
+
+    True and False make a flag: ``--overwrite``, ``--no-weights``. ``option`` is how the command calls it, if not as
+    Python does.
+
+    >>> argument("stages", 2), argument("balance", "time"), argument("points", ["layers.4"]), argument("ranks")
+    ('stages=2', 'balance="time"', 'points=["layers.4"]', 'ranks')
+    """
+    option = option or _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+    if value is _NO_VALUE:
+        return for_asker(name, option)
+    if isinstance(value, bool):
+        return for_asker(f"{name}={value}", option if value else f"--no-{option.removeprefix('--')}")
+    is_list = isinstance(value, Collection) and not isinstance(value, str)
+    plain = ",".join(map(str, value)) if is_list else str(value)
+    return for_asker(f"{name}={_literal(list(value) if is_list else value)}", f"{option} {plain}")
+
+
+def _literal(value: Any) -> str:
+    """Return a value as Python source, with the quotes that the documentation has."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def require_type(
+    value: object, kinds: Any, what: str, advice: str = "", error: type[PipegraphError] = ArgumentError
+) -> None:
+    """Raise an error that says ``what`` a function takes, and what this is, unless it is of one of the ``kinds``.
+
+    ``what`` is a clause, such as ``plan() takes what pipegraph.capture returns``. No bool is taken for a number.
+    """
+    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+    if isinstance(value, allowed) and (not isinstance(value, bool) or bool in allowed or object in allowed):
+        return
+    advice = f"\nTry: {advice}." if advice else ""
+    raise error(f"{what}; this is {_described(value)}.{advice}")
+
+
+def _described(value: object) -> str:
+    """Return ``a UNet`` for an object, ``the class UNet`` for a class, and a number, a text or None itself."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}…"
+    name = type(value).__name__
+    return f"a{'n' if name[0] in 'aeioAEIO' else ''} {name}"
