@@ -9,6 +9,7 @@ from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Kind, Schedule
 from pipegraph.schedule.build import schedule_for_stages
+from pipegraph.schedule.lower import without_transfers
 from pipegraph.schedule.recipes import find_recipe
 
 
@@ -22,7 +23,8 @@ def resolve_schedule(
     """The schedule for a package's stages.
 
     Args:
-        schedule: a name, the path of a CSV file, or a ready schedule.
+        schedule: a name, the path of a CSV file, or a ready schedule. Its transfers are taken out: those that the
+            package needs are inserted later.
         microbatches: 1 by default, or those of a ready schedule.
         processes: how many run it, one per rank; None for one process with as many virtual ranks as it likes.
         ranks: for a name that allows any number of stages on a rank, if there are no processes to go by.
@@ -33,7 +35,9 @@ def resolve_schedule(
     kinds = (str, PathLike, Schedule)
     require_type(schedule, kinds, "schedule is a name, a Schedule or a CSV file", 'schedule="1f1b"', ScheduleError)
     if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.endswith(".csv")):
-        schedule = schedules.read_csv(schedule)
+        schedule = schedules.read_csv(schedule, transfers=False)
+    if isinstance(schedule, Schedule) and schedule.lowered:
+        schedule = without_transfers(schedule)
     resolved = schedule_for_stages(schedule, stages, 1 if microbatches is None else microbatches, processes or ranks)
     if microbatches not in (None, resolved.microbatches):
         raise ScheduleError(

@@ -7,11 +7,11 @@ build ──▶ Schedule ──▶ lower ──▶ Schedule with transfers ─�
 
 from __future__ import annotations
 
-from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.action import Action, Collective, CollectiveKind, Kind
 from pipegraph.schedule.build import build
 from pipegraph.schedule.check import check
 from pipegraph.schedule.lifetimes import Lifetime, What, lifetimes, peak_activations, receive_buffers
-from pipegraph.schedule.lower import lower
+from pipegraph.schedule.lower import lower, without_transfers
 from pipegraph.schedule.lower_bound import lower_bound
 from pipegraph.schedule.order_search.search_orders import SearchedSchedule, search
 from pipegraph.schedule.recipes import names
@@ -24,6 +24,8 @@ from pipegraph.schedule.times import Times
 __all__ = [
     "PLACEMENTS",
     "Action",
+    "Collective",
+    "CollectiveKind",
     "Event",
     "Kind",
     "Lifetime",
@@ -47,4 +49,5 @@ __all__ = [
     "search",
     "simulate",
     "to_csv",
+    "without_transfers",
 ]

@@ -115,6 +115,40 @@ class Action:
         return action
 
 
+class CollectiveKind(StrEnum):
+    """What a collective does for the parameters of a stage. The values are torch's."""
+
+    UNSHARD = "UNSHARD"  # gather the shards of its parameters
+    RESHARD = "RESHARD"  # keep this rank's shard alone
+    REDUCE_GRAD = "REDUCE_GRAD"  # sum its gradients over the ranks that hold it
+
+
+_COLLECTIVE = re.compile(rf"{_NUMBER}({'|'.join(CollectiveKind)})")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective among the actions of a rank, printed as torch prints it: ``0UNSHARD``.
+
+    ``before`` is the action of its rank that it comes right before; None if it comes after all of them.
+    """
+
+    stage: int
+    kind: CollectiveKind
+    before: Action | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}"
+
+    __repr__ = __str__
+
+    @classmethod
+    def parse(cls, text: str) -> Collective | None:
+        """Read what ``str`` writes, as one that comes after all actions; None if the text is no collective."""
+        match = _COLLECTIVE.fullmatch(text.strip())
+        return None if match is None else cls(int(match[1]), CollectiveKind(match[2]))
+
+
 def unit_text(unit: Sequence[Action]) -> str:
     """Return one action, or an overlapped pair of two, as torch writes it."""
     return f"({unit[0]};{unit[1]})OVERLAP_F_B" if len(unit) == 2 else str(unit[0])

@@ -45,7 +45,7 @@ def lower(
     for each in (edges, gradient_edges):
         require_type(each, (Iterable, NoneType), "Edges are pairs of stages", "edges=[(0, 1)]", ScheduleError)
     if schedule.lowered:
-        raise ScheduleError(f"{schedule.name} has transfers already. Lower the schedule that has none.")
+        raise ScheduleError(f"{schedule.name} has transfers already. without_transfers takes them out.")
     if edges is not None or gradient_edges is not None:
         schedule = schedule.changed(
             edges=schedule.dependencies.edges if edges is None else tuple(edges),
@@ -67,6 +67,12 @@ def lower(
     bounds = [0, *np.cumsum(np.bincount(rank)).tolist()]
     rows = (tuple(ordered[first:last]) for first, last in itertools.pairwise(bounds))
     return schedule.changed(actions=tuple(rows))
+
+
+def without_transfers(schedule: Schedule) -> Schedule:
+    """Return the schedule without SEND and RECV, and without edges, which were theirs: what `lower` takes."""
+    rows = tuple(tuple(action for action in row if action.peer is None) for row in schedule.actions)
+    return schedule.changed(actions=rows, edges=None, gradient_edges=None)
 
 
 class _Sends(NamedTuple):

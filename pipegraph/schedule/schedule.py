@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule.action import BACKWARD, Action, Kind
+from pipegraph.schedule.action import BACKWARD, Action, Collective, Kind
 from pipegraph.schedule.action_arrays import ActionArrays
 from pipegraph.schedule.replay import grid, slots
 from pipegraph.schedule.stages import Dependencies, Edge, chain
@@ -35,6 +35,8 @@ class Schedule:
     """(producer stage, consumer stage) pairs that carry values; None: the chain, and the edges of the transfers"""
     gradient_edges: tuple[Edge, ...] | None = None
     """the edges over which a gradient returns; None: all"""
+    collectives: tuple[Collective, ...] = ()
+    """what a text of torch's has for sharded stages, in the order of each rank; nothing executes them"""
 
     def __post_init__(self) -> None:
         if type(self.microbatches) is not int or self.microbatches < 1:
@@ -61,6 +63,8 @@ class Schedule:
                 )
         elif self.gradient_edges is not None:
             raise ScheduleError("gradient_edges are some of the edges: give edges too.")
+        if self.collectives:
+            self._set("collectives", _collectives(self.collectives, self.placement, self.actions))
 
     def __hash__(self) -> int:
         return hash((self.name, self.placement, self.microbatches))  # not the many actions
@@ -104,9 +108,26 @@ class Schedule:
         return ActionArrays(self.actions, self.dependencies, self.overlapped)
 
     def changed(self, **changes: Any) -> Schedule:
-        """Return a plain Schedule with some fields changed. What a subclass adds does not hold for other actions."""
+        """Return a plain Schedule with some fields changed. What a subclass adds does not hold for other actions.
+
+        A collective whose action is gone comes before the next one of its rank that is left.
+        """
         own = {field.name: getattr(self, field.name) for field in fields(Schedule)}
+        if self.collectives and "actions" in changes:
+            changes = {"collectives": self._moved_collectives(changes["actions"]), **changes}
         return Schedule(**own | changes)
+
+    def _moved_collectives(self, rows: Sequence[Sequence[Action]]) -> tuple[Collective, ...]:
+        following: dict[Action, Action | None] = {}
+        for before, after in zip(self.actions, rows, strict=False):
+            left, next_left = {*after}, None
+            for action in reversed(before):
+                next_left = action if action in left else next_left
+                following[action] = next_left
+        return tuple(
+            each if each.before is None else replace(each, before=following.get(each.before))
+            for each in self.collectives
+        )
 
     def units(self, rank: int) -> Iterator[tuple[Action, ...]]:
         """Yield what a rank does one after the other: an action, or two adjacent ones that are an overlapped pair."""
@@ -149,6 +170,21 @@ def _pair(pair: object) -> tuple[Action, Action]:
         case (Action(kind=Kind.F) as forward, Action(kind=Kind.B) as backward):
             return (forward, backward)
     raise ScheduleError(f"An overlapped pair is an F and a B, not {pair!r}.")
+
+
+def _collectives(
+    collectives: Iterable[object], placement: Sequence[int], rows: Sequence[Sequence[Action]]
+) -> tuple[Collective, ...]:
+    """Return the collectives. Raises ScheduleError if one is not before an action of its stage's rank."""
+    made, held = [], [{*row} for row in rows]
+    for each in _tuple("collectives", collectives):
+        if not isinstance(each, Collective) or not 0 <= each.stage < len(placement):
+            raise ScheduleError(f"A collective is of one of the stages 0 to {len(placement) - 1}, not {each!r}.")
+        if each.before is not None and each.before not in held[placement[each.stage]]:
+            rank = placement[each.stage]
+            raise ScheduleError(f"{each} cannot be before {each.before}, which rank {rank}, its own, does not have.")
+        made.append(each)
+    return tuple(made)
 
 
 def _edges(edges: Iterable[object], stages: int) -> tuple[Edge, ...]:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
 from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule.action import Action, Kind, unit_text
+from pipegraph.schedule.action import Action, Collective, Kind, unit_text
 from pipegraph.schedule.check import check
 from pipegraph.schedule.schedule import Schedule, require_schedule
 from pipegraph.schedule.times import Times
 
 # torch writes two actions that run at the same time as (0F7;7B3)OVERLAP_F_B.
 _OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
-# Left out: what torch adds for sharded parameters and data parallelism, and (from 2.15) to release a sent buffer.
-_IGNORED = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]*)")
+# Left out: the waits that torch adds, from 2.15 on, for a sent buffer and for reduced gradients.
+_IGNORED = re.compile(r"[0-9]+WAIT_(REDUCE_GRAD|SEND_[FB][0-9]*)")
 
 
 Columns = tuple[tuple[int, ...], ...]
@@ -26,7 +28,7 @@ Columns = tuple[tuple[int, ...], ...]
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Write the orders of all ranks, with their transfers if they have any.
+    """Write the orders of all ranks, with their transfers and collectives if they have any.
 
     torch reads a schedule without transfers with ``_load_csv`` of _PipelineScheduleRuntime, and adds its own. With
     transfers it needs format="compute_comms", and then sums gradients over microbatches without dividing by their
@@ -36,40 +38,65 @@ def to_csv(schedule: Schedule) -> str:
     has no other form for it.
     """
     require_schedule("to_csv", schedule)
-    return "".join(f"{','.join(map(unit_text, schedule.units(rank)))}\n" for rank in range(schedule.ranks))
+    return "".join(f"{','.join(_cells(schedule, rank))}\n" for rank in range(schedule.ranks))
 
 
-def from_csv(text: str, name: str = "csv") -> Schedule:
+def _cells(schedule: Schedule, rank: int) -> Iterator[str]:
+    collectives: dict[Action | None, list[Collective]] = {}
+    for each in schedule.collectives:
+        if schedule.placement[each.stage] == rank:
+            collectives.setdefault(each.before, []).append(each)
+    for unit in schedule.units(rank):
+        yield from (str(each) for action in unit for each in collectives.get(action, ()))
+        yield unit_text(unit)
+    yield from map(str, collectives.get(None, ()))
+
+
+def from_csv(text: str, name: str = "csv", transfers: bool = True) -> Schedule:
     """Read what `to_csv` or torch writes, with or without transfers. Empty cells are skipped.
 
-    A stage is placed on the rank whose line has its actions. Microbatches count from 0 to the largest in the text.
-    Raises a ScheduleError that names line and action. `check` decides whether the schedule can run.
+    Transfers are read as they are, or left out if ``transfers`` is false: `lower` then inserts them anew. UNSHARD,
+    RESHARD and REDUCE_GRAD become `Schedule.collectives`. A stage is placed on the rank whose line has its actions.
+    Microbatches count from 0 to the largest in the text. Raises a ScheduleError that names line and action. `check`
+    decides whether the schedule can run.
     """
     require_type(text, str, "from_csv() takes the text of a CSV file", "read_csv(path)", ScheduleError)
-    schedule, _ = _parse_csv(text, name, name)
+    schedule, _ = _parse_csv(text, name, name, transfers)
     return schedule
 
 
-def _parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
+def _parse_csv(text: str, name: str, source: str, transfers: bool) -> tuple[Schedule, Columns]:
     """Read a schedule and the cells of its actions. Line n is that of rank n − 1. Errors name the text ``source``."""
     orders: list[list[Action]] = []
     columns: list[list[int]] = []
     overlapped: set[tuple[Action, Action]] = set()
+    collectives: list[Collective] = []
     placement: dict[int, int] = {}
     for rank, row in enumerate(_lines(text, source)):
         order: list[Action] = []
+        waiting: list[Collective] = []
         columns.append([])
         for column, cell in enumerate(row, 1):
             try:
+                if (collective := Collective.parse(cell)) is not None:
+                    _place(collective, rank, placement)
+                    waiting.append(collective)
+                    continue
                 actions = _parse_cell(cell)
                 for action in actions:
                     _place(action, rank, placement)
             except ScheduleError as error:
                 raise ScheduleError(f"{source}, line {rank + 1}, action {column}: {error}") from None
+            if not transfers:
+                actions = [action for action in actions if action.peer is None]
+            if actions:
+                collectives += [replace(each, before=actions[0]) for each in waiting]
+                waiting.clear()
             if len(actions) == 2:
                 overlapped.add((actions[0], actions[1]))
             order += actions
             columns[rank] += [column] * len(actions)
+        collectives += waiting
         if not order:
             raise ScheduleError(
                 f"{source}, line {rank + 1}: there is no action here. Every rank has a line with actions."
@@ -85,11 +112,12 @@ def _parse_csv(text: str, name: str, source: str) -> tuple[Schedule, Columns]:
             )
     microbatches = 1 + max(action.microbatch for order in orders for action in order)
     ranks_of_stages = tuple(placement[stage] for stage in range(len(placement)))
-    schedule = Schedule(name, ranks_of_stages, microbatches, tuple(map(tuple, orders)), frozenset(overlapped))
+    rows, pairs = tuple(map(tuple, orders)), frozenset(overlapped)
+    schedule = Schedule(name, ranks_of_stages, microbatches, rows, pairs, collectives=tuple(collectives))
     return schedule, tuple(map(tuple, columns))
 
 
-def _place(action: Action, rank: int, placement: dict[int, int]) -> None:
+def _place(action: Action | Collective, rank: int, placement: dict[int, int]) -> None:
     if (other := placement.setdefault(action.stage, rank)) != rank:
         raise ScheduleError(
             f"{action} is of stage {action.stage}, which line {other + 1} holds. "
@@ -121,14 +149,14 @@ def _parse_cell(text: str) -> list[Action]:
     return [Action.parse(text)]
 
 
-def read_csv(path: str | PathLike[str]) -> Schedule:
+def read_csv(path: str | PathLike[str], transfers: bool = True) -> Schedule:
     """Read a schedule from a file, as `from_csv` does, and `check` it. Its name is the file's, without the ending.
 
     Raises a ScheduleError that names the file, and line and action in it.
     """
     require_type(path, (str, PathLike), "read_csv() takes the path of a file", "from_csv(text)", ScheduleError)
     path = Path(path)
-    schedule, columns = _parse_csv(_read_text("schedule", path), path.stem, path.name)
+    schedule, columns = _parse_csv(_read_text("schedule", path), path.stem, path.name, transfers)
     try:
         check(schedule)
     except ScheduleError as error:

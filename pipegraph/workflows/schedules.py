@@ -43,7 +43,7 @@ def choose_schedule(
 
 def named_schedule(name: str) -> str | Schedule:
     """Read a schedule's CSV file, or check a schedule's name and return it. Raises ScheduleError."""
-    return read_csv(name) if name.endswith(".csv") else find_recipe(name).name
+    return read_csv(name, transfers=False) if name.endswith(".csv") else find_recipe(name).name
 
 
 def make_schedule(

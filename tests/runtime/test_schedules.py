@@ -8,11 +8,12 @@ import pytest
 
 from pipegraph.errors import ScheduleError
 from pipegraph.runtime.schedule_choice import resolve_schedule
-from pipegraph.schedule import build, check, lower, names, to_csv
+from pipegraph.schedule import build, check, from_csv, lower, names, to_csv
 from pipegraph.schedule.recipes import trains
 from tests.runtime import rank_functions, ranks
-from tests.runtime.packages import write
+from tests.runtime.packages import loss, write
 from tests.runtime.parity import assert_parity
+from tests.runtime.pipelines import pipeline
 from tests.runtime.sketches import chain, skips, tied
 from tests.torch_version import TORCH
 
@@ -31,6 +32,16 @@ def test_parity_with_the_unsplit_model(name: str, tmp_path: Path) -> None:
 def test_parity_with_three_stages_on_a_rank(name: str, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(to_csv(build(name, 2, 4, chunks=3)))
     assert_parity(write(chain(6), tmp_path / "chain"), str(tmp_path / "mine.csv"), microbatches=4)
+
+
+def test_a_file_with_transfers_and_collectives_runs(tmp_path: Path) -> None:
+    first, second = to_csv(lower(build("zb-v", 2, 4))).splitlines()
+    text = f"0UNSHARD,{first},0RESHARD,0REDUCE_GRAD\n1UNSHARD,{second},1REDUCE_GRAD\n"
+    (tmp_path / "mine.csv").write_text(text)
+    folder = write(skips(), tmp_path / "skips")
+    assert_parity(folder, str(tmp_path / "mine.csv"), microbatches=4)
+    pipe = pipeline(folder, schedule=from_csv(text), loss_fn=loss)
+    assert (pipe.schedule.lowered, len(pipe.schedule.collectives)) == (False, 5)
 
 
 def test_parity_over_real_processes(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The CSV form, against torch's writer and reader."""
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule import Action, Schedule, build, check, from_csv, lower, names, read_csv, to_csv
+from pipegraph.schedule import (
+    Action,
+    Collective,
+    CollectiveKind,
+    Schedule,
+    build,
+    check,
+    from_csv,
+    lower,
+    names,
+    read_csv,
+    to_csv,
+    without_transfers,
+)
 from pipegraph.schedule.recipes import trains
 from tests.schedule.strategies import schedules
 from tests.torch_version import TORCH
@@ -65,7 +79,7 @@ def test_placement_and_microbatches_are_read_off_the_lines() -> None:
 )
 def test_what_torch_writes_is_ours(torch_name: str, name: str, tmp_path: Path) -> None:
     schedule = from_csv(torch_text(tmp_path, torch_name, 4, 8), name)
-    assert schedule == build(name, 4, 8)
+    assert schedule.changed(collectives=()) == build(name, 4, 8)
     if name != "gpipe":  # torch lowers only what has several stages on a rank
         lowered = from_csv(torch_text(tmp_path, torch_name, 4, 8, with_comms=True), name)
         check(lowered)
@@ -219,7 +233,85 @@ def test_a_field_too_large_for_csv_is_a_schedule_error() -> None:
         from_csv("0" * 200_000)
 
 
-def test_what_torch_writes_for_others_is_left_out() -> None:
-    first = "0UNSHARD,0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD"
-    second = "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0"
-    assert to_csv(from_csv(f"{first}\n{second}\n")) == "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
+LINES = [
+    "0UNSHARD,0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD",
+    "1RECV_F0,1UNSHARD,1F0,1B0,1REDUCE_GRAD,1SEND_B0,1WAIT_SEND_B0",
+]
+
+
+def test_what_torch_writes_for_sharded_stages_is_kept_and_its_waits_are_not() -> None:
+    schedule = from_csv("\n".join(LINES))
+    assert to_csv(schedule) == (
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD\n1RECV_F0,1UNSHARD,1F0,1B0,1REDUCE_GRAD,1SEND_B0\n"
+    )
+    assert from_csv(to_csv(schedule)) == schedule
+    check(schedule)
+    forward = Action.parse("0F0")
+    assert schedule.collectives[0] == Collective(0, CollectiveKind.UNSHARD, before=forward)
+
+
+def test_collectives_stay_where_they_are_when_other_actions_go_and_come() -> None:
+    text = "0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n1UNSHARD,1F0,1B0,1REDUCE_GRAD\n"
+    compute = from_csv("\n".join(LINES), transfers=False)
+    assert to_csv(compute) == to_csv(without_transfers(from_csv("\n".join(LINES)))) == text
+    assert to_csv(lower(compute)) == (
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD\n1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
+    )
+    pair = "0F0,0F1,0B0,0B1\n1F0,1RESHARD,(1F1;1B0)OVERLAP_F_B,1B1\n"
+    assert to_csv(from_csv(pair)) == pair
+
+
+def test_a_collective_that_fits_nowhere() -> None:
+    with pytest.raises(ScheduleError, match="csv, line 2, action 1: 0UNSHARD is of stage 0, which line 1 holds"):
+        from_csv("0F0\n0UNSHARD,1F0\n")
+    schedule = build("1f1b", 2, 1)
+    with pytest.raises(ScheduleError, match="0RESHARD cannot be before 1F0, which rank 0, its own, does not have"):
+        schedule.changed(collectives=(Collective(0, CollectiveKind.RESHARD, Action.parse("1F0")),))
+    with pytest.raises(ScheduleError, match="A collective is of one of the stages 0 to 1, not 2RESHARD"):
+        schedule.changed(collectives=(Collective(2, CollectiveKind.RESHARD),))
+
+
+def torch_lowered(name: str, folder: Path, deferred: bool = False) -> str:
+    """What torch's runtime dumps by default: with transfers, UNSHARD, RESHARD and REDUCE_GRAD."""
+    schedule = build(name, 4, 8)
+    (folder / "ours.csv").write_text(to_csv(schedule))
+    theirs = torch_runtime(schedule)
+    theirs._defer_pp_recv = deferred
+    theirs._load_csv(folder / "ours.csv")
+    theirs._dump_csv(folder / "default.csv")
+    return (folder / "default.csv").read_text()
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["as they are made", "deferred receives"])
+@pytest.mark.parametrize("name", [name for name in names() if trains(name)])
+def test_torchs_default_form_is_the_schedule_with_transfers_and_collectives(
+    name: str, deferred: bool, tmp_path: Path
+) -> None:
+    if deferred and not hasattr(torch_schedules(), "_defer_recv_ops"):
+        pytest.skip("this torch defers no receives")
+    schedule, text = build(name, 4, 8), torch_lowered(name, tmp_path, deferred)
+    assert "SEND_F" in text and "UNSHARD" in text
+    read = read_csv(tmp_path / "default.csv", transfers=False)
+    assert (read.actions, read.overlapped) == (schedule.actions, schedule.overlapped)
+    assert lower(read).actions == lower(schedule).actions
+    kept = [cell for line in text.splitlines() for cell in line.split(",") if not re.search("WAIT|SEND|RECV", cell)]
+    assert [cell for line in to_csv(read).splitlines() for cell in line.split(",")] == [cell for cell in kept if cell]
+    assert from_csv(to_csv(read), read.name) == read
+    whole = from_csv(text)
+    assert from_csv(to_csv(whole)) == whole
+
+
+def torch_schedules() -> Any:
+    from torch.distributed.pipelining import schedules
+
+    return schedules
+
+
+@pytest.mark.skipif(TORCH >= (2, 15), reason="torch wants a WAIT_SEND for each send")
+def test_torch_reads_the_collectives_that_we_write(tmp_path: Path) -> None:
+    read = from_csv(torch_lowered("zb-v", tmp_path))
+    (tmp_path / "ours.csv").write_text(to_csv(read))
+    theirs = torch_runtime(read)
+    theirs._load_csv(tmp_path / "ours.csv", format="compute_comms")
+    theirs._dump_csv(tmp_path / "theirs.csv", format="compute_comms")
+    assert from_csv((tmp_path / "theirs.csv").read_text()) == read

@@ -12,6 +12,7 @@ from pipegraph.cost import SegmentCost
 from pipegraph.errors import ArgumentError, PlanError, nearest
 from pipegraph.schedule import PLACEMENTS, Schedule, check
 from pipegraph.schedule.build import schedule_for_stages
+from pipegraph.schedule.lower import without_transfers
 from pipegraph.units import format_number_of, parse_bytes
 
 
@@ -111,8 +112,7 @@ def resolve_schedule(
         PlanError: the schedule has another placement, or another number of ranks.
     """
     if isinstance(schedule, Schedule):  # costs say what crosses boundaries, so transfers and edges are left out
-        actions = tuple(tuple(action for action in row if action.peer is None) for row in schedule.actions)
-        schedule = schedule.changed(actions=actions, edges=None, gradient_edges=None)
+        schedule = without_transfers(schedule)
         check(schedule)
     resolved = schedule_for_stages(schedule, stages, microbatches, ranks)
     if ranks not in (None, resolved.ranks):
