@@ -175,6 +175,13 @@ AllowDerivativeOption = Annotated[
         help="Differentiate the forward of an autograd.Function whose own backward is another one.",
     ),
 ]
+RelayOption = Annotated[
+    bool,
+    typer.Option(
+        "--relay-skips",
+        help="Hand a value for a later stage on through the stages in between, as torch's PipelineStage needs it.",
+    ),
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show the stages and write nothing.")]
 CheckOption = Annotated[
     bool, typer.Option("--check", help="Write nothing; print a diff, and exit with 1 if OUT would change.")

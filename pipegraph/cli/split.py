@@ -27,6 +27,7 @@ from pipegraph.cli.options import (
     PointsOption,
     RanksOption,
     RecomputeOption,
+    RelayOption,
     ScheduleOption,
     SequenceOption,
     StagesOption,
@@ -63,6 +64,7 @@ def split(
     batch: BatchOption = None,
     seq: SequenceOption = None,
     allow_derivative: AllowDerivativeOption = False,
+    relay_skips: RelayOption = False,
     dry_run: DryRunOption = False,
     check: CheckOption = False,
     overwrite: OverwriteOption = False,
@@ -97,6 +99,7 @@ def split(
         weights = not no_weights if checkpoint is None else checkpoint_folder(checkpoint)
         source = load(model, weights=weights is True and not (dry_run or check), batch=batch, seq=seq)
     planned = _planned(source, points, stages, file, memory, settings, allow_derivative, debug)
+    planned = planned.with_relays() if relay_skips else planned
     if check and folder is not None:
         raise typer.Exit(_check(planned, folder, bool(weights), source, json))
     _print(planned, folder, _write(planned, folder, weights, overwrite, source), json)

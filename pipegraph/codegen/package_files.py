@@ -72,27 +72,28 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     for index, stage in enumerate(stages):
         header = f"Stage {index} of {len(stages)} of {about}."
         files[f"stage_{index}.py"] = render_stage(stage, functions, shared, header, requires)
-    names = _unique(source_names, set(captured.constants))
+    names = _unique(plan.boundaries, source_names, set(captured.constants))
     return files, _manifest(plan, names, files, weights, tuple(requires), source)
 
 
 def _manifest(
     plan: Plan,
-    names: Mapping[fx.Node, str],
+    names: Mapping[Boundary, str],
     files: Mapping[str, str],
     weights: bool,
     requires: Sequence[str],
     source: ModelSource | None,
 ) -> Manifest:
     captured = plan.captured
-    by_label = {label_of(node): names[node] for node in (*captured.inputs, *captured.returned)}
+    by_label = {label_of(each.node): names[each] for each in plan.boundaries if each.producer < 0}
+    by_label |= {label_of(each.node): names[each] for each in plan.given(plan.stages[-1])}
 
     def unique_name(label: Any) -> Any:
         return by_label.get(label, label)
 
     sizes = _sizes(captured)
     shards = shard_plan(captured, plan.stages, weights)
-    values = {names[boundary.node]: _value(names[boundary.node], boundary, sizes) for boundary in plan.boundaries}
+    values = {names[boundary]: _value(names[boundary], boundary, sizes) for boundary in plan.boundaries}
     for name, constant in captured.constants.items():
         values[name] = Value(name, "", (), -1, (), constant=constant)
     untrained = untrained_parameters(captured)
@@ -114,8 +115,8 @@ def _manifest(
                 index=stage.index,
                 module=f"stage_{stage.index}",
                 class_name=f"Stage{stage.index}",
-                inputs=tuple(names[node] for node in stage.inputs),
-                outputs=tuple(names[node] for node in stage.outputs),
+                inputs=tuple(names[each] for each in plan.taken(stage)),
+                outputs=tuple(names[each] for each in plan.given(stage)),
                 parameters=tuple(fqn for fqn in stage.state if captured.state[fqn].kind == "parameter"),
                 buffers=tuple(
                     Buffer(fqn, captured.state[fqn].persistent)
@@ -206,11 +207,11 @@ def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:
     return names
 
 
-def _unique(wanted: Mapping[fx.Node, str], taken: set[str]) -> dict[fx.Node, str]:
+def _unique(crossing: Sequence[Boundary], wanted: Mapping[fx.Node, str], taken: set[str]) -> dict[Boundary, str]:
     """Make the names of values unique, as the manifest needs them: ``h``, ``h_1``."""
-    names: dict[fx.Node, str] = {}
-    for node, name in wanted.items():
-        names[node] = unused(name, taken | set(names.values()))
+    names: dict[Boundary, str] = {}
+    for boundary in crossing:
+        names[boundary] = unused(wanted[boundary.node], taken | set(names.values()))
     return names
 
 

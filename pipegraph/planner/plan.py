@@ -26,6 +26,7 @@ from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import graph_text, stages_text
 from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark, points_of_pipe_splits
 from pipegraph.graph.partition.stages import Boundary, StageGraph, boundaries, divide_into_stages
+from pipegraph.graph.partition.stages import relay_skips as relay
 from pipegraph.package import StageCost
 from pipegraph.package.prediction import Prediction, StagePrediction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, given_cuts, refine_cuts
@@ -65,6 +66,29 @@ class Plan:
         """Return a line per stage: ``stage 0: embed, layers.0 – layers.3``."""
         return [f"stage {stage.index}: {', '.join(stage_modules(self.captured, stage))}" for stage in self.stages]
 
+    def taken(self, stage: StageGraph) -> tuple[Boundary, ...]:
+        """Return the boundary of each input of a stage."""
+        found = {each.node: each for each in self.boundaries if stage.index in each.consumers}
+        return tuple(found[node] for node in stage.inputs)
+
+    def given(self, stage: StageGraph) -> tuple[Boundary, ...]:
+        """Return the boundary of each output of a stage. The last stage may return what it took, or others gave."""
+        found = {each.node: each for each in self.boundaries}
+        found |= {each.node: each for each in self.taken(stage)}
+        found |= {each.node: each for each in self.boundaries if each.producer == stage.index}
+        return tuple(found[node] for node in stage.outputs)
+
+    def with_relays(self) -> Plan:
+        """Return this plan with every value handed on from neighbour to neighbour, which no prediction counts."""
+        stages = relay(self.captured, self.stages)
+        made = _plan_of(self.captured, self.points, stages)
+        crossing = [(cost.input_bytes, cost.output_bytes) for cost in made.costs]
+        costs = tuple(
+            structs.replace(cost, input_bytes=taken, output_bytes=given)
+            for cost, (taken, given) in zip(self.costs, crossing, strict=True)
+        )
+        return replace(self, stages=stages, boundaries=made.boundaries, costs=costs)
+
     def predicted(self, prediction: Prediction) -> Plan:
         """Return this plan with a prediction."""
         stages = zip(self.costs, prediction.stages, strict=True)
@@ -89,6 +113,7 @@ def plan(
     effort: float = 1.0,
     setting: MeasureOptions | None = None,
     cache: Cache | None = None,
+    relay_skips: bool = False,
 ) -> Plan:
     """Cut a captured model.
 
@@ -115,6 +140,8 @@ def plan(
         state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
         effort: how long the search goes on; 1 is a few seconds.
         setting, cache: for ``measured``; see `pipegraph.cost.price.price`.
+        relay_skips: whether a value for a later stage than the next one is handed on by those in between, as torch's
+            ``PipelineStage`` needs it, in place of being sent straight there. What a step takes is predicted without.
 
     Raises:
         ArgumentError: an argument has a value that it cannot have for any model.
@@ -134,7 +161,8 @@ def plan(
     if stages is not None:
         check_number("stages", stages, 2)
         if balance != UNIFORM:
-            return _best_plan(captured, options, stages)
+            best = _best_plan(captured, options, stages)
+            return best.with_relays() if relay_skips else best
         split_points, starts = _equal_segments(captured, stages)
         balance = None
     elif points or (points is None and captured.pipe_splits):
@@ -154,7 +182,8 @@ def plan(
     options = options.on_ranks(options.schedule_of(len(starts) + 1).ranks)
     made = _cut(captured, split_points, starts)
     to_predict = balance, schedule, microbatches, memory_bytes, hardware, recompute
-    return made if all(each is None for each in to_predict) else _predicted(made, captured, options, starts)
+    made = made if all(each is None for each in to_predict) else _predicted(made, captured, options, starts)
+    return made.with_relays() if relay_skips else made
 
 
 def _check_types(
@@ -199,12 +228,15 @@ def plan_of(choice: CutChoice) -> Plan:
 
 def _cut(captured: Captured, points: Sequence[Point], starts: Sequence[int]) -> Plan:
     marked = mark(captured, points, starts)
-    divided = divide_into_stages(marked)
-    crossing = boundaries(marked, divided)
     dump("marked", lambda: graph_text(marked.graph.nodes, "with split points"))
+    return _plan_of(marked, points, divide_into_stages(marked))
+
+
+def _plan_of(marked: Captured, points: Sequence[Point], divided: tuple[StageGraph, ...]) -> Plan:
+    crossing = boundaries(marked, divided)
     dump("stages", lambda: stages_text(divided, crossing))
-    costs = tuple(_cost(marked, stage, crossing) for stage in divided)
-    return Plan(captured=marked, points=tuple(points), stages=divided, boundaries=crossing, costs=costs)
+    made = Plan(captured=marked, points=tuple(points), stages=divided, boundaries=crossing, costs=())
+    return replace(made, costs=tuple(_cost(made, stage) for stage in divided))
 
 
 def _predicted(made: Plan, captured: Captured, options: PlanOptions, starts: Sequence[int]) -> Plan:
@@ -277,13 +309,12 @@ def _suggestion(captured: Captured) -> str:
     return chain[len(chain) // 2].fqn or "layers.4"
 
 
-def _cost(captured: Captured, stage: StageGraph, crossing: Sequence[Boundary]) -> StageCost:
-    producer = {boundary.node: boundary for boundary in crossing}
+def _cost(made: Plan, stage: StageGraph) -> StageCost:
     return stage_cost(
         stage.nodes,
-        [captured.state[fqn] for fqn in stage.state],
-        received=[node for node in stage.inputs if producer[node].producer >= 0],
-        sent=[node for node in stage.outputs if set(producer[node].consumers) - {stage.index}],
+        [made.captured.state[fqn] for fqn in stage.state],
+        received=[each.node for each in made.taken(stage) if each.producer >= 0],
+        sent=[each.node for each in made.given(stage) if set(each.consumers) - {stage.index}],
     )
 
 

@@ -73,8 +73,17 @@ def _docstring(plan: Plan, stage: StageGraph, parameters: Sequence[str], results
     gives = ", ".join(f"{name} {value_text(node)}" for name, node in outputs)
     cost = plan.costs[stage.index]
     size = f"{format_count(cost.parameters or 0, 'parameters')}, {format_count(cost.flops or 0, 'FLOP')}"
-    fixed = _fixed_sizes(plan.captured, stage)
+    fixed = [*_handed_on(plan, stage, parameters), *_fixed_sizes(plan.captured, stage)]
     return "  ".join([f"{modules}.", f"{takes} → {gives}.", f"{size}.", *fixed, *_ties_to_other_stages(plan, stage)])
+
+
+def _handed_on(plan: Plan, stage: StageGraph, parameters: Sequence[str]) -> list[str]:
+    """``Hands skip on to the next stage.``, for the inputs that it returns as they are."""
+    if stage is plan.stages[-1]:
+        return []
+    arguments = zip(parameters, stage.inputs, strict=True)
+    names = [name for name, node in arguments if node in stage.outputs]
+    return [f"Hands {', '.join(names)} on to the next stage."] if names else []
 
 
 def _fixed_sizes(captured: Captured, stage: StageGraph) -> list[str]:

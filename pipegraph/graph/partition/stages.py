@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import torch
@@ -37,7 +37,10 @@ class StageGraph:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A tensor that crosses: its node, the stage that makes it (−1: the caller) and the stages that read it."""
+    """A tensor that crosses: its node, the stage that gives it (−1: the caller) and the stages that take it.
+
+    A relayed tensor has a boundary for each stage that gives it.
+    """
 
     node: fx.Node
     producer: int
@@ -46,7 +49,7 @@ class Boundary:
     @property
     def requires_grad(self) -> bool:
         """Whether a gradient comes back for it."""
-        return self.producer >= 0 and bool(self.node.meta["requires_grad"])
+        return self.producer >= 0 and self.node.op != "placeholder" and bool(self.node.meta["requires_grad"])
 
 
 def divide_into_stages(captured: Captured) -> tuple[StageGraph, ...]:
@@ -103,19 +106,39 @@ def _needed(run: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]
     return kept[::-1]
 
 
+def relay_skips(captured: Captured, stages: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
+    """Let every value go from neighbour to neighbour: the stages in between take it and return it as it is.
+
+    So a stage takes what the one before it returns, in the same order. The first stage takes the model's inputs.
+    """
+    position = {node: number for number, node in enumerate(captured.graph.nodes)}
+    relayed: list[StageGraph] = []
+    wanted: tuple[fx.Node, ...] = stages[-1].outputs
+    for stage in reversed(stages):
+        passed = {node for node in wanted if node.op != "get_attr"} - {*stage.nodes}
+        inputs = tuple(sorted({*stage.inputs, *passed}, key=position.__getitem__))
+        relayed.append(replace(stage, inputs=inputs, outputs=wanted))
+        wanted = inputs
+    return tuple(reversed(relayed))
+
+
 def boundaries(captured: Captured, stages: Sequence[StageGraph]) -> tuple[Boundary, ...]:
-    """All values that cross: the model's inputs, the values between stages, and the results of the last stage."""
-    made_in = {node: stage.index for stage in reversed(stages) for node in {*stage.outputs} & {*stage.nodes}}
+    """All values that cross: the model's inputs, the values between stages, and the results of the last stage.
+
+    A stage takes a value from the nearest one before it that returns it.
+    """
     last = stages[-1]
-    crossing = [*captured.inputs, *(node for stage in stages for node in stage.outputs)]
-    return tuple(
-        Boundary(
-            node=node,
-            producer=-1 if node.op == "placeholder" else made_in.get(node, last.index),
-            consumers=tuple(stage.index for stage in stages if node in stage.inputs),
-        )
-        for node in dict.fromkeys(crossing)
-    )
+    takers: dict[tuple[fx.Node, int], list[int]] = {(node, -1): [] for node in captured.inputs}
+    givers: dict[fx.Node, int] = dict.fromkeys(captured.inputs, -1)
+    for stage in stages:
+        for node in stage.inputs:
+            takers[node, givers[node]].append(stage.index)
+        is_given = {*stage.outputs} - ({*stage.inputs} | givers.keys() if stage is last else set())
+        for node in stage.outputs:
+            if node in is_given:
+                takers[node, stage.index] = []
+                givers[node] = stage.index
+    return tuple(Boundary(node, giver, tuple(consumers)) for (node, giver), consumers in takers.items())
 
 
 def _runs(captured: Captured) -> list[list[fx.Node]]:
