@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pipegraph.graph.partition.split_points import SplitPoint
     from pipegraph.planner.plan import plan
     from pipegraph.runtime.pipeline import Pipeline
+    from pipegraph.runtime.standalone_stages import StandaloneStages
     from pipegraph.workflows.profile import profile
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "ScheduleError",
     "SourceError",
     "SplitPoint",
+    "StandaloneStages",
     "__version__",
     "capture",
     "plan",
@@ -54,6 +56,7 @@ __all__ = [
 _DEFINED_IN = {
     "Pipeline": "pipegraph.runtime.pipeline",
     "SplitPoint": "pipegraph.graph.partition.split_points",
+    "StandaloneStages": "pipegraph.runtime.standalone_stages",
     "capture": "pipegraph.graph.capture",
     "plan": "pipegraph.planner.plan",
     "profile": "pipegraph.workflows.profile",

@@ -52,7 +52,7 @@ def load_stages(
         for index in track("loading weights of stages", indices):
             stages[index] = package.load_stage(index, str(device), source)
     for index, stage in stages.items():
-        missing, added = _differing_names(package, index, stage)
+        missing, added = differing_names(package, index, stage)
         if missing or added:
             raise PackageError(
                 f"stage {index} of {package.path} has other parameters than pipeline.json says: "
@@ -80,7 +80,7 @@ def parallelize_stages(
             )
         changed[index] = stage if returned is None else returned
         check_replication(index, changed[index])
-        missing, added = _differing_names(package, index, unwrapped(changed[index]))
+        missing, added = differing_names(package, index, unwrapped(changed[index]))
         if missing or added:
             raise PipegraphError(
                 f"parallelize_fn gave the parameters of stage {index} other names: missing {missing}, added {added}. "
@@ -238,7 +238,7 @@ def _converted(manifest: Manifest, before: Mapping[str, torch.dtype], after: Map
     return structs.replace(manifest, values=values)
 
 
-def _differing_names(package: Package, index: int, stage: nn.Module) -> tuple[list[str], list[str]]:
+def differing_names(package: Package, index: int, stage: nn.Module) -> tuple[list[str], list[str]]:
     """The parameters that pipeline.json has and the stage does not, and those that the stage has in addition."""
     expected = {*package.manifest.stages[index].parameters}
     names = {name for name, _ in parameters_of(stage, every_name=True)}
