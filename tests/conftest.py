@@ -8,9 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
+
+from tests.left_processes import left_processes, mark_processes
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("pipegraph", deadline=None)
@@ -24,6 +27,15 @@ os.environ.setdefault("PIPEGRAPH_VERIFY", "1")
 
 # A shell starts jobs in the background with SIGINT ignored, which every process that they start inherits.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+mark_processes()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    assert left_processes() == []
 
 
 def pytest_collection_finish() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +21,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.report import tensorboard
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import build
+from tests import tensorboard_server
 from tests.runtime import ranks
 from tests.runtime.packages import write
 from tests.runtime.sketches import chain
@@ -169,7 +167,7 @@ def priced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_real_tensorboard_shows_it(served: str, run: Path) -> None:
     def ask(what: str, data: Any = None) -> Any:
         body = None if data is None else json.dumps(data).encode()
-        request = urllib.request.Request(f"{served}/data/{what}", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{served}data/{what}", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=20) as answer:
             return json.loads(answer.read())
 
@@ -205,26 +203,11 @@ def test_a_real_tensorboard_shows_it(served: str, run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(run: Path) -> Iterator[str]:
+def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a TensorBoard on that folder."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(run.parent), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--reload_interval", "1", "--load_fast", "false"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/data/environment", timeout=5).close()
-                    break
-                except (urllib.error.URLError, ConnectionError):
-                    assert process.poll() is None and time.monotonic() < deadline, "TensorBoard does not start"
-                    time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
+    log = tmp_path_factory.mktemp("served") / "log"
+    with tensorboard_server.tensorboard(run.parent, log, "--reload_interval", "1", "--load_fast", "false") as address:
+        yield address
 
 
 def test_without_tensorboard_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -22,24 +16,14 @@ import pytest
 from tests.runtime import ranks
 from tests.runtime.packages import write
 from tests.runtime.sketches import chain
+from tests.tensorboard_server import PATIENCE, tensorboard
 from tests.tracing.loops import record
 
 pytest.importorskip("tensorboard", reason="pip install pipegraph[tensorboard]")
 pytest.importorskip("torch_tb_profiler", reason="pip install pipegraph[tensorboard]")
 
 Ask = Callable[..., Any]
-PATIENCE = 60.0
 WORKERS = ["rank_00", "rank_01"]
-
-
-def said(log: Path, pattern: str) -> str:
-    """What a process writes to its log that matches, once it has."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        if found := re.search(pattern, log.read_text()):
-            return found[0]
-        time.sleep(0.05)
-    raise AssertionError(f"TensorBoard did not say {pattern}: {log.read_text()}")
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +39,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ask(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """`ask("views", run=…)`: what the plugin answers, once it has loaded the run. Port 0 lets the system choose one."""
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(run.parent), "--host", "127.0.0.1"]
     log = tmp_path_factory.mktemp("tensorboard") / "log"
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [*command, "--port", "0"], stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
-        )
-    try:
-        address = said(log, r"http://127\.0\.0\.1:\d+/")
+    with tensorboard(run.parent, log) as address:
 
         def ask(route: str, **query: str) -> Any:
             with urlopen(
@@ -78,11 +56,6 @@ def ask(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
             time.sleep(0.2)
         yield ask
         assert "intersect" not in log.read_text()  # its word for spans of one thread that do not nest
-    finally:
-        process.terminate()
-        process.wait(PATIENCE)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what it has started and left
 
 
 def test_the_run_its_views_and_its_workers(ask: Ask, run: Path) -> None:
