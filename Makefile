@@ -37,8 +37,8 @@ demo: $(READY)  ## Split the example transformer in two, verify it, run it on tw
 test: $(READY)  ## Run the tests but the slow ones (JOBS=2 at a time, TORCH=2.15.0 with that torch)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
-test-all: $(READY)  ## Run all tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+test-all: $(READY)  ## Run all tests, the fuzzers with 10,000 inputs each
+	PIPEGRAPH_FUZZ=10000 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(READY)  ## Check style, types and the floors of imports
 	$(BIN)/ruff check

@@ -7,6 +7,7 @@ Prints how many were read and refused, and the slowest; exits with 1 if one rais
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import time
@@ -95,19 +96,27 @@ def kinds() -> dict[str, Kind]:
 
 
 def mutations(text: str, count: int, seed: int = 0) -> Iterator[bytes]:
-    """Files with one to three changes each, of their bytes or of their structure."""
+    """So many files that differ from a sound one; see `mutation`."""
     chance = random.Random(seed)
     for _ in range(count):
-        if chance.random() < 0.4:
-            data = text.encode()
-            for _ in range(chance.choice([1, 1, 1, 2, 3])):
-                data = _changed_bytes(data, chance)
-        else:
-            content = json.loads(text)
-            for _ in range(chance.choice([1, 1, 1, 2, 3])):
-                _change(content, chance)
-            data = json.dumps(content).encode()
-        yield data
+        yield mutation(text, chance)
+
+
+def mutation(text: str, chance: random.Random) -> bytes:
+    """A JSON file with one to three changes, of its bytes or of its structure."""
+    if chance.random() < 0.4:
+        return mutated_bytes(text.encode(), chance)
+    content = json.loads(text)
+    for _ in range(chance.choice([1, 1, 1, 2, 3])):
+        _change(content, chance)
+    return json.dumps(content).encode()
+
+
+def mutated_bytes(data: bytes, chance: random.Random) -> bytes:
+    """Bytes with one to three changes."""
+    for _ in range(chance.choice([1, 1, 1, 2, 3])):
+        data = _changed_bytes(data, chance)
+    return data
 
 
 def outcome(kind: Kind, data: bytes) -> Outcome:
@@ -152,7 +161,7 @@ def _change(content: Any, chance: random.Random) -> None:
     """Change one place of a structure."""
     places = list(_places(content))
     holder, key = chance.choice(places)
-    value = chance.choice(HOSTILE)
+    value = copy.deepcopy(chance.choice(HOSTILE))  # which later changes must not reach
     how = chance.randrange(5)
     if how == 4 and type(holder[key]) in (int, float):
         holder[key] += 1

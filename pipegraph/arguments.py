@@ -5,17 +5,23 @@ Who calls a function of pipegraph reads ``stages=2``; who typed a command reads 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, cast
 
-from pipegraph.errors import ArgumentError, PipegraphError
+from pipegraph.errors import ArgumentError, PipegraphError, one_line
 
 _OPTIONS: Final = {"memory_bytes": "--memory", "out": "-o"}
 """The options that are not called as the argument of Python is."""
 
 _NO_VALUE: Final = object()
+_CLIPPED: Final = 100
+"""Characters that a message shows of a name that is too long."""
 _asked_by_command = False
 
 
@@ -84,3 +90,17 @@ def _described(value: object) -> str:
         return text if len(text) <= 60 else f"{text[:57]}…"
     name = type(value).__name__
     return f"a{'n' if name[0] in 'aeioAEIO' else ''} {name}"
+
+
+def require_path(value: object, what: str, advice: str = "", error: type[PipegraphError] = ArgumentError) -> Path:
+    """Return a path. Raises an error as `require_type` does, and if no file can have this name."""
+    require_type(value, (str, PathLike), what, advice, error)
+    path = Path(cast("str | PathLike[str]", value))
+    try:
+        os.lstat(path)
+    except (ValueError, OSError) as problem:
+        if isinstance(problem, ValueError) or problem.errno == errno.ENAMETOOLONG:
+            why = "it is too long" if isinstance(problem, OSError) else str(problem)
+            name = str(path) if len(str(path)) <= _CLIPPED else f"{str(path)[:_CLIPPED]}…"
+            raise error(f"No file or folder can be called {one_line(name)}: {one_line(why)}.") from None
+    return path

@@ -12,7 +12,7 @@ from types import NoneType
 
 from msgspec import structs
 
-from pipegraph.arguments import argument, for_asker, require_type
+from pipegraph.arguments import argument, for_asker, require_path, require_type
 from pipegraph.codegen.package_files import generate
 from pipegraph.codegen.shards import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
@@ -55,11 +55,10 @@ def write_package(
     """
     of_plan = 'pipegraph.write_package(pipegraph.plan(captured, points=["layers.4"]), "out/")'
     require_type(plan, Plan, "write_package() takes what pipegraph.plan returns", of_plan)
-    require_type(out, (str, PathLike), "out is a folder", 'out="out/"')
+    folder = require_path(out, "out is a folder", 'out="out/"')
     require_type(weights, (bool, str, PathLike), "weights is True, False or a folder", "weights=True")
     require_type(overwrite, bool, "overwrite is True or False", "overwrite=True")
     require_type(source, (ModelSource, NoneType), "source is a ModelSource", "source=None")
-    folder = Path(out)
     require_writable(folder, overwrite)
     checkpoint = None if isinstance(weights, bool) else checkpoint_folder(weights)
     files, manifest = generate(plan, bool(weights), source)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pipegraph.arguments import require_type
+from pipegraph.arguments import require_path
 from pipegraph.errors import PackageError
 from pipegraph.package.json_file import FileKind, Name
 from pipegraph.package.manifest import Manifest, path_problem
@@ -65,8 +65,8 @@ class Package:
     def open(cls, path: str | PathLike[str]) -> Package:
         """Read and check the manifest in the folder `path`; nothing is imported and no weight read yet."""
         written = 'pipegraph.write_package(plan, "out/"), which writes one'
-        require_type(path, (str, PathLike), "A package is given by its folder", written)
-        folder = Path(os.path.realpath(path))
+        given = require_path(path, "A package is given by its folder", written, PackageError)
+        folder = Path(os.path.realpath(given))
         while True:
             identity = _identity(folder)
             manifest = Manifest.read(folder / MANIFEST)
@@ -244,8 +244,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 def checkpoint_folder(path: str | PathLike[str]) -> Path:
     """The folder of a Hugging Face checkpoint, one safetensors file or several with an index; nothing is read yet."""
     saved = "the folder that save_pretrained writes"
-    require_type(path, (str, PathLike), "A checkpoint is given by its folder", saved, PackageError)
-    folder, single = Path(path), "model.safetensors"
+    folder, single = require_path(path, "A checkpoint is given by its folder", saved, PackageError), "model.safetensors"
     if not folder.is_dir():
         raise PackageError(f"{folder} is no folder with a checkpoint.\nTry: {saved}.")
     if not any((folder / name).is_file() for name in (WEIGHTS_INDEX, single)):

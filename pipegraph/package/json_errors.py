@@ -19,6 +19,8 @@ Place = list[str | int]
 """The way from the whole of a file to a part of it: keys of objects, and positions in lists."""
 
 _CLIP: Final = 60
+_LONG_WORD: Final = re.compile(rf"\S{{{_CLIP + 20},}}")
+_LONGEST: Final = 800
 _TYPES: Final = {
     "int": "a whole number",
     "float": "a number",
@@ -70,6 +72,12 @@ def shown(value: Any) -> str:
 def clipped(text: str) -> str:
     """Return at most 60 characters of a text."""
     return text if len(text) <= _CLIP else f"{text[: _CLIP - 1]}…"
+
+
+def shortened(message: str) -> str:
+    """Return a message with its long words clipped, and clipped itself: names in a file may be very long."""
+    text = _LONG_WORD.sub(lambda found: clipped(found[0]), message)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def explain(error: msgspec.ValidationError, content: Any, structure: type) -> str:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from pipegraph.errors import PackageError, nearest
-from pipegraph.package.json_errors import clipped
+from pipegraph.package.json_errors import clipped, shortened
 from pipegraph.package.json_file import KEY, Entry, FileKind, Name, Text, json_text
 from pipegraph.package.manifest_entries import (
     CALLER,
@@ -81,7 +81,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
         for name in ("args", "kwargs", "outputs"):
             msgspec.structs.force_setattr(self, name, _tuples(getattr(self, name), name))
         for place, problem in _problems(self):
-            raise PackageError(f"{place}: {problem}")
+            raise PackageError(shortened(f"{place}: {problem}"))
 
     def to_json(self) -> str:
         entry = msgspec.to_builtins(self)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from pipegraph.arguments import require_type
+from pipegraph.arguments import require_path, require_type
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Collective, Kind, unit_text
 from pipegraph.schedule.check import check
@@ -47,9 +47,9 @@ def _cells(schedule: Schedule, rank: int) -> Iterator[str]:
         if schedule.placement[each.stage] == rank:
             collectives.setdefault(each.before, []).append(each)
     for unit in schedule.units(rank):
-        yield from (str(each) for action in unit for each in collectives.get(action, ()))
+        yield from (str(each) for action in unit for each in collectives.pop(action, ()))
         yield unit_text(unit)
-    yield from map(str, collectives.get(None, ()))
+    yield from map(str, collectives.pop(None, ()))
 
 
 def from_csv(text: str, name: str = "csv", transfers: bool = True) -> Schedule:
@@ -154,8 +154,7 @@ def read_csv(path: str | PathLike[str], transfers: bool = True) -> Schedule:
 
     Raises a ScheduleError that names the file, and line and action in it.
     """
-    require_type(path, (str, PathLike), "read_csv() takes the path of a file", "from_csv(text)", ScheduleError)
-    path = Path(path)
+    path = require_path(path, "read_csv() takes the path of a file", "from_csv(text)", ScheduleError)
     schedule, columns = _parse_csv(_read_text("schedule", path), path.stem, path.name, transfers)
     try:
         check(schedule)
@@ -167,8 +166,7 @@ def read_csv(path: str | PathLike[str], transfers: bool = True) -> Schedule:
 
 def read_times(path: str | PathLike[str]) -> Times:
     """Read times from a file, as `Times.from_json` does. Raises ScheduleError that names the file."""
-    require_type(path, (str, PathLike), "read_times() takes the path of a file", "Times.from_json(text)", ScheduleError)
-    path = Path(path)
+    path = require_path(path, "read_times() takes the path of a file", "Times.from_json(text)", ScheduleError)
     text = _read_text("times", path)
     try:
         return Times.from_json(text)
@@ -183,8 +181,6 @@ def _read_text(what: str, path: Path) -> str:
         raise ScheduleError(f"the {what} {path} cannot be read: it is no UTF-8 text ({error.reason}).") from None
     except OSError as error:
         raise ScheduleError(f"the {what} {path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:  # a null character in the path
-        raise ScheduleError(f"the {what} {path} cannot be read: {error}.") from None
 
 
 def _places(error: ScheduleError, columns: Columns) -> str:

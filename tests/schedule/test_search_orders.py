@@ -164,7 +164,7 @@ def test_it_is_a_schedule_like_any_other() -> None:
         ),
         ((Times.equal(4), 4, 8, "loop", float("nan")), "Give 1 or more"),
         ((Times.equal(4), 4, 8, "loop", "2GiB"), "A memory limit is a number of activations, such as 1, not '2GiB'"),
-        ((1.0, 4, 8), "search takes Times"),
+        ((1.0, 4, 8), "search.. takes the Times"),
         ((Times.equal(4), 4, 8, "loop", 4, float("nan")), "effort of a search is a number from 0 on, not nan"),
         ((Times.equal(4), 4, 8, "loop", 4, -1), "effort of a search is a number from 0 on, not -1"),
     ],

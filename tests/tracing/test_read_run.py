@@ -213,3 +213,12 @@ def test_a_file_that_may_not_be_read_is_named(folder: Path) -> None:
     file.unlink()
     os.symlink(folder / "gone", file)
     assert read_run(folder).problems[0] == f"{file.name} cannot be read: No such file or directory"
+
+
+def test_figures_that_no_clock_shows_are_left_out(folder: Path) -> None:
+    changed(file_of(folder, 0), lambda trace: trace["traceEvents"][-1].update(ts=10**400))
+    changed(file_of(folder, 1), lambda trace: trace["pipegraph"]["clock"].update(offset_ns=10**400))
+    (folder / "run.json").write_text((folder / "run.json").read_text().replace('"processes": 2', '"processes": 1e999'))
+    problems = read_run(folder).problems
+    assert f"{file_of(folder, 1).name}: its entry of pipegraph is damaged" in problems
+    assert any(each.startswith("run.json is damaged (OverflowError") for each in problems)

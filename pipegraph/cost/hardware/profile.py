@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, structs
 
+from pipegraph.arguments import require_path
 from pipegraph.cost.hardware.size_table import SizeTable
 from pipegraph.errors import PipegraphError, nearest
 from pipegraph.package.json_errors import FieldError
@@ -198,7 +199,7 @@ class Hardware(Entry, frozen=True, kw_only=True):
         """
         if str(name) in cls.names():
             return _KIND.decode((_PROFILES / f"{name}.json").read_bytes(), f"{name}")
-        file = Path(name)
+        file = require_path(name, "hardware is the name of a profile, or its file", error=PipegraphError)
         if not os.path.exists(file):
             raise PipegraphError(_no_profile(file, cls.names()))
         found = _KIND.read(file)

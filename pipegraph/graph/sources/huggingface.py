@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipegraph.arguments import require_path
 from pipegraph.errors import SourceError, nearest
 from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
@@ -78,7 +79,7 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def _config_file(model: str) -> Path:
-    path = Path(model.removeprefix("hf:"))
+    path = require_path(model.removeprefix("hf:"), "MODEL is a file", error=SourceError)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():

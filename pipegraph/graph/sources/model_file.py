@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from pipegraph.arguments import require_path
 from pipegraph.errors import SourceError, nearest
 from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
@@ -22,6 +23,7 @@ from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
 def load_file(model: str, weights: bool) -> ModelSource:
     """Run the file and take its model and example inputs; without ``weights`` parameters land on the meta device."""
     path, attribute = _split_name(model)
+    require_path(path, "MODEL is a file", error=SourceError)
     if not path.is_file():
         folder = path.parent
         found = [str(folder / entry.name) for entry in sorted(folder.glob("*.py"))] if folder.is_dir() else []

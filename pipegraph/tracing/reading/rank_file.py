@@ -110,7 +110,7 @@ def _read_header(found: RankFile, header: Mapping[str, Any]) -> None:
         found.window, found.ranks = str(header["digits"]), int(header["ranks"])
         clock = header["clock"]
         found.clock = RankClock(float(clock["offset_ns"]) / 1e9, float(clock["error_ns"]) / 1e9)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         found.problem = f"{found.path.name}: its entry of pipegraph is damaged"
 
 
@@ -130,7 +130,7 @@ def _read_event(found: RankFile, event: Mapping[str, Any]) -> None:
             return
         action = Action(int(given["stage"]), Kind(given["kind"]), int(given["microbatch"]), given.get("peer"))
         span = RawSpan(action, int(given["rank"]), int(given["step"]), start, end, int(given.get("bytes", 0)))
-    except (KeyError, TypeError, ValueError, AttributeError, ScheduleError):
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, ScheduleError):
         return  # another program's event
     key = (span.step, action)
     if event["cat"] == _HOST:

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from pipegraph.arguments import require_path
 from pipegraph.errors import PackageError, PipegraphError, ScheduleError
 from pipegraph.package import MANIFEST, Manifest
 from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
@@ -24,7 +25,7 @@ def read_run(path: str | PathLike[str]) -> RecordedRun:
 
     Raises PipegraphError if nothing can be shown: no trace is there, or none can be read.
     """
-    folder, notes = _choose(Path(path))
+    folder, notes = _choose(require_path(path, "A run is given by its folder", error=PipegraphError))
     problems: list[str] = []
     info, manifest = _read_info(folder, problems), _read_manifest(folder, problems)
     files = [read_rank_file(file) for file in _traces(folder)]
@@ -74,7 +75,7 @@ def _read_info(folder: Path, problems: list[str]) -> RunInfo:
         return RunInfo(processes=int(found["processes"]), windows=windows, **texts)
     except OSError as error:
         problems.append(f"run.json cannot be read ({error.strerror}): how many processes ran is not known")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, AttributeError, RecursionError) as error:
         problems.append(f"run.json is damaged ({type(error).__name__}: {error})")
     return RunInfo()
 
