@@ -7,7 +7,7 @@ Package                    the folder: open, edited, missing, damaged, check_wei
       └── plan: PlanEntry  where it was cut, with the Prediction of a step
 """
 
-from pipegraph.package.folder import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder
+from pipegraph.package.folder import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder, file_digest
 from pipegraph.package.manifest import SCHEMA_VERSION, Manifest, leaves
 from pipegraph.package.manifest_entries import (
     CALLER,
@@ -19,7 +19,6 @@ from pipegraph.package.manifest_entries import (
     StageEntry,
     Value,
 )
-from pipegraph.package.weight_files import file_digest
 
 __all__ = [
     "CALLER",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +23,7 @@ from pipegraph.arguments import require_path
 from pipegraph.errors import PackageError
 from pipegraph.package.json_file import FileKind, Name
 from pipegraph.package.manifest import Manifest, path_problem
-from pipegraph.package.weight_files import changed_files, file_digest, first_unlisted
+from pipegraph.progress import track
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +40,7 @@ _ADMIT: Final = (
     "Try: restore the file, or split the model again. If you changed it, check_weights=False (--no-check-weights) "
     "takes it as it is."
 )
+_THREADS: Final = 8  # that read files of weights: hashlib lets other threads run
 _numbers = itertools.count()
 
 
@@ -254,3 +257,29 @@ def checkpoint_folder(path: str | PathLike[str]) -> Path:
             "Try: save_pretrained of transformers, which writes safetensors."
         )
     return folder
+
+
+def file_digest(path: Path) -> str:
+    """The content of a file as `files` and `shards` of a manifest have it."""
+    with path.open("rb") as file:
+        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def changed_files(folder: Path, digests: Mapping[str, str]) -> tuple[str, ...]:
+    """The files of a folder, as named, that are there and have another digest."""
+    there = sorted(name for name in digests if (folder / name).is_file())
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = [threads.submit(file_digest, folder / name) for name in there]
+        done = zip(there, track("checking weights", found), strict=True)
+        return tuple(name for name, digest in done if digest.result() != digests[name])
+
+
+def first_unlisted(file: Path, listed: Container[str]) -> str | None:
+    """The first tensor of a safetensors file that is not among those listed; None also if the file cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return next((name for name in opened.keys() if name not in listed), None)  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return None  # whoever reads the tensors says what is wrong

@@ -14,8 +14,7 @@ from pipegraph.graph.sources import load
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.workflows.tensor_comparison import TOLERANCE, TensorComparison, compare, compare_named, within_rounding
-from pipegraph.workflows.verification import Verification
-from pipegraph.workflows.verify import verify
+from pipegraph.workflows.verify import Verification, verify
 
 ONE = torch.tensor([1.0, -4.0])
 
