@@ -15,6 +15,7 @@ from msgspec import structs
 
 from pipegraph.cli import main
 from pipegraph.cost.hardware import UNCORRECTED, Hardware
+from pipegraph.schedule import build, lower, to_csv
 from tests.cli.command import ROOT, Command, program
 from tests.equal_work import equal_work_shared
 
@@ -49,6 +50,17 @@ def test_one_two_and_torchrun_processes_agree(
     assert own.err == ""
     assert len(losses(alone.out)) == 2
     assert losses(alone.out) == losses(own.out) == losses(under.out)
+
+
+def test_a_file_with_transfers_runs_as_its_schedule_does(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+    text = to_csv(lower(build("gpipe", 2, 4)))
+    (tmp_path / "mine.csv").write_text(f"0UNSHARD,{text}")
+    plain, file = (
+        pipegraph("run", chain, *AUTOGRAD, "--nproc", 1, "--microbatches", 4, "--schedule", schedule)
+        for schedule in ("gpipe", tmp_path / "mine.csv")
+    )
+    assert (plain.code, file.code) == (0, 0), file.err
+    assert losses(file.out) == losses(plain.out)
 
 
 def test_model_gives_inputs_target_and_loss(pipegraph: Command, chain: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipegraph.package import Package
 from tests.cli.command import ROOT, Command
 
 CHAIN = "tests/models/chain.py"
@@ -133,3 +134,12 @@ def test_the_command_line_takes_the_derivative(pipegraph: Command, tmp_path: Pat
     refused = pipegraph("split", file, "--points", "b", "-o", tmp_path / "out")
     assert refused.code == 3 and "Doubled" in refused.err and not (tmp_path / "out").exists()
     assert pipegraph("split", file, "--points", "b", "-o", tmp_path / "out", "--allow-derivative").code == 0
+
+
+def test_relayed_values_go_to_the_next_stage_alone(pipegraph: Command, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ("split", "tests/models/skipping.py", "--points", "middle,norm", "-o", out)
+    assert pipegraph(*command).code == 0
+    assert (0, 2) in Package.open(out).manifest.edges()
+    assert pipegraph(*command, "--relay-skips", "--overwrite").code == 0
+    assert Package.open(out).manifest.edges() == ((0, 1), (1, 2))
