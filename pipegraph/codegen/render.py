@@ -103,7 +103,7 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _function_lines(source: FunctionSource) -> list[str]:
-    counts = {len(node.values) for node in source.walk() if isinstance(node, Return)}
+    counts = {_result_count(node) for node in source.walk() if isinstance(node, Return)}
     parameters = [f"{name}: Tensor" for name in source.parameters]
     docstring = [f"    {line}" if line else "" for line in _docstring(source.docstring, 4)]
     return [*_signature(source.name, parameters, counts, 0), *docstring, *lines(source.statements, 4)]
@@ -156,6 +156,11 @@ def _signature(name: str, parameters: Sequence[str], counts: AbstractSet[int], i
     return [f"{space}def {name}(", *listed, f"{space}) -> {returns}:"]
 
 
+def _result_count(statement: Return) -> int:
+    """How many tensors a statement returns; more than are listed if it does not say."""
+    return statement.count if statement.count is not None else _LISTED_RESULTS + 1
+
+
 def _result_counts(source: ClassSource, classes: Mapping[str, ClassSource]) -> set[int]:
     """How many tensors ``forward`` returns: more than one number if branches differ."""
     counts: set[int] = set()
@@ -166,7 +171,7 @@ def _result_counts(source: ClassSource, classes: Mapping[str, ClassSource]) -> s
             value = node.values[0]
             called = value.classes if len(node.values) == 1 and isinstance(value, ModuleInvocation) else ()
             inside = [_result_counts(classes[name], classes) for name in called if name in classes]
-            counts |= set().union(*inside) if inside else {len(node.values)}
+            counts |= set().union(*inside) if inside else {_result_count(node)}
     return counts or {1}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.codegen.layers import batch
-from tests.codegen.parity import differences, split
+from tests.codegen.parity import differences, forward_lines, split
 
 
 class Parts(nn.Module):
@@ -331,3 +331,42 @@ def test_a_loop_in_a_function_stays_there(tmp_path: Path) -> None:
         "        states.append(state)",
         "    return torch.stack(states, dim=1)",
     ]
+
+
+class InThree(nn.Module):
+    """Stages begin inside the loop: what the list holds until then crosses between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(7))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        outputs = []
+        for expert in self.experts:
+            outputs.append(expert(x).tanh())
+        return self.head(torch.stack(outputs).sum(0))
+
+
+def test_a_loop_is_cut(tmp_path: Path) -> None:
+    model = InThree()
+    package = split(tmp_path, model, (batch(2, 8),), cut="experts.4,head")
+    assert differences(package, model, (batch(2, 8),)) == []
+    assert forward_lines(package) == [
+        "x = self.embed(x)",
+        "outputs = []",
+        "for expert in self.experts:",
+        "    outputs.append(expert(x).tanh())",
+        "return x, *outputs",
+    ]
+    assert "-> tuple[Tensor, ...]:" in (package.path / "stage_0.py").read_text()
+
+
+def test_a_list_is_all_that_a_stage_returns(tmp_path: Path) -> None:
+    model = InThree()
+    package = split(tmp_path, model, (batch(2, 8),), cut="experts.0,head")
+    assert differences(package, model, (batch(2, 8),)) == []
+    assert forward_lines(package, stage=1)[-1].startswith("return ")

@@ -107,7 +107,7 @@ class BodyMerger:
 
     def _with_named_result(self, body: Statements, other: Statements, side: int) -> Statements:
         last = body[-1] if body else None
-        if not isinstance(last, Return) or len(last.values) != 1 or isinstance(last.values[0], Name):
+        if not isinstance(last, Return) or last.count != 1 or isinstance(last.values[0], Name):
             return body
         for statement in reversed(other):
             if isinstance(statement, Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], Name):

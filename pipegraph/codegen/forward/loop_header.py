@@ -10,6 +10,7 @@ import torch
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import StatementLoop
+from pipegraph.codegen.forward.lists import Lists
 from pipegraph.codegen.forward.local_variables import LocalVariables
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.syntax.expressions import (
@@ -35,23 +36,22 @@ class LoopHeaders:
 
     Args:
         values: the variables of the ``forward``.
+        lists: its lists.
         tree: the modules of the class.
         number: returns the number of iterations as the source writes it; None if it is no attribute.
-
-    Attributes:
-        lengths: variable → its length, of those that are lists.
     """
 
     def __init__(
         self,
         values: LocalVariables,
+        lists: Lists,
         tree: ModuleTree,
         number: Callable[[StatementLoop], Expression | None],
     ) -> None:
         self._values = values
+        self._lists = lists
         self._tree = tree
         self._number = number
-        self.lengths: dict[str, int] = {}
 
     def statement(self, item: StatementLoop, body: tuple[Statement, ...]) -> For:
         """The loop, with the statements of its second iteration as ``body``."""
@@ -91,7 +91,7 @@ class LoopHeaders:
                 if holder is not None and holder.elements == numbers:
                     found[part] = method(part.owner, "values")
             elif part.indices == (index,):
-                length = len(holder.elements) if holder is not None else self._length(part.owner)
+                length = len(holder.elements) if holder is not None else self._lists.length(part.owner)
                 if length is not None and length >= stop:
                     some = Slice(
                         literal(index.first) if index.first else None, literal(stop) if stop < length else None
@@ -106,14 +106,6 @@ class LoopHeaders:
                 here = self._tree.at(path)
                 return here if isinstance(here, ModuleTree) else None
         return None
-
-    def _length(self, owner: Expression) -> int | None:
-        """The number of elements of a list or tuple."""
-        if not isinstance(owner, Name):
-            return None
-        node = self._values.variables.get(owner.name)
-        value = node.meta.get("val") if node is not None else None
-        return len(value) if isinstance(value, (tuple, list)) else self.lengths.get(owner.name)
 
     def _element(self, item: StatementLoop, owner: Expression, owners: int) -> str:
         if item.source.element and owners == 1:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import fx
 
 from pipegraph.codegen.forward.items import Item, ModuleCall, StatementLoop, Step, operands
+from pipegraph.codegen.forward.lists import Lists
 from pipegraph.codegen.forward.local_variables import LocalVariables
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.names.identifiers import unused, variable
@@ -18,9 +19,7 @@ from pipegraph.codegen.syntax.expressions import (
     Expression,
     Name,
     Node,
-    Slice,
     Subscript,
-    Template,
     literal,
     method,
 )
@@ -54,6 +53,7 @@ class StatementLoopWriter:
     Args:
         values: the variables of the ``forward``.
         headers: writes the first line of each.
+        lists: the lists to which loops append.
         inputs: the parameters of the ``forward``.
         name: returns the name of a value that an item makes.
         write_item: writes an item.
@@ -66,12 +66,14 @@ class StatementLoopWriter:
         self,
         values: LocalVariables,
         headers: LoopHeaders,
+        lists: Lists,
         inputs: Sequence[fx.Node],
         name: Callable[[Item, fx.Node], str],
         write_item: Callable[[Item], None],
     ) -> None:
         self._values = values
         self._headers = headers
+        self._lists = lists
         self._inputs = inputs
         self._name = name
         self._write_item = write_item
@@ -80,7 +82,6 @@ class StatementLoopWriter:
         self._second: dict[fx.Node, fx.Node] = {}  # what the third takes → what the second takes there
         self._varying: dict[fx.Node, Expression] = {}
         self._calls: dict[ModuleCall, list[ModuleCall]] = {}
-        self._lists: list[tuple[tuple[Expression, ...], Name]] = []
 
     # ---- what the loops ask of the writer of items -------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class StatementLoopWriter:
         written = spelled(node, value)
         third = self._third.get(node)
         if third is None:
-            return self._with_lists(written)
+            return self._lists.with_lists(written)
         return in_all_iterations(written, spelled(third, lambda taken: value(self._of_second(taken))))
 
     def varying(self, node: fx.Node) -> Expression | None:
@@ -116,24 +117,6 @@ class StatementLoopWriter:
         if any(at_iteration(found, number) != each for number, each in enumerate(expressions)):
             raise UnlikeError
         return found
-
-    def _with_lists(self, node: Part) -> Part:
-        """Source with ``outputs`` in place of ``[outputs[0], outputs[1], …]``, also inside of a longer list."""
-
-        def change(part: Any) -> Any:
-            for items, name in self._lists if isinstance(part, Collection) else ():
-                for own, whole in ((items, name), (items[::-1], Subscript(name, (Slice(step=literal(-1)),)))):
-                    if part.items == own:
-                        return whole
-                    starts = range(len(part.items) - len(own) + 1)
-                    start = next((at for at in starts if part.items[at : at + len(own)] == own), None)
-                    if start is not None:
-                        rest = part.items[start + len(own) :]
-                        part = replace(part, items=(*part.items[:start], Template("*{}", (whole,)), *rest))
-            return part.rebuilt(change)
-
-        with_lists: Part = change(node) if self._lists else node
-        return with_lists
 
     # ---- a loop ------------------------------------------------------------------------------------------------------
 
@@ -284,8 +267,7 @@ class StatementLoopWriter:
             for number, node in enumerate(nodes):
                 if node is not nodes[-1] or node not in values.written:
                     values.written[node] = Subscript(name, (literal(number),))
-            self._lists.append((tuple(values.written[node] for node in nodes), name))
-            self._headers.lengths[name.name] = len(nodes)
+            self._lists.add(name, tuple(values.written[node] for node in nodes))
 
     def _with_tuple(self, item: StatementLoop, loop: For) -> For:
         """``for piece in x.chunk(4)`` instead of ``for piece in pieces``, if nothing else reads the pieces."""

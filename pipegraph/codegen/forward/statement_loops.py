@@ -304,11 +304,12 @@ def _is_module_loop(loop: StatementLoop) -> bool:
 
 
 def _is_the_same(loop: StatementLoop) -> bool:
-    """Return whether all iterations compute the same: each may be read as a value of its own."""
+    """Return whether all iterations compute the same, or nothing: each may be read as a value of its own."""
     numbers = {
         tuple(number for step in steps if step is not None for number in _numbers(step)) for steps in loop.iterations
     }
-    return not loop.carried and not loop.varying and not _goes_over_modules(loop) and len(numbers) == 1
+    is_unpacking = all(isinstance(step, Operation) and step.node.target is operator.getitem for step in loop.inner)
+    return is_unpacking or not (loop.carried or loop.varying or _goes_over_modules(loop) or len(numbers) > 1)
 
 
 def _goes_over_modules(loop: StatementLoop) -> bool:
@@ -323,6 +324,6 @@ def indexed_tuples(items: Iterable[Item]) -> dict[fx.Node, str]:
     for loop in (item for item in items if isinstance(item, StatementLoop)):
         parts = [node for node in loop.reads if node.target is operator.getitem]
         for each in {node.args[0] for node in parts if isinstance(node.args[0], fx.Node)}:
-            if len(each.meta["val"]) == sum(part.args[0] is each for part in parts):
+            if len(loop.iterations) == sum(part.args[0] is each for part in parts):
                 found[each] = "" if _goes_over_modules(loop) else loop.source.element
     return found

@@ -26,6 +26,7 @@ from pipegraph.codegen.forward.items import (
     operands,
     with_inner,
 )
+from pipegraph.codegen.forward.lists import Lists
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.forward.mode_branches import BranchWriter
@@ -103,8 +104,9 @@ class ForwardWriter:
         self._dtypes = ModelDtypes(self._values, contents)
         self._branches = BranchWriter(self._values, self._name, self._item)
         self._loops = LoopWriter(self._values, contents, tree, self._name, self._emit)
-        self._headers = LoopHeaders(self._values, tree, self._iterations)
-        self._bodies = StatementLoopWriter(self._values, self._headers, contents.inputs, self._name, self._item)
+        self._lists = Lists(self._values)
+        headers = LoopHeaders(self._values, self._lists, tree, self._iterations)
+        self._bodies = StatementLoopWriter(self._values, headers, self._lists, contents.inputs, self._name, self._item)
         self._indexed = indexed_tuples(contents.items)
 
     def write(self) -> WrittenForward:
@@ -140,7 +142,7 @@ class ForwardWriter:
         if self._names and is_name and not around and isinstance(last, Assign) and last.targets == tuple(results):
             values.statements.pop()
             results = [last.value]
-        values.statements.append(((), Return(tuple(results))))
+        values.statements.append(((), Return(self._lists.with_runs(tuple(results)))))
         return tuple(names)
 
     # ---- items -----------------------------------------------------------------------------------------------------

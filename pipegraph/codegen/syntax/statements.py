@@ -71,7 +71,14 @@ class Return(Statement):
     values: tuple[Expression, ...]
 
     @property
+    def count(self) -> int | None:
+        """How many values it returns; None if one of its expressions stands for several: ``*outputs``."""
+        return None if any(value.text.startswith("*") for value in self.values) else len(self.values)
+
+    @property
     def text(self) -> str:
+        if len(self.values) == 1 and self.count is None:
+            return f"return ({self.values[0].text},)"
         result = ", ".join(value.text for value in self.values)
         return f"return ({result})" if len(self.values) > 1 and len(result) > _LONGEST_RESULTS else f"return {result}"
 
