@@ -58,7 +58,7 @@ MODEL = nn.Sequential(nn.Linear(2, 2))
 PLAN_ARGUMENTS: list[dict[str, Any]] = [
     {"points": 2}, {"points": [2]}, {"stages": "2"}, {"schedule": 3}, {"schedule": Path("a.csv")},
     {"microbatches": "8"}, {"hardware": 3}, {"loss": max}, {"loss": (1, 2)}, {"state_factor": "4"}, {"effort": "x"},
-    {"setting": 3}, {"cache": 3}, {"ranks": 2.0}, {"memory_bytes": object()}, {"balance": 3}, {"recompute": True},
+    {"setting": 3}, {"cache": 3}, {"ranks": 2.0}, {"memory_bytes": [3]}, {"balance": 3}, {"recompute": True},
 ]  # fmt: skip
 
 

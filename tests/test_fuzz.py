@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 
 from benchmarks.fuzz_files import Kind, is_refused_well, kinds, mutated_bytes, mutation, outcome
 from pipegraph.cost.balance import parse_balance

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipegraph.graph.sources.load import load
+from pipegraph.graph.sources import load
 
 import pipegraph
 from pipegraph.package import CALLER, Package
