@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pipegraph.graph.sources import load
 
 from benchmarks.fuzz_files import Kind, is_refused_well, kinds, mutated_bytes, mutation, outcome
 from pipegraph.cost.balance import parse_balance
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError, PlanError, ScheduleError, SourceError
 from pipegraph.graph.partition.split_points import Point, locate
+from pipegraph.graph.sources import load
 from pipegraph.package import Package
 from pipegraph.report.text.trace_report import render_trace_report, trace_report_dict
 from pipegraph.schedule import Schedule, Times, build, check, from_csv, lower, simulate, to_csv

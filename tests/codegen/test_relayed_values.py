@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipegraph.graph.sources import load
 
 import pipegraph
+from pipegraph.graph.sources import load
 from pipegraph.package import CALLER, Package
 from tests.codegen.parity import ROOT, differences
 from tests.models.skipping import build_model, example_inputs
