@@ -13,8 +13,8 @@ from torch import Tensor
 from pipegraph.errors import BatchError
 from pipegraph.package import CALLER, Manifest, Value
 from pipegraph.package.sizes import BATCH, holds
-from pipegraph.runtime.arguments import bind_arguments, fill_structure
 from pipegraph.runtime.internals import pytree
+from pipegraph.runtime.model_arguments import bind_arguments, fill_structure
 from pipegraph.runtime.step_data import NO_TARGET, StepBatch, StepInputs, StepRequest, StepSizes, sizes_of_inputs
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.wiring import dtype_name, torch_dtype

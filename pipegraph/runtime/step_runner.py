@@ -16,11 +16,11 @@ from pipegraph.arguments import require_type
 from pipegraph.errors import ArgumentError, PipegraphError, ScheduleError
 from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels
 from pipegraph.package import Manifest
-from pipegraph.runtime.arguments import fill_structure
 from pipegraph.runtime.executor import Executor, run_executors
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.measurements import ObserverList
 from pipegraph.runtime.microbatch import BatchSplitter
+from pipegraph.runtime.model_arguments import fill_structure
 from pipegraph.runtime.parameters import MissingGradients, redistribute_gradients
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.world import World

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipegraph.package import CALLER, MANIFEST, WEIGHTS_INDEX, Buffer, Manifest, ModelEntry, Package, StageEntry, Value
-from pipegraph.runtime.arguments import fill_structure
+from pipegraph.runtime.model_arguments import fill_structure
 
 INIT = """
 import json
