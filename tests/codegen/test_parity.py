@@ -25,6 +25,7 @@ CUTS = [
     ("tests/models/nested_values.py", "layers.0,layers.2,head"),
     ("tests/models/rotary.py", 3),
     ("tests/models/rotary.py", "layers.1.attention.out,layers.4.mlp.1"),
+    ("tests/models/skipping.py", "middle,late,norm"),
     ("tests/models/t5.py", 4),
     ("tests/models/t5.py", "t5.encoder.block.1.layer.1,t5.decoder.block.0,t5.lm_head"),
     ("examples/transformer.py:build_tiny_model", "layers.2,layers.4.linear1,layers.7:end"),
@@ -37,6 +38,7 @@ CUTS = [
 # The longest ones, whose models other tests split as well.
 SLOW = (
     ("tests/models/llama.py", 3),
+    ("tests/models/skipping.py", "middle,late,norm"),
     ("tests/models/t5.py", 4),
     ("tests/models/t5.py", "t5.encoder.block.1.layer.1,t5.decoder.block.0,t5.lm_head"),
     ("examples/transformer.py:build_tiny_model", "layers.2,layers.4.linear1,layers.7:end"),

@@ -370,3 +370,46 @@ def test_a_list_is_all_that_a_stage_returns(tmp_path: Path) -> None:
     package = split(tmp_path, model, (batch(2, 8),), cut="experts.0,head")
     assert differences(package, model, (batch(2, 8),)) == []
     assert forward_lines(package, stage=1)[-1].startswith("return ")
+
+
+class OnOneLine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).sin().cos()
+        return self.head(x)
+
+
+def test_a_stage_that_begins_inside_an_iteration_has_whole_ones_after_it(tmp_path: Path) -> None:
+    """A loop over what lies between two modules would go beyond the last one."""
+    model = OnOneLine()
+    package = split(tmp_path, model, (batch(2, 8),), cut="layers.0:end")
+    assert differences(package, model, (batch(2, 8),)) == []
+    assert forward_lines(package, stage=1) == [
+        "x = x + x_1.sin().cos()",
+        "for layer in self.layers.values():",
+        "    x = x + layer(x).sin().cos()",
+        "return self.head(x)",
+    ]
+
+
+class LooksAhead(Parts):
+    """What the last iteration would compute for a next one is not in the graph, and there is no row for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, outputs = x[:, 0], []
+        for t in range(x.shape[1] - 1):
+            outputs.append(h.sin())
+            h = h * x[:, t + 1]
+        return torch.stack(outputs, dim=1).sum(1, keepdim=True) + x
+
+
+def test_a_last_iteration_does_not_go_beyond_the_end(tmp_path: Path) -> None:
+    model = nn.Sequential(OrderedDict(body=LooksAhead(), head=nn.Linear(8, 8)))
+    package = split(tmp_path, model, (batch(2, 6, 8),), cut="head")
+    assert differences(package, model, (batch(2, 6, 8),)) == []

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from torch import fx
+
+from pipegraph.codegen.forward.items import Item, ModuleCall, StatementLoop
 from pipegraph.codegen.forward.local_variables import LocalVariables
 from pipegraph.codegen.syntax.expressions import (
     Collection,
@@ -98,3 +103,20 @@ def _element(item: Expression) -> tuple[Name, int] | None:
         case Subscript(owner=Name() as owner, indices=(Literal(is_number=True) as index,)) if index.text.isdecimal():
             return owner, int(index.text)
     return None
+
+
+def indexed_tuples(items: Iterable[Item]) -> dict[fx.Node, str]:
+    """The tuples whose parts a loop goes over, ``for piece in x.chunk(4)`` → the name of an element in the source."""
+    found: dict[fx.Node, str] = {}
+    for loop in (item for item in items if isinstance(item, StatementLoop)):
+        parts = [node for node in loop.reads if node.target is operator.getitem]
+        for each in {node.args[0] for node in parts if isinstance(node.args[0], fx.Node)}:
+            if len(loop.iterations) == sum(part.args[0] is each for part in parts):
+                found[each] = "" if goes_over_modules(loop) else loop.source.element
+    return found
+
+
+def goes_over_modules(loop: StatementLoop) -> bool:
+    """Return whether a step calls another module in each iteration."""
+    rows = zip(*loop.iterations, strict=True)
+    return any(len({step.fqn for step in steps if isinstance(step, ModuleCall)}) > 1 for steps in rows)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.forward.items import HelperCall, Item, ModuleCall, Operation, StatementLoop, Step, operands
+from pipegraph.codegen.forward.lists import goes_over_modules
 from pipegraph.codegen.names.source_loops import SourceLoop, loops_at
 from pipegraph.codegen.names.source_statements import SourceStatements, is_of_torch
 from pipegraph.graph.captured import BRANCH
@@ -66,18 +67,25 @@ class _Finder:
 
     def loop_at(self, start: int) -> tuple[StatementLoop | None, int]:
         """The loop that begins with an item, and how many items it stands for; None and 1 if there is none."""
-        runs: list[tuple[int, int, int]] = []
-        for size in self._periods(start):
-            count = 1
-            while self._repeats(start, start + count * size, size):
-                count += 1
-            if count >= _ITERATIONS:
-                runs.append((-count * size, size, count))
-        for _, size, count in sorted(runs)[:_TRIED]:
-            found = self._loop(start, size, count)
+        runs = [(-self._count(start, size) * size, size) for size in self._periods(start)]
+        for _, size in sorted(runs)[:_TRIED]:
+            found = self._loop(start, size)
             if found is not None:
-                return found
+                return (None, 1) if self._begins_inside(start, size, found[0]) else found
         return None, 1
+
+    def _begins_inside(self, start: int, size: int, loop: StatementLoop) -> bool:
+        """Return whether a loop begins inside an iteration of the source, where a stage may: at another place it hands
+        the results of fewer steps on."""
+        others = (self._loop(other, size) for other in range(start + 1, start + size))
+        return any(other is not None and _handed_on(other[0]) < _handed_on(loop) for other in others)
+
+    def _count(self, start: int, size: int) -> int:
+        """The number of iterations of this size that begin with an item."""
+        count = 1
+        while self._repeats(start, start + count * size, size):
+            count += 1
+        return count
 
     def _periods(self, start: int) -> Iterator[int]:
         """The distances to later items like this one, in the same loop of the source."""
@@ -92,7 +100,10 @@ class _Finder:
         first, second = slice(start, start + size), slice(other, other + size)
         return self._keys[first] == self._keys[second] and self._forms[first] == self._forms[second]
 
-    def _loop(self, start: int, size: int, count: int) -> tuple[StatementLoop, int] | None:
+    def _loop(self, start: int, size: int) -> tuple[StatementLoop, int] | None:
+        count = self._count(start, size)
+        if count < _ITERATIONS:
+            return None
         common = [each for each in self._loops[start] if all(each in self._loops[start + at] for at in range(size))]
         if self._calls_several(start, size):
             common.pop()  # it is not the loop over these modules, but one around it
@@ -210,6 +221,8 @@ def _checked(iterations: _Iterations, later: set[fx.Node], source: SourceLoop) -
         present = [(number, step) for number, step in enumerate(steps) if step is not None]
         if not _numbers_progress([step for _, step in present]):
             return None
+        if len(present) < len(steps) and not _is_constant([step for _, step in present]):
+            return None  # in the last iteration it might go beyond the end of what the loop goes over
         for taken in zip(*(operands(step) for _, step in present), strict=True):
             kinds = [_origin(node, number, places) for (number, _), node in zip(present, taken, strict=True)]
             if not _is_alike(kinds, taken, begin):
@@ -285,6 +298,19 @@ def _numbers_progress(steps: Sequence[Step]) -> bool:
     return True
 
 
+def _is_constant(steps: Sequence[Step]) -> bool:
+    """Return whether a step has the same numbers, and calls the same module, in all iterations."""
+    modules = {step.fqn for step in steps if isinstance(step, ModuleCall)}
+    return len(modules) <= 1 and len({tuple(_numbers(step)) for step in steps}) == 1
+
+
+def _handed_on(loop: StatementLoop) -> int:
+    """The number of steps whose results an iteration hands on; the parts of a tuple are results of one."""
+    places = _places(loop.iterations[1])
+    values = [node.args[0] if node.target is operator.getitem else node for _, _, node, _ in loop.carried]
+    return len({places[node][0] if node in places else node for node in values if isinstance(node, fx.Node)})
+
+
 def _numbers(step: Step) -> list[int]:
     if not isinstance(step, Operation):
         return []
@@ -309,21 +335,4 @@ def _is_the_same(loop: StatementLoop) -> bool:
         tuple(number for step in steps if step is not None for number in _numbers(step)) for steps in loop.iterations
     }
     is_unpacking = all(isinstance(step, Operation) and step.node.target is operator.getitem for step in loop.inner)
-    return is_unpacking or not (loop.carried or loop.varying or _goes_over_modules(loop) or len(numbers) > 1)
-
-
-def _goes_over_modules(loop: StatementLoop) -> bool:
-    """Return whether a step calls another module in each iteration."""
-    rows = zip(*loop.iterations, strict=True)
-    return any(len({step.fqn for step in steps if isinstance(step, ModuleCall)}) > 1 for steps in rows)
-
-
-def indexed_tuples(items: Iterable[Item]) -> dict[fx.Node, str]:
-    """The tuples whose parts a loop goes over, ``for piece in x.chunk(4)`` → the name of an element in the source."""
-    found: dict[fx.Node, str] = {}
-    for loop in (item for item in items if isinstance(item, StatementLoop)):
-        parts = [node for node in loop.reads if node.target is operator.getitem]
-        for each in {node.args[0] for node in parts if isinstance(node.args[0], fx.Node)}:
-            if len(loop.iterations) == sum(part.args[0] is each for part in parts):
-                found[each] = "" if _goes_over_modules(loop) else loop.source.element
-    return found
+    return is_unpacking or not (loop.carried or loop.varying or goes_over_modules(loop) or len(numbers) > 1)

@@ -26,7 +26,7 @@ from pipegraph.codegen.forward.items import (
     operands,
     with_inner,
 )
-from pipegraph.codegen.forward.lists import Lists
+from pipegraph.codegen.forward.lists import Lists, indexed_tuples
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.forward.mode_branches import BranchWriter
@@ -35,7 +35,6 @@ from pipegraph.codegen.forward.roll_loops import LoopWriter
 from pipegraph.codegen.forward.size_variables import SizeVariables
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers
 from pipegraph.codegen.forward.statement_loop_writer import StatementLoopWriter
-from pipegraph.codegen.forward.statement_loops import indexed_tuples
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements
