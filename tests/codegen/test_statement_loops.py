@@ -413,3 +413,25 @@ def test_a_last_iteration_does_not_go_beyond_the_end(tmp_path: Path) -> None:
     model = nn.Sequential(OrderedDict(body=LooksAhead(), head=nn.Linear(8, 8)))
     package = split(tmp_path, model, (batch(2, 6, 8),), cut="head")
     assert differences(package, model, (batch(2, 6, 8),)) == []
+
+
+class SizesAfterwards(Parts):
+    """After the loops a size is asked for that only values with names of the loops have had."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        i = x.sin().flatten(1)
+        h = i[:, :8] + 1
+        for t in range(3):
+            h = h * i[:, t : t + 1]
+        outputs = x.cos().flatten(1)
+        rest = outputs.sum()
+        made = []
+        for expert in self.experts:
+            made.append(expert(h))
+        return torch.stack(made).sum(0).unsqueeze(1) * torch.ones(x.shape[0], 1, 1) + rest + x
+
+
+def test_sizes_are_asked_of_tensors(tmp_path: Path) -> None:
+    model = nn.Sequential(OrderedDict(body=SizesAfterwards(), head=nn.Linear(8, 8)))
+    package = split(tmp_path, model, (batch(3, 4, 8),), cut="head")
+    assert differences(package, model, (batch(3, 4, 8),)) == []

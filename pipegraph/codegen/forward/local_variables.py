@@ -78,6 +78,7 @@ class LocalVariables:
     def keep(self, wanted: str, value: Expression) -> Name:
         """Assign a value that is no tensor to a variable that stays as it is."""
         name = unused(variable(wanted, "x"), self.taken())
+        self.variables.pop(name, None)  # of a value that nothing reads any more
         self._reserved |= {name}
         self.statements.append(((), Assign((Name(name),), value)))
         return Name(name)

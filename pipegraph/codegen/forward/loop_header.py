@@ -56,7 +56,8 @@ class LoopHeaders:
     def statement(self, item: StatementLoop, body: tuple[Statement, ...]) -> For:
         """The loop, with the statements of its second iteration as ``body``."""
         count, found = len(item.iterations), list(progressions(body))
-        taken = self._values.taken().union(*(_names(statement) for statement in body))
+        # Also of values that nothing reads any more: their sizes may be asked for.
+        taken = self._values.taken().union(self._values.variables, *(_names(statement) for statement in body))
         steps = [each for each in found if abs(each.difference) == 1]
         start, step = (steps[0].first, steps[0].difference) if steps else (0, 1)
         index = Name(unused(variable(item.source.index or "i", "i"), taken))

@@ -198,6 +198,7 @@ class StatementLoopWriter:
             around, statement = statements[position]
             if isinstance(statement, Assign) and statement.targets == (Name(name),) and not around:
                 statements[position] = (), replace(statement, targets=(Name(new),))
+                self._values.variables.pop(name, None)
                 return True
             if any(part in (Name(name), Name(new)) for part in statement.walk()):
                 return False
