@@ -242,6 +242,7 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
     assert _processes_that_name(broken) == []
 
 
+@pytest.mark.slow  # tests/runtime/test_faults.py has ranks that hang, too
 def test_a_rank_that_hangs_is_named_and_ended(
     pipegraph: Command, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

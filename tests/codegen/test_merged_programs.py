@@ -133,7 +133,11 @@ def run(blocks: list[ClassSource], user: ClassSource) -> Any:
     return names["Stage0"]()(3, 5, 7, 11)
 
 
-@pytest.mark.parametrize("seed", [*range(100), 2143, 3475, 3575, 3867])  # the last four found errors
+FOUND_ERRORS = (2143, 3475, 3575, 3867)
+MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 100)]
+
+
+@pytest.mark.parametrize("seed", [*range(30), *FOUND_ERRORS, *MORE])
 def test_merged_classes_compute_the_same(seed: int) -> None:
     blocks = classes(random.Random(seed))
     user = stage(blocks)

@@ -19,6 +19,9 @@ from tests.torch_version import is_tested_version
 
 IMAGES = ROOT / "docs" / "images"
 
+# Their commands take half a minute each.
+SLOW = ("docs/how-to.md", "docs/planning.md")
+
 # What no test runs: (page, what it needs). A page shows it in the first line of the block.
 NOT_RUN = {
     ("README.md", "the network"),
@@ -54,7 +57,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.timeout(900)  # only a hang takes that long, also on a busy machine
-@pytest.mark.parametrize("page", read_pages())
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(*each.values, id=each.id, marks=[pytest.mark.slow] if each.id in SLOW else [])
+        for each in read_pages()
+    ],
+)
 def test_page(page: Page, folder: Path, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
     runner = Runner(page, folder, capfd.readouterr)
     renew, wrong = request.config.getoption("renew_golden"), []
