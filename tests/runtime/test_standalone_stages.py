@@ -19,6 +19,7 @@ from tests.models.skipping import build_model, example_inputs
 from tests.runtime import ranks
 from tests.runtime.packages import write
 from tests.runtime.sketches import tied
+from tests.torch_version import TORCH
 
 
 def relayed_by_torch(rank: int, folder: str, name: str, steps: int) -> str:
@@ -62,6 +63,7 @@ def stages_on_ranks(rank: int, folder: str, held: list[list[int]]) -> str:
     return "tied"
 
 
+@pytest.mark.skipif(TORCH < (2, 12), reason="torch's PipelineStage of 2.11 receives floating-point tensors alone")
 @pytest.mark.parametrize(
     ("name", "points", "processes"),
     [("1F1B", ["middle", "norm"], 3), ("InterleavedZeroBubble", ["middle", "late", "norm"], 2)],
