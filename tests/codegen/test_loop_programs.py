@@ -79,8 +79,9 @@ def loop(rng: random.Random, known: list[str], repeats: int, number: int) -> lis
             lines.append(f"    if i == {rng.randint(0, 2)}: {target} = {target} + 1")
     lines += [f"    {name}.append({rng.choice(known)}{rng.choice(['', ' * 2'])})" for name in lists]
     for name in lists:
-        form = rng.choice(["torch.stack({0}).sum(0)", "torch.stack({0}[::-1])[0]", "sum({0})", "{0}[0] + {0}[-1]"])
-        lines.append(f"{rng.choice(known)} = {form.format(name)}")
+        forms = ["torch.stack({0}).sum(0)", "torch.stack({0}[::-1])[0]", "sum({0})", "{0}[0] + {0}[-1]"]
+        forms.append(f"torch.stack([*{{0}}[:-1], {rng.choice(known)}]).sum(0)")
+        lines.append(f"{rng.choice(known)} = {rng.choice(forms).format(name)}")
     return lines
 
 

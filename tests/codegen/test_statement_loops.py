@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.codegen.layers import batch
-from tests.codegen.parity import differences, forward_lines, split
+from tests.codegen.parity import differences, split
 
 
 class Parts(nn.Module):
@@ -331,107 +331,3 @@ def test_a_loop_in_a_function_stays_there(tmp_path: Path) -> None:
         "        states.append(state)",
         "    return torch.stack(states, dim=1)",
     ]
-
-
-class InThree(nn.Module):
-    """Stages begin inside the loop: what the list holds until then crosses between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Linear(8, 8)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(7))
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        outputs = []
-        for expert in self.experts:
-            outputs.append(expert(x).tanh())
-        return self.head(torch.stack(outputs).sum(0))
-
-
-def test_a_loop_is_cut(tmp_path: Path) -> None:
-    model = InThree()
-    package = split(tmp_path, model, (batch(2, 8),), cut="experts.4,head")
-    assert differences(package, model, (batch(2, 8),)) == []
-    assert forward_lines(package) == [
-        "x = self.embed(x)",
-        "outputs = []",
-        "for expert in self.experts:",
-        "    outputs.append(expert(x).tanh())",
-        "return x, *outputs",
-    ]
-    assert "-> tuple[Tensor, ...]:" in (package.path / "stage_0.py").read_text()
-
-
-def test_a_list_is_all_that_a_stage_returns(tmp_path: Path) -> None:
-    model = InThree()
-    package = split(tmp_path, model, (batch(2, 8),), cut="experts.0,head")
-    assert differences(package, model, (batch(2, 8),)) == []
-    assert forward_lines(package, stage=1)[-1].startswith("return ")
-
-
-class OnOneLine(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x).sin().cos()
-        return self.head(x)
-
-
-def test_a_stage_that_begins_inside_an_iteration_has_whole_ones_after_it(tmp_path: Path) -> None:
-    """A loop over what lies between two modules would go beyond the last one."""
-    model = OnOneLine()
-    package = split(tmp_path, model, (batch(2, 8),), cut="layers.0:end")
-    assert differences(package, model, (batch(2, 8),)) == []
-    assert forward_lines(package, stage=1) == [
-        "x = x + x_1.sin().cos()",
-        "for layer in self.layers.values():",
-        "    x = x + layer(x).sin().cos()",
-        "return self.head(x)",
-    ]
-
-
-class LooksAhead(Parts):
-    """What the last iteration would compute for a next one is not in the graph, and there is no row for it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, outputs = x[:, 0], []
-        for t in range(x.shape[1] - 1):
-            outputs.append(h.sin())
-            h = h * x[:, t + 1]
-        return torch.stack(outputs, dim=1).sum(1, keepdim=True) + x
-
-
-def test_a_last_iteration_does_not_go_beyond_the_end(tmp_path: Path) -> None:
-    model = nn.Sequential(OrderedDict(body=LooksAhead(), head=nn.Linear(8, 8)))
-    package = split(tmp_path, model, (batch(2, 6, 8),), cut="head")
-    assert differences(package, model, (batch(2, 6, 8),)) == []
-
-
-class SizesAfterwards(Parts):
-    """After the loops a size is asked for that only values with names of the loops have had."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        i = x.sin().flatten(1)
-        h = i[:, :8] + 1
-        for t in range(3):
-            h = h * i[:, t : t + 1]
-        outputs = x.cos().flatten(1)
-        rest = outputs.sum()
-        made = []
-        for expert in self.experts:
-            made.append(expert(h))
-        return torch.stack(made).sum(0).unsqueeze(1) * torch.ones(x.shape[0], 1, 1) + rest + x
-
-
-def test_sizes_are_asked_of_tensors(tmp_path: Path) -> None:
-    model = nn.Sequential(OrderedDict(body=SizesAfterwards(), head=nn.Linear(8, 8)))
-    package = split(tmp_path, model, (batch(3, 4, 8),), cut="head")
-    assert differences(package, model, (batch(3, 4, 8),)) == []

@@ -38,10 +38,10 @@ class Lists:
 
     def __init__(self, values: LocalVariables) -> None:
         self._values = values
-        self._elements: dict[Name, tuple[Expression, ...]] = {}
+        self._elements: dict[Name, tuple[fx.Node, ...]] = {}
 
-    def add(self, name: Name, elements: tuple[Expression, ...]) -> None:
-        """Add a list, with the expressions of its elements: ``outputs[0]``, or the variable of the last one."""
+    def add(self, name: Name, elements: tuple[fx.Node, ...]) -> None:
+        """Add a list, with its elements. Each is written as ``outputs[0]``, or as a variable that has it as well."""
         self._elements[name] = elements
 
     def length(self, owner: Expression) -> int | None:
@@ -68,7 +68,8 @@ class Lists:
 
     def with_runs(self, items: tuple[Expression, ...]) -> tuple[Expression, ...]:
         """Expressions with ``*outputs`` in place of all elements of a list, and ``*outputs[2:]`` in place of some."""
-        for name, elements in self._elements.items():
+        for name in self._elements:
+            elements = self._expressions(name)
             backwards = Subscript(name, (Slice(step=literal(-1)),))
             for run, whole in ((elements, name), (elements[::-1], backwards)):
                 starts = range(len(items) - len(run) + 1)
@@ -81,6 +82,16 @@ class Lists:
             made.append(Template(_STARRED, (some,)) if some is not None else items[0])
             items = items[count:]
         return tuple(made)
+
+    def _expressions(self, name: Name) -> tuple[Expression, ...]:
+        """The expressions of the elements of a list. A variable that has another value by now is that of none."""
+        written = ((node, self._values.written[node]) for node in self._elements[name])
+        return tuple(
+            place
+            if not isinstance(place, Name) or self._values.variables.get(place.name) is node
+            else Subscript(name, (literal(number),))
+            for number, (node, place) in enumerate(written)
+        )
 
     def _part(self, items: tuple[Expression, ...]) -> tuple[int, Expression | None]:
         """How many of the items begin as elements of one list, and that part of the list; else 1 and None."""

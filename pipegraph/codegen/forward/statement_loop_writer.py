@@ -268,7 +268,7 @@ class StatementLoopWriter:
             for number, node in enumerate(nodes):
                 if node is not nodes[-1] or node not in values.written:
                     values.written[node] = Subscript(name, (literal(number),))
-            self._lists.add(name, tuple(values.written[node] for node in nodes))
+            self._lists.add(name, nodes)
 
     def _with_tuple(self, item: StatementLoop, loop: For) -> For:
         """``for piece in x.chunk(4)`` instead of ``for piece in pieces``, if nothing else reads the pieces."""
