@@ -176,3 +176,29 @@ def test_iterations_that_write_into_buffers(tmp_path: Path) -> None:
     package = split(tmp_path, model, (batch(3, 5, 8),), cut="head")
     assert "for t in range(" in (package.path / "blocks.py").read_text()
     assert differences(package, model, (batch(3, 5, 8),), train=True) == []
+
+
+class TakesTheName(nn.Module):
+    """What the loop goes over is taken from a value whose name is given to another one before it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.GRUCell(8, 8), nn.GRUCell(8, 8)
+
+    def forward(self, h: Tensor) -> Tensor:
+        zeros = h.new_zeros(h.shape[0], 8)
+        steps = h.unbind(1)
+        h, c = zeros, zeros
+        outputs = []
+        for step in steps:
+            h = self.first(step, h)
+            c = self.second(h, c)
+            outputs.append(c)
+        return torch.stack(outputs, dim=1)
+
+
+def test_a_name_is_given_away_before_the_loop(tmp_path: Path) -> None:
+    model = inside(TakesTheName())
+    package = split(tmp_path, model, (batch(2, 5, 8),), cut="head")
+    assert differences(package, model, (batch(2, 5, 8),)) == []

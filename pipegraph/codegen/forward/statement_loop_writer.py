@@ -276,15 +276,17 @@ class StatementLoopWriter:
         read_later = any(values.uses_left[node] > 0 for nodes in item.varying for node in nodes)
         if read_later or any(part == loop.iterable for statement in loop.body for part in statement.walk()):
             return loop
+        assigned: set[str] = set()  # since then
         for position in reversed(range(len(values.statements))):
             around, before = values.statements[position]
             if around or not isinstance(before, Assign):
                 return loop
-            if before.targets == (loop.iterable,):
+            if before.targets == (loop.iterable,) and assigned.isdisjoint(before.value.names()):
                 del values.statements[position]
                 return replace(loop, iterable=before.value)
             if not isinstance(before.value, Name) and before.value != Collection((), "[]"):
                 return loop
+            assigned.update(target.text for target in before.targets)
         return loop
 
     def _hold(self, node: fx.Node, place: Expression) -> None:
