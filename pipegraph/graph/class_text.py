@@ -33,6 +33,14 @@ def class_text(cls: type) -> ClassText | None:
     return None if found is None else ClassText(Path(file), found[0], "".join(lines[found[0] - 1 : found[1]]))
 
 
+def is_layer_of_torch(cls: type) -> bool:
+    """Return whether a class is one of ``torch.nn``'s layers, which follow their mode themselves.
+
+    ``torch.nn.utils.parametrizations`` are not among them: they ask for the mode, as a model does.
+    """
+    return cls.__module__.startswith("torch.nn.modules.")
+
+
 @lru_cache(maxsize=64)
 def _classes(source: str) -> dict[str, tuple[int, int]]:
     """The first and the last line of each class in a file, by the name that ``__qualname__`` is."""

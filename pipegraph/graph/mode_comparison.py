@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pipegraph.graph.aliasing import written_by
 from pipegraph.graph.call_arguments import argument_place, result_place, sorted_by_place
 from pipegraph.graph.call_tree import CallTree, call_tree
 from pipegraph.graph.captured import ModuleEntry
+from pipegraph.graph.class_text import is_layer_of_torch
 from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.nodes import any_layout, arguments_of, path_of, shape_of, source_line
 from pipegraph.graph.operators import operator_of
@@ -201,7 +203,12 @@ class ModeComparison:
                 raise OtherGraphError(value)
 
     def _effective(self, node: fx.Node) -> fx.Node:
-        """The value of which operations give nothing else in evaluation mode."""
+        """The value of which operations give nothing else in evaluation mode, or the buffer that they write into."""
+        buffer = node
+        while "writes" in buffer.meta:
+            buffer = written_by(buffer)[0]
+        if buffer.op == "get_attr":
+            return buffer
         while node.op == "call_function" and _is_transparent(node) and node not in self._difference_of:
             source = node.args[0]
             assert isinstance(source, fx.Node)
@@ -214,7 +221,7 @@ class ModeComparison:
         modules = (type(self._modules[each.fqn].module) for each in called if each.fqn in self._modules)
         containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
         own = type(self._modules[tree.fqn].module) if tree.fqn in self._modules else nn.Module
-        return own not in containers and all(each.__module__.startswith("torch.nn") for each in modules)
+        return own not in containers and all(map(is_layer_of_torch, modules))
 
 
 class _Call:

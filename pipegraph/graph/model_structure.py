@@ -98,8 +98,9 @@ def outputs_of(graph: fx.Graph, exported: ExportedProgram) -> Any:
     leaves: list[str | None] = []
     for value in output.args[0]:
         if value is not None and not isinstance(value, fx.Node):
+            what = repr(value) if isinstance(value, (bool, int, float, str)) else "a number that it computes"
             raise CaptureError(
-                f"The model returns {value!r}, which is neither a tensor nor None.\nTry: return tensors only."
+                f"The model returns {what}, which is neither a tensor nor None.\nTry: return tensors only."
             )
         leaves.append(None if value is None else label_of(value))
     spec = exported.call_spec.out_spec

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from pipegraph.graph.captured import ModuleEntry
-from pipegraph.graph.class_text import class_text
+from pipegraph.graph.class_text import class_text, is_layer_of_torch
 from pipegraph.graph.mode_comparison import OtherGraphError
 from pipegraph.graph.nodes import arguments_of, path_of, replace_node, source_line
 from pipegraph.graph.operators import operator_of
@@ -112,7 +112,7 @@ def _own_operations(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> list
 def _in_torch_module(node: fx.Node, modules: Mapping[str, ModuleEntry]) -> bool:
     path = path_of(node)
     owner = modules.get(path[-1][1]) if path else None
-    return owner is not None and type(owner.module).__module__.startswith("torch.nn")
+    return owner is not None and is_layer_of_torch(type(owner.module))
 
 
 def _warn(node: fx.Node) -> None:
@@ -130,5 +130,5 @@ def _attention_dropout(node: fx.Node) -> bool:
 
 def _mentions_mode(cls: type[nn.Module]) -> bool:
     """Return whether the source of a class asks for its mode."""
-    own = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
+    own = [base for base in cls.__mro__ if base not in (nn.Module, object) and not is_layer_of_torch(base)]
     return any(found is None or ".training" in found.text for found in map(class_text, own))
