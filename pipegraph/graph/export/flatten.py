@@ -185,7 +185,9 @@ class _Flattening:
             elif isinstance(node.meta.get("val"), torch.SymInt):
                 values[node] = self._known(node, self.sizes.number)
             elif is_symbolic(node.meta.get("val")):
-                values[node] = _Unwritable(self.sizes.fixed_size_needed(node.meta["val"]))
+                error = self.sizes.fixed_size_needed(node.meta["val"])
+                error.line = source_line(node)
+                values[node] = _Unwritable(error)
             elif not _checks_size(node):
                 values[node] = self._operation(node, values, regions)
         raise AssertionError("an exported graph has an output node")
@@ -201,19 +203,26 @@ class _Flattening:
         return self._inline(body, {**values, **inputs}, (*regions, region))
 
     def _learn_sizes(self, node: fx.Node) -> None:
-        """Learn from a reshape what the sizes of its result are."""
+        """Learn from a reshape, or from a range in steps of 1 or −1, what the sizes of its result are."""
         arguments: tuple[Any, ...] = node.args
         if node.target in (aten.view.default, aten.reshape.default):
             self.sizes.learn(node.meta["val"].shape, arguments[1])
         elif node.target is aten.unflatten.int:
             tensor, dim, sizes = arguments
             self.sizes.learn(node.meta["val"].shape[dim % tensor.meta["val"].dim() :], sizes)
+        elif node.target is aten.arange.start_step and arguments[2:3] in ((1,), (-1,)):
+            start, end = (
+                self.sizes.expression(each.meta["val"] if isinstance(each, fx.Node) else each) for each in arguments[:2]
+            )
+            if start.is_integer and end.is_integer:
+                self.sizes.learn_equal(node.meta["val"].shape[0], (end - start) * int(arguments[2]))
 
     def _known(self, node: fx.Node, describe: Callable[[Any], Any]) -> Any:
         """What ``describe`` returns for the value of a node."""
         try:
             return describe(node.meta.get("val"))
         except FixedSizeNeededError as error:
+            error.line = source_line(node)
             if self.sizes.vary:
                 raise
             raise CaptureError(

@@ -24,11 +24,13 @@ class FixedSizeNeededError(Exception):
 
     Attributes:
         dimensions: the dimensions of inputs whose sizes have to be fixed.
+        line: the line of the model's source; "" if it is not known.
     """
 
-    def __init__(self, dimensions: frozenset[InputDimension]) -> None:
+    def __init__(self, dimensions: frozenset[InputDimension], line: str = "") -> None:
         super().__init__(str(sorted(dimensions)))
         self.dimensions = dimensions
+        self.line = line
 
 
 class InputSizes:
@@ -106,6 +108,15 @@ class InputSizes:
     def vary(self) -> bool:
         """Whether any size varies."""
         return bool(self._names)
+
+    def learn_equal(self, size: Any, expression: sympy.Expr) -> None:
+        """Learn what a size is equal to."""
+        if is_symbolic(size):
+            self._equal[symbolic_expression(size).xreplace(self._names)] = sympy.expand(expression)
+
+    def expression(self, value: Any) -> sympy.Expr:
+        """A number of the program, in symbols for the sizes that vary."""
+        return self._renamed(value) if is_symbolic(value) else sympy.sympify(value)
 
     def learn(self, shape: Sequence[Any], asked: Sequence[Any]) -> None:
         """Learn what sizes are equal to from a reshape: in its result they may be a quotient, ``s // (s // 2)``, where
@@ -245,5 +256,8 @@ def fixed_sizes(
             reason = "the model computes from it what a stage cannot express"
         else:
             reason = "the model fixes it"
-        known = size > 1 and exported.fixed is not None and (position, dim) not in exported.fixed
+        line = exported.computed.get((position, dim), line)
+        known = (
+            size > 1 and exported.fixed is not None and (wanted.fixed is None or (position, dim) not in wanted.fixed)
+        )
         yield (position, dim), FixedSize(f"{name}.shape[{dim}]", size, line if known else "", reason)

@@ -50,6 +50,7 @@ class Exported(NamedTuple):
         fixed: the dimensions of inputs that were not let vary; None if none was let.
         lines: a size that the model fixed, as torch names it → the line of the model's source.
         obstacle: why no dimension was let vary.
+        computed: a dimension that had to be fixed → the line that computes from it what a stage cannot express.
     """
 
     program: ExportedProgram
@@ -57,6 +58,7 @@ class Exported(NamedTuple):
     fixed: frozenset[InputDimension] | None
     lines: Mapping[str, str] = MappingProxyType({})
     obstacle: str = ""
+    computed: Mapping[InputDimension, str] = MappingProxyType({})
 
 
 def export(

@@ -119,6 +119,7 @@ def trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_derivat
 def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool) -> Trace:
     args, kwargs = example
     exported = export(model, args, kwargs, wanted.fixed, allow_derivative=allow_derivative)
+    computed: dict[InputDimension, str] = {}
     while True:
         state, tensors = state_of(model)
         try:
@@ -128,7 +129,9 @@ def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_deriva
         except FixedSizeNeededError as error:
             is_known = exported.fixed is None or error.dimensions <= exported.fixed
             fixed = None if is_known else (exported.fixed or frozenset()) | error.dimensions
+            computed |= dict.fromkeys(error.dimensions - computed.keys(), error.line)
             exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative)
+            exported = exported._replace(computed=computed)
     comparison = ProgramComparison(exported, sizes, model, args, kwargs)
     return Trace(example, exported, graph, state, tensors, sizes, guards, comparison)
 
