@@ -20,8 +20,7 @@ from pipegraph.cost.segments.distinct_blocks import BlockOptions
 from pipegraph.cost.segments.subgraph import Subgraph
 from pipegraph.graph import capture as module_of_capture
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.class_text import class_text
-from pipegraph.graph.model_structure import modules_of, state_of
+from pipegraph.graph.model_structure import class_text, modules_of, state_of
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 
 _captures: dict[object, Captured] = {}

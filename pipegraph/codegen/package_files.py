@@ -14,23 +14,22 @@ from torch import fx
 from pipegraph.codegen.classes.block_classes import BlockClasses
 from pipegraph.codegen.classes.merge_classes import merge_classes
 from pipegraph.codegen.classes.stage_class import stage_class
-from pipegraph.codegen.initialisation_table import initialisation_lines
 from pipegraph.codegen.internals import defining_module
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.model_names import dtype_name, prose
 from pipegraph.codegen.render import render_blocks, render_init, render_stage, render_weights
-from pipegraph.codegen.shards import shard_name, shard_plan
 from pipegraph.codegen.syntax.statements import functions_called
+from pipegraph.codegen.weights import initialisation_lines, shard_name, shard_plan
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.index_bounds import index_bound
 from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.nodes import keeps_dtype, label_of, shape_of
+from pipegraph.graph.operators import index_bound
 from pipegraph.graph.partition.stages import Boundary, tensor_of
+from pipegraph.graph.passes.gradients import untrained_parameters
 from pipegraph.graph.sources.huggingface import checkpoint_names
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import SymbolicSize
-from pipegraph.graph.untrained_parameters import untrained_parameters
 from pipegraph.package import Buffer, CheckpointNames, Manifest, ModelEntry, PlanEntry, StageEntry, Value
 from pipegraph.package.sizes import BATCH, Size
 from pipegraph.planner.plan import Plan

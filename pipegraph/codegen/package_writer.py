@@ -14,7 +14,7 @@ from msgspec import structs
 
 from pipegraph.arguments import argument, for_asker, require_path, require_type
 from pipegraph.codegen.package_files import generate
-from pipegraph.codegen.shards import copy_weights, shard_plan, write_weights
+from pipegraph.codegen.weights import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Manifest, Package, checkpoint_folder, file_digest

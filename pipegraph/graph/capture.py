@@ -13,44 +13,41 @@ from torch import Tensor, fx, nn
 from pipegraph.dump import dump
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, StateEntry
-from pipegraph.graph.export.device_branches import device_branch
 from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
 from pipegraph.graph.export.flatten import flatten
-from pipegraph.graph.export.input_sizes import fixed_sizes
-from pipegraph.graph.export.operation_record import same_in_both_modes
+from pipegraph.graph.export.input_sizes import fixed_sizes, resize
+from pipegraph.graph.export.isolation import attributes_restored
+from pipegraph.graph.export.operation_record import device_branch, same_in_both_modes
 from pipegraph.graph.export.other_dtype import mark_dtypes
-from pipegraph.graph.export.resize import resize
-from pipegraph.graph.export.restored_attributes import attributes_restored
 from pipegraph.graph.export.torch_export import Exported, export_in
 from pipegraph.graph.export.trace import Example, trace
 from pipegraph.graph.graph_text import graph_text, segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK
-from pipegraph.graph.model_structure import inputs_of, modules_of, outputs_of
-from pipegraph.graph.name_check import check_keys, check_module_names
+from pipegraph.graph.model_structure import check_keys, check_module_names, inputs_of, modules_of, outputs_of
 from pipegraph.graph.partition.segments import find_segments
-from pipegraph.graph.passes.cancel_views import cancel_views
-from pipegraph.graph.passes.drop_assertions import drop_assertions
-from pipegraph.graph.passes.drop_contiguous import drop_contiguous
-from pipegraph.graph.passes.drop_dead_code import drop_dead_code
-from pipegraph.graph.passes.drop_expands import drop_expands
-from pipegraph.graph.passes.drop_identities import drop_identities
-from pipegraph.graph.passes.drop_redundant_dtypes import drop_redundant_dtypes
-from pipegraph.graph.passes.drop_write_backs import drop_write_backs
-from pipegraph.graph.passes.follow_created_dtypes import follow_created_dtypes
-from pipegraph.graph.passes.follow_dtypes import follow_dtypes
-from pipegraph.graph.passes.functionalize_writes import functionalize_writes
-from pipegraph.graph.passes.mark_gradients import mark_gradients
-from pipegraph.graph.passes.mark_mode_differences import (
+from pipegraph.graph.passes.constants import write_constants
+from pipegraph.graph.passes.dtypes import (
+    drop_redundant_dtypes,
+    follow_created_dtypes,
+    follow_dtypes,
+    tie_casts_to_buffers,
+)
+from pipegraph.graph.passes.gradients import mark_gradients
+from pipegraph.graph.passes.masks import simplify_masks
+from pipegraph.graph.passes.modes import (
     mark_mode_differences,
     may_differ_by_mode,
     settle_fixed_modes,
 )
-from pipegraph.graph.passes.place_buffer_updates import place_buffer_updates
-from pipegraph.graph.passes.relax_attention_views import relax_attention_views
-from pipegraph.graph.passes.restore_repeat_interleave import restore_repeat_interleave
-from pipegraph.graph.passes.simplify_masks import simplify_masks
-from pipegraph.graph.passes.tie_casts_to_buffers import tie_casts_to_buffers
-from pipegraph.graph.passes.write_constants import write_constants
+from pipegraph.graph.passes.redundant_operations import drop_assertions, drop_dead_code, drop_identities
+from pipegraph.graph.passes.views import (
+    cancel_views,
+    drop_contiguous,
+    drop_expands,
+    relax_attention_views,
+    restore_repeat_interleave,
+)
+from pipegraph.graph.passes.writes import drop_write_backs, functionalize_writes, place_buffer_updates
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import InputDimension
 from pipegraph.graph.verifier import GraphVerifier, Pass

@@ -15,8 +15,8 @@ from pipegraph.graph.aliasing import written_by
 from pipegraph.graph.call_arguments import argument_place, result_place, sorted_by_place
 from pipegraph.graph.call_tree import CallTree, call_tree
 from pipegraph.graph.captured import ModuleEntry
-from pipegraph.graph.class_text import is_layer_of_torch
 from pipegraph.graph.internals import OpOverload, pytree
+from pipegraph.graph.model_structure import is_layer_of_torch
 from pipegraph.graph.nodes import any_layout, arguments_of, path_of, shape_of, source_line
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize

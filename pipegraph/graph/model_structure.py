@@ -1,22 +1,32 @@
-"""The tables of a captured model: its state, its modules, and the nesting of its arguments and results."""
+"""The tables of a model: its state, its modules and their source, its arguments and results; names that it may have."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import linecache
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from pipegraph.errors import CaptureError
+from pipegraph.errors import CaptureError, one_line
 from pipegraph.graph.captured import ModuleEntry, StateEntry, plain_containers
-from pipegraph.graph.class_text import class_text
 from pipegraph.graph.initialisation import initialisation_of
 from pipegraph.graph.internals import is_persistent, pytree
 from pipegraph.graph.nodes import label_of
 
 _TORCH = Path(torch.__file__).parent
+
+MODULE_ATTRIBUTES: Final = frozenset(dir(nn.Module()))
+"""What every module has, such as ``half`` and ``training``: a buffer or an argument of that name would hide it."""
+
+_LONGEST: Final = 4000  # characters; a manifest takes a few more
+_SHOWN: Final = 40
 
 
 def state_of(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.Tensor]]:
@@ -106,3 +116,94 @@ def outputs_of(graph: fx.Graph, exported: ExportedProgram) -> Any:
     spec = exported.call_spec.out_spec
     assert spec is not None
     return plain_containers(pytree.tree_unflatten(leaves, spec))
+
+
+class ClassText(NamedTuple):
+    """The file of a class, its first line, decorators included, and its text."""
+
+    file: Path
+    line: int
+    text: str
+
+
+def class_text(cls: type) -> ClassText | None:
+    """Return the source of a class; None if there is none, as of a class that is made by a call."""
+    try:
+        file = inspect.getsourcefile(cls)
+    except (OSError, TypeError):
+        return None
+    if file is None:
+        return None
+    linecache.checkcache(file)
+    lines = linecache.getlines(file)
+    found = _classes("".join(lines)).get(cls.__qualname__)
+    return None if found is None else ClassText(Path(file), found[0], "".join(lines[found[0] - 1 : found[1]]))
+
+
+def is_layer_of_torch(cls: type) -> bool:
+    """Return whether a class is one of ``torch.nn``'s layers, which follow their mode themselves.
+
+    ``torch.nn.utils.parametrizations`` are not among them: they ask for the mode, as a model does.
+    """
+    return cls.__module__.startswith("torch.nn.modules.")
+
+
+@lru_cache(maxsize=64)
+def _classes(source: str) -> dict[str, tuple[int, int]]:
+    """The first and the last line of each class in a file, by the name that ``__qualname__`` is."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return {}
+    found: dict[str, tuple[int, int]] = {}
+    for name, node in _definitions(tree, ""):
+        first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+        found.setdefault(name, (first, node.end_lineno or first))
+    return found
+
+
+def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ClassDef]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield f"{prefix}{child.name}", child
+            yield from _definitions(child, f"{prefix}{child.name}.")
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _definitions(child, f"{prefix}{child.name}.<locals>.")
+        elif isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+            yield from _definitions(child, prefix)
+
+
+def check_module_names(model: nn.Module) -> None:
+    """Check the names of modules, parameters and buffers. Raises CaptureError."""
+    for name, _ in model.named_modules(remove_duplicate=False):
+        _check("module", name)
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        _check("parameter", name)
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        _check("buffer", name)
+
+
+def check_keys(kind: str, structure: Any) -> None:
+    """Check the keys of nested arguments or outputs; ``kind`` is what messages call them. Raises CaptureError."""
+    for key in _keys(structure):
+        _check(kind, key)
+
+
+def _keys(structure: Any) -> Iterator[str]:
+    if isinstance(structure, Mapping):
+        yield from (key for key in structure if isinstance(key, str))
+        structure = tuple(structure.values())
+    if isinstance(structure, (list, tuple)):
+        for item in structure:
+            yield from _keys(item)
+
+
+def _check(kind: str, name: str) -> None:
+    shown = one_line(name[:_SHOWN]) + ("…" if len(name) > _SHOWN else "")
+    if len(name) > _LONGEST:
+        problem = f"has {len(name)} characters, and {_LONGEST} at most can be written"
+    elif any("\ud800" <= character <= "\udfff" for character in name):
+        problem = "holds half a character, which cannot be written: \\ud800 to \\udfff stand in pairs"
+    else:
+        return
+    raise CaptureError(f'The name of the {kind} "{shown}" {problem}.\nTry: rename it in the model.')

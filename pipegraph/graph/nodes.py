@@ -8,6 +8,7 @@ from functools import cache
 from itertools import takewhile
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -83,6 +84,20 @@ def shape_of(node: object) -> tuple[int, ...]:
 def named_sizes(node: fx.Node) -> list[SymbolicSize]:
     """The sizes that vary among the arguments of an operation."""
     return [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, SymbolicSize)]
+
+
+def dimension_of(node: fx.Node, expression: sympy.Expr) -> int | None:
+    """The first dimension of a tensor that has a size that varies; None if it has none."""
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    sizes = enumerate(shape_of(node))
+    return next((dim for dim, size in sizes if isinstance(size, SymbolicSize) and size.expression == expression), None)
+
+
+def dtypes_of(node: fx.Node) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtype of a tensor, and the one that it has if the model is converted, if that is known."""
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None, node.meta.get(OTHER_DTYPE)
 
 
 def set_value(node: fx.Node, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> None:

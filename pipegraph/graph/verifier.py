@@ -15,9 +15,9 @@ from pipegraph.graph.captured import StateEntry, by_mode, model_dtype, model_num
 from pipegraph.graph.graph_text import graph_text, type_text
 from pipegraph.graph.internals import OpOverload, fake_empty, fake_mode_of, is_mutable, pytree
 from pipegraph.graph.nodes import source_line
-from pipegraph.graph.passes.drop_dead_code import drop_dead_code
-from pipegraph.graph.passes.functionalize_writes import functionalize_writes
-from pipegraph.graph.passes.mark_gradients import mark_gradients
+from pipegraph.graph.passes.gradients import mark_gradients
+from pipegraph.graph.passes.redundant_operations import drop_dead_code
+from pipegraph.graph.passes.writes import functionalize_writes
 from pipegraph.verification import InvalidGraphError
 
 Pass = Callable[[fx.Graph], None]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegraph.codegen.expressions.index_tests import periodic_test, separating_test
 from pipegraph.codegen.syntax.expressions import Name
+from pipegraph.codegen.syntax.loop_index import periodic_test, separating_test
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from pipegraph.graph.class_text import class_text
+from pipegraph.graph.model_structure import class_text
 
 
 class Outer:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.graph.index_bounds import index_bound
+from pipegraph.graph.operators import index_bound
 
 
 class Indexes(nn.Module):

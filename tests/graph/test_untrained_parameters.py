@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.codegen.package_files import generate
-from pipegraph.graph.untrained_parameters import untrained_parameters
+from pipegraph.graph.passes.gradients import untrained_parameters
 
 
 class Heads(nn.Module):

@@ -24,10 +24,10 @@ from pipegraph.codegen.forward.items import (
     modules_in,
 )
 from pipegraph.codegen.forward.mode_branches import group_branches
-from pipegraph.codegen.forward.model_dtypes import UnknownDtypeError
 from pipegraph.codegen.forward.roll_loops import roll_loops
 from pipegraph.codegen.forward.source_numbers import ModuleNumbers
 from pipegraph.codegen.forward.statement_loops import roll_statements
+from pipegraph.codegen.forward.tensor_attributes import UnknownDtypeError
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames

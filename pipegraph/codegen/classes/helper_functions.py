@@ -12,9 +12,9 @@ from pipegraph.codegen.classes.call_values import CallValues, StageMembers, call
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.forward.items import ClassContents, HelperCall, Operation
-from pipegraph.codegen.forward.model_dtypes import UnknownDtypeError
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ReplacedParameterError
 from pipegraph.codegen.forward.statement_loops import roll_statements
+from pipegraph.codegen.forward.tensor_attributes import UnknownDtypeError
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import class_name, variable
 from pipegraph.codegen.names.model_names import ModelNames, prose

@@ -9,8 +9,8 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
+from pipegraph.codegen.classes.constructor_arguments import equal_but_for_numbers
 from pipegraph.codegen.classes.merge_pair import MergedPair, distance, merge_pair
-from pipegraph.codegen.classes.number_arguments import equal_but_for_numbers
 from pipegraph.codegen.classes.unify import ordered_arguments
 from pipegraph.codegen.names.identifiers import class_name, unused_class
 from pipegraph.codegen.syntax.expressions import FunctionCall, ModuleInvocation, Name, call

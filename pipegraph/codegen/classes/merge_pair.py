@@ -6,9 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipegraph.codegen.classes.constructor_arguments import (
+    FALSE,
+    MAX_ARGUMENTS,
+    PER_COPY,
+    TRUE,
+    MergedArguments,
+    assigned_attributes,
+    registered_names,
+)
 from pipegraph.codegen.classes.merge_bodies import BodyMerger, Condition, NoConditionError, Statements
-from pipegraph.codegen.classes.merged_arguments import FALSE, TRUE, MergedArguments
-from pipegraph.codegen.classes.number_arguments import MAX_ARGUMENTS, PER_COPY, assigned_attributes, registered_names
 from pipegraph.codegen.classes.unify import (
     NONE,
     Difference,

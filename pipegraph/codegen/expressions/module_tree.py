@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from pipegraph.codegen.expressions.index_tests import separating_test
 from pipegraph.codegen.names.identifiers import is_number, is_plain
 from pipegraph.codegen.syntax.expressions import (
     SELF,
@@ -27,6 +26,7 @@ from pipegraph.codegen.syntax.expressions import (
     method,
     string,
 )
+from pipegraph.codegen.syntax.loop_index import separating_test
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, RegisterConstant, Statement
 from pipegraph.graph.captured import StateEntry
 

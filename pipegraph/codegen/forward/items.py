@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from pipegraph.codegen.expressions.index_tests import IndexTest
 from pipegraph.codegen.expressions.torch_modules import CallArguments
 from pipegraph.codegen.names.identifiers import outer_names
 from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.syntax.expressions import Argument, Expression, FunctionCall, ModuleInvocation, call
+from pipegraph.codegen.syntax.loop_index import IndexTest
 from pipegraph.graph.captured import StateEntry
 
 

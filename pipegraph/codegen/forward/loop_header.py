@@ -10,8 +10,7 @@ import torch
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import StatementLoop
-from pipegraph.codegen.forward.lists import Lists
-from pipegraph.codegen.forward.local_variables import LocalVariables
+from pipegraph.codegen.forward.local_variables import Lists, LocalVariables
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.syntax.expressions import (
     Attribute,
@@ -24,7 +23,7 @@ from pipegraph.codegen.syntax.expressions import (
     literal,
     method,
 )
-from pipegraph.codegen.syntax.progressions import Progression, progressions, with_variable
+from pipegraph.codegen.syntax.loop_index import Progression, progressions, with_variable
 from pipegraph.codegen.syntax.statements import For, Statement
 from pipegraph.graph.nodes import shape_of
 

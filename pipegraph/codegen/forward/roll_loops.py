@@ -8,12 +8,12 @@ from itertools import pairwise
 
 from torch import fx, nn
 
-from pipegraph.codegen.expressions.index_tests import periodic_test
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import AlternateCall, ClassContents, Item, ModuleCall, ModuleLoop
 from pipegraph.codegen.forward.local_variables import LocalVariables
 from pipegraph.codegen.names.identifiers import is_number, relative, unused, variable
 from pipegraph.codegen.syntax.expressions import Expression, Name, Slice, Subscript, call, conditional, literal, method
+from pipegraph.codegen.syntax.loop_index import periodic_test
 from pipegraph.codegen.syntax.statements import Assign, For, If, Statement
 
 # A loop whose iterations differ must have at least this many of them, so that it is shorter than its calls: four if one

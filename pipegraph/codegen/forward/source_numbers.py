@@ -27,7 +27,7 @@ from pipegraph.codegen.syntax.expressions import (
 )
 from pipegraph.graph.call_arguments import argument_place
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.name_check import MODULE_ATTRIBUTES
+from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import path_of, shape_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 

@@ -10,8 +10,7 @@ from typing import TypeVar
 from torch import fx
 
 from pipegraph.codegen.forward.items import Item, ModuleCall, StatementLoop, Step, operands
-from pipegraph.codegen.forward.lists import Lists
-from pipegraph.codegen.forward.local_variables import LocalVariables
+from pipegraph.codegen.forward.local_variables import Lists, LocalVariables
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.syntax.expressions import (
@@ -23,7 +22,7 @@ from pipegraph.codegen.syntax.expressions import (
     literal,
     method,
 )
-from pipegraph.codegen.syntax.progressions import (
+from pipegraph.codegen.syntax.loop_index import (
     UnlikeError,
     at_iteration,
     in_all_iterations,

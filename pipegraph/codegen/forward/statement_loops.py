@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.forward.items import HelperCall, Item, ModuleCall, Operation, StatementLoop, Step, operands
-from pipegraph.codegen.forward.lists import goes_over_modules
+from pipegraph.codegen.forward.local_variables import goes_over_modules
 from pipegraph.codegen.names.source_loops import SourceLoop, loops_at
 from pipegraph.codegen.names.source_statements import SourceStatements, is_of_torch
 from pipegraph.graph.captured import BRANCH

@@ -26,15 +26,13 @@ from pipegraph.codegen.forward.items import (
     operands,
     with_inner,
 )
-from pipegraph.codegen.forward.lists import Lists, indexed_tuples
-from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, LocalVariables
+from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, Lists, LocalVariables, indexed_tuples
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.forward.mode_branches import BranchWriter
-from pipegraph.codegen.forward.model_dtypes import OF_MODEL_DTYPE, ModelDtypes
 from pipegraph.codegen.forward.roll_loops import LoopWriter
-from pipegraph.codegen.forward.size_variables import SizeVariables
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers
 from pipegraph.codegen.forward.statement_loop_writer import StatementLoopWriter
+from pipegraph.codegen.forward.tensor_attributes import OF_MODEL_DTYPE, ModelDtypes, SizeVariables
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements

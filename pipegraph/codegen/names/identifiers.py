@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Container, Iterator
 from itertools import accumulate
 
-from pipegraph.graph.name_check import MODULE_ATTRIBUTES
+from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 
 # Names that generated source uses; a local variable must not shadow them.
 # What generated code imports, calls or reads.

@@ -19,7 +19,7 @@ from torch import fx
 from pipegraph.graph.call_arguments import parameter_names, result_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import HELPER_MARK, path_of
-from pipegraph.graph.passes.tie_casts_to_buffers import FOLLOWS_BUFFER
+from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # not torchvision
 # Layers of torch.nn that become classes of a package keep the names of torch's source.

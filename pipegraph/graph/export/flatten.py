@@ -18,7 +18,7 @@ from pipegraph.graph.call_arguments import copy_places
 from pipegraph.graph.captured import PIPE_SPLITS, VALUE, StateEntry
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
-from pipegraph.graph.name_check import MODULE_ATTRIBUTES
+from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import InputDimension

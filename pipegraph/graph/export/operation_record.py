@@ -1,20 +1,25 @@
-"""Run a model, or its exported program, without memory, and list the operations that run."""
+"""The operations that a model or its program runs, without memory, also if it stood on another kind of device."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
+from torch.overrides import TorchFunctionMode
 
-from pipegraph.graph.export.fake_parameters import active_fake_mode, fake_parameters
-from pipegraph.graph.export.restored_attributes import attributes_restored, buffers_restored
+from pipegraph.errors import is_user_file
+from pipegraph.graph.export.isolation import active_fake_mode, attributes_restored, buffers_restored, fake_parameters
 from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree, values_of
 from pipegraph.graph.operators import operator_of_target
 
@@ -168,3 +173,69 @@ def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     except Exception:  # whatever the model raises on tensors without values
         return False
     return training == evaluation
+
+
+def device_branch(
+    model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    """Run a model without memory, as it is and as if it were on the other kind of device: a CPU or a GPU.
+
+    Functions of torch are compared, and not the operations below them, which torch itself chooses by the device.
+
+    Args:
+        mode: whether each module is in training mode.
+        args, kwargs: its inputs; only their shapes, dtypes and devices count.
+
+    Returns:
+        what differs first, with its lines; empty if nothing does, or if the model cannot run there without memory.
+    """
+    devices = {leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    here, other = ("cuda", "cpu") if "cuda" in devices else ("cpu", "cuda")
+    try:
+        own, there = (_calls(model, mode, args, kwargs, device) for device in (None, other))
+    except Exception:  # a model that moves its tensors to a device by name, say
+        return ""
+    for one, two in zip_longest(own, there):
+        if one is None or two is None or one[0] != two[0]:
+            return f"{_described(one)} on {here}, and {_described(two)} on {other}"
+    return ""
+
+
+_Calls = list[tuple[str, str]]
+
+
+def _described(call: tuple[str, str] | None) -> str:
+    return "ends" if call is None else f"calls {call[0]} at {call[1]}" if call[1] else f"calls {call[0]}"
+
+
+def _calls(
+    model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None
+) -> _Calls:
+    where = None if device is None else torch.device(device, 0) if device != "cpu" else torch.device(device)
+    with without_memory(model, args, kwargs, where) as (fake_args, fake_kwargs):
+        for module, training in mode.items():
+            module.training = training
+        with _FunctionRecord() as record:
+            model(*fake_args, **fake_kwargs)
+    return record.calls
+
+
+class _FunctionRecord(TorchFunctionMode):
+    """Lists the functions of torch that a model calls, each with its line in the model's source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: _Calls = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name != "__get__":  # an attribute
+            self.calls.append((name, _line(inspect.currentframe())))
+        return func(*args, **(kwargs or {}))
+
+
+def _line(frame: FrameType | None) -> str:
+    """The innermost line of the model's own source."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

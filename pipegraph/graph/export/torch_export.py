@@ -22,9 +22,8 @@ from pipegraph.arguments import argument
 from pipegraph.errors import CaptureError, current_user_line, user_line
 from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import plain_containers
-from pipegraph.graph.export.custom_functions import CustomFunctions, LostBackwardError
-from pipegraph.graph.export.fake_parameters import fake_parameters
-from pipegraph.graph.export.helper_calls import HelperCalls
+from pipegraph.graph.export.function_calls import CustomFunctions, HelperCalls, LostBackwardError
+from pipegraph.graph.export.isolation import fake_parameters
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
     call_name,

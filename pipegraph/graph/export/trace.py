@@ -15,11 +15,10 @@ from torch import Tensor, fx, nn
 
 from pipegraph.errors import CaptureError, is_user_file
 from pipegraph.graph.captured import StateEntry
-from pipegraph.graph.export.dynamic_shapes import WantedSizes
+from pipegraph.graph.export.dynamic_shapes import SizeGuards, Sizes, WantedSizes
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes
 from pipegraph.graph.export.operation_record import Operations, operations_of_model, operations_of_program
-from pipegraph.graph.export.size_guards import SizeGuards, Sizes
 from pipegraph.graph.export.torch_export import Exported, export
 from pipegraph.graph.internals import pytree
 from pipegraph.graph.model_structure import state_of

@@ -1,28 +1,123 @@
-"""Custom ``torch.autograd.Function``s of a model: is the backward of each the derivative of its forward?
-
-``torch.export`` keeps the forward of a Function and silently drops its backward. What a package differentiates is then
-the forward: the same for an explicit GELU, something else for a straight-through estimator.
-"""
+"""Calls of a model's own functions: helpers beside its classes, and ``torch.autograd.Function``s with a backward."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
-from collections.abc import Callable
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
-from pipegraph.graph.internals import pytree, symbolic_expression
+from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
+from pipegraph.graph.internals import pytree, symbolic_expression, traced_node
+from pipegraph.graph.nodes import HELPER_MARK
+
+_PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.SymInt, torch.dtype, torch.device)
 
 _TOLERANCE = 1e-4
 _SMALL = 64  # the largest dimension of the arguments on which a Function is tried first
 _LARGEST = 2**26  # elements of an argument on which it is tried
 _VARYING = 6  # a size that varies, in such arguments
+
+
+class HelperCalls:
+    """Names the calls of functions that the modules of a model have beside them in their files, while it is traced.
+
+    Such a function takes tensors and numbers, and no modules. Each of its calls gets a name of its own, which stands in
+    the stack traces of its operations in place of the function's: ``rotate_half()@3``.
+
+    Args:
+        model: is traced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._files = {type(module).__module__ for module in model.modules()}
+        self._count: Counter[str] = Counter()
+        self._names: dict[FrameType, str] = {}  # those of helpers, which are kept for what they return
+
+    def name(self, tracer: Any, frame: FrameType) -> str:
+        """The name of the call that a frame is, or of its function if it is none of a helper.
+
+        The values of the parameters are those of the first operation that the call runs.
+        """
+        if frame in self._names:
+            return self._names[frame]
+        name = self._new_name(tracer, frame)
+        if HELPER_MARK in name:
+            self._names[frame] = name
+        return name
+
+    def end(self, tracer: Any) -> None:
+        """Mark what the calls returned that were named since the last time."""
+        for frame, name in self._names.items():
+            _mark_results(tracer, frame, name)
+        self._names.clear()
+
+    def _new_name(self, tracer: Any, frame: FrameType) -> str:
+        code = frame.f_code
+        function = frame.f_globals.get(code.co_name)
+        if frame.f_globals.get("__name__") not in self._files or not inspect.isfunction(function):
+            return code.co_name
+        names = [*inspect.signature(function).parameters]
+        values = [frame.f_locals.get(name) for name in names]
+        if function.__code__ is not code or not all(map(_is_plain, values)):
+            return code.co_name
+        self._count[code.co_name] += 1
+        call = f"{code.co_name}{HELPER_MARK}{self._count[code.co_name]}"
+        for order, (name, value) in enumerate(zip(names, values, strict=True)):
+            node = traced_node(tracer, value) if isinstance(value, torch.Tensor) else None
+            if node is not None:
+                places = node.meta.setdefault("argument_of", {})
+                place = ArgumentPlace(order, name)
+                places[call] = places[call].joined(place) if call in places else place
+        return call
+
+
+def _mark_results(tracer: Any, frame: FrameType, call: str) -> None:
+    names = _returned(frame.f_code).get(frame.f_lineno, ())
+    for index, name in enumerate(names):
+        value = frame.f_locals.get(name)
+        node = traced_node(tracer, value) if isinstance(value, torch.Tensor) else None
+        if node is not None:
+            node.meta.setdefault("result_of", {}).setdefault(call, ResultPlace(index, index, len(names)))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(isinstance(each, (bool, int, float)) for each in value)
+    return isinstance(value, _PLAIN)
+
+
+@cache
+def _returned(code: CodeType) -> dict[int, tuple[str, ...]]:
+    """The lines of a function's ``return a, b`` → the names; lines of other statements are left out."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError, TypeError):
+        return {}
+    found: dict[int, tuple[str, ...]] = {}
+    for line, elements in _returns(tree.body):
+        if all(isinstance(each, ast.Name) for each in elements):
+            found[line + code.co_firstlineno - 1] = tuple(each.id for each in elements if isinstance(each, ast.Name))
+    return found
+
+
+def _returns(body: Sequence[ast.stmt]) -> Iterator[tuple[int, list[ast.expr]]]:
+    for tree in body:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+                yield from ((line, node.value.elts) for line in range(node.lineno, (node.end_lineno or 0) + 1))
 
 
 class LostBackwardError(Exception):

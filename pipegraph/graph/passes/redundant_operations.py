@@ -1,4 +1,4 @@
-"""Take out operations that return their argument."""
+"""Take out operations that change nothing, say nothing, or that nothing reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 from pipegraph.graph.aliasing import is_stable, is_written, viewed_by
 from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, replace_node, shape_of
 from pipegraph.graph.operators import operator_of
-from pipegraph.graph.passes.tie_casts_to_buffers import FOLLOWS_BUFFER
+from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
 
 aten = torch.ops.aten
 
@@ -75,3 +75,25 @@ def _copies(node: fx.Node) -> bool:
     """Return whether a cast has to copy its argument, or to change its memory layout, in any case."""
     named = arguments_of(node)
     return bool(named.get("copy")) or named.get("memory_format") not in (None, torch.preserve_format)
+
+
+def drop_assertions(graph: fx.Graph) -> None:
+    """Erase assertions: they keep values alive and say nothing to a reader.
+
+    before:  _assert_tensor_metadata(x, None, None, torch.float32);  y = to(x, torch.float64)
+    after:   y = to(x, torch.float64)
+    """
+    for node in reversed(graph.nodes):
+        if operator_of(node).check:
+            graph.erase_node(node)
+
+
+def drop_dead_code(graph: fx.Graph) -> None:
+    """Erase operations without readers; writes, and the state and inputs of the model, stay.
+
+    before:  a = add(x, 1);  b = mul(x, 2);  return b
+    after:   b = mul(x, 2);  return b
+    """
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and "writes" not in node.meta:
+            graph.erase_node(node)

@@ -1,15 +1,80 @@
-"""Replace in-place operations by ones that return a new tensor."""
+"""Place the updates of buffers, and replace in-place operations by ones that return a new tensor."""
 
 from __future__ import annotations
+
+from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import fx
 
-from pipegraph.graph.aliasing import viewed_by, written_by
+from pipegraph.graph.aliasing import is_view, readers_of, viewed_by, written_by
 from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.nodes import on_meta
 
 aten = torch.ops.aten
+
+
+def place_buffer_updates(graph: fx.Graph) -> None:
+    """Move the update of a buffer that ``forward`` assigns to (``self.mean = …``) behind the last operation that needs
+    the old value; ``torch.export`` has it at the very end, which is in the last stage.
+
+    The update is erased if its value is the buffer itself, changed in place (``self.count += 1``).
+
+    before:  m = lerp(mean, x, 0.1);  y = sub(x, m);  z = linear(y, weight);  copy_(mean, m)
+    after:   m = lerp(mean, x, 0.1);  copy_(mean, m);  y = sub(x, m);  z = linear(y, weight)
+    """
+    for node in _last_copies(graph):
+        buffer, value = node.args[:2]
+        if buffer.op != "get_attr" or node.meta["path"]:
+            continue
+        if _is_update(value, buffer):
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+            continue
+        last = max([value, *(reader for reader in readers_of(buffer) if reader is not node)])
+        if last.op == "call_function" and last.meta["path"] == value.meta.get("path"):
+            last.append(node)
+            node.meta |= {"path": last.meta["path"], "regions": last.meta["regions"]}
+
+
+def _last_copies(graph: fx.Graph) -> list[Any]:
+    """The copies with no other operation behind them; a ``copy_`` that the model itself calls is not there."""
+    operations = [node for node in graph.nodes if node.op == "call_function"]
+    last = takewhile(lambda node: node.target is torch.ops.aten.copy_.default, reversed(operations))
+    return list(last)[::-1]
+
+
+def _is_update(value: fx.Node, buffer: fx.Node) -> bool:
+    """Return whether ``value`` is ``buffer`` itself, after writes into it."""
+    while value is not buffer:
+        written = written_by(value)
+        if not written:
+            return False
+        value = written[0]
+    return True
+
+
+def drop_write_backs(graph: fx.Graph) -> None:
+    """Erase what Python adds to ``x[0] += y``: the sum, already written into ``x[0]``, is assigned to ``x[0]``.
+
+    before:  a = select(x, 0, 0);  b = add_(a, y);  c = select(x, 0, 0);  copy_(c, b)
+    after:   a = select(x, 0, 0);  b = add_(a, y);  c = select(x, 0, 0)
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.copy_.default or node.users:
+            continue
+        view, value = node.args[:2]
+        if not isinstance(view, fx.Node) or not isinstance(value, fx.Node):
+            continue
+        before = node.prev.prev if node.prev is view else node.prev
+        written = written_by(value)
+        if value is before and written and is_view(view) and _call(view) == _call(written[0]):
+            graph.erase_node(node)
+
+
+def _call(node: fx.Node) -> object:
+    return node.target, node.args, node.kwargs
 
 
 def functionalize_writes(graph: fx.Graph) -> None:

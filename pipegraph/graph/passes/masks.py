@@ -1,8 +1,4 @@
-"""Write masks that are the same for every input as a person would: causal, a sliding window, or none at all.
-
-A model may make its causal mask by a page of comparisons of positions. Its attention then gets the mask instead of
-``is_causal=True``, and every stage repeats the page. The result is fixed, so it is computed here.
-"""
+"""Write masks that are the same for every input as a person would: causal, a sliding window, or none at all."""
 
 from __future__ import annotations
 

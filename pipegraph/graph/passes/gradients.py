@@ -1,4 +1,4 @@
-"""Mark through which values a gradient flows."""
+"""Through which values a gradient flows, and to which parameters not from every output."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import shared_memory, written_by
+from pipegraph.graph.captured import BRANCH, Captured
 from pipegraph.graph.operators import operator_of
 
 
@@ -51,3 +52,38 @@ def _differentiable(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_differentiable(part) for part in value)
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def untrained_parameters(captured: Captured) -> frozenset[str]:
+    """The trainable parameters from which no gradient flows to some output of the model, by each of their names.
+
+    A loss need not use all outputs, so that only the others get a gradient from every loss. What runs in one mode alone
+    does not count.
+    """
+    (end,) = captured.graph.find_nodes(op="output")
+    outputs = [node for node in end.all_input_nodes if node.meta.get("requires_grad", False)]
+    reached = [_sources(output) for output in outputs]
+    trained = set.intersection(*reached) if reached else set()
+    names = captured.names_of
+    return frozenset(
+        name
+        for entry in captured.state.values()
+        if entry.kind == "parameter" and entry.requires_grad and entry.canonical not in trained
+        for name in names[entry.canonical]
+    )
+
+
+def _sources(output: fx.Node) -> set[str]:
+    """The state from which a gradient flows to a value."""
+    found: set[str] = set()
+    seen = {output}
+    waiting = [output]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "get_attr":
+            found.add(str(node.target))
+        elif BRANCH not in node.meta:
+            new = [each for each in node.all_input_nodes if each not in seen and each.meta.get("requires_grad", False)]
+            seen.update(new)
+            waiting += new
+    return found

@@ -1,0 +1,109 @@
+"""What a ``forward`` asks of its tensors: sizes that vary, ``x.shape[1]``, and the model's dtype, ``x.dtype``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sympy
+from torch import fx
+
+from pipegraph.codegen.forward.items import ClassContents
+from pipegraph.codegen.forward.local_variables import LocalVariables
+from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, Name, Subscript, call, literal
+from pipegraph.graph.captured import model_dtype, model_number
+from pipegraph.graph.nodes import dimension_of, dtypes_of
+from pipegraph.graph.symbolic_size import SymbolicSize, fold
+
+OF_MODEL_DTYPE = (model_dtype, model_number)
+"""What such a node of a graph calls."""
+
+
+class SizeVariables:
+    """Where a ``forward`` reads the sizes that its operations name.
+
+    Args:
+        values: the variables of the ``forward``.
+        kept: the sizes that get a variable as soon as a value has them, because a later operation needs them when no
+            variable has them any more.
+    """
+
+    def __init__(self, values: LocalVariables, kept: Sequence[sympy.Expr]) -> None:
+        self._values = values
+        self._waiting = list(kept)
+        self._variables: dict[sympy.Expr, Name] = {}
+
+    def expression(self, size: SymbolicSize) -> Expression:
+        """The expression of a size.
+
+        Raises:
+            UnknownSizeError: no value has a size from which it follows.
+        """
+        return fold(size.expression, self._read, Binary)
+
+    def keep(self) -> None:
+        """Write ``seq = x.shape[1]`` for the waiting sizes that a value has."""
+        for size in list(self._waiting):
+            found = self._read(size)
+            if found is not None:
+                self._variables[size] = self._values.keep(str(size), found)
+                self._waiting.remove(size)
+
+    def _read(self, size: sympy.Expr) -> Expression | None:
+        """A number, or ``x.shape[1]`` for the first variable that has a size; None if no value has it."""
+        values = self._values
+        if size.is_Integer:
+            return literal(int(size))
+        if size in self._variables:
+            return self._variables[size]
+        found = next((name for name, node in values.variables.items() if dimension_of(node, size) is not None), None)
+        if found is None:
+            node = next((node for node in values.deferred if dimension_of(node, size) is not None), None)
+            if node is None:
+                return None
+            values.write(node)
+            return self._read(size)
+        dim = dimension_of(values.variables[found], size)
+        return Subscript(Attribute(Name(found), "shape"), (literal(dim),))
+
+
+class UnknownDtypeError(Exception):
+    """No value of a class has the dtype of the model."""
+
+
+class ModelDtypes:
+    """Where a ``forward`` reads the dtype of the model.
+
+    Args:
+        values: the variables of the ``forward``.
+        contents: the class.
+    """
+
+    def __init__(self, values: LocalVariables, contents: ClassContents) -> None:
+        self._values = values
+        self._contents = contents
+
+    def expression(self, node: fx.Node) -> Expression:
+        """``x.dtype`` or ``torch.finfo(x.dtype).min``, of the first variable or parameter that has the model's dtype.
+
+        A stage without such a variable asks its modules: ``next(self.parameters()).dtype``.
+
+        Raises:
+            UnknownDtypeError: a module has none; the code around it does. A stage without parameters of that dtype
+                keeps what was captured.
+        """
+        values = self._values
+        own, other, *limit = node.args
+        places = (*values.variables.values(), *self._contents.state_names, *values.deferred)
+        found = next((each for each in places if dtypes_of(each) == (own, other)), None)
+        if found is not None:
+            values.write(found)
+            variable = next((Name(name) for name, each in values.variables.items() if each is found), None)
+            holder: Expression = variable or values.written[found]
+        elif self._contents.prefix:
+            raise UnknownDtypeError
+        elif {each.dtype for each in self._contents.state.values() if each.kind == "parameter"} == {own}:
+            holder = call("next", call("self.parameters"))
+        else:
+            return literal(node.meta["val"])
+        dtype = Attribute(holder, "dtype")
+        return Attribute(call("torch.finfo", dtype), str(limit[0])) if limit else dtype

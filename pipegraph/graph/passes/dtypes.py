@@ -1,0 +1,194 @@
+"""Let dtypes follow the model's, or the one of a value or buffer, instead of standing as they were at capture."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import fx
+
+from pipegraph.graph.captured import model_dtype, model_number
+from pipegraph.graph.internals import OpOverload, call_name, schema_arguments
+from pipegraph.graph.nodes import (
+    OTHER_DTYPE,
+    RELATIVE_DTYPE,
+    RELATIVE_NUMBERS,
+    arguments_of,
+    dtypes_of,
+    follows_model,
+    path_of,
+)
+from pipegraph.graph.operators import operator_of
+
+aten = torch.ops.aten
+
+FOLLOWS_BUFFER = "follows_buffer"
+"""Key of a node's metadata: it is a cast that says something although it changed nothing at capture."""
+
+
+def tie_casts_to_buffers(graph: fx.Graph) -> None:
+    """Turn the last cast of a value that is computed from buffers alone into ``value.type_as(buffer)``, if it is a cast
+    that follows the model's dtype. Casts before it are how the value is computed, in the precision that the model asks
+    for.
+
+    A model casts its tables to the dtype of its activations, ``cos.to(x.dtype)``. In a converted model the table's
+    buffer has that dtype as well, and is there without an activation. Without marks of `mark_dtypes`, a cast to the
+    value's own dtype is taken for one that follows.
+
+    before:  a = cos(table);  b = to(a, torch.float32)       with a float32 buffer ``table``
+    after:   a = cos(table);  b = type_as(a, table)          # follows_buffer
+    """
+    buffers = values_of_buffers(graph)
+    leads_to_cast: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node not in buffers:
+            continue
+        last = not any(user in leads_to_cast for user in node.users)
+        if not _is_cast_that_follows(node):
+            leads_to_cast |= set() if last else {node}
+            continue
+        leads_to_cast.add(node)
+        buffer = buffers[node]
+        if last and buffer is not None and dtypes_of(buffer) == dtypes_of(node):
+            with graph.inserting_before(node):
+                cast = graph.call_function(aten.type_as.default, (node.args[0], buffer))
+            cast.meta = {**node.meta, FOLLOWS_BUFFER: True, RELATIVE_DTYPE: True}
+            node.replace_all_uses_with(cast)
+            graph.erase_node(node)
+
+
+def _is_cast_that_follows(node: fx.Node) -> bool:
+    """Return whether it is a cast of a float to a dtype that follows the model's."""
+    if node.target not in (aten.to.dtype, aten.to.dtype_layout) or not isinstance(node.args[0], fx.Node):
+        return False
+    if OTHER_DTYPE in node.meta:
+        return RELATIVE_DTYPE in node.meta
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    return bool(after.is_floating_point() and before.dtype == after.dtype)
+
+
+def values_of_buffers(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
+    """The values that depend on no parameter and no activation → a buffer of floats that each depends on, if any."""
+    found: dict[fx.Node, fx.Node | None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if not node.meta["val"].is_floating_point():
+                found[node] = None
+        elif node.op == "get_attr":
+            if node.meta["kind"] != "parameter":
+                found[node] = node if node.meta["val"].is_floating_point() else None
+        elif node.op == "call_function" and all(parent in found for parent in node.all_input_nodes):
+            origins = (found[parent] for parent in node.all_input_nodes)
+            found[node] = next((origin for origin in origins if origin is not None), None)
+    return found
+
+
+def follow_dtypes(graph: fx.Graph) -> None:
+    """Turn casts to a dtype that follows the model's into ``type_as`` a value that has it.
+
+    Values that are computed from buffers alone stay independent of activations; `tie_casts_to_buffers` is for them.
+
+    before:  h = to(x, torch.float32);  …;  y = to(h, torch.bfloat16)        of h.to(x.dtype)
+    after:   h = to(x, torch.float32);  …;  y = type_as(h, x)
+    """
+    independent = values_of_buffers(graph)
+    arguments: dict[str, list[tuple[int, fx.Node]]] = {}
+    known: dict[object, fx.Node] = {}  # by the line of the source, which in a loop says the same in each iteration
+    for node in list(graph.nodes):
+        if node.meta.get(RELATIVE_DTYPE) and node not in independent and _is_plain_cast(node):
+            line = path_of(node), node.meta.get("stack_trace"), dtypes_of(node)
+            reference = known.get(line) or _reference(node, arguments)
+            if reference is not None:
+                known[line] = reference
+                node.target, node.args, node.kwargs = aten.type_as.default, (node.args[0], reference), {}
+        if follows_model(node):
+            for call, place in node.meta.get("argument_of", {}).items():
+                arguments.setdefault(call, []).append((place.order, node))
+
+
+def _is_plain_cast(node: fx.Node) -> bool:
+    if node.target not in (aten.to.dtype, aten.to.dtype_layout, aten.to.device):
+        return False
+    return not any(value for name, value in arguments_of(node).items() if name in ("copy", "memory_format"))
+
+
+def _reference(node: fx.Node, arguments: dict[str, list[tuple[int, fx.Node]]]) -> fx.Node | None:
+    """Return a value that has the dtype of a cast in both dtypes.
+
+    It is the nearest such value that the cast is computed from, which is there wherever the model is cut. Only if there
+    is none, it is the first such argument of the innermost module call that has one.
+    """
+    dtypes = dtypes_of(node)
+    waiting, seen = deque(node.all_input_nodes), {node}
+    while waiting:
+        value = waiting.popleft()
+        if value.op != "get_attr" and follows_model(value) and dtypes_of(value) == dtypes:
+            return value
+        if value not in seen:
+            seen.add(value)
+            waiting.extend(value.all_input_nodes)
+    for call, _ in reversed(path_of(node)):
+        for _, value in sorted(arguments.get(call_name(call), []), key=lambda each: each[0]):
+            if dtypes_of(value) == dtypes:
+                return value
+    return None
+
+
+def follow_created_dtypes(graph: fx.Graph) -> None:
+    """Put the model's dtype, and what ``torch.finfo`` says of it, in the place of their values at capture.
+
+    `follow_dtypes` is for casts, which have a value to follow. This is for the others. The source of a stage takes the
+    dtype from a value at hand.
+
+    before:  m = zeros([4], dtype=torch.float32);  y = where(x, m, -3.4028234663852886e+38)
+    after:   d = model_dtype(torch.float32, torch.bfloat16);  m = zeros([4], dtype=d);  y = where(x, m, model_number(…))
+    """
+    for node in list(graph.nodes):
+        if not isinstance(node.target, OpOverload) or FOLLOWS_BUFFER in node.meta:
+            continue
+        named = arguments_of(node)
+        dtypes = dtypes_of(node)
+        if node.meta.get(RELATIVE_DTYPE) and named.get("dtype") == dtypes[0] != dtypes[1]:
+            _replace_argument(node, "dtype", _insert(node, model_dtype, dtypes, dtypes[0]))
+        for name, (own, other, limit) in node.meta.get(RELATIVE_NUMBERS, {}).items():
+            if named.get(name) == getattr(torch.finfo(own), limit):
+                _replace_argument(node, name, _insert(node, model_number, (own, other, limit), named[name]))
+
+
+def _insert(before: fx.Node, function: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(function, arguments)
+    kept = ("path", "regions", "in_every_mode", "stack_trace")
+    made.meta = {key: before.meta[key] for key in kept if key in before.meta}
+    made.meta |= {"val": value, "requires_grad": False, "cut_off": False}
+    return made
+
+
+def _replace_argument(node: fx.Node, name: str, value: fx.Node) -> None:
+    """Let an argument of an operation be a value."""
+    if name in node.kwargs:
+        node.update_kwarg(name, value)
+    else:
+        assert isinstance(node.target, OpOverload)
+        node.update_arg([argument.name for argument in schema_arguments(node.target)].index(name), value)
+
+
+def drop_redundant_dtypes(graph: fx.Graph) -> None:
+    """Leave out the argument ``dtype`` if it is the dtype of the first argument.
+
+    After ``.to(torch.bfloat16)`` it would no longer be, and the cast back, which did nothing at capture, is gone. On
+    bfloat16 these operations compute in float32 without being asked.
+
+    before:  softmax(x, -1, torch.float32)                   with a float32 x
+    after:   softmax(x, -1)
+    """
+    for node in graph.nodes:
+        if not operator_of(node).optional_dtype:
+            continue
+        source = node.args[0].meta["val"]
+        follows = OTHER_DTYPE not in node.meta or node.meta[OTHER_DTYPE] == node.args[0].meta.get(OTHER_DTYPE)
+        if follows and source.is_floating_point() and arguments_of(node).get("dtype") == source.dtype:
+            position = [argument.name for argument in schema_arguments(node.target)].index("dtype")
+            node.args = node.args[:position]
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}

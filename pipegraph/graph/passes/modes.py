@@ -1,0 +1,242 @@
+"""Write what a model does in training mode only and in evaluation mode only as branches of one graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx, nn
+
+from pipegraph.graph.call_arguments import copy_places
+from pipegraph.graph.captured import BRANCH, BranchPart, ModuleEntry, by_mode
+from pipegraph.graph.internals import call_name, pytree
+from pipegraph.graph.mode_comparison import ModeComparison, ModeDifference, OtherGraphError
+from pipegraph.graph.model_structure import class_text, is_layer_of_torch
+from pipegraph.graph.nodes import SIZES, arguments_of, path_of, replace_node, shape_of, source_line
+from pipegraph.graph.operators import operator_of
+
+aten = torch.ops.aten
+
+
+def may_differ_by_mode(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> bool:
+    """Return whether the model could do something in evaluation mode that its graph in training mode does not show."""
+    return any(
+        operator_of(node).dropout or _attention_dropout(node) for node in _own_operations(graph, modules)
+    ) or any(_mentions_mode(cls) for cls in {type(entry.module) for entry in modules.values()})
+
+
+def mark_mode_differences(graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:
+    """Mark what drops values in evaluation mode too, and make branches of what only one mode does.
+
+    A warning names the first difference that is no branch inside a ``forward``.
+
+    before:  y = dropout(x, 0.1, True)      in ``evaluation`` as well
+    after:   y = dropout(x, 0.1, True)      # in_every_mode: F.dropout(x), without training=self.training
+    """
+    try:
+        _mark_dropouts(_own_operations(graph, modules), _own_operations(evaluation, modules))
+        merge_modes(graph, evaluation, modules)
+    except OtherGraphError as error:
+        _warn(error.node)
+
+
+def _mark_dropouts(own: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
+    """Mark the dropouts of both graphs that drop values in evaluation mode too.
+
+    A dropout may be missing in evaluation mode; the next one must not be taken for it.
+    """
+    dropouts = _with_mode(own)
+    for where, twins in _with_mode([node for node in other if operator_of(node).dropout]).items():
+        if any(twin.args[2] for twin in twins):
+            nodes = dropouts.get(where, [])
+            if len(nodes) != len(twins):
+                raise OtherGraphError(twins[0])
+            for node, twin in zip(nodes, twins, strict=True):
+                node.meta["in_every_mode"] = twin.meta["in_every_mode"] = bool(twin.args[2])
+
+
+def settle_fixed_modes(
+    graph: fx.Graph, evaluation: fx.Graph | None, modules: Mapping[str, ModuleEntry], mode: Mapping[nn.Module, bool]
+) -> None:
+    """Keep switched off what the source switches off although the module around it is in training mode:
+    ``F.dropout(x, training=False)`` is taken out, and ``F.batch_norm(x, mean, variance, training=False)`` is marked.
+    What is not settled here follows the mode of the module.
+
+    before:  y = dropout(x, 0.1, False);  z = relu(y)      in ``evaluation`` as well, if there is one
+    after:   z = relu(x)
+
+    Args:
+        mode: in which each module was traced in ``graph``.
+    """
+    twins = _with_mode(_own_operations(evaluation, modules)) if evaluation is not None else {}
+    for place, nodes in _with_mode(_own_operations(graph, modules)).items():
+        others = twins.get(place, [])
+        for node, twin in zip(nodes, others if len(others) == len(nodes) else [None] * len(nodes), strict=True):
+            around = modules[path_of(node)[-1][1] if path_of(node) else ""].module
+            same = {each for each in (node, twin) if each is not None}
+            if not mode[around] or any(map(_is_on, same)):
+                continue
+            for each in same:
+                if operator_of(each).dropout:
+                    replace_node(each, each.args[0])
+                else:
+                    each.meta["in_every_mode"] = True
+
+
+def _with_mode(nodes: Sequence[fx.Node]) -> dict[object, list[fx.Node]]:
+    """The dropouts and batch norms by the module that runs them and their line."""
+    found: dict[object, list[fx.Node]] = {}
+    for node in nodes:
+        if operator_of(node).dropout or node.target is aten.batch_norm.default:
+            place = operator_of(node).dropout, tuple(fqn for _, fqn in path_of(node)), source_line(node)
+            found.setdefault(place, []).append(node)
+    return found
+
+
+def _is_on(node: fx.Node) -> bool:
+    """Return whether a dropout or a batch norm does as in training mode."""
+    named = arguments_of(node)
+    return bool(named.get("train", named.get("training", False)))
+
+
+def _own_operations(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> list[fx.Node]:
+    """The operations outside modules of torch.nn, which follow their mode themselves."""
+    return [node for node in graph.nodes if node.op == "call_function" and not _in_torch_module(node, modules)]
+
+
+def _in_torch_module(node: fx.Node, modules: Mapping[str, ModuleEntry]) -> bool:
+    path = path_of(node)
+    owner = modules.get(path[-1][1]) if path else None
+    return owner is not None and is_layer_of_torch(type(owner.module))
+
+
+def _warn(node: fx.Node) -> None:
+    warnings.warn(
+        "Beyond dropout and batch norm, the model does not compute the same in evaluation mode; its stages do what it "
+        f"does in training mode, also after .eval(). The first difference: {source_line(node)}",
+        stacklevel=5,
+    )
+
+
+def _attention_dropout(node: fx.Node) -> bool:
+    attention = node.target is aten.scaled_dot_product_attention.default
+    return attention and bool(arguments_of(node).get("dropout_p", 0.0))
+
+
+def _mentions_mode(cls: type[nn.Module]) -> bool:
+    """Return whether the source of a class asks for its mode."""
+    own = [base for base in cls.__mro__ if base not in (nn.Module, object) and not is_layer_of_torch(base)]
+    return any(found is None or ".training" in found.text for found in map(class_text, own))
+
+
+def merge_modes(graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:
+    """Add the operations that run in evaluation mode only, and mark those that run in training mode only.
+
+    A branch lies in one call of a module. Its operations have ``meta["branch"]``; what is read after it is joined.
+
+    before:  h = tanh(x);  y = mul(h, 2)                     in ``evaluation``: y = mul(x, 2)
+    after:   h = tanh(x);  j = by_mode(h, x);  y = mul(j, 2)         # if self.training: x = x.tanh()
+
+    Raises:
+        OtherGraphError: that is not all by which they differ. The graph is as it was.
+    """
+    _ModeMerge(graph, ModeComparison(graph, evaluation, modules)).apply()
+
+
+class _ModeMerge:
+    """Writes the differences of two graphs into one."""
+
+    def __init__(self, graph: fx.Graph, comparison: ModeComparison) -> None:
+        self._graph = graph
+        self._comparison = comparison
+
+    def apply(self) -> None:
+        """Write the branches into the graph."""
+        for node in self._comparison.in_every_mode:
+            node.meta["in_every_mode"] = True
+        copies: dict[fx.Node, fx.Node] = {}
+        for number, branch in enumerate(self._comparison.differences):
+            for node in branch.training:
+                node.meta[BRANCH] = BranchPart(number, True)
+            for node in branch.evaluation:
+                copies[node] = self._copy(node, branch, number, copies)
+        for number, branch in enumerate(self._comparison.differences):
+            for (value, other), readers in branch.joins.items():
+                other = self._state(other, branch) if other.op == "get_attr" else copies.get(other, other)
+                join = self._join(branch, number, value, other)
+                for reader, position in readers:
+                    _replace_argument(reader, position, value, join)
+
+    def _copy(self, node: fx.Node, branch: ModeDifference, number: int, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        def value(argument: fx.Node) -> fx.Node:
+            own = self._comparison.value_of(argument)
+            return self._state(own, branch) if own.op == "get_attr" else copies.get(own, own)
+
+        with self._graph.inserting_before(branch.before):
+            made = self._graph.node_copy(node, value)
+        inner = path_of(node)[len(branch.path) :]
+        made.meta["path"] = (*branch.path, *((_in_evaluation(call), fqn) for call, fqn in inner))
+        made.meta[BRANCH] = BranchPart(number, False)
+        for key in ("argument_of", "result_of"):
+            made.meta.pop(key, None)
+        calls = {call_name(call) for call, _ in inner}
+        for twin in (node, *node.all_input_nodes):
+            own = made if twin is node else value(twin)
+            for key in ("argument_of", "result_of"):
+                places = {
+                    _in_evaluation(call): place for call, place in twin.meta.get(key, {}).items() if call in calls
+                }
+                own.meta[key] = {**own.meta.get(key, {}), **places}
+        return made
+
+    def _state(self, node: fx.Node, branch: ModeDifference) -> fx.Node:
+        """A parameter, buffer or constant, which evaluation mode alone may read."""
+        if node.graph is self._graph:
+            return node
+        found = next((each for each in self._graph.nodes if (each.op, each.target) == (node.op, node.target)), None)
+        if found is None:
+            with self._graph.inserting_before(branch.before):
+                found = self._graph.node_copy(node)
+        return found
+
+    def _join(self, branch: ModeDifference, number: int, value: fx.Node, other: fx.Node) -> fx.Node:
+        with self._graph.inserting_before(branch.before):
+            join = self._graph.call_function(by_mode, (value, other))
+        regions = branch.before.meta.get("regions", ()) if not branch.training else branch.training[0].meta["regions"]
+        join.meta = {
+            "val": value.meta["val"],
+            SIZES: shape_of(value),
+            "path": branch.path,
+            "regions": regions,
+            "in_every_mode": False,
+            "stack_trace": _source(branch, value, other),
+            "requires_grad": any(each.meta.get("requires_grad", False) for each in (value, other)),
+            "cut_off": False,
+            BRANCH: BranchPart(number, None),
+        }
+        copy_places(value, join)
+        return join
+
+
+def _source(branch: ModeDifference, value: fx.Node, other: fx.Node) -> str:
+    """The lines of source that made a joined value: of one that is made in the branch, if one is."""
+    inside = [node for node in (value, other) if BRANCH in node.meta]
+    made = next((node for node in (*inside, value, branch.before) if node.op == "call_function"), None)
+    return str(made.meta["stack_trace"]) if made is not None else ""
+
+
+def _in_evaluation(call: str) -> str:
+    """The name of a call that evaluation mode alone makes."""
+    return f"{call}@evaluation"
+
+
+def _replace_argument(reader: fx.Node, position: int | None, value: fx.Node, join: fx.Node) -> None:
+    """Let a reader read a joined value, at one place or everywhere."""
+    if position is None:
+        reader.replace_input_with(value, join)
+        return
+    leaves, form = pytree.tree_flatten((reader.args, reader.kwargs))
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+    leaves[places[position]] = join
+    reader.args, reader.kwargs = pytree.tree_unflatten(leaves, form)

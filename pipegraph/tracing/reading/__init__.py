@@ -1,1 +1,0 @@
-"""A recorded run's folder, read as far as it can be."""
