@@ -264,10 +264,15 @@ def _wrong_shape(value: Value, passed: Tensor, step: StepSizes, microbatches: in
         return f"{found}: {rows} rows, and another input has {step.sizes[BATCH]}: pass {list(batch)}."
     near = max(rows // own, 1)
     other = f"microbatches={near}" if near * own == rows else f"{near * own} rows with microbatches={near}"
-    return (
+    text = (
         f"{found}: {rows} rows for {microbatches} microbatches. The captured microbatch is {own} rows: "
         f"pass {batch[dim]} rows, or {other}."
     )
+    varying = next((at for at, size in enumerate(value.shape) if isinstance(size, str)), None)
+    if varying is None:
+        return text
+    shapes = f'dynamic_shapes={{"{value.name}": {{{varying}: "batch"}}}}'
+    return f"{text}\nTry: if the batch is dimension {varying}, which varies, capture with {shapes}."
 
 
 def _with_plain_mappings(target: Any) -> Any:

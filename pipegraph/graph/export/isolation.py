@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,6 +40,25 @@ def buffers_restored(model: nn.Module) -> AbstractContextManager[None]:
     Buffers are no fake tensors then, because models read their values.
     """
     return _values_restored(model.buffers())
+
+
+@contextmanager
+def not_logged(logger: str, beginning: str) -> Iterator[None]:
+    """Leave out messages of a logger that begin like this: torch logs what it also raises."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(beginning)
+
+    logging.getLogger(logger).addFilter(is_other)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeFilter(is_other)
+
+
+def refusals_not_logged() -> AbstractContextManager[None]:
+    """Leave out what torch logs when an operation does not take fake tensors: sizes and dtypes are tried."""
+    return not_logged("torch._subclasses.fake_tensor", "failed while attempting to run meta")
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,13 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import is_user_file
-from pipegraph.graph.export.isolation import active_fake_mode, attributes_restored, buffers_restored, fake_parameters
+from pipegraph.graph.export.isolation import (
+    active_fake_mode,
+    attributes_restored,
+    buffers_restored,
+    fake_parameters,
+    refusals_not_logged,
+)
 from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree, values_of
 from pipegraph.graph.operators import operator_of_target
 
@@ -86,28 +91,13 @@ def without_memory(
         buffers_restored(model),
         fake_parameters(model, args, kwargs, device=device) as (fake_args, fake_kwargs),
         exporting(),
-        _refusals_not_logged(),
+        refusals_not_logged(),
         warnings.catch_warnings(),
         torch.no_grad(),
     ):
         warnings.simplefilter("ignore")  # the model's own were shown when it was exported
         with active_fake_mode(model, fake_args, fake_kwargs):
             yield fake_args, fake_kwargs
-
-
-@contextmanager
-def _refusals_not_logged() -> Iterator[None]:
-    """Leave out what torch logs when a fake tensor is too small for an operation, because such sizes are tried."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("failed while attempting to run meta")
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
 
 
 class _OperationRecord(TorchDispatchMode):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +22,7 @@ from pipegraph.errors import CaptureError, current_user_line, user_line
 from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import plain_containers
 from pipegraph.graph.export.function_calls import CustomFunctions, HelperCalls, LostBackwardError
-from pipegraph.graph.export.isolation import fake_parameters
+from pipegraph.graph.export.isolation import fake_parameters, not_logged, refusals_not_logged
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
     call_name,
@@ -171,17 +170,9 @@ class _WithoutGraphs(io.TextIOBase):
 @contextmanager
 def _graphs_not_shown() -> Iterator[None]:
     """Leave out what torch prints when an export fails: the whole graph, for each attempt. The error says the line."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("Unable to find user code")
-
-    logger.addFilter(is_other)
-    try:
-        with redirect_stderr(_WithoutGraphs(sys.stderr)):
-            yield
-    finally:
-        logger.removeFilter(is_other)
+    shapes = not_logged("torch.fx.experimental.symbolic_shapes", "Unable to find user code")
+    with shapes, refusals_not_logged(), redirect_stderr(_WithoutGraphs(sys.stderr)):
+        yield
 
 
 @contextmanager
