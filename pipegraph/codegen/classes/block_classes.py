@@ -10,7 +10,7 @@ from types import NoneType
 
 from torch import fx, nn
 
-from pipegraph.codegen.classes.call_values import CallValues, StageMembers, call_values
+from pipegraph.codegen.classes.call_values import CallValues, StageMembers, call_values, results_read
 from pipegraph.codegen.classes.helper_functions import HelperFunctions
 from pipegraph.codegen.expressions.module_tree import ModuleTree, build_tree, init_statements, sequence
 from pipegraph.codegen.expressions.operation import common_regions
@@ -59,6 +59,7 @@ class BlockClasses:
                 self._below.setdefault(module, []).append(fqn)
         self._order = {fqn: position for position, fqn in enumerate(captured.modules)}
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
+        self._results_read = results_read(captured)
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
         self.functions = HelperFunctions(captured, self.names)
 
@@ -157,6 +158,10 @@ class BlockClasses:
             small = len(called.nodes) <= _SMALL and not any(True for _ in tree.calls())
             if not reads_state and same_mode and (small or not self.names.is_whole(tree)):
                 return None
+            own = type(self._captured.modules[tree.fqn].module)
+            called = call_values(self._captured, members, tree, self._results_read[own])
+            if len(called.makes) > 1:
+                self.names.returned_together.update(called.makes)
             try:
                 source, modules = self._class(members, called)
             except (UnknownSizeError, UnknownDtypeError):  # the code around the module has the tensor

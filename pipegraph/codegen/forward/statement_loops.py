@@ -67,9 +67,10 @@ class _Finder:
 
     def loop_at(self, start: int) -> tuple[StatementLoop | None, int]:
         """The loop that begins with an item, and how many items it stands for; None and 1 if there is none."""
-        runs = [(-self._count(start, size) * size, size) for size in self._periods(start)]
-        for _, size in sorted(runs)[:_TRIED]:
-            found = self._loop(start, size)
+        counts = {size: self._count(start, size) for size in self._periods(start)}
+        sizes = [size for size, count in counts.items() if count >= _ITERATIONS]
+        for size in sorted(sizes, key=lambda size: (-counts[size] * size, size))[:_TRIED]:
+            found = self._loop(start, size, counts[size])
             if found is not None:
                 return (None, 1) if self._begins_inside(start, size, found[0]) else found
         return None, 1
@@ -77,7 +78,7 @@ class _Finder:
     def _begins_inside(self, start: int, size: int, loop: StatementLoop) -> bool:
         """Return whether a loop begins inside an iteration of the source, where a stage may: at another place it hands
         the results of fewer steps on."""
-        others = (self._loop(other, size) for other in range(start + 1, start + size))
+        others = (self._loop(other, size, self._count(other, size)) for other in range(start + 1, start + size))
         return any(other is not None and _handed_on(other[0]) < _handed_on(loop) for other in others)
 
     def _count(self, start: int, size: int) -> int:
@@ -100,8 +101,7 @@ class _Finder:
         first, second = slice(start, start + size), slice(other, other + size)
         return self._keys[first] == self._keys[second] and self._forms[first] == self._forms[second]
 
-    def _loop(self, start: int, size: int) -> tuple[StatementLoop, int] | None:
-        count = self._count(start, size)
+    def _loop(self, start: int, size: int, count: int) -> tuple[StatementLoop, int] | None:
         if count < _ITERATIONS:
             return None
         common = [each for each in self._loops[start] if all(each in self._loops[start + at] for at in range(size))]

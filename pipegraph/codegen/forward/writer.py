@@ -228,7 +228,9 @@ class ForwardWriter:
         if len(item.makes) == 1:
             self._place(item, item.makes[0], expression)
         else:
-            self._emit(item, Assign(tuple(self._bind(item, node, expression) for node in item.makes), expression))
+            left = self._values.uses_left
+            targets = (self._bind(item, node, expression) if left[node] else Name("_") for node in item.makes)
+            self._emit(item, Assign(tuple(targets), expression))
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
