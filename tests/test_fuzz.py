@@ -29,7 +29,7 @@ from pipegraph.report.text.trace_report import render_trace_report, trace_report
 from pipegraph.schedule import Schedule, Times, build, check, from_csv, lower, simulate, to_csv
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.tracing.analysis.run_analysis import analyse_run
-from pipegraph.tracing.reading.read_run import read_run
+from pipegraph.tracing.read_run import read_run
 from tests.captures import captured
 from tests.tracing.recordings import manifest, rows_of, write_run
 

@@ -74,8 +74,8 @@ def schedule(
     if placement is not None and placement not in PLACEMENTS:
         raise typer.BadParameter(f"{placement!r} is neither {' nor '.join(PLACEMENTS)}.", param_hint="--placement")
     with progress("searching" if name.casefold() == "search" else f"making {name}"):
-        from pipegraph.report.pictures.timeline_picture import schedule_svg
         from pipegraph.report.text.schedule_report import render_schedule, simulated_schedule_dict
+        from pipegraph.report.timeline_picture import schedule_svg
         from pipegraph.workflows.schedules import make_schedule
 
         given = None if times is None else read_times(times)

@@ -41,8 +41,8 @@ def show(
     with progress("checking weights"):
         damaged = package.damaged() if check_weights else ()
     if html is not None or svg is not None:
-        from pipegraph.report.pages.package_page import package_page
-        from pipegraph.report.pictures.package_picture import package_svg
+        from pipegraph.report.html_pages import package_page
+        from pipegraph.report.package_picture import package_svg
 
         drawn = ((html, package_page), (svg, package_svg))
         write_files([(file, draw(package, chosen)) for file, draw in drawn if file is not None])

@@ -42,7 +42,7 @@ def merge(
     with progress(f"reading {folder}"):
         from pipegraph.report.text.trace_report import merge_dict, render_merge
         from pipegraph.tracing.merged_trace import merge_traces
-        from pipegraph.tracing.reading.read_run import read_run
+        from pipegraph.tracing.read_run import read_run
 
         run = read_run(folder)
         expected = run.prediction.timeline if run.prediction else None
@@ -72,11 +72,11 @@ def report(
     with progress(f"reading {folder}"):
         from pipegraph.report.text.trace_report import render_trace_report, trace_report_dict
         from pipegraph.tracing.analysis.run_analysis import analyse_run
-        from pipegraph.tracing.reading.read_run import read_run
+        from pipegraph.tracing.read_run import read_run
 
         analysis = analyse_run(read_run(folder))
         if html is not None:
-            from pipegraph.report.pages.trace_page import trace_page
+            from pipegraph.report.html_pages import trace_page
 
             write_target(html, trace_page(analysis))
     if json:

@@ -111,7 +111,7 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
 
 def _write_index(captured: Captured, shards: dict[str, tuple[str, ...]], folder: Path) -> None:
     weight_map = {name: file for file, names in shards.items() for name in names}
-    total = sum(captured.tensors[name].numel() * captured.tensors[name].element_size() for name in weight_map)
+    total = sum(captured.tensors[name].nbytes for name in weight_map)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.arguments import argument
-from pipegraph.cost.busy_ranks import busy_ranks
+from pipegraph.cost.busy_ranks import busy_ranks, compute_threads
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.segments.distinct_blocks import Block, memory_of
 from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, random_state
@@ -120,7 +120,7 @@ def measure(
             found[block.key] = times
     missing = [block for block in blocks if block.key not in found]
     if missing:
-        with _threads(setting.threads):
+        with compute_threads(setting.threads):
             for block, times in zip(missing, _run(missing, setting), strict=True):
                 found[block.key] = times
                 cache.put(setting.key(block), asdict(times))
@@ -134,16 +134,6 @@ def _read(entry: dict[str, Any]) -> BlockTimes | None:
     if set(entry) != set(names) or not all(isinstance(each, float) and 0 <= each < float("inf") for each in figures):
         return None
     return BlockTimes(**entry)
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _run(blocks: Sequence[Block], setting: MeasureOptions) -> list[BlockTimes]:

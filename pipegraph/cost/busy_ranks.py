@@ -1,6 +1,8 @@
-"""Other ranks at work. On a CPU they take their part of memory, caches and clock, so that a rank by itself is faster.
+"""The machine as a rank finds it in a step, for what is timed: with so many threads, and other ranks at work.
 
-    with busy_ranks(ranks - 1, threads):
+On a CPU the others take their part of memory, caches and clock, so that a rank by itself is faster.
+
+    with compute_threads(threads), busy_ranks(ranks - 1, threads):
         …  # what is timed here takes as long as in a step
 
 Run as a module, this is one such rank: it trains a small network until its standard input ends.
@@ -44,6 +46,17 @@ def busy_ranks(count: int, threads: int) -> Iterator[None]:
         for process in found:
             process.kill()
             process.communicate()
+
+
+@contextmanager
+def compute_threads(count: int | None) -> Iterator[None]:
+    """Let torch compute with so many threads inside; None leaves it as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _train() -> None:

@@ -6,8 +6,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pipegraph.cost.busy_ranks import busy_ranks
-from pipegraph.cost.hardware.profile import Hardware, Link, Links, MeasuredLinks
-from pipegraph.cost.hardware.size_table import SizeTable
+from pipegraph.cost.busy_ranks import busy_ranks, compute_threads
+from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks
 from pipegraph.cost.machine_rates import (
     Stopwatch,
     measure_bandwidth,
@@ -27,6 +26,7 @@ from pipegraph.cost.machine_rates import (
     measure_first_touch,
     measure_kernel_overhead,
 )
+from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import RuntimeFault
 from pipegraph.kernels.threads import threads_per_rank
 
@@ -50,7 +50,7 @@ def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, n
     chosen = threads or threads_per_rank(ranks)
     links = measure_links(ranks, device)
     where = torch.device(device)
-    with _threads(chosen), busy_ranks(ranks - 1 if device == "cpu" else 0, chosen):
+    with compute_threads(chosen), busy_ranks(ranks - 1 if device == "cpu" else 0, chosen):
         watches = [Stopwatch(where, footprint=size) for size in _FOOTPRINTS.get(where.type, (0,))]
         noise: dict[str, float] = {}
         flops = {}
@@ -157,16 +157,6 @@ def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def measure_links(ranks: int, device: str, timeout: float = _TIMEOUT) -> MeasuredLinks:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipegraph.cost.hardware.profile import OTHER
-from pipegraph.cost.hardware.size_table import SizeTable, Values
+from pipegraph.cost.hardware import OTHER
 from pipegraph.cost.roofline.graph_price import trace_aten
+from pipegraph.cost.size_table import SizeTable, Values
 from pipegraph.kernels import internals
 from pipegraph.kernels.compilers import compile_graphs
 from pipegraph.kernels.internals import Run

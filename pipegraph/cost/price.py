@@ -11,7 +11,7 @@ from pipegraph.arguments import argument
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.balance import BALANCES, PRICED, begins_of_type, first_uses, parse_balance
 from pipegraph.cost.block_times import MeasureOptions, measure
-from pipegraph.cost.hardware.profile import Hardware
+from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph, trace_aten

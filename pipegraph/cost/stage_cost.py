@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipegraph.graph.captured import StateEntry, runs_in_training
-from pipegraph.graph.nodes import on_meta
+from pipegraph.graph.nodes import on_meta, value_bytes
 from pipegraph.package import StageCost
 
 
@@ -28,12 +28,6 @@ def count_flops(nodes: Iterable[fx.Node]) -> list[int]:
             counted[key] = _flops(node)
         found.append(counted[key] if runs_in_training(node) else 0)
     return found
-
-
-def value_bytes(node: fx.Node) -> int:
-    """Return the size of a node's value."""
-    value = node.meta["val"]
-    return int(value.numel() * value.element_size())
 
 
 def _signature(node: fx.Node) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from pipegraph.dump import dump
+from pipegraph.debug import InvalidGraphError, dump, verifying
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
@@ -25,7 +25,7 @@ from pipegraph.graph.graph_text import graph_text, segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK
 from pipegraph.graph.model_structure import check_keys, check_module_names, inputs_of, modules_of, outputs_of
 from pipegraph.graph.partition.segments import find_segments
-from pipegraph.graph.passes.constants import write_constants
+from pipegraph.graph.passes.constants import simplify_masks, write_constants
 from pipegraph.graph.passes.dtypes import (
     drop_redundant_dtypes,
     follow_created_dtypes,
@@ -33,7 +33,6 @@ from pipegraph.graph.passes.dtypes import (
     tie_casts_to_buffers,
 )
 from pipegraph.graph.passes.gradients import mark_gradients
-from pipegraph.graph.passes.masks import simplify_masks
 from pipegraph.graph.passes.modes import (
     mark_mode_differences,
     may_differ_by_mode,
@@ -53,7 +52,6 @@ from pipegraph.graph.symbolic_size import InputDimension
 from pipegraph.graph.verifier import GraphVerifier, Pass
 from pipegraph.progress import track
 from pipegraph.units import format_seconds
-from pipegraph.verification import InvalidGraphError, verifying
 
 PASSES: tuple[Pass, ...] = (
     tie_casts_to_buffers,

@@ -12,8 +12,7 @@ import torch
 from torch import fx, nn
 
 from pipegraph.graph.aliasing import written_by
-from pipegraph.graph.call_arguments import argument_place, result_place, sorted_by_place
-from pipegraph.graph.call_tree import CallTree, call_tree
+from pipegraph.graph.calls import CallTree, argument_place, call_tree, result_place, sorted_by_place
 from pipegraph.graph.captured import ModuleEntry
 from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.model_structure import is_layer_of_torch

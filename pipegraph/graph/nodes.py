@@ -1,4 +1,4 @@
-"""Helpers for the nodes of a captured graph: metadata, arguments, source lines, replacement."""
+"""Helpers for the nodes of a captured graph: metadata, arguments, sizes, source lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from pipegraph.errors import is_user_file
-from pipegraph.graph.call_arguments import copy_places
 from pipegraph.graph.internals import OpOverload, fake_empty, pytree, schema_arguments
 from pipegraph.graph.symbolic_size import SymbolicSize
 
@@ -100,6 +99,12 @@ def dtypes_of(node: fx.Node) -> tuple[torch.dtype | None, torch.dtype | None]:
     return value.dtype if isinstance(value, torch.Tensor) else None, node.meta.get(OTHER_DTYPE)
 
 
+def value_bytes(node: fx.Node) -> int:
+    """The bytes of a node's value, or of all tensors in it."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
 def set_value(node: fx.Node, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> None:
     """Let a value be a tensor of another shape or dtype, on its device."""
     node.meta["val"] = fake_empty(node.meta["val"], tuple(map(int, shape)), dtype, strides)
@@ -130,14 +135,6 @@ def keeps_dtype(node: fx.Node) -> bool:
 def any_layout(node: fx.Node) -> Any:
     """The operator of a node, or ``reshape``, which takes any layout of memory, for a ``view``."""
     return aten.reshape.default if node.target is aten.view.default else node.target
-
-
-def replace_node(node: fx.Node, value: object) -> None:
-    """Let all that reads ``node`` read ``value`` instead, also in calls of modules, and erase ``node``."""
-    assert isinstance(value, fx.Node)
-    copy_places(node, value)
-    node.replace_all_uses_with(value)
-    node.graph.erase_node(node)
 
 
 def source_line(node: fx.Node) -> str:

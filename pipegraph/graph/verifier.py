@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pipegraph.debug import InvalidGraphError
 from pipegraph.graph.aliasing import written_by
 from pipegraph.graph.captured import StateEntry, by_mode, model_dtype, model_number
 from pipegraph.graph.graph_text import graph_text, type_text
@@ -18,7 +19,6 @@ from pipegraph.graph.nodes import source_line
 from pipegraph.graph.passes.gradients import mark_gradients
 from pipegraph.graph.passes.redundant_operations import drop_dead_code
 from pipegraph.graph.passes.writes import functionalize_writes
-from pipegraph.verification import InvalidGraphError
 
 Pass = Callable[[fx.Graph], None]
 

@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions, differentiate
 from pipegraph.kernels.blocks.divided_function import DividedFunction
-from pipegraph.kernels.gradients import with_strides
 from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import Loss
 from pipegraph.kernels.loss import check_gradients, compute_loss
-from pipegraph.kernels.module_state import ModuleState
+from pipegraph.kernels.module_state import ModuleState, with_strides
 from pipegraph.kernels.program import Compiler, Program
 from pipegraph.kernels.sharded import check_outputs, local
-from pipegraph.kernels.symbolic.call_layout import CallLayout, Dimension
-from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SymbolicSizes
+from pipegraph.kernels.symbolic.symbolic_sizes import CallLayout, Dimension, Numbers, SymbolicSizes
 from pipegraph.kernels.trace_guard import unchanged, value_signature
 
 Results = tuple[int | tuple[Any], ...]

@@ -13,16 +13,15 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels.autocast import autocast_state, without_autograd_and_autocast
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.blocks.differentiate import TraceOptions
-from pipegraph.kernels.gradients import accumulate, with_strides
 from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import Forward, Loss
 from pipegraph.kernels.loss import check_memory
+from pipegraph.kernels.module_state import accumulate, with_strides
 from pipegraph.kernels.program import Compiler
 from pipegraph.kernels.shape_variants import FittingVariant, ShapeVariants
 from pipegraph.kernels.sharded import local
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, StageVariant, trace
-from pipegraph.kernels.symbolic.call_layout import CallLayout, Dimension
-from pipegraph.kernels.symbolic.symbolic_sizes import Numbers
+from pipegraph.kernels.symbolic.symbolic_sizes import CallLayout, Dimension, Numbers
 from pipegraph.kernels.trace_guard import MadeWhenCalled, TraceGuard
 
 

@@ -20,10 +20,10 @@ from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel
 from pipegraph.cost.stage_cost import stage_cost
-from pipegraph.dump import dump
+from pipegraph.debug import dump
 from pipegraph.errors import ArgumentError, PlanError
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.graph_text import graph_text, stages_text
+from pipegraph.graph.graph_text import graph_text, stage_modules, stages_text
 from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark, points_of_pipe_splits
 from pipegraph.graph.partition.stages import Boundary, StageGraph, boundaries, divide_into_stages
 from pipegraph.graph.partition.stages import relay_skips as relay
@@ -33,7 +33,6 @@ from pipegraph.planner.cut_choice import CutChoice, choose_cuts, given_cuts, ref
 from pipegraph.planner.plan_options import PlanOptions, check_number
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
 from pipegraph.planner.solver.solve_arguments import parse_memory
-from pipegraph.planner.stage_modules import stage_modules
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes, format_number_of
 

@@ -13,10 +13,10 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
 from pipegraph.planner.step_prediction import predict_step
-from pipegraph.report.pictures.timeline_picture import timeline_drawing
 from pipegraph.report.text import markdown, markdown_table
 from pipegraph.report.text.package_tables import boundary_table, explain_cuts, package_title, stage_table
 from pipegraph.report.text.schedule_report import schedule_title
+from pipegraph.report.timeline_picture import timeline_drawing
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Schedule, Timeline
 from pipegraph.tracing.recording.step_figures import StepFigures

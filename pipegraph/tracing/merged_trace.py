@@ -22,7 +22,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.schedule import Timeline
 from pipegraph.tracing import action_name
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_steps, messages
-from pipegraph.tracing.reading.recorded_run import RankTrace, RecordedRun, RecordedSpan
+from pipegraph.tracing.recorded_run import RankTrace, RecordedRun, RecordedSpan
 from pipegraph.units import format_seconds
 
 COMPUTE, SENDS, RECEIVES, HOST = 1, 2, 3, 4

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from msgspec.structs import astuple, replace
 
-from pipegraph.cost.hardware import Hardware, MeasuredRatio, check_new
+from pipegraph.cost.hardware import Hardware, check_new
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest, Package
-from pipegraph.package.prediction import LARGEST, SMALLEST, UNCORRECTED
+from pipegraph.package.prediction import LARGEST, SMALLEST, UNCORRECTED, MeasuredRatio
 from pipegraph.planner.run_comparison import PredictedAndMeasured, RunComparison
 from pipegraph.schedule import Kind
 from pipegraph.units import format_factor

@@ -23,8 +23,14 @@ from pipegraph.report.text import clip, table
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.step_runner import LossFunction
 from pipegraph.workflows.batch import explain_model_mismatch, source_loss
-from pipegraph.workflows.reference_step import StepTensors, run_model
-from pipegraph.workflows.tensor_comparison import TensorComparison, compare, compare_named, within_rounding
+from pipegraph.workflows.reference_step import (
+    StepTensors,
+    TensorComparison,
+    compare,
+    compare_named,
+    run_model,
+    within_rounding,
+)
 
 _KINDS = ("weight", "output", "loss", "gradient", "buffer", "evaluation")
 _WORST = 8  # names listed per verification

@@ -264,7 +264,7 @@ def test_plan_files(pipegraph: Command, tmp_path: Path, change: Any, code: int, 
 def test_a_profile_with_missing_or_absurd_figures(
     pipegraph: Command, tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
-    profile = json.loads((ROOT / "pipegraph/cost/hardware/profiles/cpu.json").read_text())
+    profile = json.loads((ROOT / "pipegraph/cost/profiles/cpu.json").read_text())
     figures = {name: value for name, value in (profile | change).items() if value is not None}
     file = tmp_path / "hardware.json"
     file.write_text(json.dumps(figures))

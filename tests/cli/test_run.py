@@ -14,7 +14,8 @@ import pytest
 from msgspec import structs
 
 from pipegraph.cli import main
-from pipegraph.cost.hardware import UNCORRECTED, Hardware
+from pipegraph.cost.hardware import Hardware
+from pipegraph.package.prediction import UNCORRECTED
 from pipegraph.schedule import build, lower, to_csv
 from tests.cli.command import ROOT, Command, program
 from tests.equal_work import equal_work_shared

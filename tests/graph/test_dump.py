@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import pipegraph
-from pipegraph import dump as module_of_dump
-from pipegraph.dump import dump
+from pipegraph import debug as module_of_debug
+from pipegraph.debug import dump
 from pipegraph.graph.capture import PASSES
 
 
@@ -19,7 +19,7 @@ from pipegraph.graph.capture import PASSES
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIPEGRAPH_DUMP", str(tmp_path / "forms"))
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(module_of_dump, "_numbers", {})
+    monkeypatch.setattr(module_of_debug, "_numbers", {})
     return tmp_path / "forms"
 
 

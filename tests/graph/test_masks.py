@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegraph.graph.passes.masks import _ends
+from pipegraph.graph.passes.constants import _ends
 
 SIZES = st.integers(2, 6)
 

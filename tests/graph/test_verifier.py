@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import pipegraph
+from pipegraph.debug import InvalidGraphError
 from pipegraph.graph import capture as module_of_capture
-from pipegraph.verification import InvalidGraphError
 
 aten = torch.ops.aten
 Plant = Callable[[fx.Graph], object]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from pipegraph.debug import InvalidGraphError
 from pipegraph.kernels import make
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.graphs.block_operation import KernelGraph
 from pipegraph.kernels.graphs.checks import check_division
-from pipegraph.verification import InvalidGraphError
 from tests.kernels.stages import Function, Layers, linear, x
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import pipegraph
-from pipegraph.cost.hardware import Hardware, Link, Links, SizeTable
+from pipegraph.cost.hardware import Hardware, Link, Links
+from pipegraph.cost.size_table import SizeTable
 from pipegraph.graph.captured import Captured
 
 ONE = SizeTable({}, 1.0)

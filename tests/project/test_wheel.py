@@ -41,7 +41,7 @@ def test_wheel_holds_the_package_and_its_data_alone(wheel: Path) -> None:
     assert templates
     assert {f"pipegraph/{name}" for name in templates} <= set(names)
     data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipegraph").rglob("*.json")}
-    assert {"pipegraph/cost/hardware/profiles/h100.json"} <= data <= set(names)
+    assert {"pipegraph/cost/profiles/h100.json"} <= data <= set(names)
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "pipegraph/report/pages").glob("*.*")}
     assert "pipegraph/report/pages/trace.html.jinja" in pages <= set(names)
     assert "pipegraph/py.typed" in names

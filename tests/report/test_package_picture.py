@@ -14,8 +14,8 @@ from msgspec import structs
 from pipegraph.package import Manifest, ModelEntry, Package, PlanEntry, StageCost, StageEntry, Value
 from pipegraph.package.prediction import Cut
 from pipegraph.planner.step_prediction import memory_by_kind
-from pipegraph.report.pages.package_page import package_page
-from pipegraph.report.pictures.package_picture import package_svg
+from pipegraph.report.html_pages import package_page
+from pipegraph.report.package_picture import package_svg
 from pipegraph.schedule import build
 from tests.package.predictions import prediction
 

@@ -10,7 +10,7 @@ from xml.etree.ElementTree import Element
 import pytest
 
 from pipegraph.report.colours import colour
-from pipegraph.report.pictures.timeline_picture import schedule_svg, timeline_drawing
+from pipegraph.report.timeline_picture import schedule_svg, timeline_drawing
 from pipegraph.schedule import Action, Kind, Schedule, Times, build, names
 from pipegraph.schedule.lower_bound import SimulatedSchedule
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import force_setattr
 
-from pipegraph.report.pages import script_json
-from pipegraph.report.pages.trace_page import page_data, trace_page
+from pipegraph.report.html_pages import page_data, script_json, trace_page
 from pipegraph.schedule import Event, Times, build
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis, analyse_run
-from pipegraph.tracing.reading.read_run import read_run
+from pipegraph.tracing.read_run import read_run
 from tests.report.browser import needs_chromium, opened
 from tests.tracing.recordings import DIGITS, manifest, rows_of, write_run
 
@@ -103,7 +102,7 @@ def test_the_data_are_the_actions_and_messages_of_each_step(tmp_path: Path) -> N
 def test_a_page_holds_as_many_steps_as_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     analysis = analysed(tmp_path)
     size = sum(map(len, (*analysis.step.events, *analysis.step.transfers)))
-    monkeypatch.setattr("pipegraph.report.pages.trace_page._MOST", 2 * size)
+    monkeypatch.setattr("pipegraph.report.html_pages._MOST", 2 * size)
     data = page_data(analysis)
     assert len(data["steps"]) == 2
     assert data["steps"][data["shown"]]["number"] == analysis.step.number

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipegraph.report.text.trace_report import render_trace_report, trace_report_dict
 from pipegraph.schedule import Times
 from pipegraph.tracing.analysis.run_analysis import analyse_run
-from pipegraph.tracing.reading.read_run import read_run
+from pipegraph.tracing.read_run import read_run
 from tests.tracing.recordings import DIGITS, manifest, write_run
 from tests.tracing.test_idle_causes import FAR, SCHEDULE, UNEVEN
 

@@ -14,7 +14,7 @@ from pipegraph.schedule import Event, Times, build
 from pipegraph.tracing.analysis.idle_causes import SimulatedIdleTimes, idle_of_step, mean_idle
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_times
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis, analyse_run
-from pipegraph.tracing.reading.read_run import read_run
+from pipegraph.tracing.read_run import read_run
 from tests.tracing.recordings import event, rows_of, write_run
 
 SCHEDULE = build("1f1b", 2, 2)

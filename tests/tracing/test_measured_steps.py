@@ -10,7 +10,7 @@ import pytest
 from pipegraph.schedule import Event, Schedule, Times, from_csv
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_times
 from pipegraph.tracing.analysis.run_analysis import analyse_run
-from pipegraph.tracing.reading.read_run import read_run
+from pipegraph.tracing.read_run import read_run
 from tests.tracing.recordings import event, write_run
 from tests.tracing.test_idle_causes import EVEN, FAR, SCHEDULE, SLOW_HOST, UNEVEN, analysed
 

@@ -12,7 +12,7 @@ import pytest
 from pipegraph.errors import PipegraphError
 from pipegraph.schedule import Times, build
 from pipegraph.tracing.merged_trace import COMPUTE, RECEIVES, SENDS, merge_traces
-from pipegraph.tracing.reading.read_run import read_run
+from pipegraph.tracing.read_run import read_run
 from tests.tracing.chrome import read_strictly, slices
 from tests.tracing.recordings import DIGITS, event, manifest, rows_of, write_run
 

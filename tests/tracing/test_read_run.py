@@ -14,7 +14,7 @@ import pytest
 from pipegraph.errors import PipegraphError
 from pipegraph.schedule import Times, build
 from pipegraph.tracing.analysis.run_analysis import analyse_run
-from pipegraph.tracing.reading.read_run import read_run
+from pipegraph.tracing.read_run import read_run
 from tests.tracing.recordings import DIGITS, manifest, rows_of, write_run
 
 SCHEDULE = build("1f1b", 2, 3)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegraph.tracing.reading import recorded_run
-from pipegraph.tracing.reading.recorded_run import TraceError, read_trace
+from pipegraph.tracing import recorded_run
+from pipegraph.tracing.recorded_run import TraceError, read_trace
 
 EVENTS: list[dict[str, Any]] = [{"name": 'a "}],', "ts": 1.25}, {"name": "β\u2028", "args": {"k": [1, {}]}}, {}]
 TRACE = {

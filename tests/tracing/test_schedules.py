@@ -10,7 +10,7 @@ from pipegraph.report.text.trace_report import render_trace_report
 from pipegraph.schedule import Times, build, names
 from pipegraph.tracing.analysis.run_analysis import analyse_run
 from pipegraph.tracing.merged_trace import merge_traces
-from pipegraph.tracing.reading.read_run import read_run
+from pipegraph.tracing.read_run import read_run
 from tests.tracing.chrome import read_strictly
 from tests.tracing.recordings import manifest, rows_of, write_run
 

@@ -12,10 +12,11 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from pipegraph.codegen.package_files import generate
-from pipegraph.cost.hardware import UNCORRECTED, Hardware, MeasuredRatio
+from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PipegraphError
 from pipegraph.graph.capture import capture
 from pipegraph.package import Manifest, Package
+from pipegraph.package.prediction import UNCORRECTED, MeasuredRatio
 from pipegraph.planner.plan import plan
 from pipegraph.planner.run_comparison import compare_run
 from pipegraph.runtime.measurements import MeasuredRun

@@ -13,7 +13,7 @@ import pipegraph
 from pipegraph.graph.sources import load
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
-from pipegraph.workflows.tensor_comparison import TOLERANCE, TensorComparison, compare, compare_named, within_rounding
+from pipegraph.workflows.reference_step import TOLERANCE, TensorComparison, compare, compare_named, within_rounding
 from pipegraph.workflows.verify import Verification, verify
 
 ONE = torch.tensor([1.0, -4.0])

@@ -10,7 +10,6 @@ from types import NoneType
 
 from torch import fx, nn
 
-from pipegraph.codegen.classes.call_values import CallValues, StageMembers, call_values, results_read
 from pipegraph.codegen.classes.helper_functions import HelperFunctions
 from pipegraph.codegen.expressions.module_tree import ModuleTree, build_tree, init_statements, sequence
 from pipegraph.codegen.expressions.operation import common_regions
@@ -29,12 +28,12 @@ from pipegraph.codegen.forward.source_numbers import ModuleNumbers
 from pipegraph.codegen.forward.statement_loops import roll_statements
 from pipegraph.codegen.forward.tensor_attributes import UnknownDtypeError
 from pipegraph.codegen.forward.write_forward import write_forward
-from pipegraph.codegen.names.identifiers import class_name, is_within, outer_names, relative, unused_class
+from pipegraph.codegen.names.identifiers import class_name, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, FunctionCall, call, literal
 from pipegraph.codegen.syntax.statements import Assign, ClassSource
-from pipegraph.graph.call_tree import CallTree, call_tree
+from pipegraph.graph.calls import CallTree, CallValues, StageMembers, call_tree, call_values, is_within, results_read
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import helper_function, path_of
 from pipegraph.graph.partition.segments import opened_calls

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import fx
 
-from pipegraph.codegen.classes.call_values import CallValues, StageMembers, call_values
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.forward.items import ClassContents, HelperCall, Operation
@@ -21,7 +20,7 @@ from pipegraph.codegen.names.model_names import ModelNames, prose
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import SELF
 from pipegraph.codegen.syntax.statements import FunctionSource, Statement
-from pipegraph.graph.call_tree import CallTree, call_tree
+from pipegraph.graph.calls import CallTree, CallValues, StageMembers, call_tree, call_values
 from pipegraph.graph.captured import BRANCH, Captured
 from pipegraph.graph.nodes import helper_function, helpers_of
 from pipegraph.graph.symbolic_size import UnknownSizeError

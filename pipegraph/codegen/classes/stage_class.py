@@ -15,10 +15,9 @@ from pipegraph.codegen.names.model_names import prose, signature
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, call, literal, method, string
 from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, Statement
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.graph_text import value_text
+from pipegraph.graph.graph_text import stage_modules, value_text
 from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.planner.plan import Plan
-from pipegraph.planner.stage_modules import stage_modules
 from pipegraph.units import format_count
 
 _TIES_LISTED = 4

@@ -25,8 +25,7 @@ from pipegraph.codegen.syntax.expressions import (
     call,
     literal,
 )
-from pipegraph.graph.call_arguments import ArgumentPlace, argument_place, result_place
-from pipegraph.graph.call_tree import CallTree
+from pipegraph.graph.calls import ArgumentPlace, CallTree, argument_place, result_place
 from pipegraph.graph.captured import Captured
 
 # Constructor arguments that a module keeps under no attribute, or under another name, or that are changed here: how to

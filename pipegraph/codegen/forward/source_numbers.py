@@ -25,7 +25,7 @@ from pipegraph.codegen.syntax.expressions import (
     literal,
     unary,
 )
-from pipegraph.graph.call_arguments import argument_place
+from pipegraph.graph.calls import argument_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import path_of, shape_of

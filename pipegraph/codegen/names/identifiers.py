@@ -82,11 +82,6 @@ def is_number(name: str) -> bool:
     return name.isdecimal() and str(int(name)) == name
 
 
-def is_within(name: str, prefix: str) -> bool:
-    """Return whether a dotted name is inside ``prefix``; everything is inside the model, whose name is ""."""
-    return not prefix or name.startswith(f"{prefix}.")
-
-
 def outer_names(name: str) -> Iterator[str]:
     """The names of the modules around a dotted name: ``a`` and ``a.b`` for ``a.b.c``."""
     return accumulate(name.split(".")[:-1], "{}.{}".format)

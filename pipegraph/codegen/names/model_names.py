@@ -10,8 +10,7 @@ from torch import fx
 
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.graph.call_arguments import argument_place
-from pipegraph.graph.call_tree import CallTree
+from pipegraph.graph.calls import CallTree, argument_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import value_text
 from pipegraph.graph.internals import OpOverload, operator_name

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from pipegraph.graph.call_arguments import parameter_names, result_place
+from pipegraph.graph.calls import parameter_names, result_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import HELPER_MARK, path_of
 from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipegraph.cost.hardware.profile import OTHER, Hardware
+from pipegraph.cost.hardware import OTHER, Hardware
 from pipegraph.cost.roofline.fused_kernels import FusedKernel, fused_kernels
 from pipegraph.cost.roofline.operator_work import (
     FusionRole,

@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from pipegraph.arguments import argument
-from pipegraph.cost.stage_cost import count_flops, value_bytes
+from pipegraph.cost.stage_cost import count_flops
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import BRANCH, Captured
-from pipegraph.graph.nodes import path_of
+from pipegraph.graph.nodes import path_of, value_bytes
 from pipegraph.graph.partition.replicated_values import parameter_free, replication_of
 from pipegraph.graph.partition.split_points import Point, SplitPoint
 from pipegraph.units import format_number_of

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from pipegraph.errors import CaptureError
-from pipegraph.graph.call_arguments import copy_places
+from pipegraph.graph.calls import copy_places
 from pipegraph.graph.captured import PIPE_SPLITS, VALUE, StateEntry
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
-from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
+from pipegraph.graph.calls import ArgumentPlace, ResultPlace
 from pipegraph.graph.internals import pytree, symbolic_expression, traced_node
 from pipegraph.graph.nodes import HELPER_MARK
 

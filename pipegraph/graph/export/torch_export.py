@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from pipegraph.arguments import argument
 from pipegraph.errors import CaptureError, current_user_line, user_line
-from pipegraph.graph.call_arguments import ArgumentPlace, ResultPlace
+from pipegraph.graph.calls import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import plain_containers
 from pipegraph.graph.export.function_calls import CustomFunctions, HelperCalls, LostBackwardError
 from pipegraph.graph.export.isolation import fake_parameters, not_logged, refusals_not_logged

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.captured import BRANCH, Captured
-from pipegraph.graph.internals import pytree
+from pipegraph.graph.nodes import value_bytes
 
 # Making a value costs memory traffic on one device, sending it costs the link between two. Memory is faster than a link
 # by 7 (NVLink 4: 450 GB/s of 3.35 TB/s) to 65 (InfiniBand NDR: 50 GB/s) on an H100 (NVIDIA's data sheets), and a sent
@@ -55,21 +55,15 @@ def replication_of(captured: Captured, value: fx.Node) -> frozenset[fx.Node]:
     otherwise."""
     if value not in parameter_free(captured):
         return frozenset()
-    budget = _MEMORY_PER_LINK_BYTE * _bytes(value)
+    budget = _MEMORY_PER_LINK_BYTE * value_bytes(value)
     found: set[fx.Node] = set()
     waiting = [value]
     while waiting:
         node = waiting.pop()
         if node.op == "call_function" and node not in found:
             found.add(node)
-            budget -= _bytes(node)
+            budget -= value_bytes(node)
             if budget < 0:
                 return frozenset()
             waiting.extend(node.all_input_nodes)
     return frozenset(found)
-
-
-def _bytes(node: fx.Node) -> int:
-    """Bytes that an operation writes."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from pipegraph.graph.call_tree import CallTree, call_tree
+from pipegraph.graph.calls import CallTree, call_tree
 from pipegraph.graph.captured import Captured, Segment
 
 

@@ -1,19 +1,35 @@
-"""Write constants of the model's code where they are read."""
+"""Write what is the same for every input as a person would: numbers where they are read, masks as causal or windows."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import is_stable
 from pipegraph.graph.captured import PIPE_SPLITS, VALUE
-from pipegraph.graph.nodes import OTHER_DTYPE, shape_of
+from pipegraph.graph.internals import OpOverload, is_mutable, pytree
+from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, named_sizes, set_value, shape_of
+from pipegraph.graph.operators import operator_of
+from pipegraph.graph.symbolic_size import SymbolicSize
 
 aten = torch.ops.aten
 
 _FROM_READER = ("path", "regions", "stack_trace", PIPE_SPLITS)
+
+# A mask that takes no more operations (``positions > 0``) stays as it is: the plain form has as many.
+_OPERATIONS = 4
+# The largest tensor that is computed while capturing: the mask of 8,192 tokens.
+_LARGEST = 2**26
+
+_Ends = tuple[int | None, int | None]
+"""The lowest and the highest of the diagonals column − row on which a mask is true; None for no such end."""
 
 
 def write_constants(graph: fx.Graph) -> None:
@@ -48,3 +64,205 @@ def write_constants(graph: fx.Graph) -> None:
             reader.replace_input_with(node, made)
         if not node.users:
             graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class _Band:
+    """A [rows, columns] mask that is true where ``lowest`` ≤ column − row ≤ ``highest``; None for no such end."""
+
+    rows: int
+    columns: int
+    lowest: int | None
+    highest: int | None
+
+    @property
+    def is_full(self) -> bool:
+        return self.lowest is None and self.highest is None
+
+    @property
+    def is_causal(self) -> bool:
+        return self.lowest is None and self.highest == 0 and self.rows == self.columns
+
+
+def simplify_masks(graph: fx.Graph) -> None:
+    """Replace fixed masks by ``torch.ones(…).tril()`` and the like, and a causal mask of an attention by its argument
+    ``is_causal=True``; a mask that masks nothing goes.
+
+    before:  p = arange(64);  q = unsqueeze(p, 1);  m = le(p, q);  n = …;  y = scaled_dot_product_attention(q, k, v, n)
+    after:   y = scaled_dot_product_attention(q, k, v, is_causal=True)      # what made the mask is dead
+    """
+    unknown: set[fx.Node] = set()
+    bands: dict[fx.Node, _Band] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _is_fixed(node, unknown):
+            unknown.add(node)
+        elif _is_mask(node) and _has_other_readers(node, unknown) and _operations_for(node) > _OPERATIONS:
+            band = _band_at_every_size(node)
+            if band is not None:
+                bands[_write(node, band)] = band
+    for mask, band in bands.items():
+        for user in list(mask.users):
+            _simplify_use(user, mask, band)
+
+
+def _is_fixed(node: fx.Node, unknown: set[fx.Node]) -> bool:
+    """Return whether an operation gives the same for every input, and is small enough to try."""
+    target, value = node.target, node.meta.get("val")
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or is_mutable(target):
+        return False
+    if not isinstance(value, torch.Tensor) or value.numel() > _LARGEST or node.meta["regions"]:
+        return False
+    undefined = torch.Tag.nondeterministic_seeded in target.tags or operator_of(node).uninitialized
+    return not undefined and not any(parent in unknown for parent in node.all_input_nodes)
+
+
+def _is_mask(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return bool(value.dtype == torch.bool and value.dim() >= 2 and min(value.shape[-2:]) > 1)
+
+
+def _has_other_readers(node: fx.Node, unknown: set[fx.Node]) -> bool:
+    """Return whether something that is no fixed mask itself reads a mask; within the making of a mask nothing does."""
+    return any(not (user.op == "call_function" and _is_fixed(user, unknown) and _is_mask(user)) for user in node.users)
+
+
+def _operations_for(node: fx.Node) -> int:
+    """The number of operations that serve only to make ``node``, itself included."""
+    own = {node}
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        parent = waiting.pop(0)
+        if parent.op == "call_function" and own.issuperset(parent.users):
+            own.add(parent)
+            waiting.extend(parent.all_input_nodes)
+    return len(own)
+
+
+def _band_at_every_size(node: fx.Node) -> _Band | None:
+    """The band that a fixed mask is at every size; None for any other pattern.
+
+    A mask may be causal for a short text and a window for a long one. The mask is therefore computed at the sizes of
+    the example, at others, and with each size larger than every number from which the mask is made.
+    """
+    made_of = _made_of(node)
+    symbols = {symbol: size for each in made_of for symbol, size in _symbols(each).items()}
+    largest = max((abs(number) for each in made_of for number in _numbers(each)), default=0)
+    samples = [symbols, {symbol: size + 1 for symbol, size in symbols.items()}] if symbols else [symbols]
+    samples += [{**symbols, symbol: size + largest + 1} for symbol, size in symbols.items()]
+    found: set[_Ends | None] = set()
+    for sizes in samples:
+        if prod(_number(size, sizes) for size in shape_of(node)) > _LARGEST:
+            return None
+        found.add(_ends(_computed(node, made_of, sizes)))
+    ends = found.pop() if len(found) == 1 else None
+    rows, columns = shape_of(node)[-2:]
+    return _Band(rows, columns, *ends) if ends is not None else None
+
+
+def _made_of(node: fx.Node) -> set[fx.Node]:
+    """The operations that make a value, its own included."""
+    needed: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if each not in needed:
+            needed.add(each)
+            waiting.extend(each.all_input_nodes)
+    return needed
+
+
+def _symbols(node: fx.Node) -> dict[sympy.Symbol, int]:
+    """The symbols in the arguments of an operation → their values at capture."""
+    return {symbol: number for size in named_sizes(node) for symbol, number in size.symbols.items()}
+
+
+def _numbers(node: fx.Node) -> Iterator[int]:
+    """The whole numbers among the arguments of an operation, without those that mean "to the end"."""
+    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, (bool, SymbolicSize)) and abs(leaf) < _LARGEST:
+            yield ceil(leaf)
+
+
+def _number(argument: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
+    return argument.at(sizes) if isinstance(argument, SymbolicSize) else argument
+
+
+def _computed(node: fx.Node, made_of: set[fx.Node], sizes: Mapping[sympy.Symbol, int]) -> torch.Tensor:
+    """The value of a fixed operation; the interpreter lets each intermediate value go after its last use."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for each in sorted(made_of):
+        copy = copies[each] = graph.node_copy(each, copies.__getitem__)
+        copy.args, copy.kwargs = pytree.tree_map(lambda leaf: _number(leaf, sizes), (copy.args, copy.kwargs))
+        if "device" in each.kwargs:
+            copy.update_kwarg("device", torch.device("cpu"))
+    graph.output(copies[node])
+    with torch.no_grad():
+        value: torch.Tensor = fx.Interpreter(fx.GraphModule({}, graph)).run()
+    return value
+
+
+def _ends(mask: torch.Tensor) -> _Ends | None:
+    """The ends of the band that every [rows, columns] matrix of a mask is; None for any other pattern.
+
+    Every diagonal starts in the first column or the first row, so these show where the band would lie.
+    """
+    rows, columns = mask.shape[-2:]
+    matrix = mask[(0,) * (mask.dim() - 2)]
+    diagonals = torch.cat([matrix[1:, 0].flip(0), matrix[0]]).nonzero()
+    if not diagonals.numel():
+        return None
+    lowest, highest = int(diagonals[0]) - (rows - 1), int(diagonals[-1]) - (rows - 1)
+    same = torch.equal(matrix, torch.ones(rows, columns, dtype=torch.bool).tril_(highest).triu_(lowest))
+    if not same or not torch.equal(mask, matrix.expand(mask.shape)):
+        return None
+    return (None if lowest == 1 - rows else lowest), (None if highest == columns - 1 else highest)
+
+
+def _write(node: fx.Node, band: _Band) -> fx.Node:
+    """Put the plain form in the place of ``node``."""
+    sizes = [band.rows, band.columns]
+    kwargs = {"dtype": torch.bool, "device": node.meta["val"].device, "pin_memory": False}
+    made = _insert(node, aten.ones.default, (sizes,), sizes, kwargs)
+    if band.highest is not None:
+        made = _insert(node, aten.tril.default, (made, band.highest) if band.highest else (made,), sizes)
+    if band.lowest is not None:
+        made = _insert(node, aten.triu.default, (made, band.lowest) if band.lowest else (made,), sizes)
+    if list(shape_of(node)) != sizes:
+        made = _insert(node, aten.expand.default, (made, list(shape_of(node))), shape_of(node))
+    node.replace_all_uses_with(made)
+    return made
+
+
+def _insert(
+    before: fx.Node,
+    target: OpOverload,
+    args: tuple[Any, ...],
+    sizes: Sequence[int],
+    kwargs: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.bool,
+) -> fx.Node:
+    """An operation before ``before``, in the same call and on the same line of the model's source."""
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(target, args, kwargs or {})
+    made.meta = dict(before.meta)
+    set_value(made, sizes, dtype)
+    return made
+
+
+def _simplify_use(user: fx.Node, mask: fx.Node, band: _Band) -> None:
+    if user.target is aten.scaled_dot_product_attention.default:
+        named = arguments_of(user)
+        if named.get("attn_mask") is not mask or named.get("is_causal") or not (band.is_full or band.is_causal):
+            return
+        user.args = tuple(named.pop(name) for name in ("query", "key", "value"))
+        user.kwargs = {name: value for name, value in named.items() if name != "attn_mask"}
+        if not band.is_full:
+            user.kwargs = {**user.kwargs, "is_causal": True}
+    elif user.target in (aten.where.self, aten.where.ScalarOther) and user.args[0] is mask and band.is_full:
+        kept, value = user.args[1], user.meta["val"]
+        if isinstance(kept, fx.Node) and kept.meta["val"].dtype == value.dtype:
+            if shape_of(kept) != shape_of(user):
+                sizes = shape_of(user)
+                kept = _insert(user, aten.expand.default, (kept, list(sizes)), sizes, dtype=value.dtype)
+            user.replace_all_uses_with(kept)

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx, nn
 
-from pipegraph.graph.call_arguments import copy_places
+from pipegraph.graph.calls import copy_places, replace_node
 from pipegraph.graph.captured import BRANCH, BranchPart, ModuleEntry, by_mode
 from pipegraph.graph.internals import call_name, pytree
 from pipegraph.graph.mode_comparison import ModeComparison, ModeDifference, OtherGraphError
 from pipegraph.graph.model_structure import class_text, is_layer_of_torch
-from pipegraph.graph.nodes import SIZES, arguments_of, path_of, replace_node, shape_of, source_line
+from pipegraph.graph.nodes import SIZES, arguments_of, path_of, shape_of, source_line
 from pipegraph.graph.operators import operator_of
 
 aten = torch.ops.aten

@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import is_stable, is_written, viewed_by
-from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, replace_node, shape_of
+from pipegraph.graph.calls import replace_node
+from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, shape_of
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.graph.aliasing import is_stable
+from pipegraph.graph.calls import replace_node
 from pipegraph.graph.internals import OpOverload, is_view
-from pipegraph.graph.nodes import any_layout, arguments_of, on_meta, replace_node, set_value, shape_of
+from pipegraph.graph.nodes import any_layout, arguments_of, on_meta, set_value, shape_of
 from pipegraph.graph.operators import View, operator_of
 
 aten = torch.ops.aten

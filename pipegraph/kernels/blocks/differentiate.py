@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.autocast import autocast_as
-from pipegraph.kernels.blocks.block_sizes import Layout
 from pipegraph.kernels.blocks.divided_function import DividedFunction, reason_of
-from pipegraph.kernels.blocks.repeated_modules import RecordedCall, RepeatedModules
+from pipegraph.kernels.blocks.repeated_modules import Layout, RecordedCall, RepeatedModules
 from pipegraph.kernels.graphs import joint_graph
 from pipegraph.kernels.internals import tree_leaves, tree_unflatten
 from pipegraph.kernels.module_state import ModuleState

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipegraph.dump import dump
-from pipegraph.kernels.gradients import with_strides
+from pipegraph.debug import dump, verifying
 from pipegraph.kernels.graphs import block_operation
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph
 from pipegraph.kernels.graphs.checks import check_division, runs_as_traced
 from pipegraph.kernels.graphs.division import BackwardGraphs, backward_graphs, forward_graph, saved_values
 from pipegraph.kernels.graphs.joint_graph import JointGraph
+from pipegraph.kernels.module_state import with_strides
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, dimensions
-from pipegraph.verification import verifying
 
 
 def reason_of(error: Exception) -> str:

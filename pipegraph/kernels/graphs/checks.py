@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pipegraph.debug import InvalidGraphError
 from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import GradientMask, KernelGraph
 from pipegraph.kernels.graphs.division import BackwardGraphs, base_of
 from pipegraph.kernels.graphs.joint_graph import JointGraph, constant_of
-from pipegraph.verification import InvalidGraphError
 
 
 def check_division(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipegraph.cost.hardware import UNCORRECTED, Hardware, SizeTable
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import one_line
+from pipegraph.package.prediction import UNCORRECTED
 from pipegraph.report.text import table
 from pipegraph.units import format_bytes, format_count, format_seconds
 

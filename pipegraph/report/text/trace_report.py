@@ -15,7 +15,7 @@ from pipegraph.schedule import Timeline
 from pipegraph.tracing.analysis.idle_causes import RankIdleTime
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis
 from pipegraph.tracing.merged_trace import MergedTrace, describe_rank
-from pipegraph.tracing.reading.recorded_run import RecordedRun
+from pipegraph.tracing.recorded_run import RecordedRun
 from pipegraph.units import UNKNOWN, TimeFormat, format_number_of, format_percent, format_seconds
 
 CAUSES = {

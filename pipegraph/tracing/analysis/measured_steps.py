@@ -11,7 +11,7 @@ from pipegraph.schedule import Event, Kind, Schedule, Timeline, Times, peak_acti
 from pipegraph.schedule.action import BACKWARD
 from pipegraph.schedule.simulate import Place
 from pipegraph.schedule.stages import Edge
-from pipegraph.tracing.reading.recorded_run import RecordedRun, RecordedSpan
+from pipegraph.tracing.recorded_run import RecordedRun, RecordedSpan
 
 _StageTimes = tuple[float, float, float]  # F, I, W
 

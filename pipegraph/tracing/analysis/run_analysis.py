@@ -25,7 +25,7 @@ from pipegraph.tracing.analysis.measured_steps import (
     measured_timeline,
     measured_times,
 )
-from pipegraph.tracing.reading.recorded_run import RecordedRun
+from pipegraph.tracing.recorded_run import RecordedRun
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""``PIPEGRAPH_DUMP=DIR``: every form that a model goes through, as numbered text files.
+"""Switches for whoever works on pipegraph, and for bug reports: each form of a graph is written, or checked.
 
-They are for whoever works on pipegraph, and for bug reports; ``diff -r`` compares two folders.
+``PIPEGRAPH_DUMP=DIR`` writes every form that a model goes through, as numbered text files; ``diff -r`` compares two
+folders. Under torchrun each rank has a folder of its own, ``DIR/rank_00``.
 
     dump("export", str(program))                      DIR/00_export.txt
     dump("drop_dead_code", lambda: graph_text(graph))   DIR/01_drop_dead_code.txt
 
-Under torchrun each rank has a folder of its own, ``DIR/rank_00``.
+``PIPEGRAPH_VERIFY=1`` checks every form, so that a mistake is found where it is made.
 """
 
 from __future__ import annotations
@@ -45,3 +46,12 @@ def dump(name: str, text: str | Callable[[], str]) -> None:
     content = text if isinstance(text, str) else text()
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(content.rstrip("\n") + "\n", encoding="utf-8")
+
+
+class InvalidGraphError(AssertionError):
+    """A graph breaks a rule: a bug in pipegraph, never in the model."""
+
+
+def verifying() -> bool:
+    """Return whether ``PIPEGRAPH_VERIFY`` asks for checks."""
+    return os.environ.get("PIPEGRAPH_VERIFY", "0") not in ("", "0")

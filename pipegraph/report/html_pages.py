@@ -1,35 +1,74 @@
-"""A recorded run as one HTML page that loads nothing: timeline, tables and advice.
+"""A package, and a recorded run, as HTML pages that load nothing. Their templates, styles and scripts are in ``pages``.
 
-The page's script draws the timeline, from data in microseconds.
+Names of a model may hold anything: templates escape them, and JSON in a script cannot end the script. The script of a
+run's page draws the timeline, from data in microseconds.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from pipegraph.errors import one_line
-from pipegraph.planner.step_prediction import describe_step
+from pipegraph.package import Package
+from pipegraph.planner.step_prediction import describe_step, memory_by_kind
 from pipegraph.report.colours import MEANING, ActionColours, colour, ink
-from pipegraph.report.pages import read_text, script_json, templates
+from pipegraph.report.package_picture import package_svg
+from pipegraph.report.text import Table, is_number
+from pipegraph.report.text.package_tables import boundary_table, explain_cuts, package_title, stage_table, tied_groups
 from pipegraph.report.text.predicted_vs_measured import prediction_error, stage_time_format
 from pipegraph.report.text.trace_report import CAUSES, critical_step, heading, idle_table, idle_times, remarks
-from pipegraph.schedule import Event, Kind, Timeline
+from pipegraph.schedule import Event, Kind, Schedule, Timeline, to_csv
 from pipegraph.tracing.analysis.advice import WORTH
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_timeline, messages
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis
-from pipegraph.units import UNKNOWN, TimeFormat, format_percent, format_seconds
+from pipegraph.units import UNKNOWN, TimeFormat, format_bytes, format_percent, format_seconds
 
-_PARTS = {"computes": colour(Kind.F), **dict(zip(CAUSES, ("#aab4c2", "#8a5bb5", "#1f9e8f", "#4b5262"), strict=True))}
+_FOLDER = Path(__file__).parent / "pages"
+
+_PARTS = {
+    "computes": colour(Kind.F),
+    **dict(zip(CAUSES, ("#aab4c2", "#8a5bb5", "#1f9e8f", "#4b5262"), strict=True)),
+}
 """The parts of a rank's time, each with its colour."""
 
 _MOST = 60_000  # actions and messages on a page; more steps than that are left out
 
 
+def package_page(package: Package, schedule: Schedule) -> str:
+    """Return the text of an HTML file."""
+    manifest = package.manifest
+    return _templates().get_template("package.html.jinja").render(
+        title=package_title(manifest),
+        svg=package_svg(package, schedule),
+        tables={
+            "Stages": stage_table(package),
+            "What crosses between them": boundary_table(manifest),
+            "Memory of each rank": _memory(package, schedule),
+        },
+        reasons=explain_cuts(manifest),
+        tied=tied_groups(manifest),
+        edited=package.edited(),
+        orders=to_csv(schedule).splitlines(),
+        generator=one_line(manifest.generator),
+    )  # fmt: skip
+
+
+def _memory(package: Package, schedule: Schedule) -> Table:
+    ranks = memory_by_kind(package.manifest, schedule)
+    rows = [[str(rank.rank), *map(format_bytes, rank.by_kind().values()), format_bytes(rank.total)] for rank in ranks]
+    return ["rank", *(ranks[0].by_kind() if ranks else ()), "together"], rows
+
+
 def trace_page(analysis: RunAnalysis) -> str:
     """Return the whole page."""
-    return templates().get_template("trace.html.jinja").render(
+    return _templates().get_template("trace.html.jinja").render(
         title=_title(analysis),
         subtitle=heading(analysis),
         figures=list(_figures(analysis)),
@@ -41,8 +80,8 @@ def trace_page(analysis: RunAnalysis) -> str:
         notes=[one_line(each) for each in remarks(analysis) if not each.startswith("problem")],
         candidates=list(_changes(analysis)),
         data=script_json(page_data(analysis)),
-        style=read_text("trace.css"),
-        script=read_text("trace_view.js", "trace_paint.js", "trace_controls.js"),
+        style=_read_text("trace.css"),
+        script=_read_text("trace_view.js", "trace_paint.js", "trace_controls.js"),
         **_idle(analysis),
         **_stages(analysis),
     )  # fmt: skip
@@ -243,3 +282,29 @@ def _event(event: Event) -> list[Any]:
 
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
+
+
+@lru_cache(maxsize=1)
+def _templates() -> jinja2.Environment:
+    """Return the templates of the pages; they escape their values."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=True,
+    )
+    environment.tests["number"] = is_number
+    return environment
+
+
+def _read_text(*names: str) -> str:
+    """Return the text of files of that folder, one after the other."""
+    return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in names)
+
+
+def script_json(data: Any) -> str:
+    """Return JSON for a script element: ASCII, and without the signs that end one or begin a comment in it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import pipegraph
-from pipegraph.graph.call_arguments import argument_place, result_place
+from pipegraph.graph.calls import argument_place, result_place
 from pipegraph.graph.nodes import path_of
 
 

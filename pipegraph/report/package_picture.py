@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
 from pipegraph.planner.step_prediction import RankMemoryByKind, memory_by_kind, predict_step
 from pipegraph.report.colours import MEANING, MEMORY, colour, ink
-from pipegraph.report.pictures.drawing import GREY, LETTER, LINE, Drawing, Label, Line, Rectangle, Shape
-from pipegraph.report.pictures.timeline_picture import schedule_drawing
+from pipegraph.report.drawing import GREY, LETTER, LINE, Drawing, Label, Line, Rectangle, Shape
 from pipegraph.report.text import clip
 from pipegraph.report.text.package_tables import bytes_of, explain_cuts, has_times, held_modules, package_title
+from pipegraph.report.timeline_picture import schedule_drawing
 from pipegraph.schedule import Kind, Schedule, Times
 from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.units import TimeFormat, format_bytes, format_count

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from pipegraph.arguments import require_path
-from pipegraph.cost.hardware.size_table import SizeTable
+from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import PipegraphError, nearest
 from pipegraph.package.json_errors import FieldError
 from pipegraph.package.json_file import Entry, FileKind, Name, Text, json_text, one_of
@@ -30,7 +30,7 @@ ANY: Final = "any"
 OTHER: Final = "other"
 """The element rate of operations that have none of their own."""
 
-_PROFILES = files("pipegraph.cost.hardware") / "profiles"
+_PROFILES = files("pipegraph.cost") / "profiles"
 _MEASURE = "Try: pipegraph calibrate -o hardware.json, which measures this machine."
 _DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "int8", "complex64", "complex128")
 _OF_MATRICES = ("m", "n", "k", "flops", "footprint")

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import groupby
 
 from pipegraph.report.colours import MEANING, ActionColours, ink
-from pipegraph.report.pictures.drawing import GREY, LETTER, LIGHT, LINE, Drawing, Label, Line, Rectangle, Shape
+from pipegraph.report.drawing import GREY, LETTER, LIGHT, LINE, Drawing, Label, Line, Rectangle, Shape
 from pipegraph.report.text import clip
 from pipegraph.report.text.schedule_report import schedule_title
 from pipegraph.schedule import Kind, Schedule, Timeline

@@ -1,0 +1,251 @@
+"""The calls of modules in a graph: nested as the model nests them, with the values that they take and return.
+
+``meta["argument_of"]`` and ``meta["result_of"]`` of a value's node hold call → place: which argument or result it was.
+``export/torch_export.py`` records them while a model is exported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+
+from torch import fx, nn
+
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.internals import call_name
+from pipegraph.graph.nodes import helper_function, helpers_of, path_of
+
+
+@dataclass
+class CallTree:
+    """One call of a module: the operations of its ``forward`` and the calls it makes, in order.
+
+    Attributes:
+        call: its name, of which two calls of one module have each their own.
+        fqn: the module; "" is the model itself.
+        items: its operations and inner calls.
+    """
+
+    call: str
+    fqn: str
+    items: list[fx.Node | CallTree] = field(default_factory=list)
+
+    def nodes(self) -> Iterator[fx.Node]:
+        """All operations of the call, those of inner calls included, in order."""
+        for item in self.items:
+            if isinstance(item, CallTree):
+                yield from item.nodes()
+            else:
+                yield item
+
+    def descendants(self) -> Iterator[CallTree]:
+        """All calls inside, however deep."""
+        for call in self.calls():
+            yield call
+            yield from call.descendants()
+
+    def calls(self) -> Iterator[CallTree]:
+        """The calls that this one makes itself."""
+        return (item for item in self.items if isinstance(item, CallTree))
+
+
+def call_tree(nodes: Sequence[fx.Node], helpers: bool = False) -> CallTree:
+    """Nest ``nodes`` by the module calls they ran in; of a call that ran more operations, the tree holds these.
+
+    Args:
+        helpers: whether to nest them also by the calls of functions inside the innermost ``forward``. Those bear the
+            FQN "", because no parameter is theirs.
+    """
+    root = CallTree(call="", fqn="")
+    stack = [root]
+    for node in nodes:
+        path = path_of(node)
+        if helpers:
+            path = (*path, *((call, "") for call in helpers_of(node)))
+        depth = 0
+        while depth < len(path) and depth + 1 < len(stack) and stack[depth + 1].call == path[depth][0]:
+            depth += 1
+        del stack[depth + 1 :]
+        for call, fqn in path[depth:]:
+            inner = CallTree(call=call, fqn=fqn)
+            stack[-1].items.append(inner)
+            stack.append(inner)
+        stack[-1].items.append(node)
+    return root
+
+
+@dataclass(frozen=True)
+class StageMembers:
+    """The operations, results and state of one stage."""
+
+    nodes: frozenset[fx.Node]
+    outputs: frozenset[fx.Node]
+    state: frozenset[str]
+
+    def read_outside(self, node: fx.Node, inner: set[fx.Node]) -> bool:
+        """Return whether an operation outside ``inner``, in this stage or a later one, reads a value."""
+        return node in self.outputs or any(user in self.nodes and user not in inner for user in node.users)
+
+
+@dataclass(frozen=True)
+class CallValues:
+    """A call: its operations, the values that it takes, and the values that it returns."""
+
+    tree: CallTree
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    makes: tuple[fx.Node, ...]
+
+
+def call_values(
+    captured: Captured, members: StageMembers, tree: CallTree, returned: AbstractSet[int] = frozenset()
+) -> CallValues:
+    """The values that a call takes and returns, in the order of its arguments and results as far as known.
+
+    Args:
+        returned: the places of results that are returned even if nothing reads them after this call.
+    """
+    nodes = tuple(tree.nodes())
+    inner = set(nodes)
+    read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes if node not in inner)
+    names = captured.names_of
+    has_state = not helper_function(tree.call)  # a function is given the parameters that it reads
+    foreign = [
+        node
+        for node in read
+        if node.op != "get_attr"
+        or not (has_state and any(is_within(name, tree.fqn) for name in names[str(node.target)]))
+    ]
+    made = [
+        node
+        for node in nodes
+        if members.read_outside(node, inner)
+        or ((place := result_place(node, tree.call)) is not None and place.order in returned)
+    ]
+    return CallValues(
+        tree,
+        nodes,
+        sorted_by_place(foreign, (argument_place(node, tree.call) for node in foreign)),
+        sorted_by_place(made, (result_place(node, tree.call) for node in made)),
+    )
+
+
+def results_read(captured: Captured) -> dict[type[nn.Module], set[int]]:
+    """The places of results that any call of a class is read at. Other calls may leave some of them unread."""
+    found: dict[type[nn.Module], set[int]] = {}
+    for tree in call_tree(captured.nodes).descendants():
+        if tree.fqn not in captured.modules:
+            continue
+        inner = set(tree.nodes())
+        places = found.setdefault(type(captured.modules[tree.fqn].module), set())
+        for node in inner:
+            place = result_place(node, tree.call)
+            if place is not None and any(user not in inner for user in node.users):
+                places.add(place.order)
+    return found
+
+
+def is_within(name: str, prefix: str) -> bool:
+    """Return whether a dotted name is inside ``prefix``; everything is inside the model, whose name is ""."""
+    return not prefix or name.startswith(f"{prefix}.")
+
+
+@dataclass(frozen=True)
+class ArgumentPlace:
+    """The place of an argument among all tensors that a call took.
+
+    Attributes:
+        order: its position among them.
+        name: the parameter of ``forward``; None for a part of a tuple, which has no name.
+        other_names: further parameters that took the same value: ``attention(x, x, x)``.
+        other_orders: its further positions.
+    """
+
+    order: int
+    name: str | None
+    other_names: tuple[str, ...] = ()
+    other_orders: tuple[int, ...] = ()
+
+    @property
+    def orders(self) -> tuple[int, ...]:
+        """All positions of the value."""
+        return (self.order, *self.other_orders)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All parameters that took the value."""
+        return self.other_names if self.name is None else (self.name, *self.other_names)
+
+    def joined(self, other: ArgumentPlace) -> ArgumentPlace:
+        """This place, with the names and positions of another place of the same value in the same call."""
+        names = (name for name in other.names if name not in self.names)
+        orders = (order for order in other.orders if order not in self.orders)
+        return replace(self, other_names=(*self.other_names, *names), other_orders=(*self.other_orders, *orders))
+
+
+@dataclass(frozen=True)
+class ResultPlace:
+    """The place of a result among all tensors that a call returned.
+
+    Attributes:
+        order: its position among them.
+        index: if ``forward`` returned a tuple of ``count`` values, its index there; None for a part of a part.
+        count: how many values ``forward`` returned.
+        arguments: the arguments of the call by parameter. Numbers, texts and None stand as they are, a tuple of ``...``
+            for one of tensors, and ``...`` for all else.
+    """
+
+    order: int
+    index: int | None
+    count: int
+    arguments: tuple[tuple[str, object], ...] = ()
+
+
+def argument_place(node: fx.Node, call: str) -> ArgumentPlace | None:
+    """The place of a value among the arguments of a call; None if it was no argument, or the call is unknown."""
+    place: ArgumentPlace | None = node.meta.get("argument_of", {}).get(call_name(call))
+    return place
+
+
+def result_place(node: fx.Node, call: str) -> ResultPlace | None:
+    """The place of a value in what a call returned; None if it was not returned, or the call is unknown."""
+    place: ResultPlace | None = node.meta.get("result_of", {}).get(call_name(call))
+    return place
+
+
+def parameter_names(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """(FQN of the module, name of the parameter) for each call that took a value, in the order of the calls."""
+    for call, place in node.meta.get("argument_of", {}).items():
+        if place.name:
+            yield call.partition("@")[0], place.name
+
+
+def sorted_by_place(
+    values: Sequence[fx.Node], places: Iterable[ArgumentPlace | ResultPlace | None]
+) -> tuple[fx.Node, ...]:
+    """Values in the order of their places; values without one come last, in their own order."""
+    known = [
+        (sys.maxsize if place is None else place.order, value) for value, place in zip(values, places, strict=True)
+    ]
+    return tuple(value for _, value in sorted(known, key=lambda each: each[0]))
+
+
+def copy_places(source: fx.Node, target: fx.Node) -> None:
+    """Give ``target``, which replaces or copies ``source``, the places of ``source`` as well."""
+    for key in ("argument_of", "result_of"):
+        places = {**source.meta.get(key, {}), **target.meta.get(key, {})}
+        for call, place in source.meta.get(key, {}).items():
+            if isinstance(place, ArgumentPlace):
+                places[call] = places[call].joined(place)
+        if places:
+            target.meta[key] = places
+
+
+def replace_node(node: fx.Node, value: object) -> None:
+    """Let all that reads ``node`` read ``value`` instead, also in calls of modules, and erase ``node``."""
+    assert isinstance(value, fx.Node)
+    copy_places(node, value)
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
