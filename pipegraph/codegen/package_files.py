@@ -60,12 +60,15 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     model = source.name if source is not None else captured.model_name
     about = f"{prose(captured.model_name)} ({prose(model)})"
     count = f"{len(stages)} stages" if len(stages) > 1 else "one stage"
+    checkpoint = checkpoint_names(captured.modules[""].module)
+    place = "a Hugging Face checkpoint" if checkpoint else "another one"
     files = {
         "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {__version__}."),
         "blocks.py": render_blocks(functions, shared, f"The blocks that the stages of {about} share.", requires),
         "weights.py": render_weights(
-            "Reads the tensors of a stage from this folder or from a Hugging Face checkpoint, or initialises them.",
+            f"Reads the tensors of a stage from this folder or from {place}, or initialises them.",
             initialisation_lines(captured),
+            bool(checkpoint),
         ),
     }
     for index, stage in enumerate(stages):

@@ -93,9 +93,15 @@ def render_init(stages: Sequence[ClassSource], header: str) -> str:
     return _render("init.py.jinja", header=_docstring(header, 0), stages=[stage.name for stage in stages])
 
 
-def render_weights(header: str, initialisation: Sequence[str]) -> str:
-    """Render ``weights.py``, with the entries of its table of initial values."""
-    return _render("weights.py.jinja", header=_docstring(header, 0), initialisation=initialisation)
+def render_weights(header: str, initialisation: Sequence[str], checkpoint: bool) -> str:
+    """Render ``weights.py``, with the entries of its table of initial values.
+
+    Args:
+        checkpoint: whether a checkpoint may have the weights under other names, or in parts.
+    """
+    return _render(
+        "weights.py.jinja", header=_docstring(header, 0), initialisation=initialisation, checkpoint=checkpoint
+    )
 
 
 def _render(template: str, **values: Any) -> str:

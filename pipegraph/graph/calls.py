@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from torch import fx, nn
+from torch import fx
 
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.internals import call_name
@@ -76,17 +76,23 @@ def call_tree(nodes: Sequence[fx.Node], helpers: bool = False) -> CallTree:
     return root
 
 
-@dataclass(frozen=True)
 class StageMembers:
     """The operations, results and state of one stage."""
 
-    nodes: frozenset[fx.Node]
-    outputs: frozenset[fx.Node]
-    state: frozenset[str]
+    def __init__(self, nodes: Iterable[fx.Node], outputs: Iterable[fx.Node], state: Iterable[str]) -> None:
+        self.nodes, self.outputs, self.state = frozenset(nodes), frozenset(outputs), frozenset(state)
+        self.results_read: dict[str, set[int]] = {}  # module → the places of results that any call of it is read at
 
-    def read_outside(self, node: fx.Node, inner: set[fx.Node]) -> bool:
+    def read_outside(self, node: fx.Node, inner: AbstractSet[fx.Node]) -> bool:
         """Return whether an operation outside ``inner``, in this stage or a later one, reads a value."""
         return node in self.outputs or any(user in self.nodes and user not in inner for user in node.users)
+
+    def learn_results(self, root: CallTree) -> None:
+        """Learn which results of modules are read after their calls inside ``root``."""
+        for tree in root.descendants():
+            inner = set(tree.nodes())
+            read = (result_place(node, tree.call) for node in inner if self.read_outside(node, inner))
+            self.results_read.setdefault(tree.fqn, set()).update(place.order for place in read if place is not None)
 
 
 @dataclass(frozen=True)
@@ -99,14 +105,14 @@ class CallValues:
     makes: tuple[fx.Node, ...]
 
 
-def call_values(
-    captured: Captured, members: StageMembers, tree: CallTree, returned: AbstractSet[int] = frozenset()
-) -> CallValues:
+def call_values(captured: Captured, members: StageMembers, tree: CallTree, unread: bool = False) -> CallValues:
     """The values that a call takes and returns, in the order of its arguments and results as far as known.
 
     Args:
-        returned: the places of results that are returned even if nothing reads them after this call.
+        unread: whether results that nothing reads are returned if those of another call of the module are read, so
+            that all calls return the same.
     """
+    returned = members.results_read.get(tree.fqn, set()) if unread else set()
     nodes = tuple(tree.nodes())
     inner = set(nodes)
     read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes if node not in inner)
@@ -130,21 +136,6 @@ def call_values(
         sorted_by_place(foreign, (argument_place(node, tree.call) for node in foreign)),
         sorted_by_place(made, (result_place(node, tree.call) for node in made)),
     )
-
-
-def results_read(captured: Captured) -> dict[type[nn.Module], set[int]]:
-    """The places of results that any call of a class is read at. Other calls may leave some of them unread."""
-    found: dict[type[nn.Module], set[int]] = {}
-    for tree in call_tree(captured.nodes).descendants():
-        if tree.fqn not in captured.modules:
-            continue
-        inner = set(tree.nodes())
-        places = found.setdefault(type(captured.modules[tree.fqn].module), set())
-        for node in inner:
-            place = result_place(node, tree.call)
-            if place is not None and any(user not in inner for user in node.users):
-                places.add(place.order)
-    return found
 
 
 def is_within(name: str, prefix: str) -> bool:

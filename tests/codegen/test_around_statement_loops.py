@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.codegen.layers import batch
-from tests.codegen.parity import differences, forward_lines, split
+from tests.codegen.parity import differences, forward_lines, source, split
 
 
 def inside(body: nn.Module) -> nn.Module:
@@ -201,4 +201,45 @@ class TakesTheName(nn.Module):
 def test_a_name_is_given_away_before_the_loop(tmp_path: Path) -> None:
     model = inside(TakesTheName())
     package = split(tmp_path, model, (batch(2, 5, 8),), cut="head")
+    assert differences(package, model, (batch(2, 5, 8),)) == []
+
+
+class TakesPairs(nn.Module):
+    """The state of a layer is a pair, of which the last call's second half is not read; two layers run one loop."""
+
+    class Cell(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.gates = nn.Linear(width + 4, 16)
+
+        def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            h, c = state
+            i, f, o, g = self.gates(torch.cat([x, h], dim=-1)).chunk(4, dim=-1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            return o.sigmoid() * c.tanh(), c
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells = nn.ModuleList([self.Cell(8), self.Cell(4)])
+        self.out = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for cell in self.cells:
+            state = (x.new_zeros(x.shape[0], 4), x.new_zeros(x.shape[0], 4))
+            outputs = []
+            for t in range(x.shape[1]):
+                state = cell(x[:, t], state)
+                outputs.append(state[0])
+            x = torch.stack(outputs, dim=1)
+        return self.out(x)
+
+
+def test_the_last_call_of_a_loop_returns_what_the_others_do(tmp_path: Path) -> None:
+    model = inside(TakesPairs())
+    package = split(tmp_path, model, (batch(2, 5, 8),), cut="head")
+    text = source(package)
+    assert text.count("class Cell(") == 1
+    assert text.count("for t in range(") == 2
+    assert "self.cells[0](x[:, t], " in text
     assert differences(package, model, (batch(2, 5, 8),)) == []

@@ -33,7 +33,7 @@ from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, FunctionCall, call, literal
 from pipegraph.codegen.syntax.statements import Assign, ClassSource
-from pipegraph.graph.calls import CallTree, CallValues, StageMembers, call_tree, call_values, is_within, results_read
+from pipegraph.graph.calls import CallTree, CallValues, StageMembers, call_tree, call_values, is_within
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import helper_function, path_of
 from pipegraph.graph.partition.segments import opened_calls
@@ -58,7 +58,6 @@ class BlockClasses:
                 self._below.setdefault(module, []).append(fqn)
         self._order = {fqn: position for position, fqn in enumerate(captured.modules)}
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
-        self._results_read = results_read(captured)
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
         self.functions = HelperFunctions(captured, self.names)
 
@@ -74,8 +73,9 @@ class BlockClasses:
 
     def stage(self, stage: StageGraph) -> tuple[ClassContents, ModuleTree]:
         """The contents of a stage's own class. The classes that it uses are added to the collection."""
-        members = StageMembers(frozenset(stage.nodes), frozenset(stage.outputs), frozenset(stage.state))
+        members = StageMembers(stage.nodes, stage.outputs, stage.state)
         root = call_tree(stage.nodes, helpers=True)
+        members.learn_results(root)
         return self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
 
     def _contents(
@@ -157,8 +157,7 @@ class BlockClasses:
             small = len(called.nodes) <= _SMALL and not any(True for _ in tree.calls())
             if not reads_state and same_mode and (small or not self.names.is_whole(tree)):
                 return None
-            own = type(self._captured.modules[tree.fqn].module)
-            called = call_values(self._captured, members, tree, self._results_read[own])
+            called = call_values(self._captured, members, tree, unread=True)
             if len(called.makes) > 1:
                 self.names.returned_together.update(called.makes)
             try:

@@ -45,7 +45,7 @@ class HelperFunctions:
         self._source = SourceStatements(captured)
         self._operations = Counter(call for node in captured.nodes for call in helpers_of(node))
         self._structures: dict[str, _Structure] = {}
-        everything = StageMembers(frozenset(captured.nodes), frozenset(captured.returned), frozenset(captured.state))
+        everything = StageMembers(captured.nodes, captured.returned, captured.state)
         classes = tuple({class_name(module.class_name) for module in captured.modules.values()})  # or Block2, Block3, …
         calls: dict[str, list[CallTree]] = {}
         for tree in call_tree(captured.nodes, helpers=True).descendants():

@@ -1,6 +1,5 @@
-"""Reads the tensors of a stage from this folder or from a Hugging Face checkpoint, or initialises them."""
+"""Reads the tensors of a stage from this folder or from another one, or initialises them."""
 
-import difflib
 import json
 import zlib
 from pathlib import Path
@@ -25,127 +24,48 @@ def initialise(stage):
 
 
 def read_stage(stage, index, device, weights):
-    """Replace a stage's tensors by those of this folder or, if `weights` is a path, of the checkpoint there.
+    """Replace a stage's tensors by those of this folder or, if `weights` is a path, of the safetensors files there.
 
     Without `weights`, parameters stay as they are. Buffers that are not in `state_dict()`, such as a rotary table, are
     always read from this folder.
     """
     manifest = json.loads((_FOLDER / "pipeline.json").read_text(encoding="utf-8"))
-    entry, tied = manifest["stages"][index], manifest["tied"]
+    entry, tied = manifest["stages"][index], {name: group for group in manifest["tied"] for name in group}
     parameters = entry["parameters"] if weights else []
     buffers = [each for each in entry["buffers"] if isinstance(each, str)]
     others = [each["name"] for each in entry["buffers"] if not isinstance(each, str)]
-    if isinstance(weights, bool):
-        _replace(stage, [*parameters, *buffers, *others], tied, _FOLDER, device)
-    else:
-        _replace(stage, [*parameters, *buffers], tied, Path(weights), device, manifest["checkpoint"])
-        _replace(stage, others, tied, _FOLDER, device)
-    for name, tensor in _tensors(stage).items():
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name} of stage {index} has no value: pipeline.json does not list it. List it there, in "
-                f"stages[{index}], and store it in a safetensors file that the index names"
-            )
-
-
-def _tensors(stage):
-    """Return the parameters and buffers of a stage by name, with every name of one that is used twice."""
-    return {**dict(stage.named_parameters(remove_duplicate=False)), **dict(stage.named_buffers(remove_duplicate=False))}
-
-
-def _replace(stage, names, tied, folder, device, checkpoint=None):
-    """Replace the tensors of these names by those in a folder. Tied weights stay one parameter."""
-    if not names:
-        return
-    files = _Files(folder, device, checkpoint or {})
-    groups = {name: group for group in tied for name in group}
-    parts = {name: files.find(groups.get(name, [name])) for name in names}  # all of them, before one is read
-    modules, held = dict(stage.named_modules(remove_duplicate=False)), _tensors(stage)
-    tensors = {}
-    for name in names:
+    read = _read(_FOLDER if isinstance(weights, bool) else Path(weights), [*parameters, *buffers], tied, device)
+    read |= _read(_FOLDER, others, tied, device)
+    held = {**dict(stage.named_parameters(remove_duplicate=False)), **dict(stage.named_buffers(remove_duplicate=False))}
+    kept = {}  # a tied weight stays one parameter
+    for name, tensor in read.items():
         if name not in held:
             raise ValueError(f"the stage has no {name}, which pipeline.json lists")
+        if held[name].shape != tensor.shape:
+            raise ValueError(f"{name} is {list(tensor.shape)} in its file and {list(held[name].shape)} in the stage")
+        if isinstance(held[name], nn.Parameter):
+            parameter = nn.Parameter(tensor.to(held[name].dtype), requires_grad=held[name].requires_grad)
+            tensor = kept.setdefault(tied.get(name, [name])[0], parameter)
         owner, _, attribute = name.rpartition(".")
-        module, before = modules[owner], held[name]
-        first = groups.get(name, [name])[0]
-        tensor = tensors[first] if first in tensors else files.read(parts[name], before.shape, before.dtype)
-        if isinstance(before, nn.Parameter) and not isinstance(tensor, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad=before.requires_grad)
-        tensors[first] = tensor
-        setattr(module, attribute, tensor)
+        setattr(stage.get_submodule(owner), attribute, tensor)
+    unread = [name for name, tensor in held.items() if tensor.is_meta and name not in read]
+    if unread:
+        raise ValueError(f"{unread[0]} of stage {index} has no value: list it in pipeline.json and store it in a shard")
 
 
-class _Files:
-    """The tensors of a folder with one safetensors file, or with several and an index. Files are opened when needed.
+def _read(folder, names, tied, device):
+    """Read tensors from `model.safetensors`, or from the files of its index. A tied weight has one of several names."""
+    if not names:
+        return {}
+    from safetensors import safe_open
 
-    `checkpoint` lists the tensors that Hugging Face transformers stores under another name, or in parts.
-    """
-
-    def __init__(self, folder, device, checkpoint):
-        self.folder, self.device, self.checkpoint, self.opened = folder, device, checkpoint, {}
-        self.listing = folder / "model.safetensors.index.json"
-        if self.listing.is_file():
-            try:
-                self.files = dict(json.loads(self.listing.read_text(encoding="utf-8"))["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{self.listing} is no index of safetensors, or truncated: {error!r}") from None
-        else:
-            self.listing = folder / "model.safetensors"
-            self.files = dict.fromkeys(self.open(self.listing.name).keys(), self.listing.name)
-
-    def open(self, file):
-        from safetensors import SafetensorError, safe_open
-
-        if Path(file).name != file:
-            raise ValueError(f"{self.listing} names {file!r}, which is not a file of its folder")
-        if file not in self.opened:
-            try:
-                self.opened[file] = safe_open(self.folder / file, framework="pt", device=str(self.device))
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self.folder / file} cannot be read, or is truncated: {error}") from None
-        return self.opened[file]
-
-    def find(self, names):
-        """Return the names of the parts that make up a tensor in the files. A tied tensor has several `names`.
-
-        A `*` in the name of a part that is no tensor's stands for each index of the tensor's first dimension.
-        """
-        stored = self.checkpoint.get("stored", {})
-        if [] in [stored.get(name) for name in names]:
-            raise ValueError(f"{names[0]} is stored in a form that only transformers can read")
-        for parts in (*([name] for name in names), *(stored[name] for name in names if name in stored)):
-            found = [self.stored_name(part) for part in parts]
-            if None not in found:
-                return found
-        nearest = difflib.get_close_matches(names[0], self.files, n=1)
-        hint = f"the nearest name there is {nearest[0]}" if nearest else "load_stage(weights=DIR) reads a checkpoint's"
-        raise ValueError(f"{self.listing} lacks {names[0]}; {hint}")
-
-    def stored_name(self, name):
-        """Return a name as the files have it, with or without the prefix of the base model; None if there is none."""
-        prefix = self.checkpoint.get("base_model_prefix", "")
-        names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-        return next((each for each in names if each in self.files or each.replace("*", "0") in self.files), None)
-
-    def read(self, parts, shape, dtype):
-        """Read a tensor, whole or joined from parts: along its first dimension, or its second if a `*` counts that."""
-        is_counted = "*" in parts[0] and parts[0] not in self.files
-        if len(parts) == 1 and not is_counted:
-            return self.tensor(parts[0], shape, dtype)
-        whole = torch.empty(shape, dtype=dtype, device=self.device)
-        for number, row in enumerate(whole if is_counted else whole[None]):
-            for name, part in zip(parts, row.chunk(len(parts)), strict=True):
-                part.copy_(self.tensor(name.replace("*", str(number)) if is_counted else name, part.shape, dtype))
-        return whole
-
-    def tensor(self, name, shape, dtype):
-        """Read one tensor of the files, which must have this shape. Convert it to this dtype unless it is quantized."""
-        if name not in self.files:
-            raise ValueError(f"{self.listing} lacks {name}")
-        tensor, file = self.open(self.files[name]).get_tensor(name), self.folder / self.files[name]
-        if tensor.shape != shape:
-            raise ValueError(f"{name} is {list(tensor.shape)} in {file} and {list(shape)} in the stage")
-        converts = tensor.is_floating_point() and dtype.is_floating_point and tensor.itemsize > 1
-        if tensor.dtype != dtype and not converts:
-            raise ValueError(f"{name} is {tensor.dtype} in {file}, which is not converted to the stage's {dtype}")
-        return tensor.to(dtype)
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+    tensors, opened = {}, {}
+    for name in names:
+        stored = next((each for each in tied.get(name, [name]) if each in files), name)
+        file = folder / files.get(stored, "model.safetensors")
+        if file not in opened:
+            opened[file] = safe_open(file, framework="pt", device=str(device))
+        tensors[name] = opened[file].get_tensor(stored)
+    return tensors
