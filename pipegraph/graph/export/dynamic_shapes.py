@@ -1,4 +1,4 @@
-"""The sizes of inputs that may vary: those that a user wants to, and what a program takes for granted of them."""
+"""The sizes of inputs that may vary: as a user asks for them, and as far as an exported program lets them."""
 
 from __future__ import annotations
 
