@@ -42,14 +42,12 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def _cells(schedule: Schedule, rank: int) -> Iterator[str]:
-    collectives: dict[Action | None, list[Collective]] = {}
-    for each in schedule.collectives:
-        if schedule.placement[each.stage] == rank:
-            collectives.setdefault(each.before, []).append(each)
-    for unit in schedule.units(rank):
-        yield from (str(each) for action in unit for each in collectives.pop(action, ()))
+    program, position = schedule.program(rank), 0
+    while position < len(program):
+        pair = program[position : position + 2]
+        unit = pair if pair in schedule.overlapped else pair[:1]
         yield unit_text(unit)
-    yield from map(str, collectives.pop(None, ()))
+        position += len(unit)
 
 
 def from_csv(text: str, name: str = "csv", transfers: bool = True) -> Schedule:
