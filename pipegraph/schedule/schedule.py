@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import chain as chained
 from typing import Any
 
 from pipegraph.arguments import require_type
@@ -143,18 +144,24 @@ class Schedule:
             position += len(unit)
 
     def program(self, rank: int) -> tuple[Action | Collective, ...]:
-        """Return all that a rank does, in order: its actions, and its collectives between them.
+        """Return all that a rank does, in order: its actions, and its collectives between them."""
+        if not self.collectives:
+            return self.actions[rank]
+        units = self.program_units(rank)
+        return tuple(chained.from_iterable((unit,) if isinstance(unit, Collective) else unit for unit in units))
+
+    def program_units(self, rank: int) -> Iterator[Collective | tuple[Action, ...]]:
+        """Yield the collectives and units of a rank, in order.
 
         What comes before the second action of a unit comes before the whole unit, because that begins at once.
         """
         before = self._collectives_before[rank]
-        if not before:
-            return self.actions[rank]
-        found: list[Action | Collective] = []
         for unit in self.units(rank):
-            found += [each for action in unit for each in before.get(action, ())]
-            found += unit
-        return (*found, *before.get(None, ()))
+            if before:
+                for action in unit:
+                    yield from before.get(action, ())
+            yield unit
+        yield from before.get(None, ())
 
     @cached_property
     def _collectives_before(self) -> list[dict[Action | None, list[Collective]]]:

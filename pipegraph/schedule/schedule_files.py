@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -38,16 +37,8 @@ def to_csv(schedule: Schedule) -> str:
     has no other form for it.
     """
     require_schedule("to_csv", schedule)
-    return "".join(f"{','.join(_cells(schedule, rank))}\n" for rank in range(schedule.ranks))
-
-
-def _cells(schedule: Schedule, rank: int) -> Iterator[str]:
-    program, position = schedule.program(rank), 0
-    while position < len(program):
-        pair = program[position : position + 2]
-        unit = pair if pair in schedule.overlapped else pair[:1]
-        yield unit_text(unit)
-        position += len(unit)
+    rows = (map(unit_text, schedule.program_units(rank)) for rank in range(schedule.ranks))
+    return "".join(f"{','.join(row)}\n" for row in rows)
 
 
 def from_csv(text: str, name: str = "csv", transfers: bool = True) -> Schedule:
