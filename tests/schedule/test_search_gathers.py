@@ -1,5 +1,7 @@
 """Orders of sharded stages that a search finds: no slower, and gathered less often."""
 
+from pathlib import Path
+
 import pytest
 
 from pipegraph.errors import ScheduleError
@@ -16,7 +18,9 @@ from pipegraph.schedule import (
     to_csv,
 )
 from pipegraph.schedule.order_search.gathers import gathers, grouped_schedules
+from tests.schedule.test_csv import torch_lowered
 from tests.schedule.test_residency import fewest_gathers
+from tests.torch_version import TORCH
 
 P, V, M, RESIDENT = 4, 8, 16, 3
 
@@ -38,6 +42,16 @@ def test_longer_groups_gather_less_often_within_the_memory() -> None:
         assert found.makespan == simulate(found, times).makespan < plain.makespan
     least = 2 * V - RESIDENT  # a microbatch passes all stages, and all but those that stayed on its way back
     assert found.gathers == (least,) * P
+
+
+@pytest.mark.parametrize(("chunks", "torch", "fewest"), [(4, (15, 15, 13, 13), 11), (8, (47, 47, 45, 45), 43)])
+def test_torch_gathers_more_often(chunks: int, torch: tuple[int, ...], fewest: int, tmp_path: Path) -> None:
+    order = build("interleaved-1f1b", P, M, chunks)
+    theirs = gathers(from_csv(torch_lowered(order, tmp_path)))
+    assert gathers(lower(order, sharded=range(order.stages), resident=RESIDENT)) == (fewest,) * P
+    assert min(theirs) > fewest
+    if TORCH < (2, 15):
+        assert theirs == torch
 
 
 def test_groups_of_more_microbatches_than_ranks() -> None:
