@@ -20,7 +20,6 @@ from rich.table import Table
 from torch.distributed.pipelining.schedules import _Action, _add_unshard_reshard
 
 from pipegraph.schedule import Schedule, Times, build, from_csv, lower, peak_activations, search, simulate
-from pipegraph.schedule.order_search.gathers import gathers
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def rows(ranks: int, chunks: int, microbatches: int, resident: int, unshard: flo
 def _row(order: str, schedule: Schedule, times: Times) -> GatherRow:
     timeline = simulate(schedule, times)
     return GatherRow(
-        order, gathers(schedule), timeline.makespan, max(timeline.gather_waits), max(timeline.peak_activations)
+        order, schedule.gathers, timeline.makespan, max(timeline.gather_waits), max(timeline.peak_activations)
     )
 
 

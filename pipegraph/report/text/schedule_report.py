@@ -50,22 +50,17 @@ def _render_figures(simulated: SimulatedSchedule) -> str:
         ("critical path", timeline.describe_critical_path()),
     ]
     if timeline.collectives:
-        gathers = _per_rank(_counts(timeline, CollectiveKind.UNSHARD))
+        gathers = _per_rank(simulated.schedule.gathers)
         waits = unit.text(max(timeline.gather_waits))
         lines[4:4] = [
             ("gathers", f"{gathers}; a rank waits {waits} for them at most"),
-            ("reductions", _per_rank(_counts(timeline, CollectiveKind.REDUCE_GRAD))),
+            ("reductions", _per_rank(simulated.schedule.reductions)),
             ("whole stages", f"at most {_per_rank(timeline.peak_whole)}"),
         ]
     if isinstance(simulated.schedule, SearchedSchedule):
         lines.append(("found from", simulated.schedule.origin))
     label = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{label}}  {text}" for name, text in lines)
-
-
-def _counts(timeline: Timeline, kind: CollectiveKind) -> list[int]:
-    """Return how many collectives of a kind each rank has in a step."""
-    return [sum(event.collective.kind is kind for event in rank.events) for rank in timeline.collectives]
 
 
 def simulated_schedule_dict(simulated: SimulatedSchedule) -> dict[str, Any]:
@@ -109,8 +104,8 @@ def simulated_schedule_dict(simulated: SimulatedSchedule) -> dict[str, Any]:
 def _collectives_dict(simulated: SimulatedSchedule) -> dict[str, Any]:
     schedule, timeline = simulated.schedule, simulated.timeline
     return {
-        "gathers": _counts(timeline, CollectiveKind.UNSHARD),
-        "reductions": _counts(timeline, CollectiveKind.REDUCE_GRAD),
+        "gathers": list(schedule.gathers),
+        "reductions": list(schedule.reductions),
         "gather_waits": list(timeline.gather_waits),
         "peak_whole": list(timeline.peak_whole),
         "programs": [[str(each) for each in schedule.program(rank)] for rank in range(schedule.ranks)],
