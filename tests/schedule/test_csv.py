@@ -235,14 +235,14 @@ def test_a_field_too_large_for_csv_is_a_schedule_error() -> None:
 
 LINES = [
     "0UNSHARD,0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD",
-    "1RECV_F0,1UNSHARD,1F0,1B0,1REDUCE_GRAD,1SEND_B0,1WAIT_SEND_B0",
+    "1RECV_F0,1UNSHARD,1F0,1B0,1RESHARD,1REDUCE_GRAD,1SEND_B0,1WAIT_SEND_B0",
 ]
 
 
 def test_what_torch_writes_for_sharded_stages_is_kept_and_its_waits_are_not() -> None:
     schedule = from_csv("\n".join(LINES))
     assert to_csv(schedule) == (
-        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD\n1RECV_F0,1UNSHARD,1F0,1B0,1REDUCE_GRAD,1SEND_B0\n"
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD\n1RECV_F0,1UNSHARD,1F0,1B0,1RESHARD,1REDUCE_GRAD,1SEND_B0\n"
     )
     assert from_csv(to_csv(schedule)) == schedule
     check(schedule)
@@ -251,11 +251,11 @@ def test_what_torch_writes_for_sharded_stages_is_kept_and_its_waits_are_not() ->
 
 
 def test_collectives_stay_where_they_are_when_other_actions_go_and_come() -> None:
-    text = "0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n1UNSHARD,1F0,1B0,1REDUCE_GRAD\n"
+    text = "0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n1UNSHARD,1F0,1B0,1RESHARD,1REDUCE_GRAD\n"
     compute = from_csv("\n".join(LINES), transfers=False)
     assert to_csv(compute) == to_csv(without_transfers(from_csv("\n".join(LINES)))) == text
     assert to_csv(lower(compute)) == (
-        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD\n1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD\n1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1RESHARD,1REDUCE_GRAD\n"
     )
     pair = "0F0,0F1,0B0,0B1\n1F0,1RESHARD,(1F1;1B0)OVERLAP_F_B,1B1\n"
     assert to_csv(from_csv(pair)) == pair
@@ -271,9 +271,8 @@ def test_a_collective_that_fits_nowhere() -> None:
         schedule.changed(collectives=(Collective(2, CollectiveKind.RESHARD),))
 
 
-def torch_lowered(name: str, folder: Path, deferred: bool = False) -> str:
+def torch_lowered(schedule: Schedule, folder: Path, deferred: bool = False) -> str:
     """What torch's runtime dumps by default: with transfers, UNSHARD, RESHARD and REDUCE_GRAD."""
-    schedule = build(name, 4, 8)
     (folder / "ours.csv").write_text(to_csv(schedule))
     theirs = torch_runtime(schedule)
     theirs._defer_pp_recv = deferred
@@ -289,7 +288,8 @@ def test_torchs_default_form_is_the_schedule_with_transfers_and_collectives(
 ) -> None:
     if deferred and not hasattr(torch_schedules(), "_defer_recv_ops"):
         pytest.skip("this torch defers no receives")
-    schedule, text = build(name, 4, 8), torch_lowered(name, tmp_path, deferred)
+    schedule = build(name, 4, 8)
+    text = torch_lowered(schedule, tmp_path, deferred)
     assert "SEND_F" in text and "UNSHARD" in text
     read = read_csv(tmp_path / "default.csv", transfers=False)
     assert (read.actions, read.overlapped) == (schedule.actions, schedule.overlapped)
@@ -309,7 +309,7 @@ def torch_schedules() -> Any:
 
 @pytest.mark.skipif(TORCH >= (2, 15), reason="torch wants a WAIT_SEND for each send")
 def test_torch_reads_the_collectives_that_we_write(tmp_path: Path) -> None:
-    read = from_csv(torch_lowered("zb-v", tmp_path))
+    read = from_csv(torch_lowered(build("zb-v", 4, 8), tmp_path))
     (tmp_path / "ours.csv").write_text(to_csv(read))
     theirs = torch_runtime(read)
     theirs._load_csv(tmp_path / "ours.csv", format="compute_comms")

@@ -1,0 +1,92 @@
+"""Which sharded stages of a rank are whole at the same time, so that its parameters are gathered least often."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+_AHEAD = (8, 4, 2, 1)  # the numbers of uses by which gathers are to be ahead, tried in this order
+
+
+@dataclass(slots=True)
+class Residency:
+    """A stage that is whole from one use to another, of those that are counted from 0 over all stages of a rank.
+
+    It begins with the first that needs the stage, or some uses earlier if there is room for it.
+    """
+
+    stage: int
+    first: int
+    last: int
+
+
+def residencies(uses: Sequence[Collection[int]], resident: int | None = None) -> list[Residency]:
+    """Return when stages are whole, in the order in which they are gathered: as few residencies as possible.
+
+    A stage that is needed takes the place of the one whose next use is the furthest away (Belady, A study of
+    replacement algorithms for virtual-storage computers, 1966). No other choice needs fewer gathers, prefetched or not.
+    Of the choices that need as few, one that leaves room for each gather some uses ahead is taken, if it is found by
+    the same rule: as if every use needed the stages of the next ones, too.
+
+    Args:
+        uses: the stages that each use needs whole at once, no more than ``resident``.
+        resident: how many stages may be whole at a time; None: all.
+    """
+    fewest = _furthest_next_use(uses, resident)
+    if resident is not None and len(fewest) > resident:
+        for ahead in _AHEAD:
+            found = _furthest_next_use(_with_next(uses, resident, ahead), resident)
+            if len(found) == len(fewest):
+                return found
+    return fewest
+
+
+def _with_next(uses: Sequence[Collection[int]], resident: int, ahead: int) -> list[Collection[int]]:
+    """Return the uses, each with the stages of so many next ones, as far as these are not too many."""
+    windows: list[Collection[int]] = []
+    for number, stages in enumerate(uses):
+        window = dict.fromkeys(stages)
+        for later in uses[number + 1 : number + 1 + ahead]:
+            if len(window | dict.fromkeys(later)) > resident:
+                break
+            window |= dict.fromkeys(later)
+        windows.append(window)
+    return windows
+
+
+def _furthest_next_use(uses: Sequence[Collection[int]], resident: int | None) -> list[Residency]:
+    found: list[Residency] = []
+    whole: dict[int, Residency] = {}
+    later: dict[int, deque[int]] = {}
+    for number, stages in enumerate(uses):
+        for stage in stages:
+            later.setdefault(stage, deque()).append(number)
+    for number, stages in enumerate(uses):
+        for stage in stages:
+            later[stage].popleft()
+        for stage in stages:
+            if stage not in whole:
+                if len(whole) == resident:
+                    evictable = (other for other in whole if other not in stages)
+                    del whole[max(evictable, key=lambda other: later[other][0] if later[other] else math.inf)]
+                whole[stage] = Residency(stage, number, number)
+                found.append(whole[stage])
+            whole[stage].last = number
+    return found
+
+
+def earliest_gathers(found: Sequence[Residency], resident: int | None = None) -> list[int]:
+    """Return for each residency after how many uses its gather can begin: when a place is free, and all before have.
+
+    Args:
+        found: what `residencies` returns for this number of ``resident`` stages.
+    """
+    begins: list[int] = []
+    ends: list[int] = []  # of the residencies before, sorted
+    for number, each in enumerate(found):
+        begins.append(0 if resident is None or number < resident else 1 + ends[number - resident])
+        insort(ends, each.last)
+    return begins
