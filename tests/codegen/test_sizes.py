@@ -255,3 +255,23 @@ def test_a_step_of_sizes_for_which_the_model_takes_another_branch_is_refused(
     torch.testing.assert_close(pipe.eval(x), model(x))
     with pytest.raises(BatchError, match=message):
         pipe.evaluate(torch.randn(*other, 8))
+
+
+class CountsDown(nn.Module):
+    """Positions from the last to the first, as Transformer-XL counts them: a step of −1.0 makes floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        positions = torch.arange(length - 1, -1, -1.0)
+        return self.last(self.first(x) * positions[:, None] / length)
+
+
+def test_a_range_that_counts_down_has_any_length(tmp_path: Path) -> None:
+    model = CountsDown()
+    package = split(tmp_path, model, (torch.randn(BATCH, LENGTH, 12),), cut="last")
+    assert ".shape[1] - 1, -1, step=-1.0" in source(package)
+    assert_equal_at_every_size(package, model, (BATCH, LENGTH, 12), (2, 5, 12), (4, 17, 12))

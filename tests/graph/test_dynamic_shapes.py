@@ -56,6 +56,7 @@ def test_the_line_that_fixes_a_size_is_named() -> None:
     assert "Linear" in fixed["x.shape[2]"].line or "self.linear" in fixed["x.shape[2]"].line
     assert "capture 2 or more" in fixed["table.shape[0]"].reason
     assert "cannot express" in fixed["table.shape[1]"].reason
+    assert "return h * table.shape[1] ** 0.5" in fixed["table.shape[1]"].line
     assert "x.shape[0]" not in fixed
 
 
