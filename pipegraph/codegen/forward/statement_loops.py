@@ -221,7 +221,8 @@ def _checked(iterations: _Iterations, later: set[fx.Node], source: SourceLoop) -
         present = [(number, step) for number, step in enumerate(steps) if step is not None]
         if not _numbers_progress([step for _, step in present]):
             return None
-        if len(present) < len(steps) and not _is_constant([step for _, step in present]):
+        own = [step for _, step in present]
+        if len(present) < len(steps) and not (_is_constant(own) or _has_element(own, len(steps))):
             return None  # in the last iteration it might go beyond the end of what the loop goes over
         for taken in zip(*(operands(step) for _, step in present), strict=True):
             kinds = [_origin(node, number, places) for (number, _), node in zip(present, taken, strict=True)]
@@ -302,6 +303,18 @@ def _is_constant(steps: Sequence[Step]) -> bool:
     """Return whether a step has the same numbers, and calls the same module, in all iterations."""
     modules = {step.fqn for step in steps if isinstance(step, ModuleCall)}
     return len(modules) <= 1 and len({tuple(_numbers(step)) for step in steps}) == 1
+
+
+def _has_element(steps: Sequence[Step], iterations: int) -> bool:
+    """Return whether a step takes an element of a tensor by its number, ``x[:, t]``, and there is one for the last
+    iteration too, in which the step is missing."""
+    if not all(isinstance(step, Operation) and step.node.target is aten.select.int for step in steps):
+        return False
+    tensor, dim, first = steps[0].nodes[0].args
+    growth = _numbers(steps[1])[1] - _numbers(steps[0])[1]
+    assert isinstance(tensor, fx.Node) and isinstance(dim, int) and isinstance(first, int)
+    size = shape_of(tensor)[dim]
+    return type(size) is int and type(first) is int and 0 <= first + growth * (iterations - 1) < size
 
 
 def _handed_on(loop: StatementLoop) -> int:
