@@ -1,4 +1,4 @@
-"""One of the two processes: makes the contenders, finds their cuts, and runs them in turns."""
+"""One of the two processes: makes the contenders, checks them, finds their cuts, and runs them in turns."""
 
 from __future__ import annotations
 
@@ -7,279 +7,187 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from statistics import median
+from dataclasses import replace
+from statistics import mean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.step.account import Stopwatch, account, mean
-from benchmarks.step.contenders import Contender, Limit, OwnPipeline, Packages, TorchPipeline
-from benchmarks.step.cuts import (
-    RANKS,
-    Candidate,
-    Cuts,
-    fastest,
-    probe,
-    searched,
-    shortlist,
-    unit_times,
-)
-from benchmarks.step.model import StepSetting, build_model
-from pipegraph.schedule import Times, build
+import pipegraph
+from benchmarks.step.contenders import Checker, Contender, Limit, OwnPipeline, Packages, Reference
+from benchmarks.step.cuts import RANKS, Candidate, CutSearch
+from benchmarks.step.entries import Entry, Options, entries
+from benchmarks.step.machine import CoreTime, pin_threads
+from benchmarks.step.stopwatch import Cost, cost_of
+from pipegraph.schedule import Schedule, to_csv
 
-TORCH = {  # (torch's schedule, compiled) → the schedule of pipegraph whose simulation proposes its cuts
-    ("GPipe", False): "gpipe",
-    ("GPipe", True): "gpipe",
-    ("1F1B", False): "1f1b",
-    ("1F1B", True): "1f1b",
-    ("Interleaved1F1B", False): "interleaved-1f1b",
-    ("Interleaved1F1B", True): "interleaved-1f1b",
-    ("ZBVZeroBubble", False): "zb-v",
-    ("DualPipeV", False): "dualpipe-v",
-}
-OWN = ("1f1b", "zb-h1", "zb-v", "searched")
 BETWEEN = 3
 """contenders that run between two runs of the limit"""
 TRIALS = 5
 """steps of each candidate, in turns; the fastest candidate becomes a contender"""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a rank's process."""
-
-    setting: StepSetting
-    kernels: str
-    rounds: int
-    tries: int
-    only: tuple[str, ...]
-    known: dict[str, Cuts]
-    """cuts of an earlier run, by contender"""
-    cores: tuple[int, ...]
-    folder: Path
-    """for packages"""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A contender with its name and cuts."""
-
-    name: str
-    cuts: Cuts
-    contender: Contender
+LIMIT = "limit"
 
 
 class Bench:
-    """One process's part of the benchmark."""
+    """One process's part of the benchmark. All of its methods are collective.
+
+    Attributes:
+        contenders: by name, with the limit. Each has run a step, and was right.
+        chosen: the cuts of those that have any.
+        wrong: contender → what is wrong with it. It is not timed.
+        search: proposes cuts, in the process of rank 0, once some are to be found.
+    """
 
     def __init__(self, options: Options) -> None:
-        self.options, self.setting = options, options.setting
-        self._batch = self.setting.batch()
-        self._model = build_model(self.setting)
-        self._packages = Packages(self.setting, self._model, options.folder)
-        self._limit = Limit(self.setting, self._model)
-        self._units: Times | None = None
-        self._core = 0.0
-        """CPU seconds of the main thread in the last step, the mean of both processes"""
-        self._imbalance = 0.0
-        """time of the slower process in the last step ÷ the mean, − 1"""
-        self.losses: dict[str, float] = {}
+        self.options, self.case = options, options.case
+        self.batch = self.case.batch()
+        self.model = self.case.build()
+        self._checker = Checker(Reference(self.case, self.model), self.batch)
+        self._captured: Any = None
+        if dist.get_rank() == 0:
+            self._captured = pipegraph.capture(self.case.whole(self.model), self.case.microbatch()[:1])
+        self._packages = Packages(self._captured, options.folder)
+        self.search: CutSearch | None = None
+        self.contenders: dict[str, Contender] = {}
+        self.chosen: dict[str, Candidate] = {}
+        self.wrong: dict[str, str] = {}
 
-    def seconds(self, contender: Contender, name: str = "") -> float:
-        """Run one step; return the seconds of the slower process, for the limit the mean of both."""
+    @property
+    def limit(self) -> Contender:
+        return self.contenders[LIMIT]
+
+    def prepare(self) -> None:
+        """Make the limit and all contenders that were asked for."""
+        self.add(LIMIT, Limit(self.case, self.model, compiled=self.options.compiled))
+        for entry in entries(self.options, self.model, self._packages):
+            self.chosen[entry.name] = self._choose(entry)
+            self.add(entry.name, entry.make(self.chosen[entry.name]))
+            gc.collect()
+
+    def add(self, name: str, contender: Contender) -> None:
+        """Run a contender's first step, and time it later if its gradients are those of the reference."""
+        start = time.perf_counter()
+        mistake = self._checker.mistake(contender)
+        if mistake:
+            self.wrong[name] = mistake
+        else:
+            self.contenders[name] = contender
+        cut = f"cut at {', '.join(self.chosen[name].cuts)}: " if name in self.chosen else ""
+        _print(f"{name}: {cut}{mistake or 'right'} ({time.perf_counter() - start:.1f} s)")
+
+    def costs(self, contender: Contender) -> list[Cost]:
+        """Run one step; return what it took on the main thread of each process."""
         dist.barrier()
-        start, worked = time.perf_counter(), time.thread_time()
-        loss = contender.step(*self._batch)
-        figures = time.perf_counter() - start, time.thread_time() - worked, loss or 0.0
-        taken = torch.tensor(figures, dtype=torch.float64)
-        for parameter in contender.parameters():
-            parameter.grad = None
-        every = [torch.empty_like(taken) for _ in range(RANKS)]
-        dist.all_gather(every, taken)
-        times, cores, losses = torch.stack(every).unbind(1)
-        self._core = cores.mean().item()
-        self._imbalance = (times.max() / times.mean()).item() - 1
-        if name:
-            self.losses[name] = losses.sum().item()
-        return (times.mean() if isinstance(contender, Limit) else times.max()).item()
+        cost = cost_of(lambda: contender.step(*self.batch))
+        contender.clear()
+        return gathered(cost)
 
-    @contextmanager
-    def pinned(self) -> Iterator[None]:
-        """Keep every thread of this process on its core. Only for a while: compilers' processes inherit it."""
-        allowed = os.sched_getaffinity(0)
-        _pin_threads({self.options.cores[dist.get_rank()]})
-        try:
-            yield
-        finally:
-            _pin_threads(allowed)
+    def seconds(self, contender: Contender) -> float:
+        """Run one step; return the seconds of the slower process, for the limit the mean of both."""
+        taken = [cost.seconds for cost in self.costs(contender)]
+        return mean(taken) if isinstance(contender, Limit) else max(taken)
 
-    def limit(self) -> float:
-        return self.seconds(self._limit, "limit")
+    def pin(self, number: int) -> None:
+        """Keep each process on a core: every other round on the other's, because one may be slower."""
+        pin_threads({self.options.cores[(dist.get_rank() + number) % RANKS]})
 
-    def _limit_and_core(self) -> tuple[float, float]:
-        return self.limit(), self._core
-
-    def entries(self) -> list[Entry]:
-        """Return every wanted contender with its cuts, compiled."""
-        self.limit()
-        found = []
-        for (schedule, compiled), name in TORCH.items():
-            how = f"{schedule} {'compiled' if compiled else 'eager'}"
-            for split in ("even", "best"):
-                if not self._is_wanted(entry := f"torch {how}, {split} cut"):
-                    continue
-
-                def make(candidate: Candidate, schedule: str = schedule, compiled: bool = compiled) -> Contender:
-                    return TorchPipeline(self.setting, self._model, schedule, candidate.cuts, compiled)
-
-                stages = build(name, RANKS, self.setting.microbatches).stages
-                even = Candidate(name, self.setting.even(stages), 0.0)
-                found.append(
-                    self._entry(entry, make, even if split == "even" else self._candidates(entry, name, False))
-                )
-        for name in OWN:
-            if self._is_wanted(entry := f"pipegraph {name}"):
-                found.append(self._entry(entry, self._own_pipeline, self._candidates(entry, name, True)))
-        return found
-
-    def measure(self, entries: Sequence[Entry]) -> list[dict[str, float]]:
-        """Run rounds of one step each, in a new random order: seconds by contender, and the limit's before and after.
-
-        Every other round the processes swap cores, because one core may be slower than the other.
-        """
+    def measure(self) -> list[dict[str, Any]]:
+        """Run rounds of one step each, in a new random order: seconds by contender, and the limit's around them."""
+        names = [name for name in self.contenders if name != LIMIT]
         rounds = []
         for number in range(self.options.rounds):
-            _pin_threads({self.options.cores[(dist.get_rank() + number) % RANKS]})
-            order = list(entries)
+            self.pin(number)
+            cores, worked = CoreTime(self.options.cores), time.process_time()
+            order = list(names)
             random.Random(number).shuffle(order)
-            taken: dict[str, float] = {}
-            before = self.limit()
-            taken["core imbalance"] = self._imbalance
+            seconds, limits = {}, {}
+            before = self.seconds(self.limit)
             for start in range(0, len(order), BETWEEN):
                 group = order[start : start + BETWEEN]
-                taken |= {entry.name: self.seconds(entry.contender, entry.name) for entry in group}
-                after = self.limit()
-                taken |= {f"limit of {entry.name}": (before + after) / 2 for entry in group}
+                seconds |= {name: self.seconds(self.contenders[name]) for name in group}
+                after = self.seconds(self.limit)
+                limits |= dict.fromkeys(group, (before + after) / 2)
                 before = after
-            rounds.append(taken)
-            _print(f"round {number + 1} of {self.options.rounds}")
+            others = cores.others(sum(gathered(time.process_time() - worked)))
+            rounds.append({"seconds": seconds, "limit": limits, "others": others})
+            _print(f"round {number + 1} of {self.options.rounds}; other programs had {others:.0%} of the cores")
         return rounds
 
-    def accounts(self, entries: Sequence[Entry]) -> dict[str, dict[str, float]]:
-        """Return where the time goes, for pipegraph's own contenders."""
-        return {
-            entry.name: account(
-                entry.contender,
-                partial(self.seconds, entry.contender),
-                self._limit_and_core,
-                self.options.rounds,
-            ).to_json()
-            for entry in entries
-            if isinstance(entry.contender, OwnPipeline)
-        }
-
-    def _is_wanted(self, entry: str) -> bool:
-        return not self.options.only or any(part in entry for part in self.options.only)
-
-    def _own_pipeline(self, candidate: Candidate) -> Contender:
-        package = self._packages.at(candidate.cuts)
-        return OwnPipeline(self.setting, package, candidate.schedule, self.options.kernels)
-
-    def _entry(
-        self, name: str, make: Callable[[Candidate], Contender], candidates: Candidate | list[Candidate]
-    ) -> Entry:
-        if isinstance(candidates, list) and len(candidates) > 1:
-
-            def trial(some: Sequence[Candidate]) -> list[float]:
-                made = [make(candidate) for candidate in some]
-                for contender in made:
-                    self.seconds(contender)  # compiles
-                with self.pinned():
-                    rounds = [[self.seconds(contender) for contender in made] for _ in range(TRIALS)]
-                shares = ([seconds / sum(taken) for seconds in taken] for taken in rounds)
-                return [median(column) for column in zip(*shares, strict=True)]
-
-            chosen = fastest(candidates, trial)
-            gc.collect()
-        else:
-            chosen = candidates[0] if isinstance(candidates, list) else candidates
-        contender = make(chosen)
-        first = self.seconds(contender)
-        with self.pinned():
-            second = self.seconds(contender)
-        _print(
-            f"{name}: cut at {chosen.cuts}, simulated {chosen.makespan:.2f} s, took {first:.1f} s, then {second:.2f} s"
-        )
-        return Entry(name, chosen.cuts, contender)
-
-    def _measured_units(self) -> Times:
-        """Return the smallest times of each unit, in a pipeline that runs as the contenders do."""
-        pipeline = OwnPipeline(self.setting, self._packages.at(probe(self.setting)), "zb-v", self.options.kernels)
-        self.seconds(pipeline)  # compiles
-        found = []
-        with self.pinned():
-            for _ in range(TRIALS):
-                watch = Stopwatch(pipeline)
-                self.seconds(pipeline)
-                watch.detach()
-                found.append(mean(watch.core))
-        return unit_times(self.setting, {key: min(each[key] for each in found) for key in found[0]})
-
-    def _candidates(self, entry: str, name: str, inside: bool) -> list[Candidate]:
-        """Broadcast rank 0's candidates: the cuts to try, or the known ones. Collective."""
-        if self._units is None:
-            self._units = self._measured_units()
+    def _choose(self, entry: Entry) -> Candidate:
+        """Return the cuts that are given or known; otherwise the fastest of the shortlist."""
+        known = self.options.known.get(entry.found_for) or self.chosen.get(entry.found_for)
+        if entry.cuts is not None:
+            return Candidate(entry.schedule, entry.cuts)
+        if known is not None:
+            return known
+        if dist.get_rank() == 0 and self.search is None:
+            self.search = CutSearch(self.case, self._captured, self.options.compiled)
         shared: list[Any] = [None]
-        if dist.get_rank() == 0:
-            known = self.options.known.get(entry)
-            if known is None:
-                shared = [shortlist(self.setting, self._units, name, inside, self.options.tries)]
-            elif name == "searched":
-                shared = [[searched(self.setting, self._units, known, 2)]]
-            else:
-                shared = [[Candidate(name, known, 0.0)]]
+        if self.search is not None:
+            shared = [self.search.shortlist(entry.schedule, entry.inside, self.options.tries)]
         dist.broadcast_object_list(shared)
-        return list(shared[0])
+        candidates: list[Candidate] = shared[0]
+        if len(candidates) == 1:
+            return candidates[0]
+        made = [entry.make(candidate) for candidate in candidates]
+        for contender in made:
+            self.seconds(contender)  # compiles
+        allowed = os.sched_getaffinity(0)
+        self.pin(0)
+        rounds = [[self.seconds(contender) for contender in made] for _ in range(TRIALS)]
+        pin_threads(allowed)  # compilers' processes inherit it
+        shares = [[seconds / sum(taken) for seconds in taken] for taken in rounds]
+        medians = [median(column) for column in zip(*shares, strict=True)]
+        found = f"the fastest of {len(candidates)} that simulation proposed, run in turns {TRIALS} times"
+        return replace(candidates[medians.index(min(medians))], found=found)
 
 
 def main(rank: int, options: Options, port: int, results: Any) -> None:
     """Run the process of a rank. Rank 0 puts the results into the queue."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    if options.kernels == "inductor":
+    if options.compiled:
         warnings.filterwarnings("error", message=".*(runs? uncompiled|left to autograd)")
-    torch._dynamo.config.recompile_limit = 1000  # the parts of all contenders share one code object
     dist.init_process_group("gloo")
-    bench = Bench(options)
-    entries = bench.entries()
-    with bench.pinned():
-        rounds = bench.measure(entries)
-        losses = dict(bench.losses)
-        accounts = bench.accounts(entries)
+    measured = run(options)
     if rank == 0:
-        results.put(
-            {
-                "rounds": rounds,
-                "cuts": {entry.name: entry.cuts for entry in entries},
-                "losses": losses,
-                "accounts": accounts,
-                "units": asdict(bench._units) if bench._units else None,
-            }
-        )
+        results.put(measured)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _pin_threads(cores: set[int]) -> None:
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # the thread has ended
-            os.sched_setaffinity(int(thread), cores)
+def run(options: Options) -> dict[str, Any]:
+    """Return everything that is measured, in every process of the default group."""
+    bench = Bench(options)
+    bench.prepare()
+    return report(bench)
+
+
+def report(bench: Bench) -> dict[str, Any]:
+    """Run the rounds, and the accounts if they are asked for. Collective."""
+    from benchmarks.step.account_steps import measure_account
+
+    own = {name: each for name, each in bench.contenders.items() if isinstance(each, OwnPipeline)}
+    watched = own if bench.options.account else {}
+    return {
+        "rounds": bench.measure(),
+        "cuts": {name: _cuts(candidate) for name, candidate in bench.chosen.items()},
+        "wrong": bench.wrong,
+        "accounts": {name: measure_account(bench, pipeline) for name, pipeline in watched.items()},
+    }
+
+
+def gathered(mine: Any) -> list[Any]:
+    """Return the objects of all processes, by rank. Collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
+
+
+def _cuts(candidate: Candidate) -> dict[str, Any]:
+    order = to_csv(candidate.schedule) if isinstance(candidate.schedule, Schedule) else candidate.schedule
+    return {"at": candidate.cuts, "schedule": order, "found": candidate.found}
 
 
 def _print(what: str) -> None:
