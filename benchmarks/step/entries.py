@@ -90,8 +90,12 @@ def entries(options: Options, model: nn.Module, packages: Packages) -> list[Entr
         return OwnPipeline(case, packages.at(candidate.cuts), candidate.schedule, options.kernels)
 
     def peer(name: str, schedule: str, make: Callable[[Candidate], Contender]) -> list[Entry]:
-        even = case.even(build(schedule, RANKS, case.microbatches).stages)
-        return [Entry(name, schedule, make, name), Entry(f"{name}, even", schedule, make, name, even)]
+        wanted = [each for each in (name, f"{name}, even") if is_wanted(each)]
+        stages = build(schedule, RANKS, case.microbatches).stages if wanted else 0
+        return [Entry(each, schedule, make, name, None if each == name else case.even(stages)) for each in wanted]
+
+    def is_wanted(name: str) -> bool:
+        return not options.only or any(part in name for part in options.only)
 
     if options.defaults:
         found.append(Entry("torch 1F1B", "1f1b", partial(torch_pipeline, "1F1B"), "torch 1F1B"))
@@ -104,5 +108,6 @@ def entries(options: Options, model: nn.Module, packages: Packages) -> list[Entr
         found += peer("DeepSpeed", "1f1b", deepspeed_pipeline)
     for schedule in OWN:
         name = f"pipegraph {schedule}"
-        found.append(Entry(name, schedule, own_pipeline, name, inside=True))
-    return [entry for entry in found if not options.only or any(part in entry.name for part in options.only)]
+        if is_wanted(name):
+            found.append(Entry(name, schedule, own_pipeline, name, inside=True))
+    return found

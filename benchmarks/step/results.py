@@ -21,10 +21,10 @@ def figures(measured: dict[str, Any]) -> dict[str, Any]:
     """Return the run without its rounds: for each contender seconds, and ratios as (quartile, median, quartile).
 
     Ratios are taken within a round: to the limit's steps right before and after, and of these to those of the fastest
-    of pipegraph's, or of the first contender if there is none.
+    of pipegraph's, or of the first contender if there is none of pipegraph's.
     """
     rounds = measured["rounds"]
-    names = list(rounds[0]["seconds"])
+    names = [name for name in measured["cuts"] if name in rounds[0]["seconds"]]
     over_limit = {name: [each["seconds"][name] / each["limit"][name] for each in rounds] for name in names}
     own = [name for name in names if name.startswith("pipegraph")] or names[:1]
     best = min(own, key=lambda name: median(over_limit[name]), default="")

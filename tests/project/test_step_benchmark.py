@@ -56,7 +56,8 @@ class TwoCuts(CutSearch):
 
 def _run_with_wrong_contenders(rank: int, folder: str) -> dict[str, Any]:
     wanted = "torch Interleaved1F1B", "pipegraph zb-v"
-    bench = Bench(Options(CASE, CORES, Path(folder), "eager", rounds=2, tries=1, only=wanted, account=True))
+    known = {"pipegraph zb-v": Candidate("zb-v", ("down.1", "bottom", "up.1"))}
+    bench = Bench(Options(CASE, CORES, Path(folder), "eager", rounds=2, only=wanted, known=known, account=True))
     bench.search = TwoCuts() if rank == 0 else None
     bench.prepare()
     for kind in (ScaledGradient, MissingGradient, OtherLoss):
@@ -66,7 +67,7 @@ def _run_with_wrong_contenders(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    first, second = ranks.run(_run_with_wrong_contenders, 2, str(tmp_path_factory.mktemp("packages")))
+    first, second = ranks.run(_run_with_wrong_contenders, 2, str(tmp_path_factory.mktemp("packages")), timeout=110)
     assert isinstance(first, dict) and isinstance(second, dict), (first, second)
     return first
 
@@ -132,6 +133,26 @@ def test_an_account_finds_each_cause() -> None:
     assert mean.bubble == pytest.approx((0.5 + 6.0 + 1.5) - 6.0)
     assert mean.transfers == pytest.approx(2 * 0.125)
     assert mean.unexplained == pytest.approx(9.0 - (8.0 + 0.25) - 0.25)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    """The second round runs on a machine half as fast. Rounds have the contenders in any order."""
+    cuts = {"at": ["layers.4"], "schedule": "1f1b", "found": ""}
+    rounds = [
+        {"seconds": {"slow": 3.0, "first": 2.2}, "limit": {"slow": 2.0, "first": 2.0}, "others": 0.0},
+        {"seconds": {"first": 4.4, "slow": 6.4}, "limit": {"slow": 4.0, "first": 4.0}, "others": 0.5},
+    ]
+    measured = {
+        "rounds": rounds,
+        "cuts": {"first": cuts, "slow": cuts, "bad": cuts},
+        "wrong": {"bad": "…"},
+        "accounts": {},
+    }
+    found = results.figures(measured)
+    assert found["best"] == "first" and [*found["contenders"]] == ["first", "slow"]
+    assert found["contenders"]["slow"]["over_limit"] == pytest.approx([1.525, 1.55, 1.575])
+    assert found["contenders"]["first"]["over_limit"] == pytest.approx([1.1, 1.1, 1.1])
+    assert found["contenders"]["slow"]["over_best"][1] == pytest.approx((3 / 2.2 + 6.4 / 4.4) / 2)
 
 
 def test_a_ratio_is_worse_if_the_middle_halves_lie_apart(tmp_path: Path) -> None:
