@@ -2,6 +2,6 @@
 
 python -m benchmarks.step
 
-    models ─▶ contenders, peers ─▶ entries ─▶ rank: checks, cuts, rounds ─▶ results ─▶ tables, kept.json
-              stopwatch ─▶ account_steps ─▶ account (where the time beyond the limit goes)
+    models ─▶ contenders, peers ─▶ entries ─▶ bench: checks, cuts, rounds ─▶ rank ─▶ results ─▶ tables, kept.json
+              stopwatch ─▶ account_steps, account: where the time beyond the limit goes ─┘
 """

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.step.account import LimitMeasured, RankMeasured, accounts, median_cost
+from benchmarks.step.bench import Bench, gathered
 from benchmarks.step.contenders import Limit, OwnPipeline
-from benchmarks.step.rank import Bench, gathered
 from benchmarks.step.stopwatch import Cost, Stopwatch, cost_of, seconds_of_fault, total
 
 MESSAGES = 50

@@ -13,11 +13,12 @@ from torch import Tensor
 import pipegraph
 from benchmarks.step import results, tables
 from benchmarks.step.account import CAUSES, LimitMeasured, RankMeasured, accounts, mean_account
+from benchmarks.step.bench import Bench
 from benchmarks.step.contenders import Reference
 from benchmarks.step.cuts import Candidate, CutSearch
 from benchmarks.step.entries import Options
 from benchmarks.step.models import LlamaCase, UNetCase
-from benchmarks.step.rank import Bench, report
+from benchmarks.step.rank import report
 from benchmarks.step.stopwatch import Cost
 from pipegraph.schedule import Schedule, build, to_csv
 from tests.runtime import ranks
