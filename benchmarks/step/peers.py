@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -54,6 +55,8 @@ class TorchPipeline(Contender):
         self._own = {index: modules[index] for index, place in enumerate(placement) if place == rank}
         self._first, self._last = 0 in self._own, count - 1 in self._own
         self._joined = joined_outputs
+        # A divided backward goes through the compiled loss with retain_graph, which donated buffers do not allow.
+        self._keeps_buffers = torch._functorch.config.patch(donated_buffer=False) if schedule in V else nullcontext()
         shapes = _boundaries(modules, case)
         stages = [
             pipelining.PipelineStage(
@@ -75,7 +78,8 @@ class TorchPipeline(Contender):
         losses: list[Tensor] = []
         given = (inputs,) if self._first else ()
         wanted = {"target": targets, "losses": losses} if self._last else {}
-        self._schedule.step(*given, **wanted, return_outputs=self._joined)
+        with self._keeps_buffers:
+            self._schedule.step(*given, **wanted, return_outputs=self._joined)
         return torch.stack(losses).sum().item() if losses else None
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
@@ -95,9 +99,10 @@ class DeepSpeedPipeline(Contender):
         self._count = case.microbatches
         modules = case.parts(model, cuts)
         self._own = modules[dist.get_rank()]
+        stages = [_OneTensor(*each) for each in zip(modules, _boundaries(modules, case), strict=False)]
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         pipeline = PipelineModule(
-            [_TakesTuple(_compiled(module) if compiled else module) for module in modules],
+            [_compiled(stage) if compiled else stage for stage in stages],
             num_stages=len(modules),
             loss_fn=_loss(case, 1, compiled),
             partition_method="uniform",
@@ -128,15 +133,21 @@ class DeepSpeedPipeline(Contender):
         return self._own.named_parameters()
 
 
-class _TakesTuple(nn.Module):
-    """A stage for DeepSpeed, which hands over several values as one argument."""
+class _OneTensor(nn.Module):
+    """A stage for DeepSpeed, with its values in one tensor each way: for several it would run the backward for each."""
 
-    def __init__(self, stage: nn.Module) -> None:
+    def __init__(self, stage: nn.Module, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self._shapes = stage, [each.shape for each in inputs]
 
-    def forward(self, values: Tensor | tuple[Tensor, ...]) -> Any:
-        return self.stage(*values) if isinstance(values, tuple) else self.stage(values)
+    def forward(self, packed: Tensor) -> Tensor:
+        if len(self._shapes) == 1:
+            values = (packed,)
+        else:
+            parts = packed.split([shape.numel() for shape in self._shapes])
+            values = tuple(part.view(shape) for part, shape in zip(parts, self._shapes, strict=True))
+        outputs = self.stage(*values)
+        return torch.cat([each.flatten() for each in outputs]) if isinstance(outputs, tuple) else outputs
 
 
 class _KeepsGradients(torch.optim.Optimizer):
