@@ -35,25 +35,25 @@ def measure(contender: str, layers: int, schedule: str, kernels: str, package: P
     import torch
 
     import pipegraph
-    from benchmarks.step.model import Part, StepSetting, build_model, parts, source_loss
+    from benchmarks.step.models import LlamaCase
 
     torch.set_num_threads(1)
     warnings.filterwarnings("error", message=".*(runs? uncompiled|left to autograd)")
-    setting = StepSetting(vocabulary=4096, microbatches=MICROBATCHES, layers=layers, rows=1)
-    tokens, targets = setting.batch()
+    case = LlamaCase(MICROBATCHES, rows=1, vocabulary=4096, layers=layers)
+    tokens, targets = case.batch()
     if contender == "package":
-        captured = pipegraph.capture(Part(build_model(setting), 0, setting.units), (tokens[: setting.rows],))
-        pipegraph.write_package(pipegraph.plan(captured, points=[f"layers.{layers // 2}"]), package)
+        captured = pipegraph.capture(case.whole(case.build()), (tokens[: case.rows],))
+        pipegraph.write_package(pipegraph.plan(captured, points=list(case.even(2))), package)
         return 0.0
     if contender == "pipegraph":
         start = time.perf_counter()
-        pipegraph.Pipeline(package, schedule, MICROBATCHES, source_loss, kernels=kernels).step(tokens, target=targets)
+        pipegraph.Pipeline(package, schedule, MICROBATCHES, case.loss, kernels=kernels).step(tokens, target=targets)
         return time.perf_counter() - start
-    first, last = parts(setting, build_model(setting), [layers])  # two units are a layer
+    first, last = case.parts(case.build(), case.even(2))
     start = time.perf_counter()
     begin = torch.compile(first, dynamic=False)
-    end = torch.compile(lambda h, wanted: source_loss(last(h), wanted), dynamic=False)
-    for some, wanted in zip(tokens.split(setting.rows), targets.split(setting.rows), strict=True):
+    end = torch.compile(lambda h, wanted: case.loss(last(h), wanted), dynamic=False)
+    for some, wanted in zip(tokens.split(case.rows), targets.split(case.rows), strict=True):
         (end(begin(some), wanted) / MICROBATCHES).backward()
     return time.perf_counter() - start
 

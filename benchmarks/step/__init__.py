@@ -1,7 +1,7 @@
-"""One training step on two cores: pipegraph compared with torch.distributed.pipelining and with a limit.
+"""One training step on two cores: pipegraph compared with its peers at their best and with a limit.
 
 python -m benchmarks.step
 
-`model` is the model and the batch; `contenders` are the ways to run a step; `cuts` finds where to cut; `rank` is what
-each of the two processes does; `account` says where the time of pipegraph's own steps goes.
+    models ─▶ contenders, peers ─▶ entries ─▶ bench: checks, cuts, rounds ─▶ rank ─▶ results ─▶ tables, kept.json
+              stopwatch ─▶ account_steps, account: where the time beyond the limit goes ─┘
 """

@@ -1,151 +1,151 @@
-"""Where the time of one of pipegraph's own steps goes beyond the limit."""
+"""Where the time of one of pipegraph's own steps goes beyond the limit, rank by rank.
+
+    step − limit = page faults + cache and memory + preempted + divided backward + loss + cuts    (the kernels)
+                 + imbalance + bubble + transfers + interpreter + unexplained
+
+Kernels are counted by the processor's time of the thread that runs them. "Alone" is a rank's kernels run for as many
+microbatches as a step has, while the other rank waits. A cause that the limit has as well counts as the difference.
+"""
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from statistics import median
-from typing import Any
 
-import torch.distributed as dist
-
-from benchmarks.step.contenders import OwnPipeline
-from pipegraph.schedule import Schedule, Times, simulate
+from benchmarks.step.stopwatch import Cost, Kernel, total
+from pipegraph.schedule import Kind, Schedule, Times, simulate
 
 
-class Stopwatch:
-    """Times a pipeline's kernels and its waits for other ranks, until it is detached."""
+@dataclass(frozen=True)
+class RankMeasured:
+    """What one rank measured in the steps of some rounds, as medians. Seconds, for one step."""
 
-    def __init__(self, pipeline: OwnPipeline) -> None:
-        self.kernels: dict[tuple[int, str], list[float]] = defaultdict(list)
-        self.core: dict[tuple[int, str], list[float]] = defaultdict(list)
-        """CPU seconds of the kernels: without the time that the core gave to other threads"""
-        self.waited = 0.0
-        # Private, because an observer sees actions, which contain more than their kernels.
-        (executor,) = pipeline.pipe._runner.executors.own
-        self._executor = executor
-        self._kernels, self._transport = executor._kernels, executor._transport
-        executor._kernels = {stage: _TimedKernels(made, stage, self) for stage, made in self._kernels.items()}
-        executor._transport = _TimedTransport(self._transport, self)
+    kernels: Mapping[Kernel, Cost]
+    """in a step: the sum over microbatches, by stage and kind"""
+    interpreter: float
+    """processor's seconds of the thread outside kernels: the executor, and posting messages"""
+    divided: Cost
+    """F, I and W alone, or B where the schedule has it"""
+    whole: Cost
+    """F and B alone"""
+    body: Cost
+    """F and B alone without the loss"""
+    has_loss: bool
 
-    def detach(self) -> None:
-        self._executor._kernels, self._executor._transport = self._kernels, self._transport
-
-
-def mean(seconds: dict[tuple[int, str], list[float]]) -> dict[tuple[int, str], float]:
-    """Return the mean seconds of one call, by stage and kind, of all processes. Collective."""
-    mine = {key: sum(each) / len(each) for key, each in seconds.items() if each}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return {key: figure for each in gathered for key, figure in each.items()}
+    @property
+    def busy(self) -> Cost:
+        return total(self.kernels.values())
 
 
-def _sum(seconds: dict[tuple[int, str], list[float]]) -> float:
-    return sum(map(sum, seconds.values()))
+@dataclass(frozen=True)
+class LimitMeasured:
+    """The limit, as the mean of the ranks: with all ranks at work, with one, and that one without the loss."""
 
-
-class _TimedKernels:
-    def __init__(self, kernels: Any, stage: int, watch: Stopwatch) -> None:
-        self.begin: Any = kernels.begin
-        self.prepare: Any = kernels.prepare
-        named = {"F": kernels.forward, "B": kernels.backward, "I": kernels.input_backward, "W": kernels.weight_backward}
-        timed = {
-            kind: self._timed(call, watch.kernels[stage, kind], watch.core[stage, kind]) for kind, call in named.items()
-        }
-        self.forward, self.backward, self.input_backward, self.weight_backward = timed.values()
-
-    @staticmethod
-    def _timed(call: Callable[..., Any], seconds: list[float], core: list[float]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start, worked = time.perf_counter(), time.thread_time()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                core.append(time.thread_time() - worked)
-                seconds.append(time.perf_counter() - start)
-
-        return timed
-
-
-class _TimedTransport:
-    def __init__(self, transport: Any, watch: Stopwatch) -> None:
-        self._transport, self._watch = transport, watch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def receive(self, transfer: Any, given: Any) -> Any:
-        return _TimedReceive(self._transport.receive(transfer, given), self._watch)
-
-
-class _TimedReceive:
-    def __init__(self, receive: Any, watch: Stopwatch) -> None:
-        self._receive, self._watch = receive, watch
-
-    def ready(self) -> bool:
-        return bool(self._receive.ready())
-
-    def wait(self) -> Any:
-        start = time.perf_counter()
-        tensors = self._receive.wait()
-        self._watch.waited += time.perf_counter() - start
-        return tensors
+    together: Cost
+    alone: Cost
+    body: Cost
 
 
 @dataclass(frozen=True)
 class Account:
-    """Parts of the limit (1.0 = one ideal step). In every round they add up to step − 1; their medians nearly do."""
+    """Seconds of one rank's step beyond the limit. They add up to `beyond`."""
 
-    kernels: float
-    """CPU time in kernels of the mean rank − that of the limit: how much slower they are than torch.compile's"""
+    page_faults: float
+    """faults within kernels − the limit's, times what one takes"""
+    cache_and_memory: float
+    """kernels in the step − alone, without faults: what the other rank and the other kernels cost; − the limit's"""
     preempted: float
-    """time within kernels that the core gave to other threads and processes − the same of the limit"""
+    """time within kernels in which another thread had the core: the messages' threads, other programs; − the limit's"""
+    divided_backward: float
+    """F, I and W − F and B, alone"""
+    loss: float
+    """the last stage with its loss − without, alone; − the same of the limit"""
+    cuts: float
+    """F and B of the stages without the loss − their share of the unsplit model's forward and backward, alone"""
     imbalance: float
-    """busy time of the busiest rank − that of the mean rank"""
+    """the share of the limit's work that lies here − an equal share, and how much more the busiest rank has to do"""
     bubble: float
-    """makespan of the schedule with the measured kernels and without transfers − busy time of the busiest rank"""
-    interpreter: float
-    """time of the busiest rank in neither a kernel nor a wait: the executor, and posting messages"""
+    """the schedule's makespan with the kernels as in the step and no transfers − the busiest rank's kernels"""
     transfers: float
-    """the rest: waits beyond the bubble, for messages and for kernels that are slower than on average"""
+    """the makespan if a transfer takes as long as a message to and fro ÷ 2 − that without transfers"""
+    interpreter: float
+    """processor's time outside kernels"""
+    unexplained: float
+    """the rest: kernels that took longer than on average where others waited, and what nothing here measures"""
 
-    def to_json(self) -> dict[str, float]:
-        return asdict(self)
+    @property
+    def beyond(self) -> float:
+        """The seconds of a step − those of the limit."""
+        return sum(asdict(self).values())
 
 
-def account(
-    pipeline: OwnPipeline, step: Callable[[], float], limit: Callable[[], tuple[float, float]], rounds: int
-) -> Account:
-    """Divide the time of a step into parts: medians of some rounds. Collective: every process must call it.
+CAUSES = tuple(field.name for field in fields(Account))
 
-    `limit` returns the seconds of a step, and the CPU seconds in it.
+
+def accounts(
+    step: float,
+    limit: LimitMeasured,
+    ranks: Sequence[RankMeasured],
+    schedule: Schedule,
+    hop: float,
+    fault: float,
+) -> list[Account]:
+    """Divide the time of a step beyond the limit.
+
+    Args:
+        step: seconds of a step.
+        hop: seconds of a transfer.
+        fault: processor's seconds of a page fault.
     """
-    schedule: Schedule = pipeline.pipe.schedule
-    found: list[Account] = []
-    for _ in range(rounds):
-        before = limit()
-        watch = Stopwatch(pipeline)
-        taken = step()
-        watch.detach()
-        kernels = mean(watch.kernels)
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (_sum(watch.kernels), watch.waited, _sum(watch.core)))
-        ideal, core = (sum(figures) / 2 for figures in zip(before, limit(), strict=True))
-        busy = [each for each, _, _ in gathered]
-        most = max(busy)
-        alone = simulate(schedule, _times(schedule.stages, kernels)).makespan
-        waited = gathered[busy.index(most)][1]
-        interpreter = max(0.0, taken - most - waited)
-        average, worked = (sum(column) / len(column) for column in (busy, [each for _, _, each in gathered]))
-        parts = (worked - core, (average - worked) - (ideal - core), most - average, alone - most, interpreter)
-        found.append(Account(*(part / ideal for part in (*parts, taken - ideal - sum(parts)))))
-    return Account(*(median(column) for column in zip(*(asdict(each).values() for each in found), strict=True)))
+    count = len(ranks)
+    limit_together, limit_alone = limit.together.without_faults(fault), limit.alone.without_faults(fault)
+    limit_body = limit.body.without_faults(fault)
+    bodies = sum(rank.body.without_faults(fault) for rank in ranks)
+    most = max(rank.busy.seconds for rank in ranks)
+    makespan, with_transfers = (simulate(schedule, _times(schedule, ranks, each)).makespan for each in (0.0, hop))
+    found = []
+    for rank in ranks:
+        busy, divided = rank.busy, rank.divided.without_faults(fault)
+        whole, body = rank.whole.without_faults(fault), rank.body.without_faults(fault)
+        share = count * limit_body * body / bodies
+        limit_loss = count * (limit_alone - limit_body) if rank.has_loss else 0.0
+        causes = {
+            "page_faults": (busy.faults - limit.together.faults) * fault,
+            "cache_and_memory": (busy.without_faults(fault) - divided) - (limit_together - limit_alone),
+            "preempted": (busy.seconds - busy.processor) - (limit.together.seconds - limit.together.processor),
+            "divided_backward": divided - whole,
+            "loss": whole - body - limit_loss,
+            "cuts": body - share,
+            "imbalance": share + limit_loss - limit_alone + most - busy.seconds,
+            "bubble": makespan - most,
+            "transfers": with_transfers - makespan,
+            "interpreter": rank.interpreter,
+        }
+        found.append(Account(**causes, unexplained=step - limit.together.seconds - sum(causes.values())))
+    return found
 
 
-def _times(stages: int, kernels: dict[tuple[int, str], float]) -> Times:
-    """Return the times for the simulator, which takes B as I and W together."""
-    f, i, w = ([kernels.get((stage, kind), 0.0) for stage in range(stages)] for kind in "FIW")
-    whole = [kernels.get((stage, "B"), 0.0) for stage in range(stages)]
-    return Times(f, i, [weight + both for weight, both in zip(w, whole, strict=True)])
+def mean_account(each: Sequence[Account]) -> Account:
+    """Return the mean over ranks. Its imbalance is the busiest rank's kernels − the mean rank's."""
+    return Account(*(sum(column) / len(each) for column in zip(*(asdict(one).values() for one in each), strict=True)))
+
+
+def median_cost(costs: Sequence[Cost]) -> Cost:
+    """Return the medians, figure by figure."""
+    return Cost(*(median(column) for column in zip(*(asdict(cost).values() for cost in costs), strict=True)))
+
+
+def _times(schedule: Schedule, ranks: Sequence[RankMeasured], hop: float) -> Times:
+    """Return the mean times of kernels for the simulator, which takes B as I and W together."""
+    taken = {key: cost.seconds for rank in ranks for key, cost in rank.kernels.items()}
+    of_kind = {kind: [0.0] * schedule.stages for kind in "FIW"}
+    actions = [action for row in schedule.actions for action in row]
+    for stage in range(schedule.stages):
+        counts = {kind: sum(a.stage == stage and a.kind is Kind(kind) for a in actions) for kind in "FIWB"}
+        for kind in "FI":
+            of_kind[kind][stage] = taken.get((stage, kind), 0.0) / max(1, counts[kind])
+        whole = taken.get((stage, "B"), 0.0) - counts["B"] * of_kind["I"][stage]
+        backward = taken.get((stage, "W"), 0.0) + whole
+        of_kind["W"][stage] = max(0.0, backward / max(1, counts["W"] + counts["B"]))
+    return Times(*of_kind.values(), hop=hop)

@@ -1,131 +1,186 @@
-"""The ways to run a step. Each leaves the gradients of the mean loss in `.grad`."""
+"""The ways to run a step: the limit, pipegraph, and what all contenders are compared with for being right."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import FunctionType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV, ScheduleZBVZeroBubble
-from transformers import LlamaForCausalLM
 
 import pipegraph
-from benchmarks.step.model import Part, StepSetting, parts, source_loss
+from benchmarks.step.models import Case
 from pipegraph.schedule import Schedule
 
-TORCH_CLASSES: dict[str, Any] = {
-    "GPipe": pipelining.ScheduleGPipe,
-    "1F1B": pipelining.Schedule1F1B,
-    "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
-    "ZBVZeroBubble": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
-}
+TOLERANCE = 1e-3
+"""of a gradient: the norm of the difference ÷ the norm of the reference. Kernels of float32 differ by some 1e-6."""
+_NUMBERS = itertools.count()
 
 
-class Contender(Protocol):
-    """A way to run steps; every process runs them at the same time."""
+class Contender(ABC):
+    """A way to run steps, in every process at the same time."""
 
-    def step(self, tokens: Tensor, targets: Tensor) -> float | None:
-        """Run one step over the whole batch. Return the mean loss in the process that has it, else None."""
-        ...
+    @abstractmethod
+    def step(self, inputs: Tensor, targets: Tensor) -> float | None:
+        """Run one step over the whole batch: add the gradients of the mean loss to `.grad`.
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters whose gradients a step leaves in this process."""
-        ...
+        Returns the mean loss, or this process's part of it, in a process that has any, else None.
+        """
+
+    @abstractmethod
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Return the parameters whose gradients a step leaves in this process, under the model's names."""
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Return the gradients of a step by the model's names. Collective."""
+        return {name: parameter.grad for name, parameter in self.named_parameters()}
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
 
 
-class Limit:
-    """A limit: each core computes half of the microbatches with the unsplit model, compiled by torch.compile.
+class Reference(Contender):
+    """The unsplit model, not compiled, all of it in every process."""
 
-    No transfer, no bubble, no imbalance: with such kernels no step takes less than the mean of the processes' times.
-    """
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        self._case, self._whole = case, case.whole(model)
 
-    def __init__(self, setting: StepSetting, model: LlamaForCausalLM) -> None:
-        self._setting = setting
-        self._whole = Part(model, 0, setting.units)
-        self._loss = torch.compile(lambda tokens, targets: source_loss(self._whole(tokens), targets), dynamic=False)
-
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
-        mine = slice(dist.get_rank(), None, dist.get_world_size())
-        total = 0.0
-        rows = zip(tokens.split(self._setting.rows)[mine], targets.split(self._setting.rows)[mine], strict=True)
-        for some, wanted in rows:
-            loss = self._loss(some, wanted) / self._setting.microbatches
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        count, total = self._case.microbatches, 0.0
+        for some, wanted in zip(inputs.chunk(count), targets.chunk(count), strict=True):
+            loss = self._case.loss(self._whole(some), wanted) / count
             loss.backward()
             total += loss.item()
         return total
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        return self._whole.parameters()
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self._whole.named_parameters()
 
 
-class TorchPipeline:
-    """A schedule of torch.distributed.pipelining over parts of the model. `compiled`: every stage and the loss are."""
+class Limit(Contender):
+    """The limit: the unsplit model and its loss as one graph under torch.compile, its microbatches dealt to the cores.
 
-    def __init__(
-        self, setting: StepSetting, model: LlamaForCausalLM, schedule: str, cuts: Sequence[int], compiled: bool
-    ) -> None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        modules = parts(setting, model, cuts)
-        v = schedule in ("ZBVZeroBubble", "DualPipeV")
-        placement = [min(s, len(modules) - 1 - s) if v else s % ranks for s in range(len(modules))]
-        self._own = {index: modules[index] for index, place in enumerate(placement) if place == rank}
-        self._first, self._last = 0 in self._own, len(modules) - 1 in self._own
-        run: dict[int, Any] = {
-            index: torch.compile(module, dynamic=False) if compiled else module for index, module in self._own.items()
-        }
-        device = torch.device("cpu")
-        stages = [pipelining.PipelineStage(each, index, len(modules), device) for index, each in run.items()]
-        loss = torch.compile(source_loss, dynamic=False) if compiled else source_loss
-        kind = TORCH_CLASSES[schedule]
-        argument = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
-        self._schedule = kind(argument, setting.microbatches, loss_fn=loss)
+    Every process computes its share of the microbatches, all at the same time, each with the thread that a rank has.
+    The limit is the mean of their times: the processors' time of the unsplit, compiled step ÷ ranks. It has no
+    boundary, no division of the backward, no bubble, no imbalance, no transfer and no interpreter, and its cores share
+    memory and caches as the ranks do. Gradients are left in each process: the sum over processes is not timed.
 
-    def step(self, tokens: Tensor, targets: Tensor) -> float | None:
-        losses: list[Tensor] = []
-        inputs = (tokens,) if self._first else ()
-        wanted = {"target": targets, "losses": losses} if self._last else {}
-        self._schedule.step(*inputs, **wanted, return_outputs=False)
-        return torch.stack(losses).mean().item() if losses else None
+    `with_loss`: without it the model is given a gradient of its outputs; the account takes the difference.
+    """
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        return [parameter for module in self._own.values() for parameter in module.parameters()]
+    def __init__(self, case: Case, model: nn.Module, with_loss: bool = True, compiled: bool = True) -> None:
+        self._count, self._whole = case.microbatches, case.whole(model)
+        whole, of = self._whole, case.loss
+
+        def mean_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+            return of(whole(inputs), targets) / case.microbatches
+
+        def outputs(inputs: Tensor, targets: Tensor) -> Tensor:
+            return whole(inputs)
+
+        function = own_code(mean_loss if with_loss else outputs)
+        self._run = torch.compile(function, dynamic=False, fullgraph=True) if compiled else function
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        mine = slice(dist.get_rank(), None, dist.get_world_size())
+        total = 0.0
+        for some, wanted in zip(inputs.chunk(self._count)[mine], targets.chunk(self._count)[mine], strict=True):
+            result = self._run(some, wanted)
+            if result.dim():
+                result.backward(torch.ones_like(result))
+            else:
+                result.backward()
+                total += result.item()
+        return total
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self._whole.named_parameters()
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        found = super().gradients()
+        for gradient in found.values():
+            if gradient is not None:
+                dist.all_reduce(gradient)
+        return found
 
 
-class OwnPipeline:
+class OwnPipeline(Contender):
     """pipegraph: a package under a schedule."""
 
-    def __init__(self, setting: StepSetting, package: Path, schedule: str | Schedule, kernels: str) -> None:
-        self.pipe = pipegraph.Pipeline(package, schedule, setting.microbatches, source_loss, kernels=kernels)
+    def __init__(self, case: Case, package: Path, schedule: str | Schedule, kernels: str) -> None:
+        self.pipe = pipegraph.Pipeline(package, schedule, case.microbatches, case.loss, kernels=kernels)
 
-    def step(self, tokens: Tensor, targets: Tensor) -> float | None:
-        loss = self.pipe.step(tokens, target=targets).loss
+    def step(self, inputs: Tensor, targets: Tensor) -> float | None:
+        loss = self.pipe.step(inputs, target=targets).loss
         return None if loss is None else loss.item()
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        return self.pipe.parameters()
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self.pipe.named_parameters()
 
 
 class Packages:
     """The model's packages, one for each tuple of cuts; rank 0 writes a package when it is first needed."""
 
-    def __init__(self, setting: StepSetting, model: LlamaForCausalLM, folder: Path) -> None:
-        self._setting, self._folder = setting, folder
-        self._captured: Any = None
-        self._model = model
+    def __init__(self, captured: Any, folder: Path) -> None:
+        self._captured, self._folder = captured, folder
 
-    def at(self, cuts: Sequence[int]) -> Path:
-        """Return the package cut at these units. Collective: every process must call it."""
-        path = self._folder / "-".join(map(str, cuts))
+    def at(self, cuts: Sequence[str]) -> Path:
+        """Return the package cut at these points. Collective: every process must call it."""
+        path = self._folder / "-".join(cuts)
         if dist.get_rank() == 0 and not path.exists():
-            if self._captured is None:
-                tokens = self._setting.batch()[0][: self._setting.rows]
-                self._captured = pipegraph.capture(Part(self._model, 0, self._setting.units), (tokens,))
-            plan = pipegraph.plan(self._captured, points=[self._setting.point(unit) for unit in cuts])
-            pipegraph.write_package(plan, path)
+            pipegraph.write_package(pipegraph.plan(self._captured, points=list(cuts)), path)
         dist.barrier()
         return path
+
+
+class Checker:
+    """Compares a contender's step with the reference."""
+
+    def __init__(self, reference: Contender, batch: tuple[Tensor, Tensor]) -> None:
+        self._batch = batch
+        self._loss = reference.step(*batch)
+        self._gradients = reference.gradients()
+        reference.clear()
+
+    def mistake(self, contender: Contender) -> str | None:
+        """Run one step; return what is wrong with its gradients or its loss, None if nothing is. Collective."""
+        contender.clear()
+        loss = contender.step(*self._batch)
+        found = contender.gradients()
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (loss or 0.0, {name: self._error(name, found[name]) for name in found}))
+        contender.clear()
+        every = {name: error for _, errors in gathered for name, error in errors.items()}
+        if missing := self._gradients.keys() - every.keys():
+            return f"no rank has {sorted(missing)[0]}"
+        worst = max(every, key=every.__getitem__)
+        if not every[worst] < TOLERANCE:
+            return f"the gradient of {worst} is off by {every[worst]:.1e} of its norm"
+        total = sum(part for part, _ in gathered)
+        if not abs(total - (self._loss or 0.0)) < TOLERANCE:
+            return f"the loss is {total:.6f}, not {self._loss:.6f}"
+        return None
+
+    def _error(self, name: str, gradient: Tensor | None) -> float:
+        expected = self._gradients[name]
+        if gradient is None or expected is None:
+            return float("inf")
+        error = (gradient - expected).norm() / expected.norm()
+        return float("inf") if error.isnan() else error.item()
+
+
+def own_code(function: Any) -> Callable[..., Any]:
+    """Return a copy of a function that shares no code object with others.
+
+    torch.compile keeps guards and what it compiled by code object. Two stages with one `forward` would look through
+    each other's guards at every call, and count as recompilations of each other.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_NUMBERS)}")
+    return FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)

@@ -1,0 +1,105 @@
+"""Measures what an account is made of: steps of a pipeline, the limit, and the kernels of each rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.step.account import LimitMeasured, RankMeasured, accounts, median_cost
+from benchmarks.step.bench import Bench, gathered
+from benchmarks.step.contenders import Limit, OwnPipeline
+from benchmarks.step.stopwatch import Cost, Stopwatch, cost_of, seconds_of_fault, total
+
+MESSAGES = 50
+
+
+def measure_account(bench: Bench, pipeline: OwnPipeline) -> dict[str, Any]:
+    """Return where the time of a pipeline's steps goes beyond the limit: an account for each rank. Collective."""
+    keeps = Stopwatch(pipeline, keeps=True)
+    bench.costs(pipeline)
+    keeps.detach()
+    body = Limit(bench.case, bench.model, with_loss=False, compiled=bench.options.compiled)
+    alone: list[Callable[[], Cost]] = [
+        lambda: keeps.alone(divided=True),
+        lambda: keeps.alone(divided=False),
+        lambda: keeps.alone(divided=False, with_loss=False),
+        lambda: cost_of(lambda: bench.limit.step(*bench.batch)),
+        lambda: cost_of(lambda: body.step(*bench.batch)),
+    ]
+    for run in alone:
+        run()  # compiles
+    rounds: list[dict[str, Any]] = []
+    for number in range(bench.options.rounds):
+        bench.pin(number)
+        before = bench.costs(bench.limit)
+        watch = Stopwatch(pipeline)
+        step = bench.costs(pipeline)
+        watch.detach()
+        kernels = watch.sums()
+        rounds.append(
+            {
+                "step": max(cost.seconds for cost in step),
+                "limit": _mean([*before, *bench.costs(bench.limit)]),
+                "kernels": kernels,
+                "interpreter": step[dist.get_rank()].processor - total(kernels.values()).processor,
+                "alone": [_in_turn(bench, run) for run in alone],
+            }
+        )
+    divided, whole, without_loss, limit, limit_body = (
+        median_cost([each["alone"][at] for each in rounds]) for at in range(len(alone))
+    )
+    mine = RankMeasured(
+        {key: median_cost([each["kernels"][key] for each in rounds]) for key in rounds[0]["kernels"]},
+        median(each["interpreter"] for each in rounds),
+        divided,
+        whole,
+        without_loss if keeps.has_loss else whole,
+        keeps.has_loss,
+    )
+    ranks, limits, bodies = zip(*gathered((mine, limit, limit_body)), strict=True)
+    step_seconds = median(each["step"] for each in rounds)
+    limit_measured = LimitMeasured(median_cost([each["limit"] for each in rounds]), _mean(limits), _mean(bodies))
+    fault = median(gathered(seconds_of_fault()))
+    transfer = _message_seconds(max(gathered(keeps.boundary_bytes())))
+    found = accounts(step_seconds, limit_measured, ranks, pipeline.pipe.schedule, transfer, fault)
+    return {
+        "step": step_seconds,
+        "limit": limit_measured.together.seconds,
+        "seconds_of_fault": fault,
+        "seconds_of_transfer": transfer,
+        "ranks": [asdict(each) for each in found],
+    }
+
+
+def _in_turn(bench: Bench, run: Callable[[], Cost]) -> Cost:
+    """Run something in one process after the other, so that each has the machine for itself."""
+    taken = Cost()
+    for rank in range(dist.get_world_size()):
+        dist.barrier()
+        if rank == dist.get_rank():
+            taken = run()
+            bench.limit.clear()
+    dist.barrier()
+    return taken
+
+
+def _message_seconds(size: int) -> float:
+    """Return half of what a message of so many bytes takes to another rank and back: the median of some."""
+    message, rank = torch.zeros(max(1, size), dtype=torch.uint8), dist.get_rank()
+    if rank > 1:
+        return 0.0
+
+    def there_and_back() -> None:
+        (dist.send if rank == 0 else dist.recv)(message, 1 - rank)
+        (dist.recv if rank == 0 else dist.send)(message, 1 - rank)
+
+    return median(cost_of(there_and_back).seconds for _ in range(MESSAGES)) / 2
+
+
+def _mean(costs: Any) -> Cost:
+    return Cost(*(sum(column) / len(costs) for column in zip(*(asdict(cost).values() for cost in costs), strict=True)))

@@ -1,0 +1,59 @@
+"""The machine: its name, its idlest cores, and how much of them other programs take."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+
+def machine_name() -> str:
+    """Return the processor's model and the number of cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def idlest_cores(count: int) -> tuple[int, ...]:
+    """Return the idlest cores of the last second, of those that this process may use."""
+    before = _ticks()
+    time.sleep(1)
+    idle = {core: after[1] - before[core][1] for core, after in _ticks().items()}
+    return tuple(sorted(os.sched_getaffinity(0), key=lambda core: -idle[core])[:count])
+
+
+def pin_threads(cores: Iterable[int]) -> None:
+    """Keep every thread of this process on these cores."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # the thread has ended
+            os.sched_setaffinity(int(thread), cores)
+
+
+class CoreTime:
+    """Seconds of processor time that all programs took on some cores since it was made."""
+
+    def __init__(self, cores: Iterable[int]) -> None:
+        self._cores = tuple(cores)
+        self._before, self._began = self._busy(), time.perf_counter()
+
+    def others(self, own: float) -> float:
+        """Return the part of these cores that others took, if this benchmark's processes took `own` seconds."""
+        passed = (time.perf_counter() - self._began) * len(self._cores)
+        return max(0.0, self._busy() - self._before - own) / passed
+
+    def _busy(self) -> float:
+        ticks = _ticks()
+        return sum(ticks[core][0] for core in self._cores) / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks() -> dict[int, tuple[int, int]]:
+    """Return core → (ticks in which it worked or was taken away, idle ticks)."""
+    found = {}
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *figures = line.split()
+        if name[:3] == "cpu" and name != "cpu":
+            user, nice, system, idle, wait, irq, softirq, steal = map(int, figures[:8])
+            found[int(name[3:])] = user + nice + system + irq + softirq + steal, idle + wait
+    return found

@@ -1,0 +1,185 @@
+"""The peers, set up by someone who knows them: torch.distributed.pipelining and DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, ScheduleDualPipeV, ScheduleZBVZeroBubble
+
+from benchmarks.step.contenders import Contender, own_code
+from benchmarks.step.models import Case
+
+TORCH_CLASSES: dict[str, Any] = {
+    "1F1B": pipelining.Schedule1F1B,
+    "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
+    "LoopedBFS": pipelining.ScheduleLoopedBFS,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+V = "ZBVZeroBubble", "DualPipeV"
+"""torch refuses compiled stages under these, because they divide the backward; their loss is compiled all the same"""
+
+
+class TorchPipeline(Contender):
+    """A schedule of torch.distributed.pipelining over parts of the model.
+
+    The loss is divided by the number of microbatches where it is computed, so that torch need not divide all gradients.
+
+    Args:
+        compiled: whether stages and loss are, stages under schedules that allow it.
+        compiled_loss, joined_outputs: False and True are what a user gets who asks for nothing else.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        model: nn.Module,
+        schedule: str,
+        cuts: Sequence[str],
+        compiled: bool = True,
+        compiled_loss: bool = True,
+        joined_outputs: bool = False,
+    ) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        modules = case.parts(model, cuts)
+        count = len(modules)
+        placement = [min(s, count - 1 - s) if schedule in V else s % ranks for s in range(count)]
+        self._own = {index: modules[index] for index, place in enumerate(placement) if place == rank}
+        self._first, self._last = 0 in self._own, count - 1 in self._own
+        self._joined = joined_outputs
+        # A divided backward goes through the compiled loss with retain_graph, which donated buffers do not allow.
+        self._keeps_buffers = torch._functorch.config.patch(donated_buffer=False) if schedule in V else nullcontext()
+        shapes = _boundaries(modules, case)
+        stages = [
+            pipelining.PipelineStage(
+                _compiled(module) if compiled and schedule not in V else module,
+                index,
+                count,
+                torch.device("cpu"),
+                input_args=shapes[index],
+                output_args=shapes[index + 1],
+            )
+            for index, module in self._own.items()
+        ]
+        kind = TORCH_CLASSES[schedule]
+        argument = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        loss = _loss(case, case.microbatches, compiled and compiled_loss)
+        self._schedule = kind(argument, case.microbatches, loss_fn=loss, scale_grads=False)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float | None:
+        losses: list[Tensor] = []
+        given = (inputs,) if self._first else ()
+        wanted = {"target": targets, "losses": losses} if self._last else {}
+        with self._keeps_buffers:
+            self._schedule.step(*given, **wanted, return_outputs=self._joined)
+        return torch.stack(losses).sum().item() if losses else None
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return [named for module in self._own.values() for named in module.named_parameters()]
+
+
+class DeepSpeedPipeline(Contender):
+    """DeepSpeed's pipeline engine (its one schedule is 1F1B) over two parts of the model, with gloo on the CPU."""
+
+    def __init__(self, case: Case, model: nn.Module, cuts: Sequence[str], compiled: bool = True) -> None:
+        os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
+        import deepspeed
+        from deepspeed.pipe import PipelineModule
+        from deepspeed.utils import logger
+
+        logger.setLevel("ERROR")
+        self._count = case.microbatches
+        modules = case.parts(model, cuts)
+        self._own = modules[dist.get_rank()]
+        stages = [_OneTensor(*each) for each in zip(modules, _boundaries(modules, case), strict=False)]
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        pipeline = PipelineModule(
+            [_compiled(stage) if compiled else stage for stage in stages],
+            num_stages=len(modules),
+            loss_fn=_loss(case, 1, compiled),
+            partition_method="uniform",
+            activation_checkpoint_interval=0,
+        )
+        self._optimizer = _KeepsGradients(self._own.parameters())
+        self._engine, *_ = deepspeed.initialize(
+            model=pipeline,
+            optimizer=self._optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": case.rows,
+                "gradient_accumulation_steps": case.microbatches,
+                "gradient_clipping": 0.0,  # by default to a norm of 1
+                "steps_per_print": 10**9,
+            },
+            dist_init_required=False,
+        )
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float | None:
+        microbatches = zip(inputs.chunk(self._count), targets.chunk(self._count), strict=True)
+        loss = self._engine.train_batch(microbatches)  # which every rank is told
+        for parameter, gradient in self._optimizer.kept:
+            parameter.grad = gradient
+        self._optimizer.kept = []
+        return loss.item() if dist.get_rank() == 0 else None
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        return self._own.named_parameters()
+
+
+class _OneTensor(nn.Module):
+    """A stage for DeepSpeed, with its values in one tensor each way: for several it would run the backward for each."""
+
+    def __init__(self, stage: nn.Module, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.stage, self._shapes = stage, [each.shape for each in inputs]
+
+    def forward(self, packed: Tensor) -> Tensor:
+        if len(self._shapes) == 1:
+            values = (packed,)
+        else:
+            parts = packed.split([shape.numel() for shape in self._shapes])
+            values = tuple(part.view(shape) for part, shape in zip(parts, self._shapes, strict=True))
+        outputs = self.stage(*values)
+        return torch.cat([each.flatten() for each in outputs]) if isinstance(outputs, tuple) else outputs
+
+
+class _KeepsGradients(torch.optim.Optimizer):
+    """Changes nothing. The engine drops gradients at the end of a step, and contenders are compared by them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.kept: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.kept = [(each, each.grad) for group in self.param_groups for each in group["params"]]
+
+
+def _compiled(module: nn.Module) -> Any:
+    """Return a stage under torch.compile, with a code object of its own."""
+    module.forward = MethodType(own_code(type(module).forward), module)
+    return torch.compile(module, dynamic=False)
+
+
+def _loss(case: Case, divisor: int, compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return case.loss(outputs, targets) / divisor
+
+    return torch.compile(own_code(loss), dynamic=False) if compiled else loss
+
+
+def _boundaries(modules: Sequence[nn.Module], case: Case) -> list[tuple[Tensor, ...]]:
+    """Return what goes into each stage, and what comes out of the last. Told this, torch need not run stages for it."""
+    found: list[tuple[Tensor, ...]] = [(case.microbatch()[0],)]
+    with torch.no_grad():
+        for module in modules:
+            outputs = module(*found[-1])
+            found.append(outputs if isinstance(outputs, tuple) else (outputs,))
+    return [tuple(each.requires_grad_(each.is_floating_point() and at > 0) for each in values)
+            for at, values in enumerate(found)]  # fmt: skip
