@@ -275,3 +275,38 @@ def test_a_range_that_counts_down_has_any_length(tmp_path: Path) -> None:
     package = split(tmp_path, model, (torch.randn(BATCH, LENGTH, 12),), cut="last")
     assert ".shape[1] - 1, -1, step=-1.0" in source(package)
     assert_equal_at_every_size(package, model, (BATCH, LENGTH, 12), (2, 5, 12), (4, 17, 12))
+
+
+class Collects(nn.Module):
+    """Runs over time steps in Python, which fixes their number, and makes room for the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.RNNCell(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        h = x.new_zeros(rows, width)
+        states = x.new_zeros(rows, length, width)
+        for step in range(length):
+            h = self.cell(x[:, step], h)
+            states[:, step] = h
+        padded = F.pad(states, (0, 0, 2, 0))[:, :length]
+        return padded.reshape(rows * length, width).view(rows, length, -1)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Collects(), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def test_a_length_that_the_model_fixes_is_that_of_an_input(tmp_path: Path) -> None:
+    model = Twice()
+    package = split(tmp_path, model, (torch.randn(BATCH, LENGTH, 12),), cut="head")
+    assert not {BATCH, LENGTH, BATCH * LENGTH} & numbers_in_forwards(package)
+    assert "[:, : x.shape[1]]" in source(package)
+    assert_equal_at_every_size(package, model, (BATCH, LENGTH, 12), (5, LENGTH, 12))

@@ -24,7 +24,7 @@ from pipegraph.codegen.forward.items import (
 )
 from pipegraph.codegen.forward.mode_branches import group_branches
 from pipegraph.codegen.forward.roll_loops import roll_loops
-from pipegraph.codegen.forward.source_numbers import ModuleNumbers
+from pipegraph.codegen.forward.source_numbers import ModuleNumbers, fixed_sizes
 from pipegraph.codegen.forward.statement_loops import roll_statements
 from pipegraph.codegen.forward.tensor_attributes import UnknownDtypeError
 from pipegraph.codegen.forward.write_forward import write_forward
@@ -107,6 +107,7 @@ class BlockClasses:
             state=state,
             state_names=self._state_names(members, prefix, items, outputs),
             outer_regions=outer_regions,
+            fixed_sizes=fixed_sizes(items, inputs, self.source),
         )
         return contents, tree
 
@@ -234,7 +235,8 @@ class BlockClasses:
         contents, modules = self._contents(members, tree.fqn, tree.items, called.reads, called.makes, outer_regions)
         init = tuple(init_statements(modules))
         neutral = [f"p{position}" for position in range(len(called.reads))]
-        structure = (init, len(called.reads), write_forward(contents, modules, neutral, None).statements)
+        sizes = frozenset(each for found in contents.fixed_sizes.values() for each in found.items())
+        structure = (init, len(called.reads), write_forward(contents, modules, neutral, None).statements, sizes)
 
         def parts() -> dict[str, object]:
             parameters = self.names.parameters(tree, called.reads)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -287,10 +287,9 @@ def modules_in(item: Item) -> frozenset[str]:
     """The FQNs of the modules that an item needs."""
     if isinstance(item, ModuleLoop):
         return frozenset[str]().union(*(call.modules for call in item.calls))
-    if isinstance(item, ModeBranch):
-        return frozenset[str]().union(*map(modules_in, item.inner))
-    if isinstance(item, StatementLoop):
-        return frozenset[str]().union(*map(modules_in, item.steps))
+    if isinstance(item, (ModeBranch, StatementLoop)):
+        inner = item.inner if isinstance(item, ModeBranch) else item.steps
+        return frozenset[str]().union(*map(modules_in, inner))
     return item.modules if isinstance(item, ModuleCall) else frozenset()
 
 
@@ -338,6 +337,7 @@ class ClassContents:
         state: parameters and buffers by their name relative to ``prefix``.
         state_names: the parameters and buffers that ``forward`` reads itself → their relative names.
         outer_regions: the number of ``no_grad`` and ``autocast`` blocks around the whole call.
+        fixed_sizes: operation → numbers in it that are sizes in the source → (position in ``inputs``, dimension).
     """
 
     prefix: str
@@ -347,3 +347,4 @@ class ClassContents:
     state: dict[str, StateEntry]
     state_names: dict[fx.Node, str]
     outer_regions: int = 0
+    fixed_sizes: Mapping[fx.Node, Mapping[int, tuple[int, int]]] = field(default_factory=dict)

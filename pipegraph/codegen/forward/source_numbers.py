@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
+from pipegraph.codegen.forward.items import Operation, Step
 from pipegraph.codegen.names.identifiers import is_plain
 from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
 from pipegraph.codegen.syntax.expressions import (
@@ -27,6 +28,7 @@ from pipegraph.codegen.syntax.expressions import (
 )
 from pipegraph.graph.calls import argument_place
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.internals import pytree
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import path_of, shape_of
 from pipegraph.graph.symbolic_size import SymbolicSize
@@ -47,6 +49,37 @@ _OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Number]]] =
 }
 # These stand in many expressions that have nothing to do with an attribute of the same value.
 _COMMON = (0, 0.5, 1, 2)
+
+
+def fixed_sizes(
+    items: Iterable[Step], inputs: Sequence[fx.Node], source: SourceStatements
+) -> dict[fx.Node, dict[int, tuple[int, int]]]:
+    """The numbers that are sizes in the model's source, of inputs in which they never vary: as for `ClassContents`.
+
+    A model that runs over time steps in Python fixes their number, and says ``x[:, :length]`` all the same.
+    """
+    known: dict[tuple[int, int], tuple[int, int]] = {}
+    for position, node in enumerate(inputs):
+        for dim, size in enumerate(shape_of(node) if isinstance(node.meta.get("val"), Tensor) else ()):
+            if type(size) is int and size not in _COMMON:
+                known.setdefault((size, dim), (position, dim))
+    found: dict[fx.Node, dict[int, tuple[int, int]]] = {}
+    for node in (item.node for item in items if isinstance(item, Operation)):
+        numbers = {leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if type(leaf) is int}
+        if not any(size in numbers for size, _ in known):
+            continue
+        dims = source.dimensions_mentioned(node)
+        sizes = {size: place for (size, dim), place in known.items() if dim in dims and size in numbers}
+        if sizes:
+            found[node] = sizes
+    return found
+
+
+def with_fixed_sizes(
+    expression: Expression, operands: Iterable[Expression], sizes: Mapping[int, Expression]
+) -> Expression:
+    """The expression of an operation with sizes in place of numbers, except in the parts that other operations made."""
+    return _replaced(expression, operands, {literal(size).text: found for size, found in sizes.items()})
 
 
 class ModuleNumbers:

@@ -306,8 +306,7 @@ def _is_constant(steps: Sequence[Step]) -> bool:
 
 
 def _has_element(steps: Sequence[Step], iterations: int) -> bool:
-    """Return whether a step takes an element of a tensor by its number, ``x[:, t]``, and there is one for the last
-    iteration too, in which the step is missing."""
+    """Return whether a step takes an element, ``x[:, t]``, that there also is in the last iteration, which lacks it."""
     if not all(isinstance(step, Operation) and step.node.target is aten.select.int for step in steps):
         return False
     tensor, dim, first = steps[0].nodes[0].args

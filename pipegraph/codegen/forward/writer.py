@@ -30,7 +30,7 @@ from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, L
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.forward.mode_branches import BranchWriter
 from pipegraph.codegen.forward.roll_loops import LoopWriter
-from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers
+from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers, with_fixed_sizes
 from pipegraph.codegen.forward.statement_loop_writer import StatementLoopWriter
 from pipegraph.codegen.forward.tensor_attributes import OF_MODEL_DTYPE, ModelDtypes, SizeVariables
 from pipegraph.codegen.forward.value_names import ValueNames
@@ -87,6 +87,7 @@ class ForwardWriter:
         self._contents = contents
         self._tree = tree
         self._numbers = numbers
+        self._parameters = parameters
         names = dict(zip(contents.inputs, parameters, strict=True))
         self._names = ValueNames(contents, source, wanted, names, clashes) if source is not None else None
         uses = Counter(node for item in contents.items for node in operands(item))
@@ -182,9 +183,18 @@ class ForwardWriter:
             return operands[-1]
 
         expression = self._bodies.spell(node, lambda each, value: express(each, value, self._device), operand)
-        if self._numbers is None:
-            return expression
-        return self._numbers.named(expression, node, operands, self._values.variables)
+        if self._numbers is not None:
+            expression = self._numbers.named(expression, node, operands, self._values.variables)
+        return with_fixed_sizes(expression, operands, self._fixed_sizes(node)) if self._names else expression
+
+    def _fixed_sizes(self, node: fx.Node) -> dict[int, Expression]:
+        """The sizes of parameters that the source of an operation mentions, if the parameters are still there."""
+        sizes: dict[int, Expression] = {}
+        for size, (position, dim) in self._contents.fixed_sizes.get(node, {}).items():
+            parameter, name = self._contents.inputs[position], self._parameters[position]
+            if self._values.variables.get(name) is parameter:
+                sizes[size] = Subscript(Attribute(Name(name), "shape"), (literal(dim),))
+        return sizes
 
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
         """``a, b = x.split(…)``, or ``pieces = x.split(…)`` if a loop goes over them."""

@@ -94,6 +94,17 @@ class SourceStatements:
                 lines[each.id] = min(each.lineno, lines.get(each.id, each.lineno))
         return lines
 
+    def dimensions_mentioned(self, node: fx.Node) -> frozenset[int]:
+        """The dimensions whose sizes the statement mentions that made a value: 1 for ``x[:, : y.shape[1]]``, and for
+        ``x[:, :length]`` if the function says ``rows, length = y.shape``."""
+        frames = [frame for frame in _frames(node.meta["stack_trace"]) if _known([frame])]
+        if not frames:
+            return frozenset()
+        assigned = _sizes_assigned(_function_at(frames[-1].file, frames[-1].line))
+        parts = [*ast.walk(_known(frames[-1:])[0].tree)]
+        named = {assigned[each.id] for each in parts if isinstance(each, ast.Name) and each.id in assigned}
+        return frozenset(named | {dim for each in parts if (dim := _dimension(each)) is not None})
+
     def _behind(self, node: fx.Node) -> int:
         """The number of frames of an operation up to those of functions that ``forward``, or the helper, calls."""
         frames = _frames(node.meta["stack_trace"])
@@ -259,9 +270,46 @@ def _statements(file: str) -> dict[int, SourceStatement]:
 @cache
 def _function_at(file: str, line: int) -> ast.FunctionDef:
     """The innermost function that a line of a file is in."""
-    functions = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.FunctionDef))
-    around = (node for node in functions if node.lineno <= line <= (node.end_lineno or 0))
+    around = (node for node in _functions(file) if node.lineno <= line <= (node.end_lineno or 0))
     return max(around, key=lambda node: node.lineno)
+
+
+@cache
+def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
+    return tuple(node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.FunctionDef))
+
+
+@cache
+def _sizes_assigned(function: ast.FunctionDef) -> dict[str, int]:
+    """The variables to which a function assigns the size of a tensor, and of which dimension: ``rows, length =
+    x.shape``, ``length = x.size(1)``."""
+    found: dict[str, int] = {}
+    for each in ast.walk(function):
+        if not isinstance(each, ast.Assign) or len(each.targets) != 1:
+            continue
+        target = each.targets[0]
+        if isinstance(target, ast.Name) and (dim := _dimension(each.value)) is not None:
+            found[target.id] = dim
+        elif isinstance(target, ast.Tuple) and _is_shape(each.value):
+            found |= {part.id: dim for dim, part in enumerate(target.elts) if isinstance(part, ast.Name)}
+    return found
+
+
+def _dimension(node: ast.AST) -> int | None:
+    """1 for ``x.shape[1]`` and ``x.size(1)``; None for anything else."""
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="shape"), slice=ast.Constant(value=int(dim))):
+            return dim
+        case ast.Call(func=ast.Attribute(attr="size"), args=[ast.Constant(value=int(dim))]):
+            return dim
+    return None
+
+
+def _is_shape(node: ast.expr) -> bool:
+    match node:
+        case ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size"), args=[]):
+            return True
+    return False
 
 
 def _attributes_called(node: ast.AST) -> frozenset[str]:
