@@ -30,7 +30,8 @@ from pipegraph.schedule import Action, Kind, Schedule
 class Executor:
     """One rank's part of a lowered schedule, over the kernels of that rank's stages. Each `run` is one step.
 
-    `observer`, if there is one, sees every action.
+    `observer`, if there is one, sees every action. `processes` has, for each rank of the schedule, the number by which
+    the transport knows it. `when_trained`, if given, is called with each stage whose gradients are whole.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class Executor:
         kernels: Mapping[int, StageKernels],
         transport: Transport,
         device: torch.device,
+        processes: Sequence[int],
+        when_trained: Callable[[int], None] | None = None,
     ) -> None:
         self.rank = rank
         self.actions = schedule.actions[rank]
@@ -52,8 +55,13 @@ class Executor:
         self._kernels = kernels
         self._transport = transport
         self._device = device
+        self._when_trained = when_trained
+        self._last = {
+            action.stage: place for place, action in enumerate(self.actions) if action.kind in (Kind.B, Kind.W)
+        }
         moves = [action for action in self.actions if action.kind.is_transfer]
-        self._transfers = {action: transfer_of(action, wiring, schedule.placement) for action in moves}
+        places = [processes[rank] for rank in schedule.placement]
+        self._transfers = {action: transfer_of(action, wiring, places) for action in moves}
         self._receives = [action for action in moves if not action.sends]
         self._due = receives_due(self.actions)
         self._prepared: set[tuple[tuple[str, int], ...]] = set()  # sizes of microbatches
@@ -98,6 +106,8 @@ class Executor:
                 do(step, action)
                 if observer is not None:
                     observer.end(self.rank, action, step.saved.get((action.stage, action.microbatch)))
+                if self._when_trained is not None and self._last.get(action.stage) == position:
+                    self._when_trained(action.stage)
             except ActionFailed:
                 raise
             except Exception as error:

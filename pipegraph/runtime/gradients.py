@@ -24,6 +24,7 @@ from pipegraph.kernels.sharded import is_sharded, layout
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS
 from pipegraph.runtime.processes.world import World
 
 
@@ -40,7 +41,7 @@ def clip_grad_norm(
     Args:
         counted: the parameters whose gradients this rank adds to the norm. A weight with copies on several ranks is
             counted by one of them and scaled by all. Of a DTensor all shards are counted.
-        group: all ranks of the pipeline, which call this together; None in a plain process.
+        group: the ranks of the pipeline, which call this together; None in a plain process.
 
     Returns:
         The norm before scaling. Its dtype is that of this rank's gradients, and at least float32; between ranks, which
@@ -101,7 +102,7 @@ def _share(scaler: GradScaler, world: World, guard: FaultGuard) -> None:
         found = internals.infinities_found(scaler, optimizer)
         most = torch.stack([each.to(device) for each in found]).max() if found else torch.zeros((), device=device)
         with guard:
-            world.everyone().all_reduce(most, ReduceOp.MAX)
+            world.along(*DIMENSIONS).all_reduce(most, ReduceOp.MAX)
         for each in found:
             each.copy_(most)
 

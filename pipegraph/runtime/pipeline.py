@@ -20,6 +20,7 @@ from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
+from pipegraph.runtime.processes.rank_grid import PIPELINE, single
 from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, join_world
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes, check_loss_reduction
@@ -27,7 +28,7 @@ from pipegraph.runtime.step_runner import LossFunction, StepRunner
 from pipegraph.schedule import Schedule
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import DeviceMesh, ProcessGroup
 
     from pipegraph.kernels.kernel_report import KernelCount
 
@@ -54,6 +55,10 @@ class Pipeline:
         kernels: "inductor" (compiled), "eager" (the same graphs, uncompiled) or "autograd", or a function that makes
             the kernels of a stage.
         group: the processes of the pipeline; by default the default group.
+        mesh: in place of a group, the processes of one pipeline or of several that train one model, as a `DeviceMesh`
+            whose dimensions are some of "pp" (a pipeline), "dp_replicate" (ranks that hold the same stages), "dp_shard"
+            and "tp" (ranks that share the parameters of a stage). Ranks that differ in a `dp` dimension are each given
+            their own share of the batch; what a step computes is of the whole.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block".
         parallelize_fn: called with each stage of this process once its weights are loaded. It shards, freezes or
             replaces what it likes in place, or returns another module with parameters of the same names, also in
@@ -98,6 +103,7 @@ class Pipeline:
         check_weights: bool = True,
         strict: bool = False,
         loss_reduction: str = "mean",
+        mesh: DeviceMesh | None = None,
     ) -> None:
         check_loss_reduction(loss_reduction)
         self._loss_fn = loss_fn
@@ -105,7 +111,7 @@ class Pipeline:
         self.recompute = recompute
         self._observers = ObserverList()
         self.last_sizes: StepSizes | None = None
-        world, self.device = join_world(group, device, timeout)
+        world, self.device = join_world(group, device, timeout, mesh)
         self._processes: World | LoneProcess = world or LoneProcess()
         self._guard = _guard(world)
         weakref.finalize(self, self._guard.close)  # also at exit, before torch's own threads are torn down
@@ -114,8 +120,8 @@ class Pipeline:
                 world.open()
             self.package = package if isinstance(package, Package) else Package.open(package)
             count = len(self.package.manifest.stages)
-            self.schedule = resolve_schedule(schedule, microbatches, count, world.size if world else None)
-            self.ranks = (world.rank,) if world else tuple(range(self.schedule.ranks))
+            self.schedule = resolve_schedule(schedule, microbatches, count, len(world.pipeline) if world else None)
+            self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
             own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
             self.stages = parameters.load_stages(self.package, own, self.device, weights, check_weights)
             if parallelize_fn is not None:
@@ -246,15 +252,15 @@ class Pipeline:
         return self._observers.add(observer, evals or not self.schedule.trains)
 
     def gather(self, figures: Sequence[float]) -> list[list[float]]:
-        """The figures of every process, by rank. Collective: every rank must call it, with equally many.
+        """The figures of every process of this pipeline, by rank. Collective: all must call it, with equally many.
 
-        No process goes on before all have called.
+        No process goes on before all have called. In a mesh these are the ranks along `pp`.
         """
         with self._guard:
             return self._processes.gather(figures)
 
     def gather_text(self, text: str) -> list[str]:
-        """The texts of every process, by rank. Collective: every rank must call it."""
+        """The texts of every process of this pipeline, by rank. Collective: all must call it."""
         with self._guard:
             return self._processes.gather_text(text)
 
@@ -280,25 +286,25 @@ class Pipeline:
         parameters.load_state_dict(self.package.manifest, self._runner.stages, state_dict)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip as `torch.nn.utils.clip_grad_norm_` does, by the norm of the gradients of all ranks.
+        """Clip as `torch.nn.utils.clip_grad_norm_` does, by the norm of the gradients of the whole model.
 
         Collective: every rank must call it. Returns the norm before clipping.
         """
         with self._guard:
-            own, everyone = list(self.parameters()), self._processes.everyone()
-            return clip_grad_norm(own, self._runner.ties.counted(own), max_norm, norm_type, everyone, self.device)
+            own, pipeline = list(self.parameters()), self._processes.along(PIPELINE)
+            return clip_grad_norm(own, self._runner.ties.counted(own), max_norm, norm_type, pipeline, self.device)
 
     def _run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest
     ) -> tuple[StepResult, StepSizes]:
         with self._guard:
             given, results = self._runner.run(args, kwargs, request, self._observers)
-        losses, metrics = results.loss_by_microbatch(), results.metrics_by_microbatch()
+            loss, metrics = self._runner.reduced(given, results)
         result = StepResult(
-            loss=None if losses is None else given.reduce(losses),
-            losses=losses if request.return_losses else None,
+            loss=loss,
+            losses=results.loss_by_microbatch() if request.return_losses else None,
             outputs=self._runner.batches.join(results),
-            metrics=None if metrics is None else {name: given.reduce(each) for name, each in metrics.items()},
+            metrics=metrics,
         )
         return result, given.batch.sizes
 
@@ -306,7 +312,7 @@ class Pipeline:
 def _guard(world: World | None) -> FaultGuard:
     """The guard around what this process does together with others, which closes the world's connections at its end."""
     if world is None:
-        return FaultGuard(0, 1, None)
-    guard = FaultGuard(world.rank, world.size, world.store)
+        return FaultGuard(0, single(1), None)
+    guard = FaultGuard(world.rank, world.grid, world.store)
     guard.closing.callback(lambda: world.close(abort=guard.has_failed))
     return guard

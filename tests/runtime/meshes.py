@@ -1,0 +1,231 @@
+"""Pipelines over meshes: the model, what each rank runs, and the unsplit model on the whole batch beside it."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+from pipegraph.errors import PipegraphError
+from pipegraph.package import Package
+from pipegraph.runtime.pipeline import Pipeline
+from tests.runtime.packages import Reference, Sketch, Stage, loss
+
+WIDTH, HIDDEN, WORDS, LENGTH = 8, 16, 6, 4
+
+Shape = dict[str, int]
+"""dimension → how many ranks"""
+
+
+def perceptrons(stages: int, tied: bool = True) -> Sketch:
+    """Stages of two residual layers each, behind an embedding and before a head, which may have the same weight."""
+    parts, wide = [], ("float32", ("batch", LENGTH, WIDTH), True)
+    values: dict[str, tuple[str, tuple[int | str, ...], bool]] = {"tokens": ("int64", ("batch", LENGTH), False)}
+    for index in range(stages):
+        names = [f"layers{index}", f"norms{index}"]
+        init = (
+            f"self.{names[1]} = nn.ModuleList(nn.LayerNorm({WIDTH}) for _ in range(2))\n"
+            f"self.{names[0]} = nn.ModuleList(\n"
+            f"    nn.Sequential(nn.Linear({WIDTH}, {HIDDEN}), nn.Tanh(), nn.Linear({HIDDEN}, {WIDTH})) "
+            f"for _ in range(2)\n)\n"
+        )
+        taken = "tokens" if index == 0 else f"h{index - 1}"
+        first = "x = self.embed(tokens)\n" if index == 0 else f"x = {taken}\n"
+        body = f"{first}for norm, layer in zip(self.{names[1]}, self.{names[0]}):\n    x = x + layer(norm(x))\n"
+        init += f"self.embed = nn.Embedding({WORDS}, {WIDTH})\n" if index == 0 else ""
+        if index == stages - 1:
+            init += f"self.head = nn.Linear({WIDTH}, {WORDS}, bias=False)\n"
+            parts.append(Stage(taken, "logits", init, f"{body}return self.head(x)"))
+        else:
+            parts.append(Stage(taken, f"h{index}", init, f"{body}return x"))
+            values[f"h{index}"] = wide
+    values["logits"] = ("float32", ("batch", LENGTH, WORDS), True)
+    return Sketch(tuple(parts), values, "logits", (("embed.weight", "head.weight"),) if tied else ())
+
+
+def metered_loss(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    value = loss(output, target)
+    return value, {"largest": output.detach().flatten(1).amax(1).mean()}
+
+
+def summed_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target.reshape(-1, 1, 1)).square().sum()
+
+
+def whole(tensor: Any) -> Tensor:
+    """Of all ranks together."""
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach()
+
+
+def rows_of(shape: Shape, rows: tuple[int, ...], mesh: Any) -> slice:
+    """The rows of the whole batch that this rank takes."""
+    place = 0
+    for name in ("dp_replicate", "dp_shard"):
+        if name in shape:
+            place = place * shape[name] + mesh.get_local_rank(name)
+    start = sum(rows[:place])
+    return slice(start, start + rows[place])
+
+
+def make(folder: str, shape: Shape, schedule: str, microbatches: int = 4, **options: Any) -> tuple[Pipeline, Any]:
+    """A pipeline over a new mesh, and the mesh."""
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    options = {"loss_fn": metered_loss, "kernels": "eager", "timeout": 60, **options}
+    return Pipeline(Package.open(folder), schedule, microbatches, mesh=mesh, **options), mesh
+
+
+def train(
+    rank: int, folder: str, shape: Shape, schedule: str, rows: tuple[int, ...], options: dict[str, Any]
+) -> list[str]:
+    """Three steps of AdamW, the second with two accumulated batches, beside the unsplit model. What was warned of.
+
+    `rows` has those of each data-parallel rank.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe, mesh = make(folder, shape, schedule, **options)
+        mine = rows_of(shape, rows, mesh)
+        assert_trained(pipe, mine, sum(rows), options.get("loss_fn", metered_loss))
+    return [str(each.message) for each in caught if "traced" in str(each.message)]
+
+
+def assert_trained(pipe: Pipeline, mine: slice, rows: int, loss_fn: Callable[..., Any]) -> None:
+    reference = Reference(pipe.package)
+    parameters = list({id(parameter): parameter for parameter in reference.parameters.values()}.values())
+    options: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
+    ours, theirs = torch.optim.AdamW(pipe.parameters(), **options), torch.optim.AdamW(parameters, **options)
+    for number in range(3):
+        for part in range(1 + (number == 1)):
+            generator = torch.Generator().manual_seed(10 * number + part)
+            tokens = torch.randint(WORDS, (rows, LENGTH), generator=generator)
+            target = torch.randn(rows, generator=generator)
+            result = pipe.step(tokens[mine], target=target[mine], return_outputs=True)
+            outputs = reference({"tokens": tokens})
+            returned = loss_fn(outputs, target)
+            value, metrics = returned if isinstance(returned, tuple) else (returned, {})
+            value.backward()
+            assert (result.loss is not None) == (len(reference.stages) - 1 in pipe.stages)
+            if result.loss is not None:
+                near(result.loss, value.detach(), "loss")
+                near(result.outputs, outputs[mine].detach(), "outputs")
+                for name, metric in metrics.items():
+                    near(result.metrics[name], metric, name)
+                near(pipe_loss(pipe, tokens[mine], target[mine]), value.detach(), "evaluation")
+            else:
+                pipe_loss(pipe, tokens[mine], target[mine])
+        for name, parameter in pipe.named_parameters():
+            assert parameter.grad is not None, name
+            assert isinstance(parameter.grad, DTensor) == isinstance(parameter, DTensor), name
+            near(whole(parameter.grad), reference.parameters[name].grad, f"gradient of {name}")
+        near(pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(parameters, 0.1), "norm")
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, tensor in pipe.state_dict().items():
+        near(whole(tensor), reference.parameters[name].detach(), name)
+
+
+def pipe_loss(pipe: Pipeline, tokens: Tensor, target: Tensor) -> Any:
+    return pipe.evaluate(tokens, target=target).loss
+
+
+def near(found: Any, expected: Any, name: str) -> None:
+    """Equal to a millionth of the largest."""
+    assert_close(
+        found, expected, rtol=1e-6, atol=1e-6 * max(1.0, float(expected.abs().max())), msg=lambda m: f"{name}: {m}"
+    )
+
+
+def fail(rank: int, folder: str, shape: Shape, failing: int, how: str, options: dict[str, Any]) -> tuple[str, float]:
+    """After a good step a rank fails, in an action or in its data. What this rank says, and after how long.
+
+    Every process stays alive until all have noticed.
+    """
+    pipe, _ = make(folder, shape, "1f1b", **options)
+    tokens, target = torch.zeros(8, LENGTH, dtype=torch.int64), torch.zeros(8)
+    pipe.step(tokens, target=target)
+
+    def break_down(*_: Any) -> None:
+        raise ValueError("broken on purpose")
+
+    if rank == failing and how == "action":
+        next(iter(pipe.stages.values())).register_forward_pre_hook(break_down)
+    started = time.monotonic()
+    said = "nothing"
+    try:
+        for _ in range(3):
+            pipe.step(tokens[:, :-1] if rank == failing and how == "batch" else tokens, target=target)
+    except PipegraphError as error:
+        said = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - started
+    Path(folder, f"noticed-{how}-{rank}").touch()
+    deadline = time.monotonic() + 15
+    while len(list(Path(folder).glob(f"noticed-{how}-*"))) < pipe_size(shape) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return said, seconds
+
+
+def pipe_size(shape: Shape) -> int:
+    return math.prod(shape.values())
+
+
+def refused(rank: int, folder: str, how: str) -> str:
+    """What is wrong on a mesh of two ranks."""
+    names = {"unknown": ("pp", "dp_shrad"), "unnamed": None}.get(how, ("pp", "dp_replicate"))
+    mesh: Any = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+    options: dict[str, Any] = {"loss_fn": loss, "kernels": "eager", "timeout": 30, "mesh": mesh}
+    if how == "type":
+        options["mesh"] = (1, 2)
+    elif how == "group":
+        options["group"] = dist.group.WORLD
+    elif how == "wrapper":
+        options["parallelize_fn"] = DistributedDataParallel
+    pipe = Pipeline(folder, "1f1b", 2, **options)
+    tokens, target = torch.zeros(4, LENGTH, dtype=torch.int64), torch.zeros(4)
+    if how == "calls" and rank == 1:
+        pipe.eval(tokens)
+    elif how == "lists" and rank == 1:
+        pipe.step([tokens, tokens, tokens], target=[target, target, target])
+    elif how == "losses" and rank == 1:
+        pipe.evaluate(tokens)
+    elif how == "losses":
+        pipe.evaluate(tokens, target=target)
+    else:
+        pipe.step([tokens, tokens] if how == "lists" else tokens, target=[target, target] if how == "lists" else target)
+    return "nothing"
+
+
+def start_and_state(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Replicas with other weights and buffers, which train a module of the loss. What is where after a step."""
+    scale = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(scale.weight, float(rank + 1))
+
+    def change(stage: nn.Module) -> None:
+        stage.register_buffer("flags", torch.tensor([rank == 0, False, True]))
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter.add_(rank)
+
+    pipe, _ = make(
+        folder,
+        {"dp_replicate": 2},
+        "1f1b",
+        parallelize_fn=change,
+        loss_fn=lambda output, target: loss(scale(output.flatten().unsqueeze(1)), target.sum()),
+    )
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    pipe.stages[0].flags.copy_(torch.tensor([False, rank == 0, True]))
+    pipe.step(torch.full((8, LENGTH), rank), target=torch.ones(8))
+    return state, {"scale": scale.weight.grad, "start": scale.weight.detach(), "flags": pipe.stages[0].flags}

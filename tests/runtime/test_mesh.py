@@ -1,0 +1,81 @@
+"""Pipelines over meshes of processes train as the unsplit model on the whole batch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime import meshes, ranks
+from tests.runtime.packages import write
+
+
+def train(
+    path: Path, shape: meshes.Shape, schedule: str, rows: tuple[int, ...], tied: bool = True, **options: Any
+) -> list[Any]:
+    stages = (4 if schedule in ("zb-v", "interleaved-1f1b") else 2) // (1 if shape.get("pp", 1) > 1 else 2)
+    folder = str(write(meshes.perceptrons(max(stages, 1), tied), path / "perceptrons"))
+    count = 1
+    for length in shape.values():
+        count *= length
+    return ranks.run(meshes.train, count, folder, shape, schedule, rows, options, timeout=110)
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule", "rows", "tied"),
+    [
+        ({"pp": 2, "dp_replicate": 2}, "1f1b", (8, 8), True),
+        ({"dp_replicate": 2, "pp": 2}, "zb-v", (9, 5), False),
+        ({"pp": 2, "dp_replicate": 2}, "zb-v", (8, 8), True),
+        ({"pp": 1, "dp_replicate": 2}, "1f1b", (7, 3), True),
+        ({"dp_replicate": 2}, "1f1b", (6, 6), False),
+    ],
+)
+def test_replicas(shape: meshes.Shape, schedule: str, rows: tuple[int, ...], tied: bool, tmp_path: Path) -> None:
+    said = train(tmp_path, shape, schedule, rows, tied)
+    assert said == [[]] * len(said)
+
+
+def test_sums_add_up_over_replicas(tmp_path: Path) -> None:
+    options = {"loss_fn": meshes.summed_loss, "loss_reduction": "sum", "kernels": "autograd"}
+    said = train(tmp_path, {"pp": 2, "dp_replicate": 2}, "1f1b", (5, 3), **options)
+    assert said == [[]] * 4
+
+
+@pytest.mark.parametrize(("how", "error"), [("action", "ValueError: broken on purpose"), ("batch", "BatchError: ")])
+def test_a_rank_that_fails_stops_all_pipelines_and_is_named_by_its_place(how: str, error: str, tmp_path: Path) -> None:
+    folder, shape = str(write(meshes.perceptrons(2), tmp_path / "perceptrons")), {"pp": 2, "dp_replicate": 2}
+    said = ranks.run(meshes.fail, 4, folder, shape, 1, how, {"kernels": "autograd"})
+    for message, seconds in said:
+        assert re.search(rf"rank 1 \(pp 0, dp_replicate 1\) failed.*{error}|^{error}", message), message
+        assert seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("unknown", 'ArgumentError: a mesh has no dimension "dp_shrad". Did you mean "dp_shard"?'),
+        ("unnamed", "ArgumentError: the dimensions of the mesh have no names"),
+        ("type", "ArgumentError: mesh is a torch DeviceMesh"),
+        ("group", "ArgumentError: mesh and group were both given"),
+        ("wrapper", "PipegraphError: parallelize_fn returned DistributedDataParallel"),
+        ("calls", "is in a call for a"),
+        ("losses", "is in a call for"),
+        ("lists", "BatchError: data-parallel ranks were given lists of different numbers of microbatches"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(how: str, message: str, tmp_path: Path) -> None:
+    for said in ranks.run(meshes.refused, 2, str(write(meshes.perceptrons(1), tmp_path / "perceptrons")), how):
+        assert message in said
+
+
+def test_replicas_start_equal_and_stay_so(tmp_path: Path) -> None:
+    folder = str(write(meshes.perceptrons(1), tmp_path / "perceptrons"))
+    (first, one), (second, other) = ranks.run(meshes.start_and_state, 2, folder)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert one["start"].item() == other["start"].item() == 1.0
+    assert torch.equal(one["scale"], other["scale"]) and one["scale"].item() != 0
+    assert one["flags"].tolist() == other["flags"].tolist() == [False, True, True]
