@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree
@@ -45,6 +47,40 @@ def make_backend(store: dist.Store, rank: int, size: int, device: torch.device, 
     options._timeout = timedelta(seconds=timeout)
     options._devices = _gloo_devices()
     return gloo(store, rank, size, options)
+
+
+def make_mesh(shape: torch.Tensor, names: Sequence[str], kind: str, timeout: float) -> DeviceMesh:
+    """A mesh with process groups of its own, which `release_mesh` can close without touching the user's.
+
+    Every rank of the mesh makes it. That a group's members alone need to call `new_group` is documented; that the mesh
+    takes groups for each dimension, too.
+
+    Args:
+        shape: the global ranks, laid out as the mesh.
+    """
+    groups = []
+    for dim in range(shape.dim()):
+        lines = shape.movedim(dim, -1).reshape(-1, shape.shape[dim])
+        line = next(line for line in lines.tolist() if dist.get_rank() in line)
+        backend = "nccl" if kind == "cuda" else "gloo"
+        limit = timedelta(seconds=timeout)
+        groups.append(dist.new_group(line, timeout=limit, backend=backend, use_local_synchronization=True))
+    return DeviceMesh.from_group(groups, kind, mesh=shape, mesh_dim_names=tuple(names))
+
+
+def release_mesh(mesh: DeviceMesh) -> None:
+    """Close the connections of a mesh that `make_mesh` made, which wakes every rank that waits in one of its groups.
+
+    Destroying a group closes its connections when nothing else holds it, and the mesh keeps its groups in a private
+    table. Aborting is for NCCL alone: gloo has none.
+    """
+    groups = mesh.get_all_groups()
+    getattr(mesh, "_pg_registry", {}).clear()
+    while groups:
+        group = groups.pop()
+        if dist.get_backend(group) == "nccl":
+            group._get_backend(torch.device("cuda")).abort()
+        dist.destroy_process_group(group)
 
 
 @cache

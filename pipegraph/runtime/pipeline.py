@@ -16,15 +16,17 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels import Maker, maker
 from pipegraph.package import Package
 from pipegraph.runtime import parameters
+from pipegraph.runtime.divided_stages import divide_tensors
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.processes.faults import FaultGuard
-from pipegraph.runtime.processes.group import TIMEOUT
+from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
 from pipegraph.runtime.processes.rank_grid import PIPELINE, single
 from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, join_world
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes, check_loss_reduction
 from pipegraph.runtime.step_runner import LossFunction, StepRunner
+from pipegraph.runtime.tensor_parallel import Plan
 from pipegraph.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -59,6 +61,9 @@ class Pipeline:
             whose dimensions are some of "pp" (a pipeline), "dp_replicate" (ranks that hold the same stages), "dp_shard"
             and "tp" (ranks that share the parameters of a stage). Ranks that differ in a `dp` dimension are each given
             their own share of the batch; what a step computes is of the whole.
+        tp_plan: how the ranks along "tp" divide the model: for patterns of module names, with ``*`` for a part of a
+            name, one of transformers' styles ("colwise", "rowwise", "colwise_gather_output", "sequence_parallel", …) or
+            an object of `torch.distributed.tensor.parallel`. The first pattern that fits a module counts.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block".
         parallelize_fn: called with each stage of this process once its weights are loaded. It shards, freezes or
             replaces what it likes in place, or returns another module with parameters of the same names, also in
@@ -104,6 +109,7 @@ class Pipeline:
         strict: bool = False,
         loss_reduction: str = "mean",
         mesh: DeviceMesh | None = None,
+        tp_plan: Plan | None = None,
     ) -> None:
         check_loss_reduction(loss_reduction)
         self._loss_fn = loss_fn
@@ -124,6 +130,7 @@ class Pipeline:
             self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
             own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
             self.stages = parameters.load_stages(self.package, own, self.device, weights, check_weights)
+            divide_tensors(self.stages, self.package.manifest, world, tp_plan, parallelize_fn is not None)
             if parallelize_fn is not None:
                 self.stages, manifest = parameters.parallelize_stages(self.package, self.stages, parallelize_fn)
                 self.package = replace(self.package, manifest=manifest)
@@ -290,7 +297,7 @@ class Pipeline:
 
         Collective: every rank must call it. Returns the norm before clipping.
         """
-        with self._guard:
+        with self._guard, lost_connections(None):
             own, pipeline = list(self.parameters()), self._processes.along(PIPELINE)
             return clip_grad_norm(own, self._runner.ties.counted(own), max_norm, norm_type, pipeline, self.device)
 

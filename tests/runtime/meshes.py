@@ -24,6 +24,13 @@ from tests.runtime.packages import Reference, Sketch, Stage, loss
 
 WIDTH, HIDDEN, WORDS, LENGTH = 8, 16, 6, 4
 
+TP_PLAN = {
+    "layers*.*.0": "colwise",
+    "layers*.*.2": "rowwise",
+    "embed": "embedding_rowwise",
+    "head": "colwise_gather_output",
+}
+
 Shape = dict[str, int]
 """dimension → how many ranks"""
 
@@ -179,6 +186,12 @@ def fail(rank: int, folder: str, shape: Shape, failing: int, how: str, options: 
 
 def pipe_size(shape: Shape) -> int:
     return math.prod(shape.values())
+
+
+def plan_refused(rank: int, folder: str, tp: int, plan: Any) -> str:
+    """Where a plan for `tp` ranks, in two pipelines of which one stage fits it, is refused."""
+    make(folder, {"pp": 2, "tp": tp}, "1f1b", tp_plan=plan)
+    return "nothing"
 
 
 def refused(rank: int, folder: str, how: str) -> str:

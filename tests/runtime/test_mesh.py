@@ -79,3 +79,53 @@ def test_replicas_start_equal_and_stay_so(tmp_path: Path) -> None:
     assert one["start"].item() == other["start"].item() == 1.0
     assert torch.equal(one["scale"], other["scale"]) and one["scale"].item() != 0
     assert one["flags"].tolist() == other["flags"].tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule", "tied", "kernels"),
+    [
+        ({"pp": 2, "tp": 2}, "1f1b", False, "eager"),
+        ({"tp": 2, "pp": 2}, "zb-v", True, "eager"),
+        ({"dp_replicate": 2, "tp": 2}, "1f1b", True, "autograd"),
+    ],
+)
+def test_tensor_parallel(shape: meshes.Shape, schedule: str, tied: bool, kernels: str, tmp_path: Path) -> None:
+    rows = (8, 6) if "dp_replicate" in shape else (8,)
+    said = train(tmp_path, shape, schedule, rows, tied, tp_plan=meshes.TP_PLAN, kernels=kernels)
+    assert said == [[]] * len(said)
+
+
+@pytest.mark.parametrize(
+    ("tp", "plan", "message"),
+    [
+        (
+            2,
+            {"layer0.*.0": "colwise"},
+            r'style for layer0\.\*\.0, and the model has no such module.*"layers0',
+        ),
+        (2, {"layers*.*.0": "columnwise"}, 'the style "columnwise", which there is not. Did you mean "colwise"'),
+        (2, {"layers*.*.0": "packed_colwise"}, 'the style "packed_colwise", which torch does not have'),
+        (2, {"norms1.*": "colwise"}, "norms1.0, of the class LayerNorm, a style not for it"),
+        (2, ["colwise"], "tp_plan has a style for each pattern"),
+        (2, None, "nothing says how they divide the model"),
+        (2, {"layers1.*.0": "colwise"}, "stage 1 does not run with its parameters divided between 2 ranks"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tp: int, plan: Any, message: str, tmp_path: Path) -> None:
+    folder = str(write(meshes.perceptrons(2), tmp_path / "perceptrons"))
+    for said in ranks.run(meshes.plan_refused, 2 * tp, folder, tp, plan):
+        assert said.startswith("ArgumentError") and re.search(message, said), said
+
+
+def test_ranks_that_do_not_divide_a_layer_are_refused(tmp_path: Path) -> None:
+    folder = str(write(meshes.perceptrons(2), tmp_path / "perceptrons"))
+    for said in ranks.run(meshes.plan_refused, 6, folder, 3, meshes.TP_PLAN):
+        assert re.search(r"divides the 16 outputs of layers0\.0\.0, in stage 0, and tp is 3", said), said
+
+
+def test_a_rank_that_fails_wakes_those_that_wait_in_a_collective_of_a_stage(tmp_path: Path) -> None:
+    folder, shape = str(write(meshes.perceptrons(2), tmp_path / "perceptrons")), {"pp": 2, "tp": 2}
+    options = {"tp_plan": meshes.TP_PLAN, "kernels": "autograd"}
+    for message, seconds in ranks.run(meshes.fail, 4, folder, shape, 3, "action", options):
+        assert "rank 3 (pp 1, tp 1) failed" in message and "ValueError: broken on purpose" in message
+        assert seconds < 10

@@ -93,7 +93,7 @@ def check_mesh(mesh: DeviceMesh, group: ProcessGroup | None) -> RankGrid:
     """
     from torch.distributed import DeviceMesh
 
-    example = 'mesh=init_device_mesh("cuda", (2, 4), mesh_dim_names=("pp", "dp_shard"))'
+    example = 'mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp_shard"))'
     require_type(mesh, DeviceMesh, "mesh is a torch DeviceMesh", example)
     if group is not None:
         raise ArgumentError(

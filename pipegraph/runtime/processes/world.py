@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pipegraph.arguments import require_type
-from pipegraph.errors import PipegraphError, ScheduleError
+from pipegraph.errors import ArgumentError, PipegraphError, ScheduleError
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group, call_within, check_timeout, lost_connections
@@ -107,16 +107,28 @@ class World:
 
     Ranks are numbered within all of them, and named by their place in the grid. Each world has a `store` of its own.
 
+    Args:
+        processes: of each rank, its number in the default group.
+
     Attributes:
         pipeline: the ranks of this process's pipeline, in its order.
     """
 
-    def __init__(self, store: dist.Store, rank: int, grid: RankGrid, device: torch.device, timeout: float) -> None:
-        self.store = store
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        grid: RankGrid,
+        device: torch.device,
+        timeout: float,
+        processes: Sequence[int],
+    ) -> None:
+        self.store, self._processes = store, processes
         self.rank, self.grid, self.device = rank, grid, device
         self.timeout = timeout
         self.pipeline = grid.line(rank, PIPELINE)
         self._groups: list[Group] = []
+        self._mesh: DeviceMesh | None = None
         self._along: dict[tuple[tuple[int, ...], bool], Group] = {}
 
     @property
@@ -156,6 +168,24 @@ class World:
             self._along[key] = self.connect(name, ranks, torch.device("cpu") if on_cpu else None)
         return self._along[key]
 
+    def mesh(self, *names: str) -> DeviceMesh:
+        """A mesh of these dimensions for DTensors, whose groups are closed when a rank fails.
+
+        Its dimensions are in the order of `DIMENSIONS`. The first call is collective for all ranks.
+        """
+        if self._mesh is None:
+            order = [self.grid.names.index(name) for name in DIMENSIONS if name in self.grid.names]
+            shape = torch.tensor(self._processes).reshape(self.grid.shape).permute(order)
+            ordered = [self.grid.names[place] for place in order]
+            self._mesh = internals.make_mesh(shape, ordered, self.device.type, self.timeout)
+        return self._mesh[tuple(name for name in DIMENSIONS if name in names)]
+
+    def check_everywhere(self, problem: str | None) -> None:
+        """Raise ArgumentError on every rank if one of them has a problem. Collective: every rank must call it."""
+        for found in self.gather_text(problem or "", *DIMENSIONS):
+            if found:
+                raise ArgumentError(found)
+
     def check_agreement(self, text: str) -> None:
         """Wait until every rank is here. Raises ScheduleError unless all of them pass the same `text`."""
         if not self.along(*DIMENSIONS, on_cpu=True).agrees(text, torch.device("cpu")):
@@ -165,23 +195,30 @@ class World:
                 "it anew."
             )
 
-    def gather(self, figures: Sequence[float]) -> list[list[float]]:
-        """The figures of every rank of this pipeline, in its order. Collective: all must call it, with equally many."""
-        table = torch.zeros(len(self.pipeline), len(figures), dtype=torch.float64)
-        table[self.pipeline.index(self.rank)] = torch.tensor(figures, dtype=torch.float64)
-        self.along(PIPELINE, on_cpu=True).all_reduce(table)
+    def gather(self, figures: Sequence[float], *names: str) -> list[list[float]]:
+        """The figures of every rank in one line with this one along these dimensions, by default of its pipeline.
+
+        Collective: all of them must call it, with equally many.
+        """
+        names = names or (PIPELINE,)
+        ranks = self.grid.line(self.rank, *names)
+        table = torch.zeros(len(ranks), len(figures), dtype=torch.float64)
+        table[ranks.index(self.rank)] = torch.tensor(figures, dtype=torch.float64)
+        self.along(*names, on_cpu=True).all_reduce(table)
         rows: list[list[float]] = table.tolist()
         return rows
 
-    def gather_text(self, text: str) -> list[str]:
-        """The texts of every rank of this pipeline, in its order. Collective: every one of them must call it."""
+    def gather_text(self, text: str, *names: str) -> list[str]:
+        """The texts of the same ranks. Collective: all of them must call it."""
+        names = names or (PIPELINE,)
         texts = []
-        for sender, (length,) in zip(self.pipeline, self.gather([len(text.encode())]), strict=True):
+        lengths = self.gather([len(text.encode())], *names)
+        for sender, (length,) in zip(self.grid.line(self.rank, *names), lengths, strict=True):
             letters = torch.zeros(int(length), dtype=torch.uint8)
             if self.rank == sender and text:
                 letters = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
             if length:
-                self.along(PIPELINE, on_cpu=True).broadcast(letters, sender)
+                self.along(*names, on_cpu=True).broadcast(letters, sender)
             texts.append(bytes(letters.tolist()).decode())
         return texts
 
@@ -203,6 +240,9 @@ class World:
         self._close_groups(abort)
 
     def _close_groups(self, abort: bool) -> None:
+        if abort and self._mesh is not None:  # else DTensors of the user's may still need it
+            mesh, self._mesh = self._mesh, None
+            internals.release_mesh(mesh)
         for group in self._groups:
             group.close(abort)
 
@@ -232,7 +272,7 @@ def join_world(
     meeting = Meeting(internals.default_store(), dist.get_rank(), ranks, timeout, grid.text)
     with meeting:
         chosen = local_device(device)
-    return World(meeting.join(), ranks.index(dist.get_rank()), grid, chosen, timeout), chosen
+    return World(meeting.join(), ranks.index(dist.get_rank()), grid, chosen, timeout, ranks), chosen
 
 
 def _make_default_group(device: str | torch.device, timeout: float) -> None:
