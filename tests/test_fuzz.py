@@ -73,7 +73,7 @@ def test_manifests_plans_and_profiles(name: str, sound: dict[str, Kind], chance:
 
 def _schedules() -> list[str]:
     overlapped = build("dualpipe-v", 2, 4)
-    collectives = from_csv("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n1UNSHARD,1F0,1B0,1REDUCE_GRAD\n")
+    collectives = from_csv("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n1UNSHARD,1F0,1B0,1RESHARD,1REDUCE_GRAD\n")
     made: list[Schedule] = [build("1f1b", 2, 3), lower(build("zb-v", 2, 3)), overlapped, lower(collectives)]
     return [to_csv(each) for each in made]
 

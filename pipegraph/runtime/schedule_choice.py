@@ -86,9 +86,10 @@ def fewer_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The schedule without its backward, in the same placement: what `evaluate` runs."""
+    """The schedule without its backward and collectives, in the same placement: what `evaluate` runs."""
     actions = tuple(tuple(action for action in row if action.kind is Kind.F) for row in schedule.actions)
-    return schedule.changed(name=f"{schedule.name}, forward only", actions=actions, overlapped=frozenset())
+    name = f"{schedule.name}, forward only"
+    return schedule.changed(name=name, actions=actions, overlapped=frozenset(), collectives=())
 
 
 def other_names(stages: int, ranks: int) -> str:

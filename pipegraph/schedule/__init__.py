@@ -10,26 +10,32 @@ from __future__ import annotations
 from pipegraph.schedule.action import Action, Collective, CollectiveKind, Kind
 from pipegraph.schedule.build import build
 from pipegraph.schedule.check import check
+from pipegraph.schedule.collective_stream import CollectiveEvent, RankCollectives
 from pipegraph.schedule.lifetimes import Lifetime, What, lifetimes, peak_activations, receive_buffers
 from pipegraph.schedule.lower import lower, without_transfers
 from pipegraph.schedule.lower_bound import lower_bound
 from pipegraph.schedule.order_search.search_orders import SearchedSchedule, search
+from pipegraph.schedule.parameter_memory import ParameterBytes, parameter_bytes
 from pipegraph.schedule.recipes import names
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.schedule_files import from_csv, read_csv, read_times, to_csv
-from pipegraph.schedule.simulate import Event, Timeline, simulate
+from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.stages import PLACEMENTS, Placement
+from pipegraph.schedule.timeline import Event, Timeline
 from pipegraph.schedule.times import Times
 
 __all__ = [
     "PLACEMENTS",
     "Action",
     "Collective",
+    "CollectiveEvent",
     "CollectiveKind",
     "Event",
     "Kind",
     "Lifetime",
+    "ParameterBytes",
     "Placement",
+    "RankCollectives",
     "Schedule",
     "SearchedSchedule",
     "Timeline",
@@ -42,6 +48,7 @@ __all__ = [
     "lower",
     "lower_bound",
     "names",
+    "parameter_bytes",
     "peak_activations",
     "read_csv",
     "read_times",

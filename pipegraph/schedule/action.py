@@ -149,8 +149,10 @@ class Collective:
         return None if match is None else cls(int(match[1]), CollectiveKind(match[2]))
 
 
-def unit_text(unit: Sequence[Action]) -> str:
-    """Return one action, or an overlapped pair of two, as torch writes it."""
+def unit_text(unit: Sequence[Action] | Collective) -> str:
+    """Return a collective, one action, or an overlapped pair of two, as torch writes it."""
+    if isinstance(unit, Collective):
+        return str(unit)
     return f"({unit[0]};{unit[1]})OVERLAP_F_B" if len(unit) == 2 else str(unit[0])
 
 

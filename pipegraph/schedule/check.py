@@ -10,15 +10,17 @@ from numpy.typing import NDArray
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind, unit_text
 from pipegraph.schedule.action_arrays import RECV_F, SEND_F, ActionArrays, B, I, W
+from pipegraph.schedule.check_collectives import check_collectives
+from pipegraph.schedule.faults import fault
 from pipegraph.schedule.lifetimes import held_activations
-from pipegraph.schedule.replay import NEVER, marked_grid, replay, slots
+from pipegraph.schedule.replay import NEVER, replay
 from pipegraph.schedule.schedule import Schedule, require_schedule
 
 Violations = tuple[NDArray[np.bool_], Callable[[Action], str], Callable[[Action], str]]
 """(for each action, whether it breaks a rule; why such an action is wrong; what to do about it)"""
 
 
-def check(schedule: Schedule, memory_limit: float | None = None) -> None:
+def check(schedule: Schedule, memory_limit: float | None = None, resident: int | None = None) -> None:
     """Raise ScheduleError, and nothing else, unless the schedule can run.
 
     1. Each action is on the rank that holds its stage, and names a stage and a microbatch that exist.
@@ -29,6 +31,10 @@ def check(schedule: Schedule, memory_limit: float | None = None) -> None:
        end. So dependencies hold, and transfers between two ranks are received in the order in which they are sent. The
        two adjacent actions of an overlapped pair begin together, when both have what they need.
     4. No rank holds more than ``memory_limit`` saved activations of one stage and microbatch.
+    5. If it has collectives: every action that computes finds the parameters of its stage whole; of a rank's sharded
+       stages no more than ``resident`` are whole at a time, and none at the end; none is gathered twice; and the
+       gradients of each stage that is sharded or replicated are reduced once, after the last W or B. A stage is sharded
+       if anything is gathered for it (`Schedule.sharded`).
 
     The message says which rule is broken, and draws the schedule with the place marked. The error's ``places`` maps
     each rank at fault to the position among its actions.
@@ -37,8 +43,9 @@ def check(schedule: Schedule, memory_limit: float | None = None) -> None:
     if not isinstance(memory_limit, int | float | None) or memory_limit != memory_limit:  # NaN equals nothing
         raise ScheduleError(f"A memory limit is a number of activations, such as memory_limit=4, not {memory_limit!r}.")
     check_actions(schedule)
+    check_collectives(schedule, resident)
     if reached := _stuck(schedule):
-        raise _fault(schedule, *_explain(schedule, reached))
+        raise fault(schedule, *_explain(schedule, reached))
     if memory_limit is not None and schedule.trains:
         _check_memory(schedule, memory_limit)
 
@@ -60,7 +67,7 @@ def _check_each(schedule: Schedule) -> None:
         rank, position = schedule.arrays.place(first)
         action = schedule.arrays.action(first)
         why, advice = next((why(action), advice(action)) for broken, why, advice in rules if broken[first])
-        raise _fault(schedule, f"{action} cannot be on rank {rank}: {why}.", {rank: position}, advice)
+        raise fault(schedule, f"{action} cannot be on rank {rank}: {why}.", {rank: position}, advice)
 
 
 def _action_rules(schedule: Schedule) -> Iterator[Violations]:
@@ -130,7 +137,7 @@ def _check_divided(schedule: Schedule) -> None:
         (rank, first), (_, second) = arrays.place(whole), arrays.place(int(parts[0]))
         one, other = arrays.action(whole), arrays.action(int(parts[0]))
         what = f"{one} and {other} cannot both be on rank {rank}: B is I and W in one."
-        raise _fault(schedule, what, {rank: max(first, second)}, f"Keep either {one}, or an I and a W.")
+        raise fault(schedule, what, {rank: max(first, second)}, f"Keep either {one}, or an I and a W.")
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -163,7 +170,7 @@ def _missing(schedule: Schedule, microbatch: int) -> ScheduleError:
         also = f"although {partner} is" if partner in there else f"and so is {partner}"
         what = f"{action} is missing on rank {rank}, {also} on rank {schedule.placement[partner.stage]}."
         advice = f"Add {action} to rank {rank}, or let lower() place all transfers."
-    return _fault(schedule, what, {rank: len(schedule.actions[rank])}, advice)
+    return fault(schedule, what, {rank: len(schedule.actions[rank])}, advice)
 
 
 def _required(schedule: Schedule, microbatch: int, there: set[Action]) -> Iterator[Action]:
@@ -198,7 +205,7 @@ def _check_overlapped(schedule: Schedule) -> None:
         if not apart[pair]:
             what, advice = f"{second} needs what {first} saves", ""
         what = f"{first} and {second} cannot overlap: {what}."
-        raise _fault(schedule, what, places or {0: 0}, f"Unmark the pair{advice}.")
+        raise fault(schedule, what, places or {0: 0}, f"Unmark the pair{advice}.")
 
 
 def _check_memory(schedule: Schedule, limit: float) -> None:
@@ -208,12 +215,7 @@ def _check_memory(schedule: Schedule, limit: float) -> None:
             action, most = schedule.actions[rank][over[0]], held[over[0]]
             what = f"{action} is too much for rank {rank}: with it, {most} activations are held."
             advice = f"The limit is {limit}: let a B or W come first, raise the limit, or try another schedule."
-            raise _fault(schedule, what, {rank: int(over[0])}, advice)
-
-
-def _fault(schedule: Schedule, what: str, places: Mapping[int, int], advice: str) -> ScheduleError:
-    picture = marked_grid(schedule.actions, slots(schedule.arrays), places)
-    return ScheduleError(f"{schedule.name}: {what}\n{picture}\n{advice}", places)
+            raise fault(schedule, what, {rank: int(over[0])}, advice)
 
 
 def _stuck(schedule: Schedule) -> dict[int, int]:

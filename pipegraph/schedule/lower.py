@@ -14,6 +14,7 @@ from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.action_arrays import KINDS, SEND_B, SEND_F, B, F, I, Integers
 from pipegraph.schedule.check import check
+from pipegraph.schedule.collectives import place_collectives
 from pipegraph.schedule.replay import UNIT, replay
 from pipegraph.schedule.schedule import Schedule, require_schedule
 from pipegraph.schedule.stages import Edge
@@ -22,9 +23,17 @@ _DURATIONS = {**UNIT, Kind.B: 2}  # a full backward does the work of I and W
 
 
 def lower(
-    schedule: Schedule, edges: Iterable[Edge] | None = None, gradient_edges: Iterable[Edge] | None = None
+    schedule: Schedule,
+    edges: Iterable[Edge] | None = None,
+    gradient_edges: Iterable[Edge] | None = None,
+    *,
+    sharded: Iterable[int] = (),
+    replicated: Iterable[int] = (),
+    resident: int | None = None,
 ) -> Schedule:
-    """Return the schedule with one SEND and one RECV for each edge, microbatch and direction.
+    """Return the schedule with all transfers, and with the collectives of sharded and replicated stages.
+
+    There is one SEND and one RECV for each edge, microbatch and direction.
 
     All ranks' orders are parts of one global order in which each SEND is next to its RECV. So every two ranks have
     their transfers in the same order, and nothing can deadlock even if each transfer blocks until its partner arrives.
@@ -32,18 +41,37 @@ def lower(
     rank has begun by the time the value is made. The two actions of an overlapped pair count as one, so that no
     transfer comes between them.
 
+    UNSHARD gathers the parameters of a sharded stage, RESHARD frees what was gathered, and REDUCE_GRAD sums gradients:
+    - Each action that computes, W too, has its stage whole. With ``resident``, `residencies` decides which stages stay,
+      so that no order of UNSHARD and RESHARD needs fewer gathers for this order of actions.
+    - An UNSHARD comes as early as it can be prefetched: when a stage may be whole for it, in the order of first use. A
+      RESHARD comes right after the last use.
+    - Gradients add up unsharded from a stage's first W to its last, also while its parameters are resharded between,
+      and are reduced once: right after the last W or B, beside the rest of the step.
+    - The ranks that share a stage's parameters hold the same stages and so have the same order of collectives. It is
+      part of the global order, of which each replica of the pipeline has its own: no two can wait for each other.
+
     Args:
         schedule: one without transfers.
         edges: (producer stage, consumer stage) pairs that carry values; by default the schedule's own, which for a
             built one are the chain. An edge between stages of one rank needs no transfer.
         gradient_edges: the edges over which a gradient returns; by default all.
+        sharded: the stages whose parameters are gathered for use and whose gradients are reduced (dp_shard).
+        replicated: other stages whose gradients are reduced (dp_replicate).
+        resident: how many sharded stages of a rank may be whole at a time, one that is being prefetched included; None:
+            all. One more than are used by turns leaves room for prefetching.
+
+    Collectives that the schedule has already, such as those of a file, stay where they are.
 
     Raises:
-        ScheduleError: edges that do not fit, or a schedule that is wrong or has transfers already.
+        ScheduleError: edges or stages that do not fit; a ``resident`` that is too small for an overlapped pair; a
+            schedule that is wrong, has transfers already, or has collectives of other stages.
     """
     require_schedule("lower", schedule)
     for each in (edges, gradient_edges):
         require_type(each, (Iterable, NoneType), "Edges are pairs of stages", "edges=[(0, 1)]", ScheduleError)
+    for stages in (sharded, replicated):
+        require_type(stages, Iterable, "Sharded and replicated are stages", "sharded=[0, 1]", ScheduleError)
     if schedule.lowered:
         raise ScheduleError(f"{schedule.name} has transfers already. without_transfers takes them out.")
     if edges is not None or gradient_edges is not None:
@@ -51,7 +79,7 @@ def lower(
             edges=schedule.dependencies.edges if edges is None else tuple(edges),
             gradient_edges=None if gradient_edges is None else tuple(gradient_edges),
         )
-    check(schedule)  # so that it can be replayed to its end
+    check(schedule, resident=resident)  # so that it can be replayed to its end
     arrays = schedule.arrays
     starts = replay(arrays, _DURATIONS)
     ends = starts + np.array([_DURATIONS[kind] for kind in KINDS])[arrays.kind]
@@ -66,7 +94,23 @@ def lower(
     ordered = [unordered[number] for number in np.lexsort((time, rank)).tolist()]
     bounds = [0, *np.cumsum(np.bincount(rank)).tolist()]
     rows = (tuple(ordered[first:last]) for first, last in itertools.pairwise(bounds))
-    return schedule.changed(actions=tuple(rows))
+    lowered = schedule.changed(actions=tuple(rows))
+    sharded, replicated = {*sharded}, {*replicated}
+    if schedule.collectives:
+        _require_same_stages(schedule, sharded, replicated)
+        return lowered
+    return place_collectives(lowered, sharded, replicated, resident) if sharded or replicated else lowered
+
+
+def _require_same_stages(schedule: Schedule, sharded: set[int], replicated: set[int]) -> None:
+    """Raise ScheduleError if stages are sharded or replicated, but not those for which the schedule has collectives."""
+    reduced = sharded | replicated if schedule.trains else set()
+    for what, asked, own in (("gathers", sharded, schedule.sharded), ("reduces", reduced, schedule.reduced)):
+        if (sharded or replicated) and asked != own:
+            raise ScheduleError(
+                f"{schedule.name} {what} the stages {sorted(own)}, and those of this pipeline are {sorted(asked)}.\n"
+                f"Try: schedule.changed(collectives=()), for which lower() places all of them."
+            )
 
 
 def without_transfers(schedule: Schedule) -> Schedule:

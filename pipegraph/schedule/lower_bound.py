@@ -11,7 +11,8 @@ from typing import NamedTuple
 from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.schedule import Schedule
-from pipegraph.schedule.simulate import Timeline, simulate
+from pipegraph.schedule.simulate import simulate
+from pipegraph.schedule.timeline import Timeline
 from pipegraph.schedule.times import Times, require_times
 from pipegraph.units import TimeFormat
 

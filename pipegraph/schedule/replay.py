@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.action import Kind
 from pipegraph.schedule.action_arrays import KINDS, SEND_F, ActionArrays, Integers
 
 UNIT = dict.fromkeys(Kind, 1)
@@ -101,50 +101,50 @@ def _needs_to_wait_for(arrays: ActionArrays) -> tuple[list[int], list[int]]:
     return [0, *np.cumsum(counts).tolist()], needed[kept].tolist()
 
 
-def grid(actions: Sequence[Sequence[Action]], slots: Sequence[Sequence[int]]) -> str:
-    """Draw all actions, each in its slot.
+def grid(cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]]) -> str:
+    """Draw the texts of all actions, each in its slot.
 
     rank 0  0F0 0F1     0B0 0B1
     rank 1      1F0 1B0 1F1 1B1
     """
     end = max((slot + 1 for row in slots for slot in row), default=0)
-    return "\n".join(_rows(actions, slots, range(len(actions)), range(end), {}))
+    return "\n".join(_rows(cells, slots, range(len(cells)), range(end), {}))
 
 
-def marked_grid(actions: Sequence[Sequence[Action]], slots: Sequence[Sequence[int]], marks: Mapping[int, int]) -> str:
+def marked_grid(cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]], marks: Mapping[int, int]) -> str:
     """Draw the surroundings of the marked actions (rank → position). A marked rank's row ends at its mark.
 
     A position behind the last action of its rank marks the place of a missing one.
     """
     ends = {rank: (slots[rank][: at + 1] or [0])[-1] for rank, at in marks.items()}
     shown = range(max(0, min(ends.values()) - _SLOTS_BEFORE), max(ends.values()) + _SLOTS_AFTER + 1)
-    ranks = [rank for rank in range(len(actions)) if any(abs(rank - marked) <= _RANKS_AROUND for marked in marks)]
-    if len(actions) <= _FEW_RANKS:
-        ranks = list(range(len(actions)))
-    return "\n".join(_rows(actions, slots, ranks, shown, ends))
+    ranks = [rank for rank in range(len(cells)) if any(abs(rank - marked) <= _RANKS_AROUND for marked in marks)]
+    if len(cells) <= _FEW_RANKS:
+        ranks = list(range(len(cells)))
+    return "\n".join(_rows(cells, slots, ranks, shown, ends))
 
 
 def _rows(
-    actions: Sequence[Sequence[Action]],
+    cells: Sequence[Sequence[str]],
     slots: Sequence[Sequence[int]],
     ranks: Sequence[int],
     shown: range,
     ends: Mapping[int, int],
 ) -> list[str]:
-    cells: dict[tuple[int, int], str] = {}
+    drawn: dict[tuple[int, int], str] = {}
     for rank in ranks:
-        for action, slot in zip(actions[rank], slots[rank], strict=True):
+        for text, slot in zip(cells[rank], slots[rank], strict=True):
             if slot in shown and slot <= ends.get(rank, slot):
-                cells[rank, slot] = str(action)
+                drawn[rank, slot] = text
     widths = dict.fromkeys(shown, 0)
-    for (_, slot), text in cells.items():
+    for (_, slot), text in drawn.items():
         widths[slot] = max(widths[slot], len(text))
     before = "… " if shown.start > 0 else ""
-    label = len(f"rank {len(actions) - 1}")
+    label = len(f"rank {len(cells) - 1}")
     lines = []
     for rank in ranks:
-        drawn = [slot for slot in shown if slot <= ends.get(rank, slot)]
-        line = " ".join(cells.get((rank, slot), "").ljust(widths[slot]) for slot in drawn)
+        up_to_mark = [slot for slot in shown if slot <= ends.get(rank, slot)]
+        line = " ".join(drawn.get((rank, slot), "").ljust(widths[slot]) for slot in up_to_mark)
         line = f"{f'rank {rank}':<{label}}  {before}{line}".rstrip()
         lines.append(f"{line} <-- ERROR HERE" if rank in ends else line)
     return lines

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import chain as chained
 from typing import Any
 
 from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule.action import BACKWARD, Action, Collective, Kind
+from pipegraph.schedule.action import BACKWARD, Action, Collective, CollectiveKind, Kind
 from pipegraph.schedule.action_arrays import ActionArrays
 from pipegraph.schedule.replay import grid, slots
 from pipegraph.schedule.stages import Dependencies, Edge, chain
@@ -36,7 +37,7 @@ class Schedule:
     gradient_edges: tuple[Edge, ...] | None = None
     """the edges over which a gradient returns; None: all"""
     collectives: tuple[Collective, ...] = ()
-    """what a text of torch's has for sharded stages, in the order of each rank; nothing executes them"""
+    """what `lower` places, or a text has, for sharded and replicated stages: each rank's in their order"""
 
     def __post_init__(self) -> None:
         if type(self.microbatches) is not int or self.microbatches < 1:
@@ -142,9 +143,56 @@ class Schedule:
             yield unit
             position += len(unit)
 
+    def program(self, rank: int) -> tuple[Action | Collective, ...]:
+        """Return all that a rank does, in order: its actions, and its collectives between them."""
+        if not self.collectives:
+            return self.actions[rank]
+        units = self.program_units(rank)
+        return tuple(chained.from_iterable((unit,) if isinstance(unit, Collective) else unit for unit in units))
+
+    def program_units(self, rank: int) -> Iterator[Collective | tuple[Action, ...]]:
+        """Yield the collectives and units of a rank, in order.
+
+        What comes before the second action of a unit comes before the whole unit, because that begins at once.
+        """
+        before = self._collectives_before[rank]
+        for unit in self.units(rank):
+            if before:
+                for action in unit:
+                    yield from before.get(action, ())
+            yield unit
+        yield from before.get(None, ())
+
+    @cached_property
+    def _collectives_before(self) -> list[dict[Action | None, list[Collective]]]:
+        """rank → {action: the collectives right before it}; None: after all actions"""
+        before: list[dict[Action | None, list[Collective]]] = [{} for _ in self.actions]
+        for each in self.collectives:
+            before[self.placement[each.stage]].setdefault(each.before, []).append(each)
+        return before
+
+    @cached_property
+    def sharded(self) -> frozenset[int]:
+        """The stages whose parameters are gathered in it."""
+        return frozenset(each.stage for each in self.collectives if each.kind is not CollectiveKind.REDUCE_GRAD)
+
+    @cached_property
+    def reduced(self) -> frozenset[int]:
+        """The stages whose gradients are reduced in it."""
+        return frozenset(each.stage for each in self.collectives if each.kind is CollectiveKind.REDUCE_GRAD)
+
+    def cells(self) -> list[list[str]]:
+        """Return the text of each action, for a grid: after the collectives that come right before it."""
+        rows = []
+        for row, before in zip(self.actions, self._collectives_before, strict=True):
+            texts = [" ".join(map(str, (*before.get(action, ()), action))) for action in row]
+            texts[-1:] = [" ".join((text, *map(str, before.get(None, ())))) for text in texts[-1:]]
+            rows.append(texts)
+        return rows
+
     def __str__(self) -> str:
         sizes = f"{self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches"
-        return f"{self.name}: {sizes}\n{grid(self.actions, slots(self.arrays))}"
+        return f"{self.name}: {sizes}\n{grid(self.cells(), slots(self.arrays))}"
 
     __repr__ = __str__
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -38,18 +37,8 @@ def to_csv(schedule: Schedule) -> str:
     has no other form for it.
     """
     require_schedule("to_csv", schedule)
-    return "".join(f"{','.join(_cells(schedule, rank))}\n" for rank in range(schedule.ranks))
-
-
-def _cells(schedule: Schedule, rank: int) -> Iterator[str]:
-    collectives: dict[Action | None, list[Collective]] = {}
-    for each in schedule.collectives:
-        if schedule.placement[each.stage] == rank:
-            collectives.setdefault(each.before, []).append(each)
-    for unit in schedule.units(rank):
-        yield from (str(each) for action in unit for each in collectives.pop(action, ()))
-        yield unit_text(unit)
-    yield from map(str, collectives.pop(None, ()))
+    rows = (map(unit_text, schedule.program_units(rank)) for rank in range(schedule.ranks))
+    return "".join(f"{','.join(row)}\n" for row in rows)
 
 
 def from_csv(text: str, name: str = "csv", transfers: bool = True) -> Schedule:

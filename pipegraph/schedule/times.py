@@ -9,20 +9,24 @@ from typing import Any
 
 from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError, nearest
-from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.action import Action, Collective, CollectiveKind, Kind
 from pipegraph.schedule.stages import Edge
 
 PerBoundary = float | Sequence[float] | Mapping[Edge, float]
 """One figure for all boundaries, one per boundary (stage s to s + 1), or one per (producer, consumer) edge."""
 
+PerStage = float | Sequence[float]
+"""One figure for all stages, or one per stage."""
+
 _LONGEST = 1e15  # seconds: some million years; sums of much longer times would overflow
 _PER_STAGE = ("forward", "input_grad", "weight_grad")
 _PER_BOUNDARY = ("hop", "transfer")
+_COLLECTIVE = ("unshard", "reduce_grad")
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds for one microbatch: F, I and W of each stage, and transfers between ranks.
+    """Seconds for one microbatch: F, I and W of each stage, and transfers between ranks; and for collectives.
 
     A value made at time t on another rank can be used at t + ``transfer`` + ``hop``. A gradient takes as long as its
     value. Transfers take no time of the ranks themselves. An edge that skips stages takes the largest figure of the
@@ -33,6 +37,8 @@ class Times:
         hop: the latency of a link, on which any number of transfers may be under way at once.
         transfer: how long a transfer occupies its link, bytes ÷ bandwidth. Of the transfers from one rank to another,
             each starts when the one before has left.
+        unshard, reduce_grad: how long a stage's parameters take to be gathered, and its gradients to be reduced; one
+            figure per stage, or one for all.
 
     Raises ScheduleError for figures that are negative or no numbers, and for counts that do not fit together.
     """
@@ -42,6 +48,8 @@ class Times:
     weight_grad: Sequence[float]
     hop: PerBoundary = 0.0
     transfer: PerBoundary = 0.0
+    unshard: PerStage = 0.0
+    reduce_grad: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name in _PER_STAGE:
@@ -55,6 +63,8 @@ class Times:
                 )
         for name in _PER_BOUNDARY:
             object.__setattr__(self, name, _boundaries(name, getattr(self, name), self.stages))
+        for name in _COLLECTIVE:
+            object.__setattr__(self, name, _stages(name, getattr(self, name), self.stages))
 
     @classmethod
     def equal(
@@ -65,17 +75,21 @@ class Times:
         weight_grad: float = 1.0,
         hop: PerBoundary = 0.0,
         transfer: PerBoundary = 0.0,
+        unshard: float = 0.0,
+        reduce_grad: float = 0.0,
     ) -> Times:
         """Return the same figures for every stage."""
         if type(stages) is not int or stages < 1:
             raise ScheduleError(f"Times are for 1 stage or more, not {stages!r}.")
-        return cls((forward,) * stages, (input_grad,) * stages, (weight_grad,) * stages, hop, transfer)
+        computing = (forward,) * stages, (input_grad,) * stages, (weight_grad,) * stages
+        return cls(*computing, hop, transfer, unshard, reduce_grad)
 
     @classmethod
     def from_json(cls, text: str) -> Times:
         """Read ``{"forward": [1.0, …], "input_grad": […], "weight_grad": […], "hop": 0.1, "transfer": 0.0}``.
 
-        ``hop`` and ``transfer`` are optional, and one figure or a list. Raises ScheduleError.
+        ``hop``, ``transfer``, ``unshard`` and ``reduce_grad`` are optional, and one figure or a list. Raises
+        ScheduleError.
         """
         try:
             fields = json.loads(text, object_pairs_hook=_once)
@@ -86,7 +100,7 @@ class Times:
         form = '{"forward": [1.0, 1.0], "input_grad": [1.0, 1.0], "weight_grad": [1.0, 1.0], "hop": 0.0}'
         if not isinstance(fields, dict):
             raise ScheduleError(f"Times in JSON are an object with one figure per stage, such as {form}.")
-        known = [*_PER_STAGE, *_PER_BOUNDARY]
+        known = [*_PER_STAGE, *_PER_BOUNDARY, *_COLLECTIVE]
         for name in fields:
             if name not in known:
                 raise ScheduleError(f'Times have no "{name}".{nearest(name, known)} They have {", ".join(known)}.')
@@ -111,6 +125,15 @@ class Times:
                 return self.weight_grad[stage]
             case Kind.B:
                 return self.input_grad[stage] + self.weight_grad[stage]
+        return 0.0
+
+    def of_collective(self, collective: Collective) -> float:
+        """Return how long a collective keeps its stream busy: a RESHARD not at all."""
+        match collective.kind:
+            case CollectiveKind.UNSHARD:
+                return _of_stage(self.unshard, collective.stage)
+            case CollectiveKind.REDUCE_GRAD:
+                return _of_stage(self.reduce_grad, collective.stage)
         return 0.0
 
     def hop_of(self, edge: Edge) -> float:
@@ -164,6 +187,15 @@ def _boundaries(name: str, figures: Any, stages: int) -> PerBoundary:
     return found
 
 
+def _stages(name: str, figures: Any, stages: int) -> PerStage:
+    if not isinstance(figures, Iterable) or isinstance(figures, str | bytes):
+        return _figure(name, figures)
+    found = _figures(name, figures)
+    if len(found) != stages:
+        raise ScheduleError(f"{name} is one figure, or one per stage: there are {stages}, and {len(found)} were given.")
+    return found
+
+
 def _edge(name: str, edge: Any, stages: int) -> Edge:
     match edge:
         case (int(producer), int(consumer)) if 0 <= producer < consumer < stages:
@@ -172,6 +204,10 @@ def _edge(name: str, edge: Any, stages: int) -> Edge:
         f"{name} by edge has (producer stage, consumer stage) as keys, such as (0, 1), not {edge!r}: "
         f"there are {stages} stages."
     )
+
+
+def _of_stage(figures: PerStage, stage: int) -> float:
+    return figures[stage] if isinstance(figures, Sequence) else figures
 
 
 def _of_edge(name: str, figures: PerBoundary, edge: Edge) -> float:

@@ -53,8 +53,7 @@ def test_one_two_and_torchrun_processes_agree(
 
 
 def test_a_file_with_transfers_runs_as_its_schedule_does(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
-    text = to_csv(lower(build("gpipe", 2, 4)))
-    (tmp_path / "mine.csv").write_text(f"0UNSHARD,{text}")
+    (tmp_path / "mine.csv").write_text(to_csv(lower(build("gpipe", 2, 4), sharded=[0])))
     plain, file = (
         pipegraph("run", chain, *AUTOGRAD, "--nproc", 1, "--microbatches", 4, "--schedule", schedule)
         for schedule in ("gpipe", tmp_path / "mine.csv")

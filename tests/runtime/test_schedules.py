@@ -36,12 +36,12 @@ def test_parity_with_three_stages_on_a_rank(name: str, tmp_path: Path) -> None:
 
 def test_a_file_with_transfers_and_collectives_runs(tmp_path: Path) -> None:
     first, second = to_csv(lower(build("zb-v", 2, 4))).splitlines()
-    text = f"0UNSHARD,{first},0RESHARD,0REDUCE_GRAD\n1UNSHARD,{second},1REDUCE_GRAD\n"
+    text = f"0UNSHARD,{first},0RESHARD,0REDUCE_GRAD\n1UNSHARD,{second},1RESHARD,1REDUCE_GRAD\n"
     (tmp_path / "mine.csv").write_text(text)
     folder = write(skips(), tmp_path / "skips")
     assert_parity(folder, str(tmp_path / "mine.csv"), microbatches=4)
     pipe = pipeline(folder, schedule=from_csv(text), loss_fn=loss)
-    assert (pipe.schedule.lowered, len(pipe.schedule.collectives)) == (False, 5)
+    assert (pipe.schedule.lowered, len(pipe.schedule.collectives)) == (False, 6)
 
 
 def test_parity_over_real_processes(tmp_path: Path) -> None:

@@ -235,14 +235,14 @@ def test_a_field_too_large_for_csv_is_a_schedule_error() -> None:
 
 LINES = [
     "0UNSHARD,0F0,0SEND_F0,0WAIT_SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD",
-    "1RECV_F0,1UNSHARD,1F0,1B0,1REDUCE_GRAD,1SEND_B0,1WAIT_SEND_B0",
+    "1RECV_F0,1UNSHARD,1F0,1B0,1RESHARD,1REDUCE_GRAD,1SEND_B0,1WAIT_SEND_B0",
 ]
 
 
 def test_what_torch_writes_for_sharded_stages_is_kept_and_its_waits_are_not() -> None:
     schedule = from_csv("\n".join(LINES))
     assert to_csv(schedule) == (
-        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD\n1RECV_F0,1UNSHARD,1F0,1B0,1REDUCE_GRAD,1SEND_B0\n"
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD\n1RECV_F0,1UNSHARD,1F0,1B0,1RESHARD,1REDUCE_GRAD,1SEND_B0\n"
     )
     assert from_csv(to_csv(schedule)) == schedule
     check(schedule)
@@ -251,11 +251,11 @@ def test_what_torch_writes_for_sharded_stages_is_kept_and_its_waits_are_not() ->
 
 
 def test_collectives_stay_where_they_are_when_other_actions_go_and_come() -> None:
-    text = "0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n1UNSHARD,1F0,1B0,1REDUCE_GRAD\n"
+    text = "0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n1UNSHARD,1F0,1B0,1RESHARD,1REDUCE_GRAD\n"
     compute = from_csv("\n".join(LINES), transfers=False)
     assert to_csv(compute) == to_csv(without_transfers(from_csv("\n".join(LINES)))) == text
     assert to_csv(lower(compute)) == (
-        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD\n1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1REDUCE_GRAD\n"
+        "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0RESHARD,0REDUCE_GRAD\n1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1RESHARD,1REDUCE_GRAD\n"
     )
     pair = "0F0,0F1,0B0,0B1\n1F0,1RESHARD,(1F1;1B0)OVERLAP_F_B,1B1\n"
     assert to_csv(from_csv(pair)) == pair

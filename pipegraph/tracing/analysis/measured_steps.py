@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from pipegraph.schedule import Event, Kind, Schedule, Timeline, Times, peak_activations
 from pipegraph.schedule.action import BACKWARD
-from pipegraph.schedule.simulate import Place
 from pipegraph.schedule.stages import Edge
+from pipegraph.schedule.timeline import Place
 from pipegraph.tracing.reading.recorded_run import RecordedRun, RecordedSpan
 
 _StageTimes = tuple[float, float, float]  # F, I, W

@@ -1,0 +1,71 @@
+"""The bytes that a rank holds of parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from pipegraph.errors import ScheduleError
+from pipegraph.schedule.collective_stream import Held, RankCollectives
+from pipegraph.schedule.schedule import Schedule
+from pipegraph.schedule.simulate import simulate
+from pipegraph.schedule.times import Times
+
+
+class ParameterBytes(NamedTuple):
+    """What a rank holds."""
+
+    at_rest: float
+    """between steps: the shards of its sharded stages, the parameters of the others"""
+    parameters: float
+    """the most within a step: what is at rest, and the whole parameters that were gathered"""
+    with_gradients: float
+    """the most within a step of this and of gradients that are not yet reduced"""
+
+
+def parameter_bytes(
+    schedule: Schedule, times: Times, whole: Sequence[float], shards: Sequence[float]
+) -> tuple[ParameterBytes, ...]:
+    """Return what each rank holds of parameters and of unreduced gradients, which are as large.
+
+    A stage that is not sharded reduces its gradients in place, where they stay, as do the reduced shards: neither is
+    counted.
+
+    Args:
+        schedule: with its collectives, as `lower` returns it.
+        whole, shards: for each stage, the bytes of its whole parameters, and of the part that a rank keeps.
+
+    Raises ScheduleError as `simulate` does, and if there is not one figure per stage.
+    """
+    for name, figures in (("whole", whole), ("shards", shards)):
+        if len(figures) != schedule.stages:
+            raise ScheduleError(
+                f"{name} holds bytes, one figure per stage: {schedule.name} has {schedule.stages} stages, "
+                f"and {len(figures)} were given."
+            )
+    kept = [shards[stage] if stage in schedule.sharded else whole[stage] for stage in range(schedule.stages)]
+    at_rest = [0.0] * schedule.ranks
+    for stage, rank in enumerate(schedule.placement):
+        at_rest[rank] += kept[stage]
+    collectives = simulate(schedule, times).collectives
+    if not collectives:
+        return tuple(ParameterBytes(rest, rest, rest) for rest in at_rest)
+    return tuple(
+        ParameterBytes(
+            rest,
+            rest + _peak(each.parameters, whole),
+            rest + _peak((*each.parameters, *_sharded_gradients(each, schedule)), whole),
+        )
+        for rest, each in zip(at_rest, collectives, strict=True)
+    )
+
+
+def _sharded_gradients(collectives: RankCollectives, schedule: Schedule) -> list[Held]:
+    return [held for held in collectives.gradients if held.stage in schedule.sharded]
+
+
+def _peak(held: Iterable[Held], size: Sequence[float]) -> float:
+    """Return the largest sum of what is held at one time. What ends at a time makes room for what starts then."""
+    changes = [(time, sign * size[each.stage]) for each in held for time, sign in ((each.start, 1), (each.end, -1))]
+    return max(accumulate(change for _, change in sorted(changes)), default=0.0)

@@ -1,0 +1,158 @@
+"""When each action of a schedule ran, and the figures that schedules are compared by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from pipegraph.schedule.action import Action
+from pipegraph.schedule.collective_stream import RankCollectives
+
+Place = tuple[int, int]
+"""(rank, position among the events of that rank)"""
+
+_SHOWN = 5  # turning points of the critical path that are described at each of its ends
+
+
+class Event(NamedTuple):
+    """An action that computes, from ``start`` to ``end`` in seconds."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """When every action ran, and the figures that schedules are compared by. Times are in the unit of the `Times`."""
+
+    events: tuple[tuple[Event, ...], ...]
+    """rank → its events, in order; transfers have none"""
+    peak_activations: tuple[int, ...]
+    """rank → the largest number of saved activations (of one stage and microbatch) held at one time"""
+    waited: tuple[dict[int, Place], ...] = ()
+    """rank → {position of an event that waited: the event of another rank whose value it waited for}"""
+    collectives: tuple[RankCollectives, ...] = ()
+    """rank → its collectives; empty if the schedule has none"""
+
+    @cached_property
+    def makespan(self) -> float:
+        """The end of the last action or collective, measured from 0: what a synchronous optimizer waits for."""
+        return max(self._ends, default=0.0)
+
+    @cached_property
+    def _ends(self) -> list[float]:
+        """rank → the end of its last event or collective"""
+        ends = [row[-1].end if row else 0.0 for row in self.events]
+        for rank, collectives in enumerate(self.collectives):
+            ends[rank] = max(ends[rank], collectives.end)
+        return ends
+
+    @property
+    def peak_whole(self) -> tuple[int, ...]:
+        """rank → the largest number of its sharded stages that are whole at one time"""
+        return tuple(each.peak_whole for each in self.collectives) or (0,) * len(self.events)
+
+    @property
+    def gather_waits(self) -> tuple[float, ...]:
+        """rank → how long it waits for gathers alone, with all else at hand"""
+        return tuple(each.waited for each in self.collectives) or (0.0,) * len(self.events)
+
+    @cached_property
+    def span(self) -> float:
+        """The largest of the ranks' times from first start to last end, which the Zero Bubble papers report."""
+        return max((row[-1].end - row[0].start for row in self.events if row), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """The time for which each rank computes."""
+        return tuple(sum(event.end - event.start for event in row) for row in self.events)
+
+    @property
+    def bubble(self) -> float:
+        """The part of the makespan in which even the busiest rank computes nothing: 0 to 1."""
+        return _idle(max(self.busy), self.makespan)
+
+    @property
+    def span_bubble(self) -> float:
+        """The same part of the span."""
+        return _idle(max(self.busy), self.span)
+
+    @cached_property
+    def critical_path(self) -> tuple[Event, ...]:
+        """The events that make up the makespan. Each starts when the one before it has ended on its rank, or as soon as
+        its value has arrived from another rank, or its parameters have been gathered."""
+        return tuple(self.events[rank][position] for rank, position in self._critical_places)
+
+    @cached_property
+    def _critical_places(self) -> list[Place]:
+        ranks = [rank for rank, row in enumerate(self.events) if row]
+        if not ranks:
+            return []
+        rank = max(ranks, key=self._ends.__getitem__)
+        place, path = (rank, self._last_event(rank)), []
+        while place[1] >= 0:
+            path.append(place)
+            rank, position = place
+            if self.collectives and position in self.collectives[rank].waits:
+                place = (rank, self.collectives[rank].waits[position])
+            else:
+                place = self.waited[rank].get(position, (rank, position - 1))
+        return path[::-1]
+
+    def _last_event(self, rank: int) -> int:
+        """Return the position of the event after which only collectives are left on the critical path of a rank."""
+        last = len(self.events[rank]) - 1
+        if self._ends[rank] > self.events[rank][last].end:
+            return self.collectives[rank].last_begun
+        return last
+
+    @property
+    def _critical_collectives(self) -> float:
+        """The time for which the critical path is in collectives."""
+        if not self.collectives:
+            return 0.0
+        time, end = 0.0, 0.0
+        for (rank, position), event in zip(self._critical_places, self.critical_path, strict=True):
+            if position in self.collectives[rank].waits:
+                time += event.start - end
+            end = event.end
+        return time + self.makespan - end
+
+    def describe_critical_path(self, between: str = "transfers") -> str:
+        """Describe where the critical path turns, and each rank's share. ``between`` names the time between actions.
+
+        0F0 → 3F0 → 3B7 → 0B7: rank 3 80%, rank 0 9%, rank 1 6%, rank 2 5%
+        """
+        places, path = self._critical_places, self.critical_path
+        shown = []
+        for at, event in enumerate(path):
+            before, after = max(at - 1, 0), min(at + 1, len(path) - 1)
+            stays = places[before][0] == places[at][0] == places[after][0]
+            passes = len({(path[near].action.kind, path[near].action.microbatch) for near in (before, at, after)}) == 1
+            if before == at or after == at or not (stays or passes):
+                shown.append(str(event.action))
+        if len(shown) > 2 * _SHOWN:
+            shown = [*shown[:_SHOWN], "…", *shown[-_SHOWN:]]
+        shares = {f"rank {rank}": 0.0 for rank in range(len(self.events))}
+        for (rank, _), event in zip(places, path, strict=True):
+            shares[f"rank {rank}"] += event.end - event.start
+        shares["collectives"] = self._critical_collectives
+        shares[between] = self.makespan - sum(shares.values())
+        parts = [
+            f"{what} {share / self.makespan:.0%}"
+            for what, share in sorted(shares.items(), key=lambda item: -item[1])
+            if share > 0.005 * self.makespan
+        ]
+        return ": ".join(filter(None, (" → ".join(shown), ", ".join(parts))))
+
+    def __repr__(self) -> str:
+        return (
+            f"Timeline(makespan={self.makespan:g}, span={self.span:g}, bubble={self.bubble:.4f}, "
+            f"span_bubble={self.span_bubble:.4f}, peak_activations={self.peak_activations})"
+        )
+
+
+def _idle(busy: float, whole: float) -> float:
+    return 1 - busy / whole if whole > 0 else 0.0

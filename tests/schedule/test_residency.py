@@ -1,0 +1,81 @@
+"""Belady's rule against every other choice."""
+
+from collections.abc import Sequence
+from itertools import chain, combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipegraph.schedule import build
+from pipegraph.schedule.residency import Residency, earliest_gathers, residencies
+
+Uses = Sequence[tuple[int, ...]]
+
+
+def fewest_gathers(uses: Uses, resident: int) -> int:
+    """The least number of gathers of all ways to have up to so many stages whole during each use, needed or not."""
+    known = sorted({stage for stages in uses for stage in stages})
+    cost = {frozenset[int](): 0}  # of each set of whole stages, the least number of gathers that lead to it
+    for stages in uses:
+        needed = frozenset(stages)
+        others = [stage for stage in known if stage not in needed]
+        extra = chain.from_iterable(combinations(others, size) for size in range(resident - len(needed) + 1))
+        cost = {
+            whole: min(gathers + len(whole - before) for before, gathers in cost.items())
+            for whole in (needed | {*each} for each in extra)
+        }
+    return min(cost.values())
+
+
+def test_the_stage_that_is_needed_last_makes_room() -> None:
+    uses = [(0,), (1,), (2,), (0,), (1,)]
+    assert residencies(uses, 2) == [Residency(0, 0, 3), Residency(1, 1, 1), Residency(2, 2, 2), Residency(1, 4, 4)]
+    assert earliest_gathers(residencies(uses, 2), 2) == [0, 0, 2, 3]
+    assert residencies(uses) == [Residency(0, 0, 3), Residency(1, 1, 4), Residency(2, 2, 2)]
+    assert earliest_gathers(residencies(uses)) == [0, 0, 0]
+
+
+def test_what_is_needed_at_once_stays() -> None:
+    assert residencies([(0,), (1,), (1, 2), (0,)], 2) == [
+        Residency(0, 0, 0),
+        Residency(1, 1, 2),
+        Residency(2, 2, 2),
+        Residency(0, 3, 3),
+    ]
+
+
+@st.composite
+def uses_of(draw: st.DrawFn, most: int = 14) -> Uses:
+    """Uses of up to 4 stages, some of them two at once."""
+    stage = st.integers(0, draw(st.integers(0, 3)))
+    use = st.lists(stage, min_size=1, max_size=2, unique=True).map(tuple)
+    return draw(st.lists(use, max_size=most))
+
+
+@settings(max_examples=150, deadline=None)
+@given(uses_of(), st.integers(2, 4))
+def test_no_choice_needs_fewer_gathers(uses: Uses, resident: int) -> None:
+    assert len(residencies(uses, resident)) == fewest_gathers(uses, resident)
+
+
+@pytest.mark.parametrize(("resident", "fewest"), [(1, 25), (2, 18), (3, 11), (4, 4)])
+def test_the_order_of_a_schedule(resident: int, fewest: int) -> None:
+    row = build("interleaved-1f1b", 1, 4, 4).actions[0]
+    uses = [(action.stage,) for action in row]
+    assert len(residencies(uses, resident)) == fewest_gathers(uses, resident) == fewest
+
+
+@given(uses_of(40), st.integers(2, 4))
+def test_stages_are_whole_where_they_are_used_and_never_too_many(uses: Uses, resident: int) -> None:
+    found = residencies(uses, resident)
+    begins = earliest_gathers(found, resident)
+    assert begins == sorted(begins)
+    assert all(begin <= each.first for begin, each in zip(begins, found, strict=True))
+    for number, stages in enumerate(uses):
+        whole = [each.stage for begin, each in zip(begins, found, strict=True) if begin <= number <= each.last]
+        assert len(whole) == len({*whole}) <= resident
+        assert {*stages} <= {*whole}
+    for number, begin in enumerate(begins):  # one use earlier there is no room
+        before = [each for each in zip(begins[:number], found[:number], strict=True) if each[1].last >= begin - 1]
+        assert begin == 0 or len(before) >= resident

@@ -1,0 +1,115 @@
+"""Collectives in simulated time: beside the actions, waited for only where that cannot be helped."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipegraph.errors import ScheduleError
+from pipegraph.schedule import (
+    ParameterBytes,
+    Schedule,
+    Timeline,
+    Times,
+    build,
+    from_csv,
+    lower,
+    parameter_bytes,
+    simulate,
+)
+from tests.schedule.strategies import schedules
+
+ONE = from_csv("0UNSHARD,1UNSHARD,0F0,1F0,1B0,1RESHARD,1REDUCE_GRAD,0B0,0RESHARD,0REDUCE_GRAD\n")
+
+
+def rows(timeline: Timeline) -> list[str]:
+    """Each rank's actions, then its collectives, from start to end."""
+    actions = [(str(each.action), each) for row in timeline.events for each in row]
+    collectives = [(str(each.collective), each) for row in timeline.collectives for each in row.events]
+    return [f"{text} {each.start:g}–{each.end:g}" for text, each in actions + collectives]
+
+
+def test_collectives_run_beside_actions_and_one_after_the_other() -> None:
+    timeline = simulate(ONE, Times.equal(2, unshard=1.5, reduce_grad=(1, 4)))  # type: ignore[arg-type]
+    assert rows(timeline) == [
+        *("0F0 1.5–2.5", "1F0 3–4", "1B0 4–6", "0B0 6–8"),
+        *("0UNSHARD 0–1.5", "1UNSHARD 1.5–3", "1REDUCE_GRAD 6–10", "0REDUCE_GRAD 10–11"),
+    ]
+    assert (timeline.makespan, timeline.span, timeline.busy) == (11, 6.5, (6,))
+    assert timeline.bubble == 1 - 6 / 11
+    assert (timeline.gather_waits, timeline.peak_whole) == ((2,), (2,))
+    assert timeline.describe_critical_path() == "1F0 → 1B0: collectives 73%, rank 0 27%"
+
+
+def test_a_schedule_without_collectives_has_none() -> None:
+    timeline = simulate(build("1f1b", 2, 2), Times.equal(2, unshard=9, reduce_grad=9))
+    assert timeline.makespan == simulate(build("1f1b", 2, 2), Times.equal(2)).makespan
+    assert (timeline.collectives, timeline.peak_whole, timeline.gather_waits) == ((), (0, 0), (0, 0))
+
+
+def test_a_prefetched_gather_is_not_waited_for() -> None:
+    order = from_csv("0F0,0F1,1F0,1F1,2F0,2F1\n")
+    times = Times.equal(3, unshard=2)
+    assert [simulate(lower(order, sharded=range(3), resident=n), times).gather_waits for n in (1, 2, 3)] == [
+        (6,),
+        (2,),
+        (2,),
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(schedules(lowered=False), st.sampled_from((2, 3, None)), st.floats(0, 3), st.floats(0, 3))
+def test_times_with_collectives(schedule: Schedule, resident: int | None, unshard: float, reduce_grad: float) -> None:
+    times = Times.equal(schedule.stages, unshard=unshard, reduce_grad=reduce_grad)
+    lowered = lower(schedule, sharded=range(schedule.stages), resident=resident)
+    timeline, plain = simulate(lowered, times), simulate(lowered.changed(collectives=()), times)
+    assert timeline.makespan >= plain.makespan - 1e-9
+    assert timeline.busy == pytest.approx(plain.busy)
+    if resident is not None:
+        assert max(timeline.peak_whole) <= resident
+    for row, collectives in zip(timeline.events, timeline.collectives, strict=True):
+        ends = [0.0, *(each.end for each in collectives.events)]
+        assert all(each.start >= end for each, end in zip(collectives.events, ends, strict=False))
+        whole = {(each.stage, each.start, each.end) for each in collectives.parameters}
+        for event in row:
+            assert any(s == event.action.stage and a <= event.start and event.end <= b for s, a, b in whole)
+    if unshard == reduce_grad == 0:
+        assert timeline.makespan == plain.makespan
+    path = timeline.critical_path
+    assert all(before.end <= after.start + 1e-9 for before, after in pairwise(path))
+
+
+def test_bytes_at_rest_and_within_a_step() -> None:
+    times = Times.equal(2, reduce_grad=3)
+    assert parameter_bytes(ONE, times, (100, 60), (50, 30)) == (ParameterBytes(80, 240, 80 + 100 + 160),)
+    few = lower(from_csv("0F0,1F0,1B0,0B0\n"), sharded=[0, 1], resident=1)
+    assert parameter_bytes(few, times, (100, 60), (50, 30)) == (ParameterBytes(80, 180, 80 + 100 + 160),)
+    quick = Times.equal(2)
+    assert parameter_bytes(few, quick, (100, 60), (50, 30)) == (ParameterBytes(80, 180, 80 + 100 + 100),)
+    mixed = lower(build("1f1b", 2, 2), sharded=[0], replicated=[1])
+    assert parameter_bytes(mixed, times, (100, 60), (50, 30)) == (
+        ParameterBytes(50, 150, 250),
+        ParameterBytes(60, 60, 60),
+    )
+    assert parameter_bytes(build("1f1b", 2, 2), times, (100, 60), (50, 30))[1] == ParameterBytes(60, 60, 60)
+    with pytest.raises(
+        ScheduleError, match=r"whole holds bytes, one figure per stage: csv has 2 stages, and 1 were given"
+    ):
+        parameter_bytes(ONE, times, (100,), (50, 30))
+
+
+def test_times_of_collectives() -> None:
+    text = '{"forward": [1, 1], "input_grad": [1, 1], "weight_grad": [1, 1], "unshard": 0.5, "reduce_grad": [0.25, 1]}'
+    times = Times.from_json(text)
+    assert (times.unshard, times.reduce_grad) == (0.5, (0.25, 1))
+    assert [times.of_collective(each) for each in ONE.collectives] == [0.5, 0.5, 0, 1, 0, 0.25]
+    with pytest.raises(ScheduleError, match="unshard is one figure, or one per stage: there are 2, and 3 were given"):
+        Times.equal(2, unshard=(1, 1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match="reduce_grad holds seconds from 0 on, and not -1"):
+        Times.equal(2, reduce_grad=-1)
+
+
+def test_parameters_that_are_not_there() -> None:
+    with pytest.raises(ScheduleError, match="1F0 cannot be at position 1 of rank 0: the parameters"):
+        simulate(from_csv("0F0,1F0,1UNSHARD,1B0,0B0,1RESHARD,1REDUCE_GRAD\n"), Times.equal(2))
