@@ -105,14 +105,24 @@ def hook_dicts(module: nn.Module) -> dict[str, dict[int, Any]]:
     return {name: held[name] for name in _HOOKS if held.get(name)}
 
 
+def runs_fsdp_hooks(module: nn.Module) -> bool:
+    """Return whether `fully_shard` has hooks on a module, which gather and reduce. Its class alone does not say so."""
+    owners = (getattr(hook, "__self__", None) for held in hook_dicts(module).values() for hook in held.values())
+    return any("fsdp" in type(owner).__module__ for owner in owners)
+
+
 def hook_numbers(module: nn.Module) -> tuple[int, ...]:
     """Return the numbers of a module's hooks, which no other hook of the process ever has."""
     return tuple(number for hooks in hook_dicts(module).values() for number in hooks)
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a module holds that is no tensor, child or hook. The places of those have private names."""
-    places = {"_parameters", "_buffers", "_modules", *_HOOKS}
+    """Return what a module holds that is no tensor, child or hook. The places of those have private names.
+
+    So have those of what torch's composable functions, `fully_shard` among them, note of a module.
+    """
+    places = {"_parameters", "_buffers", "_modules", "__composable_api_state_key", "__composable_api_registry_key"}
+    places.update(_HOOKS)
     return {name: item for name, item in vars(module).items() if name not in places}
 
 

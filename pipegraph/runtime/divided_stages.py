@@ -6,13 +6,17 @@ Nothing here is sent but what the ranks refuse, so that all of them refuse it wi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
 from pipegraph.errors import ArgumentError
+from pipegraph.kernels.sharded import wrapper_of
 from pipegraph.package import Manifest
 from pipegraph.runtime import tensor_parallel
-from pipegraph.runtime.processes.rank_grid import DIMENSIONS, TENSOR
+from pipegraph.runtime.fully_sharded import ShardedGroup, check_options, fully_shard_stage
+from pipegraph.runtime.parameters import computed_in
+from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, REPLICATE, SHARD, TENSOR
 from pipegraph.runtime.processes.world import World
 
 
@@ -54,6 +58,55 @@ def divide_tensors(
         tensor_parallel.check_stages(stages, manifest, size)
 
     _together(world, divide)
+
+
+def shard_stages(
+    stages: Mapping[int, nn.Module],
+    manifest: Manifest,
+    world: World | None,
+    options: Mapping[str, Any] | None,
+) -> tuple[dict[int, list[ShardedGroup]], Manifest]:
+    """Divide parameters between the ranks along `dp_shard`, in place. Collective.
+
+    Args:
+        options: as for `Pipeline`.
+
+    Returns:
+        The groups of each stage, and the manifest with the dtypes in which the stages compute.
+
+    Raises:
+        ArgumentError: the options do not fit, or `parallelize_fn` has sharded a stage itself; on every rank.
+    """
+    if options is not None:
+        check_options(options)
+    if world is None or world.grid.length(SHARD) == 1:
+        return {}, manifest
+    has_replicas = world.grid.length(REPLICATE) > 1
+    mesh = world.mesh(*(DATA if has_replicas else (SHARD,)))
+    dtypes = {str(each.dtype).removeprefix("torch.") for stage in stages.values() for each in stage.parameters()}
+    groups: dict[int, list[ShardedGroup]] = {}
+
+    def shard() -> None:
+        for index, stage in stages.items():
+            if wrapper := wrapper_of(stage.modules()):
+                raise ArgumentError(
+                    f"parallelize_fn applied {wrapper} to stage {index}, and the mesh has ranks along dp_shard, "
+                    "between which the pipeline divides the parameters.\n"
+                    "Try: the stage without it, and its options as fsdp=…."
+                )
+            groups[index] = fully_shard_stage(stage, mesh, options or {})
+
+    _together(world, shard)
+    policy = (options or {}).get("mp_policy")
+    dtype = None if policy is None else policy.output_dtype or policy.param_dtype
+    return groups, manifest if dtype is None else computed_in(manifest, dtype, dtypes)
+
+
+def resident_stages(options: Mapping[str, Any] | None, resident: int | None) -> int | None:
+    """How many sharded stages of a rank may be whole at a time; None for all. Raises ArgumentError."""
+    if resident is not None and (type(resident) is not int or resident < 1):
+        raise ArgumentError(f"resident cannot be {resident!r}: give how many stages of a rank may be whole, from 1 on.")
+    return 2 if resident is None and (options or {}).get("reshard_after_forward") else resident
 
 
 def _together(world: World, work: Callable[[], None]) -> None:

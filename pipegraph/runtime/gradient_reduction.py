@@ -6,7 +6,7 @@ stage 0   F0 F1          B0 B1   ─▶ buckets ─ all-reduce ┴─▶ .grad o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,45 +16,48 @@ from torch.distributed import Work
 from pipegraph.kernels.loss import objects_held_by
 from pipegraph.kernels.sharded import local
 from pipegraph.runtime.gradient_buckets import GradientBucket, buckets, overwrite_together
-from pipegraph.runtime.parameters import parameters_of, redistribute_gradients
+from pipegraph.runtime.parameters import redistribute
 from pipegraph.runtime.processes.group import Group
 
 
 class GradientReduction:
-    """The copies of this process's stages on the ranks of a group.
+    """The copies of this process's parameters on the ranks of a group.
 
     Args:
-        stages: of this process.
-        others: parameters of the last of them that are not its own: those of a loss function.
+        parameters: of each stage, those that every rank of the group has whole. One may be in several stages.
+        stages: the stages, which have buffers.
         group: the ranks.
         first: the rank whose parameters and buffers all of them have.
     """
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], others: Sequence[nn.Parameter], group: Group, first: int
+        self,
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        stages: Mapping[int, nn.Module],
+        group: Group,
+        first: int,
     ) -> None:
-        self._stages, self._group, self._first = stages, group, first
-        self._others = {max(stages): others}
+        self._parameters, self._stages, self._group, self._first = parameters, stages, group, first
         self._reduced: list[tuple[GradientBucket, Work]] = []
         self._done: set[int] = set()
 
     def make_equal(self) -> None:
         """Overwrite parameters and buffers with those of the first rank. Collective."""
         for index, stage in self._stages.items():
-            held = [*self._parameters(index), *(buffer for _, buffer in stage.named_buffers())]
-            self._overwrite(held)
+            held = [*self._parameters[index], *(buffer for _, buffer in stage.named_buffers())]
+            make_equal(held, self._group, self._first)
 
     def make_buffers_equal(self) -> None:
         """Overwrite what a step may have written to: the buffers that are in `state_dict()`. Collective."""
         for stage in self._stages.values():
-            parameters = {id(parameter) for parameter in stage.parameters()}
-            state = stage.state_dict(keep_vars=True).values()
-            self._overwrite([each for each in state if isinstance(each, Tensor) and id(each) not in parameters])
+            names = stage.state_dict(keep_vars=True)
+            held = [buffer for name, buffer in stage.named_buffers() if name in names]
+            make_equal(held, self._group, self._first)
 
     @contextmanager
     def of_this_step(self) -> Iterator[None]:
         """A context around a step: `.grad` is that of the step alone, and at its end what was there before is added."""
-        held = {id(each): each for index in self._stages for each in self._parameters(index)}.values()
+        held = {id(each): each for parameters in self._parameters.values() for each in parameters}.values()
         before = [parameter.grad for parameter in held]
         for parameter in held:
             parameter.grad = None
@@ -70,9 +73,9 @@ class GradientReduction:
     def start(self, stage: int) -> None:
         """Start to reduce the gradients of a stage, which are whole. What it shares with others waits for the last."""
         self._done.add(stage)
-        redistribute_gradients({stage: self._stages[stage]})
-        waiting = {id(each) for index in self._stages.keys() - self._done for each in self._parameters(index)}
-        ready = [each for each in self._parameters(stage) if each.requires_grad and id(each) not in waiting]
+        redistribute(self._parameters[stage])
+        waiting = {id(each) for index in self._stages.keys() - self._done for each in self._parameters[index]}
+        ready = [each for each in self._parameters[stage] if each.requires_grad and id(each) not in waiting]
         for bucket in buckets(ready):
             sent = GradientBucket(bucket)
             self._reduced.append((sent, self._group.start_all_reduce(sent.flat)))
@@ -84,13 +87,11 @@ class GradientReduction:
             bucket.write_back()
         self._reduced.clear()
 
-    def _parameters(self, stage: int) -> list[nn.Parameter]:
-        own = [parameter for _, parameter in parameters_of(self._stages[stage])]
-        return [*own, *self._others.get(stage, ())]
 
-    def _overwrite(self, tensors: Iterable[Tensor]) -> None:
-        held = [local(each.detach()) for each in tensors]
-        overwrite_together(held, lambda sent: self._group.broadcast(sent, self._first))
+def make_equal(tensors: Sequence[Tensor], group: Group, first: int) -> None:
+    """Overwrite tensors with those of the rank `first` of a group, which calls this together."""
+    held = [local(each.detach()) for each in tensors]
+    overwrite_together(held, lambda sent: group.broadcast(sent, first))
 
 
 def trained_by(loss_fn: Any) -> list[nn.Parameter]:

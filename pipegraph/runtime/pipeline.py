@@ -16,7 +16,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels import Maker, maker
 from pipegraph.package import Package
 from pipegraph.runtime import parameters
-from pipegraph.runtime.divided_stages import divide_tensors
+from pipegraph.runtime.divided_stages import divide_tensors, resident_stages, shard_stages
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.processes.faults import FaultGuard
@@ -64,6 +64,11 @@ class Pipeline:
         tp_plan: how the ranks along "tp" divide the model: for patterns of module names, with ``*`` for a part of a
             name, one of transformers' styles ("colwise", "rowwise", "colwise_gather_output", "sequence_parallel", …) or
             an object of `torch.distributed.tensor.parallel`. The first pattern that fits a module counts.
+        fsdp: options of torch's `fully_shard` (`mp_policy`, `reshard_after_forward`, `shard_placement_fn`, …), which
+            divides the parameters of each repeated layer, and of the rest of a stage, between the ranks along
+            "dp_shard". They are gathered when the schedule says so, and kernels compute with the whole.
+        resident: how many stages of this rank may be whole at a time; by default all, or 2 with
+            ``reshard_after_forward=True``: one that computes and one that is being gathered.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block".
         parallelize_fn: called with each stage of this process once its weights are loaded. It shards, freezes or
             replaces what it likes in place, or returns another module with parameters of the same names, also in
@@ -110,6 +115,8 @@ class Pipeline:
         loss_reduction: str = "mean",
         mesh: DeviceMesh | None = None,
         tp_plan: Plan | None = None,
+        fsdp: Mapping[str, Any] | None = None,
+        resident: int | None = None,
     ) -> None:
         check_loss_reduction(loss_reduction)
         self._loss_fn = loss_fn
@@ -134,8 +141,9 @@ class Pipeline:
             if parallelize_fn is not None:
                 self.stages, manifest = parameters.parallelize_stages(self.package, self.stages, parallelize_fn)
                 self.package = replace(self.package, manifest=manifest)
+            groups, manifest = shard_stages(self.stages, self.package.manifest, world, fsdp)
+            self.package = replace(self.package, manifest=manifest)
             make = maker(kernels, recompute, max_variants, strict) if isinstance(kernels, str) else kernels
-            manifest = self.package.manifest
             self._runner = StepRunner(
                 manifest,
                 self.stages,
@@ -147,6 +155,8 @@ class Pipeline:
                 self.device,
                 world,
                 self._guard,
+                groups,
+                resident_stages(fsdp, resident),
             )
 
     def step(

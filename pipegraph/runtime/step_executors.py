@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
+from typing import Any
 
 from pipegraph.errors import ArgumentError, ScheduleError
 from pipegraph.runtime.executor import Executor
@@ -22,6 +23,7 @@ class StepExecutors:
         processes: how many run it, one per rank; None for one process.
         edges, gradient_edges: (producer stage, consumer stage) pairs that carry values, and gradients.
         make: lowered schedule → the executors of this process.
+        collectives: what `lower` is told of stages that several ranks hold: sharded, replicated, resident.
 
     Attributes:
         training: the pipeline's own schedule with its transfers.
@@ -35,14 +37,16 @@ class StepExecutors:
         edges: Edges,
         gradient_edges: Edges,
         make: Callable[[Schedule], Sequence[Executor]],
+        collectives: Mapping[str, Any] | None = None,
     ) -> None:
         self._own, self._given, self._processes = schedule, given, processes
         self._edges, self._gradient_edges = tuple(edges), tuple(gradient_edges)
         self._make = make
+        self._collectives = dict(collectives or {})
         self._built = {schedule.microbatches: schedule}
         self._made: dict[tuple[bool, int], Sequence[Executor]] = {}
-        self.training = lower(schedule, self._edges, self._gradient_edges)
-        self._evaluation = lower(forward_only(schedule), self._edges, ())
+        self.training = lower(schedule, self._edges, self._gradient_edges, **self._collectives)
+        self._evaluation = lower(forward_only(schedule), self._edges, (), **self._collectives)
 
     @property
     def own(self) -> Sequence[Executor]:
@@ -84,8 +88,8 @@ class StepExecutors:
         except ScheduleError:  # it cannot have so few
             schedule = fewer_microbatches(self._schedule(asked), microbatches)
         if evaluates:
-            return lower(forward_only(schedule), self._edges, ())
-        return lower(schedule, self._edges, self._gradient_edges)
+            return lower(forward_only(schedule), self._edges, (), **self._collectives)
+        return lower(schedule, self._edges, self._gradient_edges, **self._collectives)
 
     def _schedule(self, microbatches: int) -> Schedule:
         if microbatches not in self._built:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any
 
@@ -16,16 +16,19 @@ from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels
 from pipegraph.package import Manifest
 from pipegraph.runtime.batch_shares import BatchShares
 from pipegraph.runtime.executor import Executor, run_executors
-from pipegraph.runtime.gradient_reduction import GradientReduction, trained_by
+from pipegraph.runtime.fully_sharded import ShardedGroup
+from pipegraph.runtime.gradient_reduction import GradientReduction, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.measurements import ObserverList
 from pipegraph.runtime.microbatch import BatchSplitter
 from pipegraph.runtime.model_arguments import fill_structure
-from pipegraph.runtime.parameters import MissingGradients, redistribute_gradients
+from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
+from pipegraph.runtime.parameters import MissingGradients, parameters_of, redistribute_gradients
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.replicas import Replicas, unwrapped
+from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
 from pipegraph.runtime.step_data import StepInputs, StepRequest
 from pipegraph.runtime.step_executors import StepExecutors
 from pipegraph.runtime.step_state import StepOutputs
@@ -55,6 +58,8 @@ class StepRunner:
         device: where the stages are.
         world: the processes of the pipeline; None for a plain process.
         guard: the context in which all of this is called.
+        groups: of each stage, the groups of its sharded parameters.
+        resident: how many sharded stages of a rank may be whole at a time; None for all.
 
     Attributes:
         stages: of this process, without a `DistributedDataParallel` around them.
@@ -77,6 +82,8 @@ class StepRunner:
         device: torch.device,
         world: World | None,
         guard: FaultGuard,
+        groups: Mapping[int, Sequence[ShardedGroup]],
+        resident: int | None,
     ) -> None:
         self._replicas = Replicas(stages)
         stages = {index: unwrapped(stage) for index, stage in stages.items()}
@@ -90,7 +97,8 @@ class StepRunner:
         )
         self.ties = TiedWeights(manifest, stages, places, (world.rank,) if world else ranks)
         self._missing = MissingGradients(manifest)
-        wiring = stage_wirings(manifest)
+        find_parts(groups, stages)
+        self._wiring = wiring = stage_wirings(manifest)
         self.kernels = _make_kernels(make, stages, wiring, _packed_loss(manifest, loss_fn))
         self.executors = StepExecutors(
             schedule,
@@ -99,20 +107,22 @@ class StepRunner:
             manifest.edges(),
             manifest.gradient_edges(),
             lambda lowered: [
-                Executor(rank, lowered, wiring, self.kernels, self.transport, device, pipeline, self._when_trained)
+                Executor(rank, lowered, wiring, self.kernels, self.transport, device, pipeline, self._collectives)
                 for rank in ranks
             ],
+            self._what_is_collective(world, groups, resident),
         )
         self._informants = first_senders(wiring[min(stages)], places) if world else []
 
         self._shares: BatchShares | None = None
-        self._reduction: GradientReduction | None = None
+        self._collectives: ParameterCollectives | None = None
 
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
         self.transport: Transport = LocalTransport()
         if world:
-            world.check_agreement(f"{manifest.to_json()} {schedule.actions} {world.grid}")
-            self._connect_copies(world, loss_fn)
+            world.check_agreement(f"{manifest.to_json()} {schedule.actions} {world.grid} {resident}")
+            if world.grid.length(*DATA) > 1:
+                self._connect_copies(world, loss_fn, groups)
             self.ties.connect(world)
             self.transport = DistributedTransport(world, rank_pairs(self.executors.training, pipeline), guard.report)
         guard.closing.callback(self.transport.close)
@@ -152,18 +162,18 @@ class StepRunner:
             executor.observer = observer
         results = StepOutputs()
         if trains:
-            alone = nullcontext() if self._reduction is None else self._reduction.of_this_step()
-            with alone, self.ties.summed_gradients():
+            with self._during_step(), self.ties.summed_gradients():
                 run_executors(executors, given, results)
                 redistribute_gradients(self.stages)
-                if self._reduction is not None:
-                    self._reduction.finish()
-            if self._reduction is not None:
-                self._reduction.make_buffers_equal()
+                if self._collectives is not None:
+                    self._collectives.finish()
+            if self._collectives is not None:
+                self._collectives.make_buffers_equal()
             self._replicas.reduce()
             self._missing.check(self.stages)
         else:
-            run_executors(executors, given, results)
+            with self._during_step():
+                run_executors(executors, given, results)
         self.transport.finish()
         return given, results
 
@@ -180,25 +190,47 @@ class StepRunner:
             numbers = self._shares.total(numbers)
         return numbers[0], dict(zip(metrics, numbers[1:], strict=True))
 
-    def _connect_copies(self, world: World, loss_fn: LossFunction | None) -> None:
+    def _what_is_collective(
+        self, world: World | None, groups: Mapping[int, Sequence[ShardedGroup]], resident: int | None
+    ) -> dict[str, Any]:
+        """What `lower` has to know of the stages that several ranks hold: all of them, or none."""
+        every = range(len(self._wiring)) if world is not None and world.grid.length(*DATA) > 1 else ()
+        return {"sharded": every, "resident": resident} if groups else {"replicated": every}
+
+    def _connect_copies(
+        self, world: World, loss_fn: LossFunction | None, groups: Mapping[int, Sequence[ShardedGroup]]
+    ) -> None:
         """Connect the ranks that hold the same stages, which then start from the same parameters. Collective."""
-        if world.grid.length(*DATA) == 1:
-            return
         if self._replicas:
             raise PipegraphError(
                 "parallelize_fn returned DistributedDataParallel, and the mesh has data-parallel ranks of its own, "
                 "whose gradients the pipeline reduces.\nTry: return the stage without a wrapper."
             )
         self._shares = BatchShares(world)
-        if world.grid.length(REPLICATE) > 1:
-            others = trained_by(loss_fn) if self.batches.has_last_stage else []
-            first = world.grid.line(world.rank, REPLICATE)[0]
-            self._reduction = GradientReduction(self.stages, others, world.along(REPLICATE), first)
-            self._reduction.make_equal()
+        sharded = sharded_parameters(groups)
+        held = {
+            index: [each for _, each in parameters_of(stage) if id(each) not in sharded]
+            for index, stage in self.stages.items()
+        }
+        if self.batches.has_last_stage:
+            held[len(self._wiring) - 1] += trained_by(loss_fn)
+        reduction = GradientReduction(held, self.stages, world.along(*DATA), world.grid.line(world.rank, *DATA)[0])
+        reduction.make_equal()
+        transfers: dict[int, list[GroupTransfers]] = {}
+        if groups:
+            line = world.shard_line()
+            replicas = world.along(REPLICATE) if world.grid.length(REPLICATE) > 1 else None
+            transfers = {
+                index: [GroupTransfers(group, line, replicas) for group in own] for index, own in groups.items()
+            }
+            if replicas is not None:
+                first = world.grid.line(world.rank, REPLICATE)[0]
+                parts = [each.sharded for own in groups.values() for each in all_parameters(own)]
+                make_equal(list(dict.fromkeys(parts)), replicas, first)
+        self._collectives = ParameterCollectives(groups, transfers, reduction)
 
-    def _when_trained(self, stage: int) -> None:
-        if self._reduction is not None:
-            self._reduction.start(stage)
+    def _during_step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._collectives is None else self._collectives.during_step()
 
     def _count(self, lists: int | None, asked: int | None) -> int:
         """Return how many microbatches the step is asked to have. Raises ScheduleError if it cannot have so many."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.schedule import Collective
 from tests.runtime.packages import Reference, Sketch, Stage, loss
 
 WIDTH, HIDDEN, WORDS, LENGTH = 8, 16, 6, 4
@@ -242,3 +247,93 @@ def start_and_state(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str
     pipe.stages[0].flags.copy_(torch.tensor([False, rank == 0, True]))
     pipe.step(torch.full((8, LENGTH), rank), target=torch.ones(8))
     return state, {"scale": scale.weight.grad, "start": scale.weight.detach(), "flags": pipe.stages[0].flags}
+
+
+class Messages(TorchDispatchMode):
+    """Counts the collectives of torch by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **kwargs or {})
+
+
+def count_messages(rank: int, folder: str, resident: int | None) -> tuple[dict[str, int], dict[str, int], int, int]:
+    """Of a step of 4 stages on 2 ranks, each shared by 2: its messages, those of the schedule, and bytes of parameters.
+
+    The bytes are those of whole parameters, and of this rank's parts, after the step.
+    """
+    pipe, _ = make(folder, {"pp": 2, "dp_shard": 2}, "interleaved-1f1b", resident=resident)
+    tokens, target = torch.zeros(8, LENGTH, dtype=torch.int64), torch.zeros(8)
+    with Messages() as messages:
+        pipe.step(tokens, target=target)
+    groups = 3  # two layers, and what is left of the stage
+    kinds = Counter(
+        each.kind.value
+        for each in pipe._runner.executors.training.program(pipe.ranks[0])
+        if isinstance(each, Collective)
+    )
+    gc.collect()
+    alive = [each for each in gc.get_objects() if isinstance(each, nn.Parameter)]
+    whole_bytes = sum(each.untyped_storage().nbytes() for each in alive if not isinstance(each, DTensor))
+    parts = {id(each): each.to_local().untyped_storage().nbytes() for each in pipe.parameters()}
+    return (
+        dict(messages.counts),
+        {kind: count * groups for kind, count in kinds.items()},
+        whole_bytes,
+        sum(parts.values()),
+    )
+
+
+def mixed_precision(rank: int, folder: str) -> str:
+    """In bfloat16, with gradients that are added up in float32: what crosses, and what is trained."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    pipe, mesh = make(folder, {"pp": 2, "dp_shard": 2}, "zb-h1", fsdp={"mp_policy": policy}, strict=True)
+    assert {value.dtype for value in pipe.package.manifest.values.values()} == {"int64", "bfloat16"}
+    tokens = torch.randint(WORDS, (16, LENGTH), generator=torch.Generator().manual_seed(0))
+    target = torch.randn(16, generator=torch.Generator().manual_seed(1))
+    mine = rows_of({"dp_shard": 2}, (8, 8), mesh)
+    result = pipe.step(tokens[mine], target=target[mine], return_outputs=True)
+    reference = Reference(pipe.package)
+    expected = loss(reference({"tokens": tokens}), target)
+    expected.backward()
+    if result.loss is not None:
+        assert result.outputs.dtype == torch.bfloat16
+        assert_close(result.loss.float(), expected.detach(), rtol=2e-2, atol=2e-2)
+    for name, parameter in pipe.named_parameters():
+        gradient = whole(parameter.grad)
+        assert parameter.dtype == gradient.dtype == torch.float32
+        assert_close(gradient, reference.parameters[name].grad, rtol=0.1, atol=0.02, msg=name)
+        assert not torch.equal(gradient, gradient.to(torch.bfloat16).float()) or gradient.numel() < 9, name
+    return "near"
+
+
+def sharding_refused(rank: int, folder: str, how: str) -> None:
+    """What does not fit ranks that share parameters."""
+    options: dict[str, Any] = {
+        "option": {"fsdp": {"mp_polcy": None}},
+        "part": {"fsdp": {"reshard_after_forward": 2}},
+        "type": {"fsdp": True},
+        "resident": {"resident": 0},
+        "again": {"parallelize_fn": lambda stage: fully_shard(stage)},
+    }[how]
+    make(folder, {"dp_shard": 2}, "1f1b", **options)
+
+
+def load_and_save(rank: int, folder: str, shape: Shape, plan: Any) -> str:
+    """The state of the whole model is taken over, and comes back."""
+    pipe, _ = make(folder, shape, "1f1b", tp_plan=plan)
+    doubled = {name: 2 * parameter.detach() for name, parameter in Reference(pipe.package).parameters.items()}
+    pipe.load_state_dict(doubled)
+    for name, tensor in pipe.state_dict().items():
+        assert_close(whole(tensor), doubled[name], msg=name)
+    tokens, target = torch.zeros(8, LENGTH, dtype=torch.int64), torch.zeros(8)
+    before = pipe.evaluate(tokens, target=target).loss
+    pipe.load_state_dict({name: tensor / 2 for name, tensor in doubled.items()})
+    after = pipe.evaluate(tokens, target=target).loss
+    assert before is None or abs(before - after) > 1e-3
+    return "equal"

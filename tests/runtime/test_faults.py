@@ -262,6 +262,7 @@ def test_what_nccl_has_on_its_way_is_lost_only_after_a_failure(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(pipegraph.runtime.processes.world, "_CLOSING_SECONDS", 0.2)
     world = World.__new__(World)
+    world._mesh, world._lines = None, []
     world.device, world._groups = torch.device("cuda:0"), [Group.__new__(Group) for _ in range(2)]
     for group in world._groups:
         group._backend = NcclLike(ends)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipegraph.package import Package
 from tests.runtime import meshes, ranks
-from tests.runtime.packages import write
+from tests.runtime.packages import Reference, write
 
 
 def train(
@@ -36,7 +37,7 @@ def train(
 )
 def test_replicas(shape: meshes.Shape, schedule: str, rows: tuple[int, ...], tied: bool, tmp_path: Path) -> None:
     said = train(tmp_path, shape, schedule, rows, tied)
-    assert said == [[]] * len(said)
+    assert said == [[]] * len(said), said[0]
 
 
 def test_sums_add_up_over_replicas(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_replicas_start_equal_and_stay_so(tmp_path: Path) -> None:
 def test_tensor_parallel(shape: meshes.Shape, schedule: str, tied: bool, kernels: str, tmp_path: Path) -> None:
     rows = (8, 6) if "dp_replicate" in shape else (8,)
     said = train(tmp_path, shape, schedule, rows, tied, tp_plan=meshes.TP_PLAN, kernels=kernels)
-    assert said == [[]] * len(said)
+    assert said == [[]] * len(said), said[0]
 
 
 @pytest.mark.parametrize(
@@ -128,4 +129,88 @@ def test_a_rank_that_fails_wakes_those_that_wait_in_a_collective_of_a_stage(tmp_
     options = {"tp_plan": meshes.TP_PLAN, "kernels": "autograd"}
     for message, seconds in ranks.run(meshes.fail, 4, folder, shape, 3, "action", options):
         assert "rank 3 (pp 1, tp 1) failed" in message and "ValueError: broken on purpose" in message
+        assert seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule", "rows", "tied", "options"),
+    [
+        ({"pp": 2, "dp_shard": 2}, "1f1b", (8, 8), False, {}),
+        ({"dp_shard": 2, "pp": 2}, "zb-v", (9, 5), True, {"resident": 1}),
+        ({"dp_shard": 3}, "1f1b", (4, 3, 2), True, {"kernels": "autograd"}),
+        ({"dp_shard": 2, "dp_replicate": 2}, "1f1b", (8, 8, 6, 4), True, {}),
+    ],
+)
+def test_fully_sharded(
+    shape: meshes.Shape, schedule: str, rows: tuple[int, ...], tied: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    said = train(tmp_path, shape, schedule, rows, tied, **options)
+    assert said == [[]] * len(said), said[0]
+
+
+@pytest.mark.parametrize("shape", [{"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_replicate": 2, "dp_shard": 1, "tp": 2}])
+def test_shards_of_divided_parameters(shape: meshes.Shape, tmp_path: Path) -> None:
+    options = {"tp_plan": meshes.TP_PLAN, "strict": True}
+    said = train(tmp_path, shape, "1f1b", (8, 6), **options)
+    assert said == [[]] * len(said), said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("schedule", "kernels"), [("1f1b", "eager"), ("zb-v", "eager"), ("zb-v", "inductor")])
+def test_all_dimensions(schedule: str, kernels: str, tmp_path: Path) -> None:
+    shape = {"pp": 2, "dp_shard": 2, "tp": 2}
+    options = {"tp_plan": meshes.TP_PLAN, "strict": True, "kernels": kernels, "timeout": 200}
+    said = train(tmp_path, shape, schedule, (8, 8), **options)
+    assert said == [[]] * 8, said[0]
+
+
+@pytest.mark.parametrize(("resident", "gathers"), [(None, 2), (1, None)])
+def test_messages_are_those_of_the_schedule_and_rest_takes_no_more_than_parts(
+    resident: int | None, gathers: int | None, tmp_path: Path
+) -> None:
+    folder = str(write(meshes.perceptrons(4, tied=False), tmp_path / "perceptrons"))
+    whole = sum(4 * parameter.numel() for parameter in Reference(Package.open(folder)).parameters.values())
+    for messages, placed, whole_bytes, parts in ranks.run(meshes.count_messages, 4, folder, resident):
+        assert messages["_allgather_base_"] == placed["UNSHARD"]
+        assert messages["_reduce_scatter_base_"] == placed["REDUCE_GRAD"] == 6
+        assert gathers is None or placed["UNSHARD"] == 3 * gathers
+        assert whole_bytes == 0
+        assert parts <= whole / 4 * 1.2  # half of half the stages; the first and the last one have more than others
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    folder = str(write(meshes.perceptrons(2), tmp_path / "perceptrons"))
+    assert ranks.run(meshes.mixed_precision, 4, folder) == ["near"] * 4
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("option", "fully_shard has no option 'mp_polcy' for fsdp. Did you mean \"mp_policy\"?"),
+        ("part", "reshard_after_forward=2 would keep a part"),
+        ("type", "fsdp has the options of torch's fully_shard"),
+        ("resident", "resident cannot be 0"),
+        ("again", "parallelize_fn applied fully_shard to stage 0"),
+    ],
+)
+def test_sharding_that_does_not_fit_is_refused(how: str, message: str, tmp_path: Path) -> None:
+    for said in ranks.run(meshes.sharding_refused, 2, str(write(meshes.perceptrons(1), tmp_path / "model")), how):
+        assert said.startswith("ArgumentError") and message in said, said
+
+
+@pytest.mark.parametrize(
+    ("shape", "plan"),
+    [({"dp_shard": 2}, None), ({"tp": 2}, meshes.TP_PLAN), ({"dp_shard": 2, "tp": 2}, meshes.TP_PLAN)],
+)
+def test_states_are_those_of_the_model(shape: meshes.Shape, plan: Any, tmp_path: Path) -> None:
+    folder = str(write(meshes.perceptrons(1), tmp_path / "perceptrons"))
+    count = 2 ** len(shape)
+    assert ranks.run(meshes.load_and_save, count, folder, shape, plan) == ["equal"] * count
+
+
+def test_a_rank_that_fails_wakes_those_that_wait_for_its_parameters(tmp_path: Path) -> None:
+    folder, shape = str(write(meshes.perceptrons(2), tmp_path / "perceptrons")), {"pp": 2, "dp_shard": 2}
+    for message, seconds in ranks.run(meshes.fail, 4, folder, shape, 2, "action", {"kernels": "autograd"}):
+        assert "rank 2 (pp 1, dp_shard 0) failed" in message and "ValueError: broken on purpose" in message
         assert seconds < 10

@@ -27,7 +27,8 @@ from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group, call_within, check_timeout, lost_connections
 from pipegraph.runtime.processes.launch import exit_with_parent
 from pipegraph.runtime.processes.meeting import Meeting, environment_store, restart_count
-from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, RankGrid, check_mesh, single
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, SHARD, RankGrid, check_mesh, single
+from pipegraph.runtime.processes.shard_group import ShardLine
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -129,6 +130,7 @@ class World:
         self.pipeline = grid.line(rank, PIPELINE)
         self._groups: list[Group] = []
         self._mesh: DeviceMesh | None = None
+        self._lines: list[ShardLine] = []
         self._along: dict[tuple[tuple[int, ...], bool], Group] = {}
 
     @property
@@ -179,6 +181,14 @@ class World:
             ordered = [self.grid.names[place] for place in order]
             self._mesh = internals.make_mesh(shape, ordered, self.device.type, self.timeout)
         return self._mesh[tuple(name for name in DIMENSIONS if name in names)]
+
+    def shard_line(self) -> ShardLine:
+        """The ranks that share the parameters of this one's stages. Collective: all of them must call it."""
+        line = ShardLine(
+            [self._processes[rank] for rank in self.grid.line(self.rank, SHARD)], self.device, self.timeout
+        )
+        self._lines.append(line)
+        return line
 
     def check_everywhere(self, problem: str | None) -> None:
         """Raise ArgumentError on every rank if one of them has a problem. Collective: every rank must call it."""
@@ -243,6 +253,8 @@ class World:
         if abort and self._mesh is not None:  # else DTensors of the user's may still need it
             mesh, self._mesh = self._mesh, None
             internals.release_mesh(mesh)
+        for line in self._lines:
+            line.close()
         for group in self._groups:
             group.close(abort)
 
