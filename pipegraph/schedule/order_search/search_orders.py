@@ -10,8 +10,16 @@ from random import Random
 from typing import NamedTuple, TypeVar
 
 from pipegraph.errors import ScheduleError, nearest
+from pipegraph.schedule.collectives import place_collectives, require_resident
 from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.schedule.lower_bound import lower_bound
+from pipegraph.schedule.order_search.gathers import (
+    IMPOSSIBLE_COST,
+    Cost,
+    climb_gathers,
+    gathers,
+    grouped_schedules,
+)
 from pipegraph.schedule.order_search.order_problem import (
     FORWARD,
     PER_STAGE,
@@ -49,6 +57,7 @@ _HISTORY = 80
 were so many changes ago. So the search crosses level ground and gets out of shallow hollows."""
 
 _CLIMB_OVERRUNS = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
+_GATHER_RUNS = 500  # changes of an order that are tried to save gathers, with an effort of 1: some seconds
 _REACH = 8  # the number of places by which an action moves, at most
 
 
@@ -65,6 +74,8 @@ class SearchedSchedule(Schedule):
     makespan: float = 0.0
     lower_bound: float = 0.0
     origin: str = ""
+    gathers: tuple[int, ...] = ()
+    """rank → how often it gathers the parameters of a stage; empty if nothing is sharded"""
 
 
 def search(
@@ -74,11 +85,12 @@ def search(
     placement: str = "loop",
     memory_limit: float | None = None,
     effort: float = 1.0,
+    resident: int | None = None,
 ) -> SearchedSchedule:
     """Find orders of small makespan.
 
-    The result is never slower than the fastest named schedule that fits. Of equally fast orders, those with the least
-    memory are returned. The same arguments give the same result.
+    The result is never slower than the fastest named schedule that fits. Of equally fast orders, those with the fewest
+    gathers, and then those with the least memory, are returned. The same arguments give the same result.
 
     Args:
         times: of each stage.
@@ -87,6 +99,8 @@ def search(
         memory_limit: how many saved activations of one stage and microbatch a rank may hold at one time.
         effort: scales the number of orders that are tried, and so the time. 1 takes some ten seconds for 8 ranks and
             32 microbatches, and a minute for 64 and 512.
+        resident: how many stages of a rank may be whole at a time; all of them are sharded, and the result has their
+            collectives, as `lower` places them. None: nothing is sharded.
 
     Raises:
         ScheduleError: numbers that do not fit together, or a limit too small for one microbatch, which leaves an
@@ -94,6 +108,7 @@ def search(
     """
     if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 <= effort < math.inf:
         raise ScheduleError(f"The effort of a search is a number from 0 on, not {effort!r}: 1 is some ten seconds.")
+    require_resident(resident)
     places = _placement(times, ranks, microbatches, placement)
     chunks = len(places) // ranks
     limit = microbatches * chunks
@@ -109,28 +124,78 @@ def search(
     problem = OrderProblem(times, places, microbatches, limit)
     bound = lower_bound(times, places, microbatches, limit)
     schedules = list(named_schedules(places, microbatches))
-    fitting = [schedule for schedule in schedules if max(peak_activations(schedule)) <= limit]
-    timed = [(simulate(schedule, times).makespan, schedule) for schedule in fitting]
+    found = _Found(times, resident)
+    for schedule in (*schedules, *(grouped_schedules(places, microbatches) if resident is not None else ())):
+        if max(peak_activations(schedule)) <= limit:
+            found.add(schedule)
     goal = bound * (1 + _EQUAL)
-    if all(makespan > goal for makespan, _ in timed):
+    if all(makespan > goal for makespan, _ in found.timed):
         for orders, origin in _improved(problem, schedules, goal, effort):
-            schedule = Schedule(origin, places, microbatches, actions_of(orders))
-            timed.append((simulate(schedule, times).makespan, schedule))
-    fastest = min(makespan for makespan, _ in timed)
-    makespan, best = min(
-        ((makespan, schedule) for makespan, schedule in timed if makespan <= fastest * (1 + _EQUAL)),
-        key=lambda pair: (max(peak_activations(pair[1])), sum(peak_activations(pair[1]))),
-    )
+            found.add(Schedule(origin, places, microbatches, actions_of(orders)))
+    if resident is not None:
+        for schedule in found.best(_BEST):
+            orders = _climb_gathers(problem, found, schedule, resident, round(effort * _GATHER_RUNS))
+            found.add(Schedule(schedule.name, places, microbatches, actions_of(orders)))
+    (best,) = found.best(1)
     return SearchedSchedule(
         name="searched",
         placement=places,
         microbatches=microbatches,
         actions=best.actions,
         overlapped=best.overlapped,
-        makespan=makespan,
+        collectives=best.collectives,
+        makespan=simulate(best, times).makespan,
         lower_bound=bound,
         origin=best.name,
+        gathers=gathers(best) if resident is not None else (),
     )
+
+
+class _Found:
+    """Schedules that fit, with the collectives of their stages, and their makespans."""
+
+    def __init__(self, times: Times, resident: int | None) -> None:
+        self.timed: list[tuple[float, Schedule]] = []
+        self._times, self._resident = times, resident
+
+    def add(self, schedule: Schedule) -> None:
+        self.timed.append(self.time(schedule))
+
+    def time(self, schedule: Schedule) -> tuple[float, Schedule]:
+        if self._resident is not None:
+            if self._resident == 1:  # the two of an overlapped pair are of two stages
+                schedule = schedule.changed(overlapped=frozenset())
+            schedule = place_collectives(schedule, range(schedule.stages), (), self._resident)
+        return simulate(schedule, self._times).makespan, schedule
+
+    def best(self, count: int) -> list[Schedule]:
+        """Return the fastest, and of those that are equally fast the ones with the fewest gathers and least memory."""
+        fastest = min(makespan for makespan, _ in self.timed)
+
+        def key(pair: tuple[float, Schedule]) -> tuple[float, int, int, int]:
+            makespan, schedule = pair
+            peaks = peak_activations(schedule)
+            slower = 0.0 if makespan <= fastest * (1 + _EQUAL) else makespan
+            return slower, sum(gathers(schedule)), max(peaks), sum(peaks)
+
+        return [schedule for _, schedule in sorted(self.timed, key=key)[:count]]
+
+
+def _climb_gathers(problem: OrderProblem, found: _Found, start: Schedule, resident: int, runs: int) -> Orders:
+    """Return orders that are no slower than those of a schedule, with as few gathers as changes of them lead to."""
+
+    def cost(orders: Orders, most: Cost) -> Cost:
+        if not all(_is_possible(order, problem.memory_limit) for order in orders):
+            return IMPOSSIBLE_COST
+        timed = problem.run(orders)
+        if timed.makespan > most[0] * (1 + _EQUAL):  # without waiting for gathers, even
+            return IMPOSSIBLE_COST
+        makespan, schedule = found.time(start.changed(actions=actions_of(orders), overlapped=frozenset()))
+        equal = abs(makespan - most[0]) <= _EQUAL * makespan
+        return most[0] if equal else makespan, sum(gathers(schedule)), sum(peak_activations(schedule))
+
+    _, orders = climb_gathers(orders_of(start), resident, cost, runs, Random(0))
+    return orders
 
 
 def _placement(times: Times, ranks: int, microbatches: int, placement: str) -> tuple[int, ...]:

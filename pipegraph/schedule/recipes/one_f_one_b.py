@@ -8,9 +8,10 @@ from pipegraph.schedule.action import Kind
 from pipegraph.schedule.recipes.recipe import Orders, Recipe, alternate, by_groups, groups_of_ranks
 
 
-def one_f_one_b(lead: int, ranks: int, microbatches: int, chunks: int) -> Orders:
+def one_f_one_b(lead: int, ranks: int, microbatches: int, chunks: int, group: int | None = None) -> Orders:
     """Rank r does k(p−1−r) + (v−1)p forwards, then F and B in turn, then the remaining backwards. k is ``lead``.
 
+    With a ``group`` of more than p microbatches, which takes the place of p in this, a rank stays longer with a stage.
     A rank holds one activation more than it does forwards at the start.
 
     1F1B (PipeDream-Flush, Narayanan et al., 2021), k = 1: early backwards save memory.
@@ -30,10 +31,11 @@ def one_f_one_b(lead: int, ranks: int, microbatches: int, chunks: int) -> Orders
     rank 0  0F0 0F1 2F0 2F1     2B0     2B1 0B0 0B1
     rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
-    rows = []
+    rows, group = [], group or ranks
     for rank in range(ranks):
-        forwards, backwards = (by_groups(kind, rank, ranks, microbatches, chunks) for kind in (Kind.F, Kind.B))
-        rows.append(alternate(forwards, backwards, lead * (ranks - 1 - rank) + (chunks - 1) * ranks))
+        stages = range(rank, ranks * chunks, ranks)
+        forwards, backwards = (by_groups(kind, stages, microbatches, group) for kind in (Kind.F, Kind.B))
+        rows.append(alternate(forwards, backwards, lead * (ranks - 1 - rank) + (chunks - 1) * group))
     return rows
 
 
@@ -49,9 +51,10 @@ INTERLEAVED = Recipe(
 )
 
 
-def zero_bubble(depth: int, ranks: int, microbatches: int, chunks: int) -> Orders:
+def zero_bubble(depth: int, ranks: int, microbatches: int, chunks: int, group: int | None = None) -> Orders:
     """Rank r does k(p−1−r) + (v−1)p forwards, then F and I in turn, with W from the k·r-th I on. k is ``depth``.
 
+    A ``group`` of more than p microbatches takes the place of p, as in `one_f_one_b`.
     So every rank holds k(p−1) + (v−1)p + 1 activations: those of ZB-H1 are the p of 1F1B's first rank.
 
     ZB-H1, k = 1, and ZB-H2, k = 2 (Zero Bubble Pipeline Parallelism, Qi et al., 2023). This is ZB-H1:
@@ -65,12 +68,13 @@ def zero_bubble(depth: int, ranks: int, microbatches: int, chunks: int) -> Order
     rank 0  0F0 0F1 2F0 2F1     2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
     rank 1      1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
-    rows = []
+    rows, group = [], group or ranks
     for rank in range(ranks):
+        stages = range(rank, ranks * chunks, ranks)
         forwards, backwards, weights = (
-            by_groups(kind, rank, ranks, microbatches, chunks) for kind in (Kind.F, Kind.I, Kind.W)
+            by_groups(kind, stages, microbatches, group) for kind in (Kind.F, Kind.I, Kind.W)
         )
-        warm_up = depth * (ranks - 1 - rank) + (chunks - 1) * ranks
+        warm_up = depth * (ranks - 1 - rank) + (chunks - 1) * group
         rows.append(alternate(forwards, backwards, warm_up, weights, depth * rank))
     return rows
 

@@ -84,14 +84,13 @@ class Recipe:
     overlapped: Callable[[Orders], Iterable[tuple[Action, Action]]] = no_pairs
 
 
-def by_groups(kind: Kind, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """Return a rank's actions of one kind: each group of ``ranks`` microbatches through all chunks, then the next."""
-    stages = range(rank, ranks * chunks, ranks)
+def by_groups(kind: Kind, stages: Sequence[int], microbatches: int, group: int) -> list[Action]:
+    """Return a rank's actions of one kind: each ``group`` of microbatches through all of its stages, then the next."""
     return [
         Action(stage, kind, j)
-        for first in range(0, microbatches, ranks)
+        for first in range(0, microbatches, group)
         for stage in (stages if kind is Kind.F else reversed(stages))
-        for j in range(first, min(first + ranks, microbatches))
+        for j in range(first, min(first + group, microbatches))
     ]
 
 

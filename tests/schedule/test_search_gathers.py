@@ -1,0 +1,78 @@
+"""Orders of sharded stages that a search finds: no slower, and gathered less often."""
+
+import pytest
+
+from pipegraph.errors import ScheduleError
+from pipegraph.schedule import (
+    Schedule,
+    Times,
+    build,
+    check,
+    from_csv,
+    lower,
+    peak_activations,
+    search,
+    simulate,
+    to_csv,
+)
+from pipegraph.schedule.order_search.gathers import gathers, grouped_schedules
+from tests.schedule.test_residency import fewest_gathers
+
+P, V, M, RESIDENT = 4, 8, 16, 3
+
+
+def fewest(schedule: Schedule, resident: int) -> tuple[int, ...]:
+    """The proved minimum of each rank's order."""
+    return tuple(fewest_gathers([(action.stage,) for action in row], resident) for row in schedule.actions)
+
+
+def test_longer_groups_gather_less_often_within_the_memory() -> None:
+    order = build("interleaved-1f1b", P, M, V)
+    times = Times.equal(P * V, unshard=1, reduce_grad=1)
+    assert gathers(lower(order, sharded=range(P * V), resident=RESIDENT)) == fewest(order, RESIDENT) == (43,) * P
+    plain = simulate(lower(order, sharded=range(P * V), resident=RESIDENT), times)
+    for limit, expected in ((35, 43), (64, 23), (None, 13)):
+        found = search(times, P, M, memory_limit=limit, effort=0.02, resident=RESIDENT)
+        check(found, memory_limit=limit, resident=RESIDENT)
+        assert found.gathers == gathers(found) == fewest(found, RESIDENT) == (expected,) * P
+        assert found.makespan == simulate(found, times).makespan < plain.makespan
+    least = 2 * V - RESIDENT  # a microbatch passes all stages, and all but those that stayed on its way back
+    assert found.gathers == (least,) * P
+
+
+def test_groups_of_more_microbatches_than_ranks() -> None:
+    made = {schedule.name: schedule for schedule in grouped_schedules((0, 1) * 2, 4)}
+    assert to_csv(made["interleaved-1f1b in groups of 4"]) == (
+        "0F0,0F1,0F2,0F3,2F0,2F1,2F2,2B0,2F3,2B1,2B2,2B3,0B0,0B1,0B2,0B3\n"
+        "1F0,1F1,1F2,1F3,3F0,3B0,3F1,3B1,3F2,3B2,3F3,3B3,1B0,1B1,1B2,1B3\n"
+    )
+    assert list(grouped_schedules((0, 1), 4)) == list(grouped_schedules((0, 1, 1, 0), 4)) == []
+
+
+@pytest.mark.parametrize("placement", ["loop", "v"])
+@pytest.mark.parametrize("unshard", [0, 0.5])
+def test_a_changed_order_is_no_slower_than_any_named_one(placement: str, unshard: float) -> None:
+    times = Times.equal(4, unshard=unshard, reduce_grad=unshard)
+    found = search(times, 2, 6, placement, resident=1)
+    check(found, resident=1)
+    assert (found.sharded, found.reduced) == ({0, 1, 2, 3}, {0, 1, 2, 3})
+    name = {"loop": "interleaved-zb", "v": "zb-v"}[placement]
+    named = lower(build(name, 2, 6), sharded=range(4), resident=1)
+    assert found.makespan <= simulate(named, times).makespan
+    assert sum(found.gathers) < sum(gathers(named))
+    assert found == search(times, 2, 6, placement, resident=1)
+
+
+def test_what_is_found_is_lowered_with_its_collectives() -> None:
+    found = search(Times.equal(4), 2, 4, memory_limit=6, effort=0, resident=2)
+    lowered = lower(found, sharded=range(4), resident=2)
+    assert lowered.collectives and gathers(lowered) == found.gathers
+    assert from_csv(to_csv(found), "searched").collectives == found.collectives
+    assert max(peak_activations(found)) <= 6
+
+
+def test_without_resident_nothing_is_sharded() -> None:
+    found = search(Times.equal(4, unshard=9), 2, 4, effort=0)
+    assert (found.gathers, found.collectives) == ((), ())
+    with pytest.raises(ScheduleError, match="resident=0 stages cannot be whole"):
+        search(Times.equal(4), 2, 4, resident=0)
