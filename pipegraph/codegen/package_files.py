@@ -27,7 +27,7 @@ from pipegraph.graph.index_bounds import index_bound
 from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.nodes import keeps_dtype, label_of, shape_of
 from pipegraph.graph.partition.stages import Boundary, tensor_of
-from pipegraph.graph.sources.huggingface import checkpoint_names
+from pipegraph.graph.sources.huggingface import checkpoint_names, tp_plan_of
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.graph.untrained_parameters import untrained_parameters
@@ -134,6 +134,7 @@ def _manifest(
         files={name: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for name, text in files.items()},
         requires=tuple(requires),
         checkpoint=CheckpointNames(**checkpoint_names(captured.modules[""].module)),
+        tp_plan=dict((source.tp_plan if source is not None else None) or tp_plan_of(captured.modules[""].module)),
     )
 
 

@@ -30,7 +30,7 @@ def divide_tensors(
     """Divide parameters between the ranks along `tp`, in place. Collective.
 
     Args:
-        plan: as for `Pipeline`.
+        plan: as for `Pipeline`; by default the package's own.
         others_divide: whether `parallelize_fn` may do it without a plan.
 
     Raises:
@@ -38,10 +38,11 @@ def divide_tensors(
     """
     if plan is not None:
         tensor_parallel.check_plan(plan)
+    is_own, plan = plan is not None, plan or manifest.tp_plan or None
     size = 1 if world is None else world.grid.length(TENSOR)
     if world is None or size == 1:
         return
-    if plan is None and others_divide:
+    if not is_own and others_divide:
         return
     mesh = world.mesh(TENSOR)
     names = "\n".join(tensor_parallel.module_names(stages))
@@ -53,7 +54,9 @@ def divide_tensors(
                 f"the mesh has {size} ranks along tp, and nothing says how they divide the model.\n"
                 f'Try: tp_plan={{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}}.'
             )
-        tensor_parallel.check_patterns(plan, known)
+        tensor_parallel.check_plan(plan)
+        if is_own:  # that of a package may be of a whole family of models
+            tensor_parallel.check_patterns(plan, known)
         tensor_parallel.parallelize(stages, plan, manifest, mesh)
         tensor_parallel.check_stages(stages, manifest, size)
 

@@ -21,7 +21,7 @@ from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
-from pipegraph.runtime.processes.rank_grid import PIPELINE, single
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS, single
 from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, join_world
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes, check_loss_reduction
@@ -63,7 +63,8 @@ class Pipeline:
             their own share of the batch; what a step computes is of the whole.
         tp_plan: how the ranks along "tp" divide the model: for patterns of module names, with ``*`` for a part of a
             name, one of transformers' styles ("colwise", "rowwise", "colwise_gather_output", "sequence_parallel", …) or
-            an object of `torch.distributed.tensor.parallel`. The first pattern that fits a module counts.
+            an object of `torch.distributed.tensor.parallel`. The first pattern that fits a module counts. By default
+            the package's own plan: that of the model file, or of a Hugging Face model.
         fsdp: options of torch's `fully_shard` (`mp_policy`, `reshard_after_forward`, `shard_placement_fn`, …), which
             divides the parameters of each repeated layer, and of the rest of a stage, between the ranks along
             "dp_shard". They are gathered when the schedule says so, and kernels compute with the whole.
@@ -308,8 +309,9 @@ class Pipeline:
         Collective: every rank must call it. Returns the norm before clipping.
         """
         with self._guard, lost_connections(None):
-            own, pipeline = list(self.parameters()), self._processes.along(PIPELINE)
-            return clip_grad_norm(own, self._runner.ties.counted(own), max_norm, norm_type, pipeline, self.device)
+            own, processes = list(self.parameters()), self._processes
+            counted, everyone = self._runner.ties.counted(own), processes.along(*DIMENSIONS)
+            return clip_grad_norm(own, counted, max_norm, norm_type, everyone, self.device, processes.copies)
 
     def _run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest

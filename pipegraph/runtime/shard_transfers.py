@@ -35,6 +35,7 @@ class GroupTransfers:
         self._gathering: tuple[Work, Tensor, Tensor] | None = None
         self._reducing: tuple[Work, Tensor, Tensor] | None = None
         self._adding: Work | None = None
+        self._missing: set[ShardedParameter] = set()
 
     def start_gather(self) -> None:
         """Start to gather the parameters."""
@@ -99,9 +100,11 @@ class GroupTransfers:
         lengths = [math.prod(self._part_shape(each)) for each in trained]
         sent = torch.zeros(self._line.size, sum(lengths) + len(trained), dtype=dtype, device=like.device)
         *rows, counts = sent.split([*lengths, len(trained)], dim=1)
+        self._missing.clear()
         for index, (each, gradient, row) in enumerate(zip(trained, gradients, rows, strict=True)):
             each.whole.grad = None
             if gradient is None:
+                self._missing.add(each)
                 continue
             counts[:, index] = 1
             shape, dim = self._part_shape(each), each.dim(SHARD)
@@ -130,8 +133,8 @@ class GroupTransfers:
         self._reducing = self._adding = None
         lengths = [math.prod(self._part_shape(each)) for each in trained]
         *parts, counts = received.split([*lengths, len(trained)])
-        for each, part, count in zip(trained, parts, counts.tolist(), strict=True):
-            if count > 0:
+        for each, part, count in zip(trained, parts, counts, strict=True):
+            if each not in self._missing or count > 0:  # the count is on a GPU, which would have to be waited for
                 _add_gradient(each, part.view(self._part_shape(each)), each.dim(SHARD))
 
     def _trained(self) -> list[ShardedParameter]:

@@ -90,6 +90,8 @@ def _ask(group: Group, first: int, now: Callable[[], int]) -> ClockOffset:
 class LoneProcess:
     """The world of a plain process, which holds all stages. It has the methods of `World` that `Pipeline` offers."""
 
+    copies = 1
+
     def gather(self, figures: Sequence[float]) -> list[list[float]]:
         return [list(figures)]
 
@@ -137,6 +139,11 @@ class World:
     def size(self) -> int:
         """How many ranks there are in all pipelines."""
         return self.grid.size
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same stages as this one, whole or in part, itself included."""
+        return self.size // len(self.pipeline)
 
     def open(self) -> None:
         """Connect all ranks. Collective, and before anything else."""
