@@ -9,12 +9,12 @@ pp 1      rank 2 ───── rank 3        │ a pipeline: tensors are sent 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from pipegraph.arguments import require_type
+from pipegraph.arguments import argument, require_type
 from pipegraph.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ class RankGrid:
         own = self._elsewhere(rank, names)
         return tuple(other for other in range(self.size) if self._elsewhere(other, names) == own)
 
+    def first(self, place: int) -> int:
+        """The first rank at a place along `pp`."""
+        return next(rank for rank in range(self.size) if self._all_coordinates[rank].get(PIPELINE, 0) == place)
+
     def text(self, rank: int) -> str:
         """How messages name a rank: ``rank 5 (pp 1, dp_shard 0, tp 1)``."""
         if len(self.names) == 1 or not 0 <= rank < self.size:
@@ -77,6 +81,21 @@ class RankGrid:
 
     def _elsewhere(self, rank: int, names: Collection[str]) -> list[int]:
         return [place for name, place in self._all_coordinates[rank].items() if name not in names]
+
+
+def grid_of(ranks: int, lengths: Mapping[str, int], order: Sequence[str] = DIMENSIONS) -> RankGrid:
+    """The grid of so many ranks along `pp`, and along other dimensions as many as `lengths` says.
+
+    Args:
+        order: all of `DIMENSIONS`, the one whose ranks lie farthest from each other first.
+
+    Raises:
+        ArgumentError: the order lacks a dimension, or has another one.
+    """
+    check_dimensions(order)
+    if sorted(order) != sorted(DIMENSIONS):
+        raise ArgumentError(f"{argument('mesh_order', ','.join(order))} has to name {', '.join(DIMENSIONS)} once each.")
+    return RankGrid(tuple(order), tuple(ranks if name == PIPELINE else lengths.get(name, 1) for name in order))
 
 
 def single(size: int) -> RankGrid:

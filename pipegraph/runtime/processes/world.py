@@ -294,6 +294,14 @@ def join_world(
     return World(meeting.join(), ranks.index(dist.get_rank()), grid, chosen, timeout, ranks), chosen
 
 
+def make_mesh(grid: RankGrid, device: str | torch.device, timeout: float) -> DeviceMesh:
+    """A mesh of all processes that a launcher has started. Makes the default group if it is not there."""
+    exit_with_parent()
+    if not dist.is_initialized():
+        _make_default_group(device, timeout)
+    return dist.init_device_mesh(torch.device(device).type, grid.shape, mesh_dim_names=grid.names)
+
+
 def _make_default_group(device: str | torch.device, timeout: float) -> None:
     store, rank, size = environment_store(timeout)
     meeting = Meeting(store, rank, range(size), timeout)
