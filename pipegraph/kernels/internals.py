@@ -86,7 +86,8 @@ def waited(tensor: Tensor) -> Tensor:
 
 # Modules
 
-_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+_ALL_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+_HOOKS = tuple(name for name in _ALL_HOOKS if "state_dict" not in name)
 
 
 def tensor_dicts(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
@@ -100,7 +101,7 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def hook_dicts(module: nn.Module) -> dict[str, dict[int, Any]]:
-    """Return a module's hooks by kind and number. There is no public way to ask for them."""
+    """Return the hooks on a module's calls by kind and number. There is no public way to ask for them."""
     held = vars(module)
     return {name: held[name] for name in _HOOKS if held.get(name)}
 
@@ -121,9 +122,9 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
     So have those of what torch's composable functions, `fully_shard` among them, note of a module.
     """
-    places = {"_parameters", "_buffers", "_modules", "__composable_api_state_key", "__composable_api_registry_key"}
-    places.update(_HOOKS)
-    return {name: item for name, item in vars(module).items() if name not in places}
+    places = {"_parameters", "_buffers", "_modules", *_ALL_HOOKS}
+    held = vars(module).items()
+    return {name: item for name, item in held if name not in places and not name.startswith("__composable_api_")}
 
 
 def rnn_weight_lists(module: nn.Module) -> dict[str, Any]:

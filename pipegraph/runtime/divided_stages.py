@@ -14,6 +14,7 @@ from pipegraph.errors import ArgumentError
 from pipegraph.kernels.sharded import wrapper_of
 from pipegraph.package import Manifest
 from pipegraph.runtime import tensor_parallel
+from pipegraph.runtime.divided_boundaries import divided_boundaries
 from pipegraph.runtime.fully_sharded import ShardedGroup, check_options, fully_shard_stage
 from pipegraph.runtime.parameters import computed_in
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, REPLICATE, SHARD, TENSOR
@@ -26,12 +27,15 @@ def divide_tensors(
     world: World | None,
     plan: tensor_parallel.Plan | None,
     others_divide: bool,
-) -> None:
+) -> Manifest:
     """Divide parameters between the ranks along `tp`, in place. Collective.
 
     Args:
         plan: as for `Pipeline`; by default the package's own.
         others_divide: whether `parallelize_fn` may do it without a plan.
+
+    Returns:
+        The manifest with the shapes that values have on each rank.
 
     Raises:
         ArgumentError: the plan does not fit the model, or the number of ranks; on every rank.
@@ -40,10 +44,8 @@ def divide_tensors(
         tensor_parallel.check_plan(plan)
     is_own, plan = plan is not None, plan or manifest.tp_plan or None
     size = 1 if world is None else world.grid.length(TENSOR)
-    if world is None or size == 1:
-        return
-    if not is_own and others_divide:
-        return
+    if world is None or size == 1 or (others_divide and not is_own):
+        return manifest
     mesh = world.mesh(TENSOR)
     names = "\n".join(tensor_parallel.module_names(stages))
     known = {name for text in world.gather_text(names, *DIMENSIONS) for name in text.split("\n")}
@@ -58,9 +60,9 @@ def divide_tensors(
         if is_own:  # that of a package may be of a whole family of models
             tensor_parallel.check_patterns(plan, known)
         tensor_parallel.parallelize(stages, plan, manifest, mesh)
-        tensor_parallel.check_stages(stages, manifest, size)
 
     _together(world, divide)
+    return divided_boundaries(stages, manifest, size, world.gather_text)
 
 
 def shard_stages(

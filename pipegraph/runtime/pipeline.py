@@ -138,7 +138,9 @@ class Pipeline:
             self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
             own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
             self.stages = parameters.load_stages(self.package, own, self.device, weights, check_weights)
-            divide_tensors(self.stages, self.package.manifest, world, tp_plan, parallelize_fn is not None)
+            is_changed = parallelize_fn is not None
+            manifest = divide_tensors(self.stages, self.package.manifest, world, tp_plan, is_changed)
+            self.package = replace(self.package, manifest=manifest)
             if parallelize_fn is not None:
                 self.stages, manifest = parameters.parallelize_stages(self.package, self.stages, parallelize_fn)
                 self.package = replace(self.package, manifest=manifest)

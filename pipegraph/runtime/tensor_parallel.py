@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import nn
 
 from pipegraph.arguments import require_type
-from pipegraph.errors import ArgumentError, PipegraphError, closest, nearest
-from pipegraph.kernels.internals import fake_tensors
+from pipegraph.errors import ArgumentError, closest, nearest
 from pipegraph.kernels.sharded import is_style
 from pipegraph.package import Manifest
 
@@ -108,33 +106,6 @@ def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest,
             except NotImplementedError as error:
                 kind = type(stage.get_submodule(name)).__name__
                 raise ArgumentError(f"tp_plan gives {name}, of the class {kind}, a style not for it: {error}") from None
-
-
-def check_stages(stages: Mapping[int, nn.Module], manifest: Manifest, size: int) -> None:
-    """Run divided stages once without memory, so that nothing is sent.
-
-    Raises:
-        ArgumentError: one does not run, as with a number of heads that does not divide.
-    """
-    values = manifest.at_capture().values
-    for index, stage in stages.items():
-        names = manifest.stages[index].inputs
-        device = next((each.device for each in stage.parameters()), torch.device("cpu"))
-        with fake_tensors(), torch.no_grad():
-            inputs = [
-                torch.zeros(values[name].shape_at(), dtype=getattr(torch, values[name].dtype), device=device)
-                for name in names
-            ]
-            try:
-                stage(*inputs)
-            except PipegraphError:
-                raise
-            except Exception as error:  # whatever an operation raises on a part of a tensor
-                raise ArgumentError(
-                    f"stage {index} does not run with its parameters divided between {size} ranks: "
-                    f"{type(error).__name__}: {str(error).splitlines()[0]}\n"
-                    f"Try: a tp that divides the numbers of heads, key-value heads and features."
-                ) from error
 
 
 def _style_of(plan: Plan, name: str) -> Any:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,6 +67,19 @@ def perceptrons(stages: int, tied: bool = True) -> Sketch:
     return Sketch(tuple(parts), values, "logits", (("embed.weight", "head.weight"),) if tied else ())
 
 
+def sequence_plan() -> dict[str, Any]:
+    """Norms and residuals on a part of the sequence, also between stages."""
+    part, all_of_it = Shard(1), Replicate()
+    return {
+        "embed": RowwiseParallel(input_layouts=all_of_it, output_layouts=part),
+        "norms*.*": "sequence_parallel",
+        "layers*.*": PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(all_of_it,)),
+        "layers*.*.0": "colwise",
+        "layers*.*.2": RowwiseParallel(output_layouts=part),
+        "head": ColwiseParallel(input_layouts=part, output_layouts=all_of_it),
+    }
+
+
 def metered_loss(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     value = loss(output, target)
     return value, {"largest": output.detach().flatten(1).amax(1).mean()}
@@ -105,9 +119,13 @@ def train(
 
     `rows` has those of each data-parallel rank.
     """
+    if options.get("tp_plan") == "sequence":
+        options["tp_plan"] = sequence_plan()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipe, mesh = make(folder, shape, schedule, **options)
+        if "norms*.*" in options.get("tp_plan", {}):  # half of the sequence crosses
+            assert pipe.package.manifest.values["h0"].shape == ("batch", LENGTH // 2, WIDTH)
         mine = rows_of(shape, rows, mesh)
         assert_trained(pipe, mine, sum(rows), options.get("loss_fn", metered_loss))
     return [str(each.message) for each in caught if "traced" in str(each.message)]
@@ -272,6 +290,8 @@ def count_messages(rank: int, folder: str, resident: int | None) -> tuple[dict[s
     with Messages() as messages:
         pipe.step(tokens, target=target)
     groups = 3  # two layers, and what is left of the stage
+    for kernels in pipe._runner.kernels.values():  # equal layers are one block
+        assert [len(variant.divided.blocks) for variant in kernels.variants] == [1]
     kinds = Counter(
         each.kind.value
         for each in pipe._runner.executors.training.program(pipe.ranks[0])

@@ -97,6 +97,15 @@ def test_tensor_parallel(shape: meshes.Shape, schedule: str, tied: bool, kernels
 
 
 @pytest.mark.parametrize(
+    ("shape", "schedule"), [({"pp": 2, "tp": 2}, "zb-v"), ({"pp": 2, "dp_shard": 1, "tp": 2}, "1f1b")]
+)
+def test_sequence_parallel_boundaries(shape: meshes.Shape, schedule: str, tmp_path: Path) -> None:
+    """Parts of the sequence cross between stages."""
+    said = train(tmp_path, shape, schedule, (8,), tp_plan="sequence", strict=True)
+    assert said == [[]] * len(said), said[0]
+
+
+@pytest.mark.parametrize(
     ("tp", "plan", "message"),
     [
         (
@@ -109,7 +118,8 @@ def test_tensor_parallel(shape: meshes.Shape, schedule: str, tied: bool, kernels
         (2, {"norms1.*": "colwise"}, "norms1.0, of the class LayerNorm, a style not for it"),
         (2, ["colwise"], "tp_plan has a style for each pattern"),
         (2, None, "nothing says how they divide the model"),
-        (2, {"layers1.*.0": "colwise"}, "stage 1 does not run with its parameters divided between 2 ranks"),
+        (2, {"layers1.*.0": "colwise"}, "stage 1 does not run with its parameters divided along tp"),
+        (2, {"head": "colwise"}, "stage 1 returns logits as .* on each of 2 ranks, and the whole is"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tp: int, plan: Any, message: str, tmp_path: Path) -> None:
