@@ -58,6 +58,18 @@ def schedule(
     effort: Annotated[
         float, typer.Option(metavar="X", min=0.0, help="Scales how long search looks: 1 is some ten seconds.")
     ] = 1.0,
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="All stages are sharded: draw where their parameters are gathered.")
+    ] = False,
+    resident: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="How many sharded stages of a rank may be whole at a time. [default: all]",
+        ),
+    ] = None,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", show_default=False, help="Write a picture of it over time.")
     ] = None,
@@ -68,7 +80,7 @@ def schedule(
     debug: DebugOption = False,
 ) -> None:
     """Draw a schedule over time, with its bubble, its memory, and how far it is from the best possible."""
-    from pipegraph.schedule import PLACEMENTS, Times, read_times, to_csv
+    from pipegraph.schedule import PLACEMENTS, read_times, to_csv
     from pipegraph.schedule.lower_bound import SimulatedSchedule
 
     if placement is not None and placement not in PLACEMENTS:
@@ -76,12 +88,14 @@ def schedule(
     with progress("searching" if name.casefold() == "search" else f"making {name}"):
         from pipegraph.report.pictures.timeline_picture import schedule_svg
         from pipegraph.report.text.schedule_report import render_schedule, simulated_schedule_dict
-        from pipegraph.workflows.schedules import make_schedule
+        from pipegraph.workflows.schedules import make_schedule, unit_times
 
         given = None if times is None else read_times(times)
-        made = make_schedule(name, ranks, microbatches, chunks, placement, given, memory_limit, effort)
+        made = make_schedule(
+            name, ranks, microbatches, chunks, placement, given, memory_limit, effort, sharded, resident
+        )
         simulated = SimulatedSchedule(
-            made, given or Times.equal(made.stages), memory_limit, in_seconds=given is not None
+            made, given or unit_times(made.stages), memory_limit, in_seconds=given is not None
         )
         files = [] if svg is None else [(svg, schedule_svg(simulated))]
         files += [] if csv is None else [(csv, to_csv(made))]

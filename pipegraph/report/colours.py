@@ -10,10 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipegraph.schedule import Action, Kind, Schedule
+from pipegraph.schedule import Action, CollectiveKind, Kind, Schedule
 
 MEANING = {Kind.F: "forward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.B: "backward (I and W)"}
 """The kinds that compute, in the order of a legend."""
+
+COLLECTIVES = {CollectiveKind.UNSHARD: "#6b4c9a", CollectiveKind.REDUCE_GRAD: "#cbb8e8"}
+"""The colours of the collectives that take time."""
+
+COLLECTIVE_MEANING = {CollectiveKind.UNSHARD: "parameters gathered", CollectiveKind.REDUCE_GRAD: "gradients reduced"}
 
 MEMORY = {
     "parameters": "#274c77",

@@ -8,10 +8,15 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+_AHEAD = (8, 4, 2, 1)  # the numbers of uses by which gathers are to be ahead, tried in this order
+
 
 @dataclass(slots=True)
 class Residency:
-    """A stage that is whole from one use to another. Uses are counted from 0, over all stages of a rank."""
+    """A stage that is whole from one use to another, of those that are counted from 0 over all stages of a rank.
+
+    It begins with the first that needs the stage, or some uses earlier if there is room for it.
+    """
 
     stage: int
     first: int
@@ -23,11 +28,36 @@ def residencies(uses: Sequence[Collection[int]], resident: int | None = None) ->
 
     A stage that is needed takes the place of the one whose next use is the furthest away (Belady, A study of
     replacement algorithms for virtual-storage computers, 1966). No other choice needs fewer gathers, prefetched or not.
+    Of the choices that need as few, one that leaves room for each gather some uses ahead is taken, if it is found by
+    the same rule: as if every use needed the stages of the next ones, too.
 
     Args:
         uses: the stages that each use needs whole at once, no more than ``resident``.
         resident: how many stages may be whole at a time; None: all.
     """
+    fewest = _furthest_next_use(uses, resident)
+    if resident is not None and len(fewest) > resident:
+        for ahead in _AHEAD:
+            found = _furthest_next_use(_with_next(uses, resident, ahead), resident)
+            if len(found) == len(fewest):
+                return found
+    return fewest
+
+
+def _with_next(uses: Sequence[Collection[int]], resident: int, ahead: int) -> list[Collection[int]]:
+    """Return the uses, each with the stages of so many next ones, as far as these are not too many."""
+    windows: list[Collection[int]] = []
+    for number, stages in enumerate(uses):
+        window = dict.fromkeys(stages)
+        for later in uses[number + 1 : number + 1 + ahead]:
+            if len(window | dict.fromkeys(later)) > resident:
+                break
+            window |= dict.fromkeys(later)
+        windows.append(window)
+    return windows
+
+
+def _furthest_next_use(uses: Sequence[Collection[int]], resident: int | None) -> list[Residency]:
     found: list[Residency] = []
     whole: dict[int, Residency] = {}
     later: dict[int, deque[int]] = {}

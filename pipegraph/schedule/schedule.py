@@ -181,6 +181,22 @@ class Schedule:
         """The stages whose gradients are reduced in it."""
         return frozenset(each.stage for each in self.collectives if each.kind is CollectiveKind.REDUCE_GRAD)
 
+    @cached_property
+    def gathers(self) -> tuple[int, ...]:
+        """rank → how often it gathers the parameters of a stage in a step"""
+        return self._count(CollectiveKind.UNSHARD)
+
+    @cached_property
+    def reductions(self) -> tuple[int, ...]:
+        """rank → how often it reduces the gradients of a stage in a step"""
+        return self._count(CollectiveKind.REDUCE_GRAD)
+
+    def _count(self, kind: CollectiveKind) -> tuple[int, ...]:
+        counts = [0] * self.ranks
+        for each in self.collectives:
+            counts[self.placement[each.stage]] += each.kind is kind
+        return tuple(counts)
+
     def cells(self) -> list[list[str]]:
         """Return the text of each action, for a grid: after the collectives that come right before it."""
         rows = []

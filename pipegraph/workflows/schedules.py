@@ -8,6 +8,7 @@ from pipegraph.package import Package
 from pipegraph.planner.step_prediction import PlannedStep
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, check, read_csv, search
+from pipegraph.schedule.collectives import place_collectives
 from pipegraph.schedule.recipes import find_recipe
 
 SEARCH = "search"
@@ -55,10 +56,13 @@ def make_schedule(
     times: Times | None = None,
     memory_limit: int | None = None,
     effort: float = 1.0,
+    sharded: bool = False,
+    resident: int | None = None,
 ) -> Schedule:
     """Build, read (from a CSV file) or `search` a schedule, and check it.
 
-    A CSV file has all the sizes; arguments must agree with them.
+    A CSV file has all the sizes; arguments must agree with them. If the stages are ``sharded``, or ``resident`` says
+    how many of a rank may be whole at a time, the schedule has their collectives: a file's own, if it has any.
 
     Raises:
         ScheduleError: a size is missing or does not fit, or the schedule is wrong.
@@ -72,7 +76,8 @@ def make_schedule(
         example = f"{argument('ranks', 4)} and {argument('microbatches', 8)}"
         raise ScheduleError(f"{name} lacks {missing}: say how many, such as {example}.")
     elif name.casefold() == SEARCH:
-        return _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort)
+        made = _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort, resident)
+        return place_collectives(made, range(made.stages)) if sharded and resident is None else made
     else:
         made = build(name, ranks, microbatches, chunks)
     for what, size in _sizes(ranks, microbatches).items():
@@ -88,7 +93,9 @@ def make_schedule(
             f"{made.name} places its stages on the ranks {made.placement}, which is no {placement}. "
             f"Leave {argument('placement')} out: it chooses where {SEARCH} places stages."
         )
-    check(made, memory_limit)
+    if (sharded or resident is not None) and not made.collectives:
+        made = place_collectives(made, range(made.stages), (), resident)
+    check(made, memory_limit, resident)
     return made
 
 
@@ -104,6 +111,7 @@ def _search(
     times: Times | None,
     memory_limit: int | None,
     effort: float,
+    resident: int | None,
 ) -> Schedule:
     form = PLACEMENTS[placement]
     if chunks is None:
@@ -113,13 +121,18 @@ def _search(
             f"With the placement {placement} a rank holds {form.chunks} stages: leave {argument('chunks')} out."
         )
     if times is None:
-        times = Times.equal(ranks * chunks)
+        times = unit_times(ranks * chunks)
     if times.stages != ranks * chunks:
         raise ScheduleError(
             f"{ranks} ranks with {chunks} chunk{'s' if chunks > 1 else ''} each have {ranks * chunks} stages, "
             f"and the times are for {times.stages}."
         )
-    return search(times, ranks, microbatches, placement, memory_limit, effort)
+    return search(times, ranks, microbatches, placement, memory_limit, effort, resident)
+
+
+def unit_times(stages: int) -> Times:
+    """Return times in which F, I and W take 1 each, and so does a gather or a reduction."""
+    return Times.equal(stages, unshard=1.0, reduce_grad=1.0)
 
 
 def _places(placement: str, schedule: Schedule) -> tuple[int, ...]:

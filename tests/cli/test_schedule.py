@@ -110,7 +110,7 @@ def test_json(pipegraph: Command, times: Path) -> None:
         *("actions", "events"),
     ]
     assert result["schema_version"] == 1
-    assert result["times"] == {**TIMES, "transfer": 0.0}
+    assert result["times"] == {**TIMES, "transfer": 0.0, "unshard": 0.0, "reduce_grad": 0.0}
     assert result["makespan"] == pytest.approx(0.134)
     assert result["bubble"] == pytest.approx(1 - 0.1 / 0.134)
     assert (result["placement"], result["peak_activations"]) == ([0, 1, 2], [2, 2, 1])
@@ -118,6 +118,36 @@ def test_json(pipegraph: Command, times: Path) -> None:
     assert [event["action"] for event in result["events"][2]] == result["actions"][2]
     assert result["events"][0][0] == {"action": "0F0", "start": 0.0, "end": 0.01}
     assert result["critical_path"][0] == "0F0"
+
+
+def test_sharded_stages(pipegraph: Command, tmp_path: Path) -> None:
+    csv, command = tmp_path / "mine.csv", ["schedule", "gpipe", "--ranks", 1, "--microbatches", 2]
+    assert pipegraph(*command, "--sharded", "--csv", csv).out.splitlines()[1:] == [
+        "time    0                   5",
+        "rank 0      0F0 0F1 0B0──── 0B1────",
+        "        0U─                         0R─",
+        "",
+        "makespan          8   bubble 25.0 %",
+        "span              6   bubble 0.0 %",
+        "lower bound       6   makespan 33.3 % above it",
+        "peak activations  2",
+        "gathers           1; a rank waits 1 for them at most",
+        "reductions        1",
+        "whole stages      at most 1",
+        "critical path     0F0 → 0B1: rank 0 75%, collectives 25%",
+    ]
+    assert csv.read_text() == "0UNSHARD,0F0,0F1,0B0,0B1,0RESHARD,0REDUCE_GRAD\n"
+    assert "gathers           1; " in pipegraph("schedule", csv, "--resident", 1).out
+    result = json.loads(pipegraph(*command, "--resident", 1, "--json").out)
+    assert [result[name] for name in ("gathers", "reductions", "gather_waits", "peak_whole")] == [[1]] * 4
+    assert result["programs"] == [csv.read_text().strip().split(",")]
+    assert result["collectives"][0][0] == {"collective": "0UNSHARD", "start": 0, "end": 1}
+    sizes = ["--ranks", 2, "--microbatches", 4, "--chunks", 3, "--effort", 0.1]
+    few, all_stay = (
+        json.loads(pipegraph("schedule", "search", *sizes, *option, "--json").out)
+        for option in (("--resident", 2), ("--sharded",))
+    )
+    assert (few["gathers"], all_stay["gathers"]) == ([4, 4], [3, 3])
 
 
 def test_search(pipegraph: Command, times: Path) -> None:
@@ -198,6 +228,8 @@ SIZES = ("--ranks", 4, "--microbatches", 8)
         (("zb-v", *SIZES, "--chunks", 3), "3 chunks"),
         (("1f1b", *SIZES, "--memory-limit", 3), "The limit is 3"),
         (("search", *SIZES, "--placement", "v", "--memory-limit", 1), "Give 2 or more"),
+        (("dualpipe-v", "--ranks", 2, "--microbatches", 4, "--resident", 1), "Try: resident=2"),
+        (("1f1b", *SIZES, "--resident", 0), "--resident"),
         (("nowhere.csv",), "the schedule nowhere.csv cannot be read: No such file or directory"),
         (("1f1b", *SIZES, "--times", "nowhere.json"), "the times nowhere.json cannot be read: No such file"),
         (("1f1b", *SIZES, "--svg", "nowhere/a.svg"), "there is no folder nowhere"),

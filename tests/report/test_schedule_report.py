@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from pipegraph.report.colours import colour, ink
+from pipegraph.report.colours import COLLECTIVES, colour, ink
 from pipegraph.report.text.schedule_report import render_grid, render_legend
-from pipegraph.schedule import Kind, Schedule, Times, build, simulate
+from pipegraph.schedule import Kind, Schedule, Times, build, lower, simulate
 from pipegraph.units import TimeFormat
 
 
@@ -45,6 +45,21 @@ def test_stages_of_a_rank_have_their_tones() -> None:
     assert render_legend(build("looped-bfs", 1, 2)).plain == (
         " F  F  forward    B  B  backward (I and W)   0 critical path   dark to light: a rank's first to last stage"
     )
+
+
+def test_collectives_stand_below_their_rank() -> None:
+    schedule, times = lower(build("gpipe", 1, 1), sharded=[0]), Times.equal(1, unshard=1, reduce_grad=3)
+    assert drawn(schedule, times=times).plain.splitlines()[1:] == [
+        "rank 0      0F0 0B0────",
+        "        0U─             0R─────────",
+    ]
+    text = drawn(schedule, coloured=True, times=times)
+    gather, reduction = COLLECTIVES.values()
+    assert backgrounds(text, 2) == [("        ", ""), ("U ", gather), ("      ", ""), ("0R─── ", reduction)]
+    assert " U  parameters gathered    R  gradients reduced   0 critical path" in render_legend(schedule).plain
+    folded = drawn(schedule, 20, times=times).plain.splitlines()
+    assert folded[1:3] == ["rank 0      0F0 0B0─", "        0U─"]
+    assert folded[5:7] == ["rank 0  ───", "            0R──────"]
 
 
 def test_the_critical_path_is_underlined() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 import pytest
 
-from pipegraph.report.colours import colour
+from pipegraph.report.colours import COLLECTIVES, colour
 from pipegraph.report.pictures.timeline_picture import schedule_svg, timeline_drawing
-from pipegraph.schedule import Action, Kind, Schedule, Times, build, names
+from pipegraph.schedule import Action, Kind, Schedule, Times, build, lower, names
 from pipegraph.schedule.lower_bound import SimulatedSchedule
 
 GOLDEN = Path(__file__).parent / "golden" / "1f1b.svg"
@@ -39,6 +40,22 @@ def test_a_small_schedule_looks_as_it_did(pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("renew_golden", default=False):
         GOLDEN.write_text(text, encoding="utf-8")
     assert text == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_collectives_lie_below_the_actions_of_their_rank() -> None:
+    schedule = lower(build("1f1b", 2, 2), sharded=[0, 1])
+    simulation, root = picture(schedule, replace(TIMES_OF_TWO, unshard=0.02, reduce_grad=0.01))
+    found = boxes(root)
+    for rank, collectives in enumerate(simulation.timeline.collectives):
+        forward = _numbers(found[f"{rank}F0"][0])
+        for event in collectives.events:
+            box, fill = found[str(event.collective)]
+            assert fill == COLLECTIVES[event.collective.kind]
+            assert forward["y"] + forward["height"] < _numbers(box)["y"]
+        gather = _numbers(found[f"{rank}UNSHARD"][0])
+        assert gather["width"] == pytest.approx(2 * _numbers(found["0F0"][0])["width"], abs=1)
+    assert _numbers(found["1UNSHARD"][0])["y"] < _numbers(found["1F0"][0])["y"] + 34
+    assert "parameters gathered" in ElementTree.tostring(root, encoding="unicode")
 
 
 @pytest.mark.parametrize("name", names())

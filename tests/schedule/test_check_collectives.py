@@ -1,9 +1,12 @@
 """Planted faults of collectives: each is found, named, and marked in the grid."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule import Schedule, build, check, from_csv, lower
+from pipegraph.schedule import CollectiveKind, Schedule, build, check, from_csv, lower
+from tests.schedule.strategies import schedules
 
 SOUND = "0UNSHARD 0F0 1UNSHARD 1F0 1B0 1RESHARD 1REDUCE_GRAD 0B0 0RESHARD 0REDUCE_GRAD"
 
@@ -59,6 +62,24 @@ def test_too_many_are_whole() -> None:
     error = refused(SOUND, resident=1)
     assert "1UNSHARD cannot be at position 1 of rank 0: with it, 2 stages are whole, and resident=1." in str(error)
     assert str(error).endswith("Put 0RESHARD before it, or give resident=2.")
+
+
+@settings(max_examples=80, deadline=None)
+@given(schedules(lowered=False), st.sampled_from((None, 2, 3)), st.data())
+def test_without_any_one_collective_a_schedule_is_wrong(
+    schedule: Schedule, resident: int | None, data: st.DataObject
+) -> None:
+    lowered = lower(schedule, sharded=range(schedule.stages), resident=resident)
+    missing = data.draw(st.integers(0, len(lowered.collectives) - 1))
+    left = tuple(each for number, each in enumerate(lowered.collectives) if number != missing)
+    with pytest.raises(ScheduleError) as caught:
+        check(lowered.changed(collectives=left))
+    stage = lowered.collectives[missing].stage
+    assert list(caught.value.places) == [schedule.placement[stage]]
+    assert any(f"{stage}{kind}" in str(caught.value).splitlines()[-1] for kind in CollectiveKind)
+    again = (*lowered.collectives, lowered.collectives[missing])
+    with pytest.raises(ScheduleError):
+        check(lowered.changed(collectives=again))
 
 
 def test_lower_checks_the_collectives_that_a_schedule_has() -> None:

@@ -14,12 +14,6 @@ from tests.schedule.test_residency import fewest_gathers
 DIVIDED = from_csv("0F0,1F0,1I0,0I0,0W0,0F1,1W0,1F1,1B1,0B1\n")
 
 
-def counts(schedule: Schedule, kind: CollectiveKind) -> list[int]:
-    """How many collectives of this kind each rank has."""
-    stages = [each.stage for each in schedule.collectives if each.kind is kind]
-    return [sum(schedule.placement[stage] == rank for stage in stages) for rank in range(schedule.ranks)]
-
-
 def test_where_all_stages_may_stay_each_is_gathered_and_reduced_once() -> None:
     schedule = lower(build("1f1b", 2, 2), sharded=[0, 1])
     assert to_csv(schedule) == (
@@ -131,8 +125,9 @@ def test_collectives_pass_the_check_and_are_written_and_read(
     assert from_csv(to_csv(lowered), lowered.name).collectives == lowered.collectives
     assert lowered.sharded == sharded
     assert lowered.reduced == (sharded | replicated if schedule.trains else set())
-    once = [sum(schedule.placement[stage] == rank for stage in sharded) for rank in range(schedule.ranks)]
-    gathered = counts(lowered, CollectiveKind.UNSHARD)
+    once = tuple(sum(schedule.placement[stage] == rank for stage in sharded) for rank in range(schedule.ranks))
+    gathered = lowered.gathers
+    assert sum(lowered.reductions) == len(lowered.reduced)
     if resident is None:
         assert gathered == once
     elif schedule.microbatches <= 4:
@@ -144,7 +139,7 @@ def test_collectives_pass_the_check_and_are_written_and_read(
 
 def test_fewest_gathers_of_a_large_schedule() -> None:
     schedule = build("interleaved-1f1b", 4, 16, 8)
-    assert counts(lower(schedule, sharded=range(32), resident=3), CollectiveKind.UNSHARD) == [43] * 4
-    assert counts(lower(schedule, sharded=range(32)), CollectiveKind.UNSHARD) == [8] * 4
+    assert lower(schedule, sharded=range(32), resident=3).gathers == (43,) * 4
+    assert lower(schedule, sharded=range(32)).gathers == (8,) * 4
     row = schedule.actions[0]
     assert fewest_gathers([(action.stage,) for action in row], 3) == 43

@@ -271,9 +271,8 @@ def test_a_collective_that_fits_nowhere() -> None:
         schedule.changed(collectives=(Collective(2, CollectiveKind.RESHARD),))
 
 
-def torch_lowered(name: str, folder: Path, deferred: bool = False) -> str:
+def torch_lowered(schedule: Schedule, folder: Path, deferred: bool = False) -> str:
     """What torch's runtime dumps by default: with transfers, UNSHARD, RESHARD and REDUCE_GRAD."""
-    schedule = build(name, 4, 8)
     (folder / "ours.csv").write_text(to_csv(schedule))
     theirs = torch_runtime(schedule)
     theirs._defer_pp_recv = deferred
@@ -289,7 +288,8 @@ def test_torchs_default_form_is_the_schedule_with_transfers_and_collectives(
 ) -> None:
     if deferred and not hasattr(torch_schedules(), "_defer_recv_ops"):
         pytest.skip("this torch defers no receives")
-    schedule, text = build(name, 4, 8), torch_lowered(name, tmp_path, deferred)
+    schedule = build(name, 4, 8)
+    text = torch_lowered(schedule, tmp_path, deferred)
     assert "SEND_F" in text and "UNSHARD" in text
     read = read_csv(tmp_path / "default.csv", transfers=False)
     assert (read.actions, read.overlapped) == (schedule.actions, schedule.overlapped)
@@ -309,7 +309,7 @@ def torch_schedules() -> Any:
 
 @pytest.mark.skipif(TORCH >= (2, 15), reason="torch wants a WAIT_SEND for each send")
 def test_torch_reads_the_collectives_that_we_write(tmp_path: Path) -> None:
-    read = from_csv(torch_lowered("zb-v", tmp_path))
+    read = from_csv(torch_lowered(build("zb-v", 4, 8), tmp_path))
     (tmp_path / "ours.csv").write_text(to_csv(read))
     theirs = torch_runtime(read)
     theirs._load_csv(tmp_path / "ours.csv", format="compute_comms")

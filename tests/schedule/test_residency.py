@@ -36,13 +36,30 @@ def test_the_stage_that_is_needed_last_makes_room() -> None:
     assert earliest_gathers(residencies(uses)) == [0, 0, 0]
 
 
+def test_a_stage_makes_room_that_leaves_time_for_the_gather() -> None:
+    found = residencies([(0,), (1,), (2,), (3,), (1,), (0,), (2,)], 3)
+    # Belady's rule alone frees 2 for 3, which can then be gathered no earlier than it is needed.
+    assert [(each.stage, each.last) for each in found] == [(0, 0), (1, 4), (2, 6), (3, 3), (0, 5)]
+    assert earliest_gathers(found, 3) == [0, 0, 0, 1, 4]
+
+
 def test_what_is_needed_at_once_stays() -> None:
-    assert residencies([(0,), (1,), (1, 2), (0,)], 2) == [
-        Residency(0, 0, 0),
-        Residency(1, 1, 2),
-        Residency(2, 2, 2),
-        Residency(0, 3, 3),
-    ]
+    found = residencies([(0,), (1,), (1, 2), (0,)], 2)
+    assert [each.stage for each in found] == [0, 1, 2, 0]
+    assert earliest_gathers(found, 2) == [0, 0, 1, 3]
+
+
+def unprefetched(uses: Uses, resident: int) -> int:
+    """How many gathers, but for the first, have to wait until a place is free right before the first use."""
+    found = residencies(uses, resident)
+    needed = [min(at for at in range(each.first, len(uses)) if each.stage in uses[at]) for each in found]
+    return sum(begin == first > 0 for begin, first in zip(earliest_gathers(found, resident), needed, strict=True))
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_of_as_few_gathers_those_are_chosen_that_can_be_prefetched(rank: int) -> None:
+    uses = [(action.stage,) for action in build("interleaved-1f1b", 4, 16, 8).actions[rank]]
+    assert (len(residencies(uses, 3)), unprefetched(uses, 3)) == (43, 0)
 
 
 @st.composite

@@ -1,5 +1,7 @@
 """Orders of sharded stages that a search finds: no slower, and gathered less often."""
 
+from pathlib import Path
+
 import pytest
 
 from pipegraph.errors import ScheduleError
@@ -15,8 +17,10 @@ from pipegraph.schedule import (
     simulate,
     to_csv,
 )
-from pipegraph.schedule.order_search.gathers import gathers, grouped_schedules
+from pipegraph.schedule.order_search.gathers import grouped_schedules
+from tests.schedule.test_csv import torch_lowered
 from tests.schedule.test_residency import fewest_gathers
+from tests.torch_version import TORCH
 
 P, V, M, RESIDENT = 4, 8, 16, 3
 
@@ -29,15 +33,25 @@ def fewest(schedule: Schedule, resident: int) -> tuple[int, ...]:
 def test_longer_groups_gather_less_often_within_the_memory() -> None:
     order = build("interleaved-1f1b", P, M, V)
     times = Times.equal(P * V, unshard=1, reduce_grad=1)
-    assert gathers(lower(order, sharded=range(P * V), resident=RESIDENT)) == fewest(order, RESIDENT) == (43,) * P
+    assert lower(order, sharded=range(P * V), resident=RESIDENT).gathers == fewest(order, RESIDENT) == (43,) * P
     plain = simulate(lower(order, sharded=range(P * V), resident=RESIDENT), times)
     for limit, expected in ((35, 43), (64, 23), (None, 13)):
         found = search(times, P, M, memory_limit=limit, effort=0.02, resident=RESIDENT)
         check(found, memory_limit=limit, resident=RESIDENT)
-        assert found.gathers == gathers(found) == fewest(found, RESIDENT) == (expected,) * P
+        assert found.gathers == fewest(found, RESIDENT) == (expected,) * P
         assert found.makespan == simulate(found, times).makespan < plain.makespan
     least = 2 * V - RESIDENT  # a microbatch passes all stages, and all but those that stayed on its way back
     assert found.gathers == (least,) * P
+
+
+@pytest.mark.parametrize(("chunks", "torch", "fewest"), [(4, (15, 15, 13, 13), 11), (8, (47, 47, 45, 45), 43)])
+def test_torch_gathers_more_often(chunks: int, torch: tuple[int, ...], fewest: int, tmp_path: Path) -> None:
+    order = build("interleaved-1f1b", P, M, chunks)
+    theirs = from_csv(torch_lowered(order, tmp_path)).gathers
+    assert lower(order, sharded=range(order.stages), resident=RESIDENT).gathers == (fewest,) * P
+    assert min(theirs) > fewest
+    if TORCH < (2, 15):
+        assert theirs == torch
 
 
 def test_groups_of_more_microbatches_than_ranks() -> None:
@@ -59,20 +73,20 @@ def test_a_changed_order_is_no_slower_than_any_named_one(placement: str, unshard
     name = {"loop": "interleaved-zb", "v": "zb-v"}[placement]
     named = lower(build(name, 2, 6), sharded=range(4), resident=1)
     assert found.makespan <= simulate(named, times).makespan
-    assert sum(found.gathers) < sum(gathers(named))
+    assert sum(found.gathers) < sum(named.gathers)
     assert found == search(times, 2, 6, placement, resident=1)
 
 
 def test_what_is_found_is_lowered_with_its_collectives() -> None:
     found = search(Times.equal(4), 2, 4, memory_limit=6, effort=0, resident=2)
     lowered = lower(found, sharded=range(4), resident=2)
-    assert lowered.collectives and gathers(lowered) == found.gathers
+    assert lowered.collectives and lowered.gathers == found.gathers
     assert from_csv(to_csv(found), "searched").collectives == found.collectives
     assert max(peak_activations(found)) <= 6
 
 
 def test_without_resident_nothing_is_sharded() -> None:
     found = search(Times.equal(4, unshard=9), 2, 4, effort=0)
-    assert (found.gathers, found.collectives) == ((), ())
+    assert (found.gathers, found.collectives) == ((0, 0), ())
     with pytest.raises(ScheduleError, match="resident=0 stages cannot be whole"):
         search(Times.equal(4), 2, 4, resident=0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from pipegraph.report.colours import MEANING, ActionColours, ink
+from pipegraph.report.colours import COLLECTIVE_MEANING, COLLECTIVES, MEANING, ActionColours, ink
 from pipegraph.report.pictures.drawing import GREY, LETTER, LIGHT, LINE, Drawing, Label, Line, Rectangle, Shape
 from pipegraph.report.text import clip
 from pipegraph.report.text.schedule_report import schedule_title
@@ -24,7 +24,7 @@ from pipegraph.units import TimeFormat, format_percent, tick_marks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 64, 92, 40  # around the lanes
 _BOX, _MEMORY, _BETWEEN = 24, 14, 8  # heights of a box and the curve below it, and the gap to the next lane
-_LANE = _BOX + _MEMORY + _BETWEEN
+_STRIP = 8  # height of a rank's collectives, between its boxes and its curve
 _NARROWEST, _WIDEST = 780, 3600  # of the lanes
 _WIDEST_MEASURED = 1900
 _DIGIT = 6.2  # width of a digit in a box
@@ -48,7 +48,14 @@ def schedule_drawing(simulated: SimulatedSchedule) -> Drawing:
         f"at most {max(timeline.peak_activations)} saved activations on a rank",
     ]
     lanes = _Lanes(simulated.schedule, timeline, unit, _WIDEST)
-    shapes = [*lanes.grounds(), *lanes.memory(), *lanes.boxes(), *lanes.arrows(), *lanes.critical_path()]
+    shapes = [
+        *lanes.grounds(),
+        *lanes.memory(),
+        *lanes.boxes(),
+        *lanes.collectives(),
+        *lanes.arrows(),
+        *lanes.critical_path(),
+    ]
     return lanes.drawing(schedule_title(simulated.schedule), figures, shapes)
 
 
@@ -97,13 +104,21 @@ class _Lanes:
     def x(self, time: float) -> float:
         return _LEFT + time * self.scale
 
+    @property
+    def strip(self) -> float:
+        return _STRIP if self.timeline.collectives else 0
+
+    @property
+    def lane(self) -> float:
+        return _BOX + self.strip + _MEMORY + _BETWEEN
+
     def y(self, rank: int) -> float:
-        return _TOP + rank * _LANE
+        return _TOP + rank * self.lane
 
     def drawing(self, title: str, figures: list[str], shapes: list[Shape]) -> Drawing:
         """The lanes below a title, figures and a legend."""
         width = _LEFT + max(self.timeline.makespan * self.scale, self.narrowest) + _RIGHT
-        height = _TOP + self.schedule.ranks * _LANE + _BOTTOM
+        height = _TOP + self.schedule.ranks * self.lane + _BOTTOM
         head: list[Shape] = [
             Label(_LEFT, 26, clip(title, 90), 17, bold=True),
             Label(_LEFT, 45, "  ·  ".join(figures), 12, GREY),
@@ -125,6 +140,8 @@ class _Lanes:
             parts.append(_explained(swatches, len(fills) * 19, MEANING[kind]))
         if self.colours.tones:
             parts.append(_explained([], -6, self.colours.tones))
+        for collective, fill in COLLECTIVES.items() if self.timeline.collectives else ():
+            parts.append(_explained([Rectangle(0, 5, 18, _STRIP - 2, fill)], 18, COLLECTIVE_MEANING[collective]))
         if self.widest == _WIDEST:
             parts.append(_explained([Rectangle(1, 1, 18, 14, "none", 2, _CRITICAL, 2)], 20, "critical path"))
         if self.widest == _WIDEST and self.schedule.trains:
@@ -164,6 +181,15 @@ class _Lanes:
                     number = str(event.action.microbatch)
                     yield Label(x + (width - gap) / 2, y + 16, number, 10, ink(fill), "middle")
 
+    def collectives(self) -> Iterator[Shape]:
+        """Below each lane, when its rank gathers parameters and reduces gradients."""
+        for rank, collectives in enumerate(self.timeline.collectives):
+            for collective, start, end in collectives.events:
+                title = f"{collective}: {self.unit.text(start)} to {self.unit.text(end)}"
+                x, width = self.x(start), (end - start) * self.scale
+                fill, gap = COLLECTIVES[collective.kind], min(0.8, width / 4)
+                yield Rectangle(x, self.y(rank) + _BOX + 1, width - gap, _STRIP - 2, fill, title=title)
+
     def memory(self) -> Iterator[Shape]:
         """Below each lane, how many activations its rank holds over time, and the most of them at the right."""
         peaks = self.timeline.peak_activations
@@ -171,7 +197,7 @@ class _Lanes:
             return
         step = (_MEMORY - 2) / max(peaks)
         for rank, row in enumerate(self.timeline.events):
-            base = self.y(rank) + _BOX + _MEMORY
+            base = self.y(rank) + _BOX + self.strip + _MEMORY
             changes = [(event.start, 1) for event in row if event.action.kind is Kind.F]
             changes += [(event.end, -1) for event in row if event.action.kind in (Kind.W, Kind.B)]
             held, curve = 0, [(self.x(0), base)]

@@ -5,7 +5,7 @@ In colour a box shows its microbatch, the colour says the kind and its tone the 
 rank 0   0 1 2 3       0   4   1   5
 rank 1     0 1 2     0   3   1   4
 
-Without colour it shows the whole action, ``0B3──``, as far as it lasts.
+Without colour it shows the whole action, ``0B3──``, as far as it lasts. Below a rank stand its collectives.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from rich.style import Style
 from rich.text import Text
 
 from pipegraph.errors import one_line
-from pipegraph.report.colours import MEANING, ActionColours, ink
-from pipegraph.schedule import Action, Schedule, SearchedSchedule, Timeline
+from pipegraph.report.colours import COLLECTIVE_MEANING, COLLECTIVES, MEANING, ActionColours, ink
+from pipegraph.schedule import Action, CollectiveKind, RankCollectives, Schedule, SearchedSchedule, Timeline
 from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.units import TimeFormat, format_number_of, format_percent, tick_marks
 
+_LETTER = {CollectiveKind.UNSHARD: "U", CollectiveKind.REDUCE_GRAD: "R"}  # in a narrow box
 _MOST_RANKS = 16  # whose figures are listed one by one
 
 _MOST_LINES = 100  # of a folded grid; a longer one is drawn in one block, without the numbers that do not fit
@@ -48,6 +49,14 @@ def _render_figures(simulated: SimulatedSchedule) -> str:
         ("peak activations", _peaks(timeline.peak_activations, simulated.memory_limit)),
         ("critical path", timeline.describe_critical_path()),
     ]
+    if timeline.collectives:
+        gathers = _per_rank(simulated.schedule.gathers)
+        waits = unit.text(max(timeline.gather_waits))
+        lines[4:4] = [
+            ("gathers", f"{gathers}; a rank waits {waits} for them at most"),
+            ("reductions", _per_rank(simulated.schedule.reductions)),
+            ("whole stages", f"at most {_per_rank(timeline.peak_whole)}"),
+        ]
     if isinstance(simulated.schedule, SearchedSchedule):
         lines.append(("found from", simulated.schedule.origin))
     label = max(len(name) for name, _ in lines)
@@ -71,6 +80,8 @@ def simulated_schedule_dict(simulated: SimulatedSchedule) -> dict[str, Any]:
             "weight_grad": list(times.weight_grad),
             "hop": _per_boundary(times.hop),
             "transfer": _per_boundary(times.transfer),
+            "unshard": _per_boundary(times.unshard),
+            "reduce_grad": _per_boundary(times.reduce_grad),
         },
         "makespan": timeline.makespan,
         "span": timeline.span,
@@ -86,6 +97,22 @@ def simulated_schedule_dict(simulated: SimulatedSchedule) -> dict[str, Any]:
             [{"action": str(event.action), "start": event.start, "end": event.end} for event in row]
             for row in timeline.events
         ],
+        **(_collectives_dict(simulated) if timeline.collectives else {}),
+    }
+
+
+def _collectives_dict(simulated: SimulatedSchedule) -> dict[str, Any]:
+    schedule, timeline = simulated.schedule, simulated.timeline
+    return {
+        "gathers": list(schedule.gathers),
+        "reductions": list(schedule.reductions),
+        "gather_waits": list(timeline.gather_waits),
+        "peak_whole": list(timeline.peak_whole),
+        "programs": [[str(each) for each in schedule.program(rank)] for rank in range(schedule.ranks)],
+        "collectives": [
+            [{"collective": str(each.collective), "start": each.start, "end": each.end} for each in rank.events]
+            for rank in timeline.collectives
+        ],
     }
 
 
@@ -96,13 +123,16 @@ def _gap(simulated: SimulatedSchedule) -> str:
 
 
 def _peaks(peaks: Sequence[int], limit: int | None) -> str:
+    return _per_rank(peaks) + ("" if limit is None else f" (limit {limit})")
+
+
+def _per_rank(figures: Sequence[int]) -> str:
     """``4, 3, 2, 1`` of a few ranks, ``8 on every rank``, or the extremes of many."""
-    allowed = "" if limit is None else f" (limit {limit})"
-    if len(set(peaks)) == 1 and len(peaks) > 1:
-        return f"{peaks[0]} on every rank{allowed}"
-    if len(peaks) <= _MOST_RANKS:
-        return f"{', '.join(map(str, peaks))}{allowed}"
-    return f"{min(peaks)} to {max(peaks)}, the most on rank {peaks.index(max(peaks))}{allowed}"
+    if len(set(figures)) == 1 and len(figures) > 1:
+        return f"{figures[0]} on every rank"
+    if len(figures) <= _MOST_RANKS:
+        return ", ".join(map(str, figures))
+    return f"{min(figures)} to {max(figures)}, the most on rank {figures.index(max(figures))}"
 
 
 def _per_boundary(figures: Any) -> Any:
@@ -150,10 +180,13 @@ def render_grid(
     if width is not None:
         width = max(cell, (width - len(labels[0])) // cell * cell)
         blocks = -(-columns // width)
-        if blocks * (schedule.ranks + 2) > _MOST_LINES:
+        if blocks * (schedule.ranks * (1 + bool(timeline.collectives)) + 2) > _MOST_LINES:
             scale, columns, blocks = min(scale, scale * width / columns), min(columns, width), 1
         block = -(-columns // max(blocks, 1) // cell) * cell or cell  # all blocks are equally wide
-    rows = _boxes(schedule, timeline, scale, coloured)
+    rows = list(zip(labels, _boxes(schedule, timeline, scale, coloured), strict=True))
+    if timeline.collectives:
+        below = [(" " * len(labels[0]), _collective_boxes(each, scale, coloured)) for each in timeline.collectives]
+        rows = [row for both in zip(rows, below, strict=True) for row in both]
     lines: list[Text] = []
     for first in range(0, max(columns, 1), block):
         last = min(first + block, columns)
@@ -161,7 +194,7 @@ def render_grid(
         if unit is not None:
             axis = _axis(timeline, scale, first, last, unit)
             lines.append(Text(f"{unit.unit or 'time':<{len(labels[0])}}{axis}".rstrip()))
-        lines += [_line(label, row, first, last) for label, row in zip(labels, rows, strict=True)]
+        lines += [_line(label, row, first, last) for label, row in rows]
     return Text("\n").join(lines)
 
 
@@ -173,6 +206,8 @@ def render_legend(schedule: Schedule) -> Text:
         for fill in fills:
             line.append(f" {kind.value} ", _style(fill))
         line.append(f" {MEANING[kind]}   ")
+    for collective, fill in COLLECTIVES.items() if schedule.collectives else ():
+        line.append(f" {_LETTER[collective]} ", _style(fill)).append(f" {COLLECTIVE_MEANING[collective]}   ")
     line.append("0", Style(underline=True)).append(" critical path")
     return line.append(f"   {colours.tones}") if colours.tones else line
 
@@ -213,6 +248,20 @@ def _boxes(schedule: Schedule, timeline: Timeline, scale: float, coloured: bool)
                 row.append(_Box(start, end, _text(event.action, end - start, coloured), style))
         rows.append(row)
     return rows
+
+
+def _collective_boxes(collectives: RankCollectives, scale: float, coloured: bool) -> list[_Box]:
+    """Return ``0U─`` for each UNSHARD and ``0R─`` for each REDUCE_GRAD, by their whole names if these fit."""
+    styles = {kind: _style(fill) if coloured else Style() for kind, fill in COLLECTIVES.items()}
+    row = []
+    for collective, begin, finish in collectives.events:
+        start, end = _columns(begin, scale), _columns(finish, scale)
+        if start < end:
+            names = str(collective), f"{collective.stage}{_LETTER[collective.kind]}", _LETTER[collective.kind]
+            name = next((name for name in names if len(name) < end - start), names[-1])
+            text = f"{name:─<{end - start - 1}} " if len(name) < end - start else name
+            row.append(_Box(start, end, text, styles[collective.kind]))
+    return row
 
 
 def _text(action: Action, width: int, coloured: bool) -> str:

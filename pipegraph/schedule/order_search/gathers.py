@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule.action import CollectiveKind
 from pipegraph.schedule.check import check
 from pipegraph.schedule.order_search.order_problem import PER_STAGE, Orders
 from pipegraph.schedule.recipes.one_f_one_b import one_f_one_b, zero_bubble
@@ -21,14 +20,6 @@ Cost = tuple[float, float, float]
 """(makespan, gathers, activations) of orders: the first figure in which two differ decides."""
 
 IMPOSSIBLE_COST: Cost = (math.inf, math.inf, math.inf)
-
-
-def gathers(schedule: Schedule) -> tuple[int, ...]:
-    """Return how often each rank gathers the parameters of a stage."""
-    counts = [0] * schedule.ranks
-    for each in schedule.collectives:
-        counts[schedule.placement[each.stage]] += each.kind is CollectiveKind.UNSHARD
-    return tuple(counts)
 
 
 def grouped_schedules(placement: tuple[int, ...], microbatches: int) -> Iterator[Schedule]:

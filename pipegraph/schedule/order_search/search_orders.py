@@ -17,7 +17,6 @@ from pipegraph.schedule.order_search.gathers import (
     IMPOSSIBLE_COST,
     Cost,
     climb_gathers,
-    gathers,
     grouped_schedules,
 )
 from pipegraph.schedule.order_search.order_problem import (
@@ -74,8 +73,6 @@ class SearchedSchedule(Schedule):
     makespan: float = 0.0
     lower_bound: float = 0.0
     origin: str = ""
-    gathers: tuple[int, ...] = ()
-    """rank → how often it gathers the parameters of a stage; empty if nothing is sharded"""
 
 
 def search(
@@ -147,7 +144,6 @@ def search(
         makespan=simulate(best, times).makespan,
         lower_bound=bound,
         origin=best.name,
-        gathers=gathers(best) if resident is not None else (),
     )
 
 
@@ -176,7 +172,7 @@ class _Found:
             makespan, schedule = pair
             peaks = peak_activations(schedule)
             slower = 0.0 if makespan <= fastest * (1 + _EQUAL) else makespan
-            return slower, sum(gathers(schedule)), max(peaks), sum(peaks)
+            return slower, sum(schedule.gathers), max(peaks), sum(peaks)
 
         return [schedule for _, schedule in sorted(self.timed, key=key)[:count]]
 
@@ -192,7 +188,7 @@ def _climb_gathers(problem: OrderProblem, found: _Found, start: Schedule, reside
             return IMPOSSIBLE_COST
         makespan, schedule = found.time(start.changed(actions=actions_of(orders), overlapped=frozenset()))
         equal = abs(makespan - most[0]) <= _EQUAL * makespan
-        return most[0] if equal else makespan, sum(gathers(schedule)), sum(peak_activations(schedule))
+        return most[0] if equal else makespan, sum(schedule.gathers), sum(peak_activations(schedule))
 
     _, orders = climb_gathers(orders_of(start), resident, cost, runs, Random(0))
     return orders
