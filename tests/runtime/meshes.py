@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -211,38 +209,6 @@ def pipe_size(shape: Shape) -> int:
     return math.prod(shape.values())
 
 
-def plan_refused(rank: int, folder: str, tp: int, plan: Any) -> str:
-    """Where a plan for `tp` ranks, in two pipelines of which one stage fits it, is refused."""
-    make(folder, {"pp": 2, "tp": tp}, "1f1b", tp_plan=plan)
-    return "nothing"
-
-
-def refused(rank: int, folder: str, how: str) -> str:
-    """What is wrong on a mesh of two ranks."""
-    names = {"unknown": ("pp", "dp_shrad"), "unnamed": None}.get(how, ("pp", "dp_replicate"))
-    mesh: Any = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
-    options: dict[str, Any] = {"loss_fn": loss, "kernels": "eager", "timeout": 30, "mesh": mesh}
-    if how == "type":
-        options["mesh"] = (1, 2)
-    elif how == "group":
-        options["group"] = dist.group.WORLD
-    elif how == "wrapper":
-        options["parallelize_fn"] = DistributedDataParallel
-    pipe = Pipeline(folder, "1f1b", 2, **options)
-    tokens, target = torch.zeros(4, LENGTH, dtype=torch.int64), torch.zeros(4)
-    if how == "calls" and rank == 1:
-        pipe.eval(tokens)
-    elif how == "lists" and rank == 1:
-        pipe.step([tokens, tokens, tokens], target=[target, target, target])
-    elif how == "losses" and rank == 1:
-        pipe.evaluate(tokens)
-    elif how == "losses":
-        pipe.evaluate(tokens, target=target)
-    else:
-        pipe.step([tokens, tokens] if how == "lists" else tokens, target=[target, target] if how == "lists" else target)
-    return "nothing"
-
-
 def start_and_state(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Replicas with other weights and buffers, which train a module of the loss. What is where after a step."""
     scale = nn.Linear(1, 1, bias=False)
@@ -330,18 +296,6 @@ def mixed_precision(rank: int, folder: str) -> str:
         assert_close(gradient, reference.parameters[name].grad, rtol=0.1, atol=0.02, msg=name)
         assert not torch.equal(gradient, gradient.to(torch.bfloat16).float()) or gradient.numel() < 9, name
     return "near"
-
-
-def sharding_refused(rank: int, folder: str, how: str) -> None:
-    """What does not fit ranks that share parameters."""
-    options: dict[str, Any] = {
-        "option": {"fsdp": {"mp_polcy": None}},
-        "part": {"fsdp": {"reshard_after_forward": 2}},
-        "type": {"fsdp": True},
-        "resident": {"resident": 0},
-        "again": {"parallelize_fn": lambda stage: fully_shard(stage)},
-    }[how]
-    make(folder, {"dp_shard": 2}, "1f1b", **options)
 
 
 def load_and_save(rank: int, folder: str, shape: Shape, plan: Any) -> str:
