@@ -95,8 +95,6 @@ def run(
             "they belong to --model; without it the package's own sizes are used.", param_hint="--batch / --seq"
         )
     lengths = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
-    if profile is not None and any(length > 1 for length in lengths.values()):
-        raise typer.BadParameter("only a single pipeline can be recorded.", param_hint="--profile")
     if recalibrate is not None:
         _check_recalibrate(steps, kernels)
     if profile is not None:

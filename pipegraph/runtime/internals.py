@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -63,13 +64,15 @@ def make_group(processes: Sequence[int], kind: str, timeout: float) -> dist.Proc
 def release_groups(groups: list[dist.ProcessGroup]) -> None:
     """Close the connections of groups that `make_group` made. Empties the list.
 
-    Destroying a group closes its connections if nothing else holds it. Aborting is for NCCL alone: gloo has none.
+    Destroying a group closes its connections if nothing else holds it. Aborting is for NCCL alone: gloo has none. A
+    user who has destroyed all groups has destroyed these as well, which `get_backend` says.
     """
     while groups:
         group = groups.pop()
-        if dist.get_backend(group) == "nccl":
-            group._get_backend(torch.device("cuda")).abort()
-        dist.destroy_process_group(group)
+        with suppress(ValueError):
+            if dist.get_backend(group) == "nccl":
+                group._get_backend(torch.device("cuda")).abort()
+            dist.destroy_process_group(group)
 
 
 def make_mesh(shape: torch.Tensor, names: Sequence[str], kind: str, timeout: float) -> DeviceMesh:

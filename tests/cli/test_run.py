@@ -67,7 +67,6 @@ def test_a_mesh_trains_as_one_pipeline(pipegraph: Command, chain: Path) -> None:
     [
         (["--nproc", 3, "--tp", 2], "3 processes are no mesh of pp × tp 2"),
         (["--dp-shard", 2, "--mesh-order", "pp,tp"], "--mesh-order pp,tp has to name"),
-        (["--dp-shard", 2, "--profile", "runs", "--steps", 2], "only a single pipeline can be recorded"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(

@@ -145,6 +145,7 @@ def test_a_rank_that_fails_wakes_those_that_wait_in_a_collective_of_a_stage(tmp_
         ({"pp": 2, "dp_shard": 2}, "1f1b", (8, 8), False, {}),
         ({"dp_shard": 2, "pp": 2}, "zb-v", (9, 5), True, {"resident": 1}),
         ({"dp_shard": 3}, "1f1b", (4, 3, 2), True, {"kernels": "autograd"}),
+        ({"dp_shard": 2}, "1f1b", (4, 3), True, {"fsdp": {"shard_placement_fn": meshes.last_dimension}}),
         ({"dp_shard": 2, "dp_replicate": 2}, "1f1b", (8, 8, 6, 4), True, {}),
         pytest.param(
             {"pp": 2, "dp_shard": 2}, "interleaved-1f1b", (8, 8), True, {"resident": 1}, marks=pytest.mark.slow
@@ -221,3 +222,18 @@ def test_a_rank_that_fails_wakes_those_that_wait_for_its_parameters(tmp_path: Pa
     for message, seconds in ranks.run(meshes.fail, 4, folder, shape, 2, "action", {"kernels": "autograd"}):
         assert "rank 2 (pp 1, dp_shard 0) failed" in message and "ValueError: broken on purpose" in message
         assert seconds < 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize(
+    "shape",
+    [{"pp": 2, "dp_replicate": 2}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2, "dp_shard": 2}],
+    ids=["dp_replicate", "dp_shard", "hsdp"],
+)
+def test_every_schedule(shape: meshes.Shape, schedule: str, tied: bool, tmp_path: Path) -> None:
+    rows = (8, 6, 8, 10) if len(shape) == 3 else (8, 6)
+    said = train(tmp_path, shape, schedule, rows, tied, timeout=200)
+    assert said == [[]] * len(said), said[0]
