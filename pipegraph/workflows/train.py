@@ -105,7 +105,10 @@ class Training:
         modules = self._pipeline.stages.values()
         state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         batch = output_tensors([self._batch.args, self._batch.kwargs, self._batch.target]).values()
-        self._saved = SavedBytes([*map(local, state), *batch])
+        self._saved = SavedBytes(
+            [*map(local, state), *batch],
+            lambda: [local(parameter.detach()) for module in modules for parameter in module.parameters()],
+        )
         self._times = ActionTimes(self._device)
         self._kernels = kernels
         self._seconds: list[float] = []
