@@ -196,6 +196,28 @@ ProcessesOption = Annotated[
         help="Processes to start; 1 runs every stage in this one. [default: the ranks of the schedule]",
     ),
 ]
+ReplicateOption = Annotated[
+    int,
+    typer.Option(
+        "--dp-replicate", metavar="N", min=1, help="Pipelines that train the model together, each with the whole of it."
+    ),
+]
+ShardOption = Annotated[
+    int,
+    typer.Option(
+        "--dp-shard", metavar="N", min=1, help="Ranks that share a stage's parameters, for batches of their own."
+    ),
+]
+TensorOption = Annotated[
+    int,
+    typer.Option("--tp", metavar="N", min=1, help="Ranks that divide each layer, by the package's own tp_plan."),
+]
+MeshOrderOption = Annotated[
+    str,
+    typer.Option(
+        "--mesh-order", metavar="NAMES", help="The dimensions of the mesh; ranks along the last are neighbours."
+    ),
+]
 StepsOption = Annotated[
     int | None,
     typer.Option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,16 +23,20 @@ from pipegraph.cli.options import (
     KernelsOption,
     LearningRateOption,
     LinksOption,
+    MeshOrderOption,
     MicrobatchesOption,
     PackageArgument,
     PlannedScheduleOption,
     ProcessesOption,
     ProfileOption,
     RecalibrateOption,
+    ReplicateOption,
     RunDeviceOption,
     SequenceOption,
+    ShardOption,
     StepsOption,
     StrictOption,
+    TensorOption,
     TimeoutOption,
     check_device,
 )
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
     from pipegraph.graph.sources.model_source import ModelSource
     from pipegraph.package import Package
     from pipegraph.runtime.processes.progress_relay import PrintLine
+    from pipegraph.runtime.processes.rank_grid import RankGrid
     from pipegraph.schedule import Schedule
     from pipegraph.workflows.train import Training
 
@@ -54,6 +60,10 @@ def run(
     context: typer.Context,
     out: PackageArgument,
     nproc: ProcessesOption = None,
+    dp_replicate: ReplicateOption = 1,
+    dp_shard: ShardOption = 1,
+    tp: TensorOption = 1,
+    mesh_order: MeshOrderOption = "pp,dp_replicate,dp_shard,tp",
     schedule: PlannedScheduleOption = None,
     microbatches: MicrobatchesOption = None,
     steps: StepsOption = None,
@@ -84,6 +94,7 @@ def run(
         raise typer.BadParameter(
             "they belong to --model; without it the package's own sizes are used.", param_hint="--batch / --seq"
         )
+    lengths = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
     if recalibrate is not None:
         _check_recalibrate(steps, kernels)
     if profile is not None:
@@ -98,19 +109,22 @@ def run(
         exit_with_parent()
         if profile is not None:
             _prepare_profile(profile)
-        package, chosen, processes = _choose(out, nproc, schedule, microbatches, weights, device)
+        package, chosen, grid = _choose(
+            out, nproc, schedule, microbatches, weights, device, lengths, mesh_order.split(",")
+        )
+        processes = grid.size
         links = _links(package, hardware, recalibrate)
         if processes > 1 and not is_launched():
             _launch(context, processes, debug)
             return
         # The rank that knows the loss prints, and shows progress.
-        quiet = is_launched() and int(os.environ["RANK"]) != chosen.placement[-1]
+        quiet = is_launched() and int(os.environ["RANK"]) != grid.first(chosen.placement[-1])
         source = _source(model, batch, seq)
         with progress("loading", quiet) as say:
             from pipegraph.workflows.train import Training
 
             training = Training(
-                package, chosen, source, device, learning_rate, kernels, timeout, weights, check_weights, strict
+                package, chosen, source, device, learning_rate, kernels, timeout, weights, check_weights, strict, grid
             )
             _train(training, package, chosen, steps, links, recalibrate, profile, json, say)
     except (Exception, KeyboardInterrupt) as error:
@@ -119,23 +133,31 @@ def run(
 
 
 def _choose(
-    out: Path, nproc: int | None, schedule: str | None, microbatches: int | None, weights: Path | None, device: str
-) -> tuple[Package, Schedule, int]:
-    """Return the package, its schedule, and how many processes run it. Raises PipegraphError if these do not fit."""
+    out: Path,
+    nproc: int | None,
+    schedule: str | None,
+    microbatches: int | None,
+    weights: Path | None,
+    device: str,
+    lengths: Mapping[str, int],
+    order: Sequence[str],
+) -> tuple[Package, Schedule, RankGrid]:
+    """Return the package, its schedule, and the processes that run it. Raises PipegraphError if these do not fit."""
     from pipegraph.package import Package, checkpoint_folder
-    from pipegraph.runtime.processes.launch import check_processes, is_launched
+    from pipegraph.runtime.processes.launch import check_processes, is_launched, pipeline_ranks
+    from pipegraph.runtime.processes.rank_grid import grid_of
     from pipegraph.workflows.schedules import choose_schedule
 
     package = Package.open(out)
     if weights is not None:
         checkpoint_folder(weights)
     launched = is_launched()
-    asked = int(os.environ["WORLD_SIZE"]) if launched else nproc
+    asked = pipeline_ranks(int(os.environ["WORLD_SIZE"]) if launched else nproc, lengths, launched)
     chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
-    processes = asked or chosen.ranks
-    check_processes(chosen, processes, launched)
-    check_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", processes)), "processes")
-    return package, chosen, processes
+    grid = grid_of(asked or chosen.ranks, lengths, order)
+    check_processes(chosen, asked or chosen.ranks, launched or grid.size > 1)
+    check_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", grid.size)), "processes")
+    return package, chosen, grid
 
 
 def _links(package: Package, hardware: str | None, recalibrate: Path | None) -> Hardware | None:

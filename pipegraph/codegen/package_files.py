@@ -27,7 +27,7 @@ from pipegraph.graph.nodes import keeps_dtype, label_of, shape_of
 from pipegraph.graph.operators import index_bound
 from pipegraph.graph.partition.stages import Boundary, tensor_of
 from pipegraph.graph.passes.gradients import untrained_parameters
-from pipegraph.graph.sources.huggingface import checkpoint_names
+from pipegraph.graph.sources.huggingface import checkpoint_names, tp_plan_of
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.package import Buffer, CheckpointNames, Manifest, ModelEntry, PlanEntry, StageEntry, Value
@@ -136,6 +136,7 @@ def _manifest(
         files={name: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for name, text in files.items()},
         requires=tuple(requires),
         checkpoint=CheckpointNames(**checkpoint_names(captured.modules[""].module)),
+        tp_plan=dict((source.tp_plan if source is not None else None) or tp_plan_of(captured.modules[""].module)),
     )
 
 

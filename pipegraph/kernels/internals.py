@@ -86,7 +86,8 @@ def waited(tensor: Tensor) -> Tensor:
 
 # Modules
 
-_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+_ALL_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+_HOOKS = tuple(name for name in _ALL_HOOKS if "state_dict" not in name)
 
 
 def tensor_dicts(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
@@ -100,9 +101,15 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def hook_dicts(module: nn.Module) -> dict[str, dict[int, Any]]:
-    """Return a module's hooks by kind and number. There is no public way to ask for them."""
+    """Return the hooks on a module's calls by kind and number. There is no public way to ask for them."""
     held = vars(module)
     return {name: held[name] for name in _HOOKS if held.get(name)}
+
+
+def runs_fsdp_hooks(module: nn.Module) -> bool:
+    """Return whether `fully_shard` has hooks on a module, which gather and reduce. Its class alone does not say so."""
+    owners = (getattr(hook, "__self__", None) for held in hook_dicts(module).values() for hook in held.values())
+    return any("fsdp" in type(owner).__module__ for owner in owners)
 
 
 def hook_numbers(module: nn.Module) -> tuple[int, ...]:
@@ -111,9 +118,13 @@ def hook_numbers(module: nn.Module) -> tuple[int, ...]:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a module holds that is no tensor, child or hook. The places of those have private names."""
-    places = {"_parameters", "_buffers", "_modules", *_HOOKS}
-    return {name: item for name, item in vars(module).items() if name not in places}
+    """Return what a module holds that is no tensor, child or hook. The places of those have private names.
+
+    So have those of what torch's composable functions, `fully_shard` among them, note of a module.
+    """
+    places = {"_parameters", "_buffers", "_modules", *_ALL_HOOKS}
+    held = vars(module).items()
+    return {name: item for name, item in held if name not in places and not name.startswith("__composable_api_")}
 
 
 def rnn_weight_lists(module: nn.Module) -> dict[str, Any]:

@@ -88,11 +88,15 @@ def is_style(value: Any) -> bool:
 
 
 def wrapper_of(modules: Iterable[nn.Module]) -> str | None:
-    """Return the name of the wrapper that manages the parameters of one of the modules, or None."""
+    """Return the name of the wrapper that manages the parameters of one of the modules, or None.
+
+    Modules without the hooks of `fully_shard` are managed by who took them off.
+    """
     held = tuple(modules)
     for name, attribute, called in _WRAPPERS:
         wrapper = getattr(sys.modules.get(name), attribute, ())
-        if any(isinstance(module, wrapper) for module in held):
+        found = [module for module in held if isinstance(module, wrapper)]
+        if found and (called != "fully_shard" or any(map(internals.runs_fsdp_hooks, found))):
             return called
     return None
 

@@ -7,6 +7,7 @@ RECV_B ─▶ sum over consumers ────┴─▶ B, or I and then W ─▶
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,18 +20,21 @@ from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
 from pipegraph.progress import report_progress
 from pipegraph.runtime.measurements import Observer
+from pipegraph.runtime.parameter_collectives import ParameterCollectives
 from pipegraph.runtime.processes.faults import ActionFailed
 from pipegraph.runtime.step_data import StepInputs
 from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepOutputs, StepState, receives_due
 from pipegraph.runtime.transport.protocol import Transport, share_memory
 from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer_of, zeros
-from pipegraph.schedule import Action, Kind, Schedule
+from pipegraph.schedule import Action, Collective, Kind, Schedule
+from pipegraph.schedule.action import BACKWARD
 
 
 class Executor:
     """One rank's part of a lowered schedule, over the kernels of that rank's stages. Each `run` is one step.
 
-    `observer`, if there is one, sees every action.
+    `observer`, if there is one, sees every action. `processes` has, for each rank of the schedule, the number by which
+    the transport knows it. `collectives` does those of the schedule; without it there are none.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class Executor:
         kernels: Mapping[int, StageKernels],
         transport: Transport,
         device: torch.device,
+        processes: Sequence[int],
+        collectives: ParameterCollectives | None = None,
     ) -> None:
         self.rank = rank
         self.actions = schedule.actions[rank]
@@ -52,8 +58,17 @@ class Executor:
         self._kernels = kernels
         self._transport = transport
         self._device = device
+        self._collectives = collectives
+        self._before: dict[int, list[Collective]] = defaultdict(list)  # by position: the collectives before the action
+        position = 0
+        for each in schedule.program(rank) if collectives is not None else ():
+            if isinstance(each, Collective):
+                self._before[position].append(each)
+            else:
+                position += 1
         moves = [action for action in self.actions if action.kind.is_transfer]
-        self._transfers = {action: transfer_of(action, wiring, schedule.placement) for action in moves}
+        places = [processes[rank] for rank in schedule.placement]
+        self._transfers = {action: transfer_of(action, wiring, places) for action in moves}
         self._receives = [action for action in moves if not action.sends]
         self._due = receives_due(self.actions)
         self._prepared: set[tuple[tuple[str, int], ...]] = set()  # sizes of microbatches
@@ -85,6 +100,7 @@ class Executor:
                     posted += 1
                 if position == 0:  # by now the sizes are known, also to a rank that is given no input
                     self._prepare(given)
+                self._do_collectives(position)
                 if action.kind in (Kind.F, Kind.B, Kind.I):
                     for expected in step.posted.pop((action.stage, action.microbatch, action.kind is not Kind.F), ()):
                         while not expected.receive.ready():
@@ -93,15 +109,29 @@ class Executor:
                 do = self._do.get(action.kind)
                 if do is None:  # a RECV is posted by now; the action that uses it waits for it
                     continue
+                if self._collectives is not None and not action.kind.is_transfer:
+                    self._collectives.use(action.stage)
                 if observer is not None:
                     observer.begin(self.rank, action)
                 do(step, action)
                 if observer is not None:
                     observer.end(self.rank, action, step.saved.get((action.stage, action.microbatch)))
+                if self._collectives is not None and action.kind in BACKWARD:
+                    self._collectives.computed(action.stage)
             except ActionFailed:
                 raise
             except Exception as error:
                 raise ActionFailed(self.rank, self.actions, position) from error
+        try:
+            self._do_collectives(len(self.actions))
+        except Exception as error:
+            raise ActionFailed(self.rank, self.actions, self.position) from error
+
+    def _do_collectives(self, position: int) -> None:
+        """Do the collectives before the action at `position`, or start them."""
+        for each in self._before.get(position, ()):
+            assert self._collectives is not None
+            self._collectives.do(each.stage, each.kind)
 
     @contextmanager
     def _preparing(self, stage: int) -> Iterator[None]:

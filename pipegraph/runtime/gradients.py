@@ -20,10 +20,11 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
 from pipegraph.kernels.loss import objects_held_by
-from pipegraph.kernels.sharded import is_sharded, layout
+from pipegraph.kernels.sharded import is_sharded, layout, local
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS
 from pipegraph.runtime.processes.world import World
 
 
@@ -34,19 +35,21 @@ def clip_grad_norm(
     norm_type: float,
     group: Group | None,
     device: torch.device,
+    copies: int = 1,
 ) -> Tensor:
     """Scale the gradients of `parameters` so that the norm of those of all ranks together is at most `max_norm`.
 
     Args:
         counted: the parameters whose gradients this rank adds to the norm. A weight with copies on several ranks is
             counted by one of them and scaled by all. Of a DTensor all shards are counted.
-        group: all ranks of the pipeline, which call this together; None in a plain process.
+        group: all ranks, which call this together; None in a plain process.
+        copies: how many ranks of the group hold the same stages as this one, itself included: whole, or a part each.
 
     Returns:
         The norm before scaling. Its dtype is that of this rank's gradients, and at least float32; between ranks, which
         may have different dtypes, it is added in float64.
     """
-    norms = [_norm(same, norm_type, device) for same in _by_layout(counted)]
+    norms = [_norm(same, norm_type, device, copies) for same in _by_layout(counted)]
     total = torch.nn.utils.get_total_norm(norms, norm_type).to(device, torch.float64)
     if group is not None and math.isinf(norm_type):
         group.all_reduce(total, dist.ReduceOp.MAX)
@@ -74,12 +77,27 @@ def _dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
     return reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def _norm(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of gradients of one layout, over all ranks that hold a shard."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
-    whole: Tensor = norm.full_tensor() if is_sharded(norm) else norm
-    return whole.to(device, torch.float64)
+def _norm(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.device, copies: int) -> Tensor:
+    """What gradients of one layout add to the norm: over all ranks that hold a shard, or this rank's part of that.
+
+    If the group has copies, each rank adds what it holds, so often that all of them together add every shard once.
+    """
+    gradients: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if copies == 1:
+        norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
+        whole: Tensor = norm.full_tensor() if is_sharded(norm) else norm
+        return whole.to(device, torch.float64)
+    parts = torch.nn.utils.get_total_norm([local(gradient) for gradient in gradients], norm_type)
+    share = 1.0 if math.isinf(norm_type) else (_shards(gradients[0]) / copies) ** (1 / norm_type)
+    return parts.to(device, torch.float64) * share
+
+
+def _shards(gradient: Any) -> int:
+    """On how many ranks the parts of a DTensor are; 1 for another tensor."""
+    if not is_sharded(gradient):
+        return 1
+    placed = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in placed if not placement.is_replicate())
 
 
 def share_infinities(loss_fn: Any, world: World, guard: FaultGuard) -> None:
@@ -101,7 +119,7 @@ def _share(scaler: GradScaler, world: World, guard: FaultGuard) -> None:
         found = internals.infinities_found(scaler, optimizer)
         most = torch.stack([each.to(device) for each in found]).max() if found else torch.zeros((), device=device)
         with guard:
-            world.everyone().all_reduce(most, ReduceOp.MAX)
+            world.along(*DIMENSIONS).all_reduce(most, ReduceOp.MAX)
         for each in found:
             each.copy_(most)
 

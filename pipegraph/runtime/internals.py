@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree
@@ -45,6 +48,58 @@ def make_backend(store: dist.Store, rank: int, size: int, device: torch.device, 
     options._timeout = timedelta(seconds=timeout)
     options._devices = _gloo_devices()
     return gloo(store, rank, size, options)
+
+
+def make_group(processes: Sequence[int], kind: str, timeout: float) -> dist.ProcessGroup:
+    """A process group of torch's own, for what takes no other: DTensors, and collectives that profilers see.
+
+    Its members alone make it, which is documented, though not that the group is then found under a name of its own.
+    """
+    limit, backend = timedelta(seconds=timeout), "nccl" if kind == "cuda" else "gloo"
+    group = dist.new_group(list(processes), timeout=limit, backend=backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this process is one of them"
+    return group
+
+
+def release_groups(groups: list[dist.ProcessGroup]) -> None:
+    """Close the connections of groups that `make_group` made. Empties the list.
+
+    Destroying a group closes its connections if nothing else holds it. Aborting is for NCCL alone: gloo has none. A
+    user who has destroyed all groups has destroyed these as well, which `get_backend` says.
+    """
+    while groups:
+        group = groups.pop()
+        with suppress(ValueError):
+            if dist.get_backend(group) == "nccl":
+                group._get_backend(torch.device("cuda")).abort()
+            dist.destroy_process_group(group)
+
+
+def make_mesh(shape: torch.Tensor, names: Sequence[str], kind: str, timeout: float) -> DeviceMesh:
+    """A mesh with process groups of its own, which `release_mesh` can close without touching the user's.
+
+    Every rank of the mesh makes it.
+
+    Args:
+        shape: the global ranks, laid out as the mesh.
+    """
+    groups = []
+    for dim in range(shape.dim()):
+        lines = shape.movedim(dim, -1).reshape(-1, shape.shape[dim])
+        line = next(line for line in lines.tolist() if dist.get_rank() in line)
+        groups.append(make_group(line, kind, timeout))
+    return DeviceMesh.from_group(groups, kind, mesh=shape, mesh_dim_names=tuple(names))
+
+
+def release_mesh(mesh: DeviceMesh) -> None:
+    """Close the connections of a mesh that `make_mesh` made, which wakes every rank that waits in one of its groups.
+
+    The mesh keeps its groups in a private table, and so their connections open.
+    """
+    groups = mesh.get_all_groups()
+    if hasattr(mesh, "_pg_registry"):  # not in every torch
+        mesh._pg_registry.clear()
+    release_groups(groups)
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
@@ -172,12 +172,17 @@ class ActionTimes:
 class SavedBytes:
     """An observer of the most bytes that each rank holds for backwards at one time.
 
-    Memory that several tensors share counts once. `uncounted` is memory that is held in any case: parameters, buffers,
-    the batch. Weighing takes time, so that the times of a step that is weighed mean nothing.
+    Memory that several tensors share counts once. Weighing takes time, so that the times of a step that is weighed mean
+    nothing.
+
+    Args:
+        uncounted: memory that is held in any case: parameters, buffers, the batch.
+        gathered: returns what is held in any case now, but not always there: parameters that are gathered for a time.
     """
 
-    def __init__(self, uncounted: Iterable[Tensor]) -> None:
+    def __init__(self, uncounted: Iterable[Tensor], gathered: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self._uncounted = set(map(storage_address, uncounted))
+        self._gathered = gathered
         self._held: dict[int, dict[tuple[int, int], Mapping[int, int]]] = defaultdict(dict)
         self._peaks: dict[int, int] = defaultdict(int)
         self._unknown: set[int] = set()
@@ -197,7 +202,8 @@ class SavedBytes:
             self._unknown.add(rank)
             return
         sizes = {storage_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-        held[key] = {address: size for address, size in sizes.items() if address not in self._uncounted}
+        uncounted = self._uncounted.union(map(storage_address, self._gathered()))
+        held[key] = {address: size for address, size in sizes.items() if address not in uncounted}
         together = {address: size for each in held.values() for address, size in each.items()}
         self._peaks[rank] = max(self._peaks[rank], sum(together.values()))
 

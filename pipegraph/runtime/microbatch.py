@@ -111,7 +111,7 @@ class BatchSplitter:
         given = StepInputs(
             known,
             tuple(manifest.sizes),
-            lambda sizes, rows: self._cut(sizes, rows, passed, microbatches),
+            lambda sizes, rows, count: self._cut(sizes, rows, passed, count),
             microbatches,
             request.with_loss,
             request.return_outputs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipegraph.arguments import require_type
 from pipegraph.errors import PackageError, PipegraphError, nearest
 from pipegraph.kernels.sharded import is_sharded, shards
-from pipegraph.package import Manifest, Package
+from pipegraph.package import CALLER, Manifest, Package
 from pipegraph.progress import track
 from pipegraph.runtime import internals
 from pipegraph.runtime.replicas import check_replication, unwrapped
@@ -136,15 +136,35 @@ def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def redistribute_gradients(stages: Stages) -> None:
+    """Give the gradient of each DTensor its parameter's placements, as `redistribute` does."""
+    redistribute(parameter for _, parameter in named_parameters(stages))
+
+
+def redistribute(parameters: Iterable[nn.Parameter]) -> None:
     """Give the gradient of each DTensor its parameter's placements.
 
     Kernels that are traced do so themselves; autograd leaves sums over ranks to be made later. Collective: every rank
     of a DTensor's mesh must call it.
     """
-    for _, parameter in named_parameters(stages):
+    for parameter in parameters:
         gradient: Any = parameter.grad
         if gradient is not None and is_sharded(parameter) and gradient.placements != parameter.placements:  # type: ignore
             parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+
+
+def computed_in(manifest: Manifest, dtype: torch.dtype, names: Collection[str]) -> Manifest:
+    """The manifest of stages that compute in another dtype than that of their parameters, called `names`.
+
+    What crosses between stages has that dtype, too, but for what the model keeps. The caller's inputs have their own.
+    """
+    to = str(dtype).removeprefix("torch.")
+    values = {
+        name: structs.replace(value, dtype=to)
+        if value.producer != CALLER and value.dtype in names and value.keeps_dtype is not True
+        else value
+        for name, value in manifest.values.items()
+    }
+    return structs.replace(manifest, values=values)
 
 
 class MissingGradients:

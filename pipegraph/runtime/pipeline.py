@@ -16,18 +16,21 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels import Maker, maker
 from pipegraph.package import Package
 from pipegraph.runtime import parameters
+from pipegraph.runtime.divided_stages import divide_tensors, resident_stages, shard_stages
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.processes.faults import FaultGuard
-from pipegraph.runtime.processes.group import TIMEOUT
+from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS, single
 from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, join_world
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes, check_loss_reduction
 from pipegraph.runtime.step_runner import LossFunction, StepRunner
+from pipegraph.runtime.tensor_parallel import Plan
 from pipegraph.schedule import Schedule
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import DeviceMesh, ProcessGroup
 
     from pipegraph.kernels.kernel_report import KernelCount
 
@@ -54,6 +57,19 @@ class Pipeline:
         kernels: "inductor" (compiled), "eager" (the same graphs, uncompiled) or "autograd", or a function that makes
             the kernels of a stage.
         group: the processes of the pipeline; by default the default group.
+        mesh: in place of a group, the processes of one pipeline or of several that train one model, as a `DeviceMesh`
+            whose dimensions are some of "pp" (a pipeline), "dp_replicate" (ranks that hold the same stages), "dp_shard"
+            and "tp" (ranks that share the parameters of a stage). Ranks that differ in a `dp` dimension are each given
+            their own share of the batch; what a step computes is of the whole.
+        tp_plan: how the ranks along "tp" divide the model: for patterns of module names, with ``*`` for a part of a
+            name, one of transformers' styles ("colwise", "rowwise", "colwise_gather_output", "sequence_parallel", …) or
+            an object of `torch.distributed.tensor.parallel`. The first pattern that fits a module counts. By default
+            the package's own plan: that of the model file, or of a Hugging Face model.
+        fsdp: options of torch's `fully_shard` (`mp_policy`, `reshard_after_forward`, `shard_placement_fn`, …), which
+            divides the parameters of each repeated layer, and of the rest of a stage, between the ranks along
+            "dp_shard". They are gathered when the schedule says so, and kernels compute with the whole.
+        resident: how many stages of this rank may be whole at a time; by default all, or 2 with
+            ``reshard_after_forward=True``: one that computes and one that is being gathered.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block".
         parallelize_fn: called with each stage of this process once its weights are loaded. It shards, freezes or
             replaces what it likes in place, or returns another module with parameters of the same names, also in
@@ -98,6 +114,10 @@ class Pipeline:
         check_weights: bool = True,
         strict: bool = False,
         loss_reduction: str = "mean",
+        mesh: DeviceMesh | None = None,
+        tp_plan: Plan | None = None,
+        fsdp: Mapping[str, Any] | None = None,
+        resident: int | None = None,
     ) -> None:
         check_loss_reduction(loss_reduction)
         self._loss_fn = loss_fn
@@ -105,7 +125,7 @@ class Pipeline:
         self.recompute = recompute
         self._observers = ObserverList()
         self.last_sizes: StepSizes | None = None
-        world, self.device = join_world(group, device, timeout)
+        world, self.device = join_world(group, device, timeout, mesh)
         self._processes: World | LoneProcess = world or LoneProcess()
         self._guard = _guard(world)
         weakref.finalize(self, self._guard.close)  # also at exit, before torch's own threads are torn down
@@ -114,15 +134,19 @@ class Pipeline:
                 world.open()
             self.package = package if isinstance(package, Package) else Package.open(package)
             count = len(self.package.manifest.stages)
-            self.schedule = resolve_schedule(schedule, microbatches, count, world.size if world else None)
-            self.ranks = (world.rank,) if world else tuple(range(self.schedule.ranks))
+            self.schedule = resolve_schedule(schedule, microbatches, count, len(world.pipeline) if world else None)
+            self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
             own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
             self.stages = parameters.load_stages(self.package, own, self.device, weights, check_weights)
+            is_changed = parallelize_fn is not None
+            manifest = divide_tensors(self.stages, self.package.manifest, world, tp_plan, is_changed)
+            self.package = replace(self.package, manifest=manifest)
             if parallelize_fn is not None:
                 self.stages, manifest = parameters.parallelize_stages(self.package, self.stages, parallelize_fn)
                 self.package = replace(self.package, manifest=manifest)
+            groups, manifest = shard_stages(self.stages, self.package.manifest, world, fsdp)
+            self.package = replace(self.package, manifest=manifest)
             make = maker(kernels, recompute, max_variants, strict) if isinstance(kernels, str) else kernels
-            manifest = self.package.manifest
             self._runner = StepRunner(
                 manifest,
                 self.stages,
@@ -134,6 +158,8 @@ class Pipeline:
                 self.device,
                 world,
                 self._guard,
+                groups,
+                resident_stages(fsdp, resident),
             )
 
     def step(
@@ -246,15 +272,15 @@ class Pipeline:
         return self._observers.add(observer, evals or not self.schedule.trains)
 
     def gather(self, figures: Sequence[float]) -> list[list[float]]:
-        """The figures of every process, by rank. Collective: every rank must call it, with equally many.
+        """The figures of every process of this pipeline, by rank. Collective: all must call it, with equally many.
 
-        No process goes on before all have called.
+        No process goes on before all have called. In a mesh these are the ranks along `pp`.
         """
         with self._guard:
             return self._processes.gather(figures)
 
     def gather_text(self, text: str) -> list[str]:
-        """The texts of every process, by rank. Collective: every rank must call it."""
+        """The texts of every process of this pipeline, by rank. Collective: all must call it."""
         with self._guard:
             return self._processes.gather_text(text)
 
@@ -280,25 +306,26 @@ class Pipeline:
         parameters.load_state_dict(self.package.manifest, self._runner.stages, state_dict)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip as `torch.nn.utils.clip_grad_norm_` does, by the norm of the gradients of all ranks.
+        """Clip as `torch.nn.utils.clip_grad_norm_` does, by the norm of the gradients of the whole model.
 
         Collective: every rank must call it. Returns the norm before clipping.
         """
-        with self._guard:
-            own, everyone = list(self.parameters()), self._processes.everyone()
-            return clip_grad_norm(own, self._runner.ties.counted(own), max_norm, norm_type, everyone, self.device)
+        with self._guard, lost_connections(None):
+            own, processes = list(self.parameters()), self._processes
+            counted, everyone = self._runner.ties.counted(own), processes.along(*DIMENSIONS)
+            return clip_grad_norm(own, counted, max_norm, norm_type, everyone, self.device, processes.copies)
 
     def _run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest
     ) -> tuple[StepResult, StepSizes]:
         with self._guard:
             given, results = self._runner.run(args, kwargs, request, self._observers)
-        losses, metrics = results.loss_by_microbatch(), results.metrics_by_microbatch()
+            loss, metrics = self._runner.reduced(given, results)
         result = StepResult(
-            loss=None if losses is None else given.reduce(losses),
-            losses=losses if request.return_losses else None,
+            loss=loss,
+            losses=results.loss_by_microbatch() if request.return_losses else None,
             outputs=self._runner.batches.join(results),
-            metrics=None if metrics is None else {name: given.reduce(each) for name, each in metrics.items()},
+            metrics=metrics,
         )
         return result, given.batch.sizes
 
@@ -306,7 +333,7 @@ class Pipeline:
 def _guard(world: World | None) -> FaultGuard:
     """The guard around what this process does together with others, which closes the world's connections at its end."""
     if world is None:
-        return FaultGuard(0, 1, None)
-    guard = FaultGuard(world.rank, world.size, world.store)
+        return FaultGuard(0, single(1), None)
+    guard = FaultGuard(world.rank, world.grid, world.store)
     guard.closing.callback(lambda: world.close(abort=guard.has_failed))
     return guard

@@ -9,21 +9,18 @@ traced as any other, and gradients are reduced when the step has all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels.sharded import local, rebuilt
+from pipegraph.kernels.sharded import local
 from pipegraph.runtime import internals
+from pipegraph.runtime.gradient_buckets import GradientBucket, buckets, overwrite_together
 from pipegraph.runtime.processes.group import lost_connections
-
-BUCKET_BYTES: Final = 25 * 2**20
-"""How many bytes of gradients are reduced at once: DistributedDataParallel's own default."""
 
 
 def unwrapped(stage: nn.Module) -> nn.Module:
@@ -63,6 +60,9 @@ class Replicas:
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:
         self._wrappers = {index: stage for index, stage in stages.items() if isinstance(stage, DistributedDataParallel)}
 
+    def __bool__(self) -> bool:
+        return bool(self._wrappers)
+
     def count(self, stage: int) -> int:
         """How many replicas a stage has, itself included; 1 for a stage of another process."""
         wrapper = self._wrappers.get(stage)
@@ -92,56 +92,17 @@ class Replicas:
         named = [each for name, each in wrapper.module.named_parameters() if name not in wrapper.parameters_to_ignore]
         trained = [each for each in named if each.requires_grad and id(each) not in reduced]
         reduced.update(map(id, trained))
-        for bucket in _buckets(trained):
-            _reduce_bucket(bucket, group)
+        for bucket in buckets(trained):
+            sent = GradientBucket(bucket)
+            sent.flat.div_(dist.get_world_size(group))
+            dist.all_reduce(sent.flat, group=group)
+            sent.write_back()
         if wrapper.broadcast_buffers:
-            buffers = wrapper.module.named_buffers()
-            _broadcast([local(each) for name, each in buffers if name not in wrapper.parameters_to_ignore], group)
+            named_buffers = wrapper.module.named_buffers()
+            buffers = [local(each) for name, each in named_buffers if name not in wrapper.parameters_to_ignore]
+            first = dist.get_global_rank(group, 0)
+            overwrite_together(buffers, lambda sent: _broadcast(sent, first, group))
 
 
-def _broadcast(buffers: Sequence[Tensor], group: Any) -> None:
-    """Overwrite buffers of any dtype with those of the first rank of a group."""
-    held = [each.reshape(-1).view(torch.uint8) for each in buffers if each.numel()]
-    if held:
-        sent = torch.cat(held)
-        dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
-        parts = iter(sent.split([part.numel() for part in held]))
-        for buffer in buffers:
-            if buffer.numel():
-                buffer.copy_(next(parts).clone().view(buffer.dtype).view_as(buffer))  # a clone is aligned
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype each, in their order, which is that of every replica."""
-    bucket: list[nn.Parameter] = []
-    for parameter in parameters:
-        if bucket and (parameter.dtype != bucket[0].dtype or sum(each.nbytes for each in bucket) >= BUCKET_BYTES):
-            yield bucket
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield bucket
-
-
-def _reduce_bucket(parameters: Sequence[nn.Parameter], group: Any) -> None:
-    """Take the mean of gradients over replicas. One that no replica has stays None.
-
-    What is sent ends with a number for each parameter: how many replicas have its gradient.
-    """
-    own = [None if each.grad is None else local(each.grad) for each in parameters]
-    if any(gradient is not None and gradient.is_sparse for gradient in own):
-        raise PipegraphError("sparse gradients are not reduced over replicas.\nTry: sparse=False in the embedding.")
-    like = [local(parameter.detach()) for parameter in parameters]
-    parts = [torch.zeros_like(each) if mine is None else mine for each, mine in zip(like, own, strict=True)]
-    found = torch.ones(len(own), dtype=like[0].dtype, device=like[0].device)
-    missing = [index for index, gradient in enumerate(own) if gradient is None]
-    found[missing] = 0
-    sent = torch.cat([*(part.reshape(-1).to(like[0].dtype) for part in parts), found])
-    sent.div_(dist.get_world_size(group))
-    dist.all_reduce(sent, group=group)
-    *reduced, found = sent.split([*(part.numel() for part in parts), len(parts)])
-    for parameter, mine, tensor, count in zip(parameters, own, reduced, found, strict=True):
-        if mine is not None:
-            mine.copy_(tensor.view_as(mine))
-        elif count > 0:
-            parameter.grad = rebuilt(tensor.view_as(local(parameter.detach())).clone(), parameter)
+def _broadcast(sent: Tensor, first: int, group: Any) -> None:
+    dist.broadcast(sent, first, group=group)

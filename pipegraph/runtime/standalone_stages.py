@@ -17,6 +17,7 @@ from pipegraph.package import Package
 from pipegraph.runtime.parameters import differing_names
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
+from pipegraph.runtime.processes.rank_grid import single
 from pipegraph.runtime.processes.world import join_world
 from pipegraph.runtime.ties import TiedWeights
 
@@ -62,7 +63,7 @@ class StandaloneStages:
             require_type(stage, nn.Module, what, example)
         package = package if isinstance(package, Package) else Package.open(package)
         world, _ = join_world(group, _device(stages.values()), timeout)
-        self._guard = FaultGuard(world.rank, world.size, world.store) if world else FaultGuard(0, 1, None)
+        self._guard = FaultGuard(world.rank, world.grid, world.store) if world else FaultGuard(0, single(1), None)
         weakref.finalize(self, self._guard.close)
         with self._guard:
             if world:

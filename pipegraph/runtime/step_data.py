@@ -162,8 +162,8 @@ class StepInputs:
     Args:
         known: the sizes that the inputs of this process show, by name.
         names: all sizes, in the order of the manifest.
-        cut: cuts the batch, given all sizes, and the rows of each microbatch if the caller has cut it. Raises
-            BatchError.
+        cut: cuts the batch, given all sizes, the rows of each microbatch if the caller has cut it, and how many
+            microbatches there are at most. Raises BatchError.
         microbatches: how many were asked for. There are fewer if the batch has too few rows.
         with_loss: whether the loss is asked for.
         keep_outputs: whether the outputs are.
@@ -176,7 +176,7 @@ class StepInputs:
         self,
         known: Mapping[str, int],
         names: Sequence[str],
-        cut: Callable[[Mapping[str, int], Sequence[int] | None], StepBatch],
+        cut: Callable[[Mapping[str, int], Sequence[int] | None, int], StepBatch],
         microbatches: int,
         with_loss: bool = False,
         keep_outputs: bool = False,
@@ -189,6 +189,7 @@ class StepInputs:
         self._sums, self._replicas = loss_reduction == "sum", replicas
         self._known, self._names, self._cut = dict(known), names, cut
         self._batch: StepBatch | None = None
+        self._share = 1.0
 
     @property
     def unknown(self) -> list[str]:
@@ -212,7 +213,24 @@ class StepInputs:
         """Take over the sizes that this process does not know, and cut the batch. Raises BatchError."""
         self._known = {**sizes, **self._known}
         if not self.unknown:
-            self._batch = self._cut(self._known, self._rows)
+            self._batch = self._cut(self._known, self._rows, self.microbatches)
+
+    @property
+    def is_cut_by_caller(self) -> bool:
+        """Whether the caller has cut the batch, so that it has as many microbatches as the caller made."""
+        return self._rows is not None
+
+    @property
+    def weight(self) -> int:
+        """What the batch weighs beside those of other data-parallel ranks: its rows, if it has any."""
+        sizes = self.batch.sizes
+        return sizes.sizes.get(BATCH, len(sizes.microbatches))
+
+    def take_share(self, microbatches: int, weight: float) -> None:
+        """Cut the batch into so many microbatches, of a whole that weighs so much over all data-parallel ranks."""
+        if microbatches != len(self.batch.sizes.microbatches):
+            self._batch = self._cut(self._known, self._rows, microbatches)
+        self._share = self.weight / weight
 
     def learn_numbers(self, numbers: Sequence[int], rows: Sequence[int] | None) -> None:
         """Take over sizes in the form of `numbers`, and rows in that of `known_rows`."""
@@ -235,11 +253,17 @@ class StepInputs:
 
         A sum over replicas is their mean with this factor.
         """
-        return float(self._replicas) if self._sums else self.batch.sizes.weights[microbatch]
+        return float(self._replicas) if self._sums else self.batch.sizes.weights[microbatch] * self._share
 
     def reduce(self, numbers: Tensor) -> Tensor:
-        """Put the losses [microbatches], or one of their metrics, together to that of the step."""
-        return numbers.sum() if self._sums else self.batch.sizes.mean(numbers)
+        """Put the losses [microbatches], or one of their metrics, together: this rank's part of the step's.
+
+        Those of all data-parallel ranks add up to it.
+        """
+        if self._sums:
+            return numbers.sum()
+        mean = self.batch.sizes.mean(numbers)
+        return mean if self._share == 1 else mean * self._share
 
     def shape(self, value: Value, microbatch: int) -> tuple[int, ...]:
         """The shape of a value in a microbatch."""
@@ -251,10 +275,10 @@ class StepResult:
     """The result of a step on the rank of the last stage. On other ranks everything is None.
 
     Attributes:
-        loss: the mean over microbatches, each weighed by its rows, or with loss_reduction="sum" their sum; None without
-            a loss function.
-        losses: one number for each microbatch, if asked for.
-        outputs: the model's outputs joined along the batch, if asked for.
+        loss: the mean over microbatches, each weighed by its rows, or with loss_reduction="sum" their sum, in a mesh
+            over all data-parallel ranks; None without a loss function.
+        losses: one number for each microbatch of this rank's share of the batch, if asked for.
+        outputs: the model's outputs for this share joined along the batch, if asked for.
         metrics: what `loss_fn` returned with the loss, by name, put together as the loss is.
 
     No tensor carries a graph.

@@ -1,11 +1,9 @@
-"""What runs a pipeline's steps: the kernels of its stages, a transport, and executors.
-
-There are executors for each number of microbatches, made when they are first needed.
-"""
+"""What runs a pipeline's steps: the kernels of its stages, a transport, and executors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any
 
@@ -13,111 +11,35 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.arguments import require_type
-from pipegraph.errors import ArgumentError, PipegraphError, ScheduleError
+from pipegraph.errors import PipegraphError, ScheduleError
 from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels
 from pipegraph.package import Manifest
+from pipegraph.runtime.batch_shares import BatchShares
 from pipegraph.runtime.executor import Executor, run_executors
+from pipegraph.runtime.fully_sharded import ShardedGroup
+from pipegraph.runtime.gradient_reduction import GradientReduction, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.measurements import ObserverList
 from pipegraph.runtime.microbatch import BatchSplitter
 from pipegraph.runtime.model_arguments import fill_structure
-from pipegraph.runtime.parameters import MissingGradients, redistribute_gradients
+from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
+from pipegraph.runtime.parameters import MissingGradients, parameters_of, redistribute_gradients
 from pipegraph.runtime.processes.faults import FaultGuard
+from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.replicas import Replicas, unwrapped
-from pipegraph.runtime.schedule_choice import fewer_microbatches, forward_only, with_microbatches
+from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
 from pipegraph.runtime.step_data import StepInputs, StepRequest
+from pipegraph.runtime.step_executors import StepExecutors
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
 from pipegraph.runtime.transport.protocol import LocalTransport, Transport
 from pipegraph.runtime.wiring import StageWiring, first_senders, rank_pairs, stage_wirings
-from pipegraph.schedule import Schedule, lower
-
-Edges = Iterable[tuple[int, int]]
+from pipegraph.schedule import Schedule
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
 """(output, target) → the loss of one microbatch, or (loss, metrics)"""
-
-
-class StepExecutors:
-    """Executors by what they do and by the number of microbatches.
-
-    Args:
-        schedule: the pipeline's own.
-        given: what it was chosen by.
-        processes: how many run it, one per rank; None for one process.
-        edges, gradient_edges: (producer stage, consumer stage) pairs that carry values, and gradients.
-        make: lowered schedule → the executors of this process.
-
-    Attributes:
-        training: the pipeline's own schedule with its transfers.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        given: str | PathLike[str] | Schedule,
-        processes: int | None,
-        edges: Edges,
-        gradient_edges: Edges,
-        make: Callable[[Schedule], Sequence[Executor]],
-    ) -> None:
-        self._own, self._given, self._processes = schedule, given, processes
-        self._edges, self._gradient_edges = tuple(edges), tuple(gradient_edges)
-        self._make = make
-        self._built = {schedule.microbatches: schedule}
-        self._made: dict[tuple[bool, int], Sequence[Executor]] = {}
-        self.training = lower(schedule, self._edges, self._gradient_edges)
-        self._evaluation = lower(forward_only(schedule), self._edges, ())
-
-    @property
-    def own(self) -> Sequence[Executor]:
-        """The executors of a training step of the pipeline's own number of microbatches."""
-        count = self._own.microbatches
-        return self.executors(False, count, count)
-
-    def check(self, microbatches: int | None) -> int:
-        """Return how many microbatches a step has that is asked to have so many; by default those of the schedule.
-
-        Raises:
-            PipegraphError: the schedule cannot have so many.
-        """
-        if microbatches is None:
-            return self._own.microbatches
-        if type(microbatches) is not int or microbatches < 1:
-            raise ArgumentError(f"microbatches cannot be {microbatches!r}: give a whole number from 1 on.")
-        self._schedule(microbatches)
-        return microbatches
-
-    def executors(self, evaluates: bool, microbatches: int, asked: int) -> Sequence[Executor]:
-        """Return the executors of a step.
-
-        Args:
-            evaluates: whether only the forward runs.
-            microbatches: how many the step has.
-            asked: how many it was asked to have, at least as many.
-        """
-        key = evaluates, microbatches
-        if key not in self._made:
-            self._made[key] = self._make(self._lowered(evaluates, microbatches, asked))
-        return self._made[key]
-
-    def _lowered(self, evaluates: bool, microbatches: int, asked: int) -> Schedule:
-        if microbatches == self._own.microbatches:
-            return self._evaluation if evaluates else self.training
-        try:
-            schedule = self._schedule(microbatches)
-        except ScheduleError:  # it cannot have so few
-            schedule = fewer_microbatches(self._schedule(asked), microbatches)
-        if evaluates:
-            return lower(forward_only(schedule), self._edges, ())
-        return lower(schedule, self._edges, self._gradient_edges)
-
-    def _schedule(self, microbatches: int) -> Schedule:
-        if microbatches not in self._built:
-            self._built[microbatches] = with_microbatches(self._own, self._given, microbatches, self._processes)
-        return self._built[microbatches]
 
 
 class StepRunner:
@@ -136,6 +58,8 @@ class StepRunner:
         device: where the stages are.
         world: the processes of the pipeline; None for a plain process.
         guard: the context in which all of this is called.
+        groups: of each stage, the groups of its sharded parameters.
+        resident: how many sharded stages of a rank may be whole at a time; None for all.
 
     Attributes:
         stages: of this process, without a `DistributedDataParallel` around them.
@@ -158,36 +82,49 @@ class StepRunner:
         device: torch.device,
         world: World | None,
         guard: FaultGuard,
+        groups: Mapping[int, Sequence[ShardedGroup]],
+        resident: int | None,
     ) -> None:
         self._replicas = Replicas(stages)
         stages = {index: unwrapped(stage) for index, stage in stages.items()}
         self.stages, self._trains = stages, schedule.trains
         self._name = schedule.name
-        ranks = (world.rank,) if world else tuple(range(schedule.ranks))
-        placement = schedule.placement
+        pipeline = world.pipeline if world else tuple(range(schedule.ranks))
+        ranks = (pipeline.index(world.rank),) if world else pipeline  # of the schedule
+        places = [pipeline[rank] for rank in schedule.placement]  # of the world
         self.batches = BatchSplitter(
             manifest, stages, device, loss_reduction, self._replicas.count(len(manifest.stages) - 1)
         )
-        self.ties = TiedWeights(manifest, stages, placement, ranks)
+        self.ties = TiedWeights(manifest, stages, places, (world.rank,) if world else ranks)
         self._missing = MissingGradients(manifest)
-        wiring = stage_wirings(manifest)
+        find_parts(groups, stages)
+        self._wiring = wiring = stage_wirings(manifest)
         self.kernels = _make_kernels(make, stages, wiring, _packed_loss(manifest, loss_fn))
         self.executors = StepExecutors(
             schedule,
             given,
-            world.size if world else None,
+            len(pipeline) if world else None,
             manifest.edges(),
             manifest.gradient_edges(),
-            lambda lowered: [Executor(rank, lowered, wiring, self.kernels, self.transport, device) for rank in ranks],
+            lambda lowered: [
+                Executor(rank, lowered, wiring, self.kernels, self.transport, device, pipeline, self._collectives)
+                for rank in ranks
+            ],
+            self._what_is_collective(world, groups, resident),
         )
-        self._informants = first_senders(wiring[min(stages)], placement) if world else []
+        self._informants = first_senders(wiring[min(stages)], places) if world else []
+
+        self._shares: BatchShares | None = None
+        self._collectives: ParameterCollectives | None = None
 
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
         self.transport: Transport = LocalTransport()
         if world:
-            world.check_agreement(f"{manifest.to_json()} {schedule.actions}")
+            world.check_agreement(f"{manifest.to_json()} {schedule.actions} {world.grid} {resident}")
+            if world.grid.length(*DATA) > 1:
+                self._connect_copies(world, loss_fn, groups)
             self.ties.connect(world)
-            self.transport = DistributedTransport(world, rank_pairs(self.executors.training), guard.report)
+            self.transport = DistributedTransport(world, rank_pairs(self.executors.training, pipeline), guard.report)
         guard.closing.callback(self.transport.close)
         if world and device.type == "cuda":
             guard.watch(lambda: world.close(abort=True))
@@ -217,21 +154,83 @@ class StepRunner:
         for ranks in self._informants:
             if given.unknown:
                 self.transport.learn(ranks, given)
+        if self._shares is not None:
+            self._shares.agree(given, evaluates, self.batches.has_last_stage and request.with_loss)
         executors = self.executors.executors(evaluates, len(given.batch.sizes.microbatches), asked)
         observer = observers.joined(evaluates)
         for executor in executors:
             executor.observer = observer
         results = StepOutputs()
         if trains:
-            with self.ties.summed_gradients():
+            with self._during_step(), self.ties.summed_gradients():
                 run_executors(executors, given, results)
                 redistribute_gradients(self.stages)
+                if self._collectives is not None:
+                    self._collectives.finish()
+            if self._collectives is not None:
+                self._collectives.make_buffers_equal()
             self._replicas.reduce()
             self._missing.check(self.stages)
         else:
-            run_executors(executors, given, results)
+            with self._during_step():
+                run_executors(executors, given, results)
         self.transport.finish()
         return given, results
+
+    def reduced(self, given: StepInputs, results: StepOutputs) -> tuple[Tensor | None, dict[str, Tensor] | None]:
+        """The loss and the metrics of a step, of the batch of all data-parallel ranks; None without a loss here.
+
+        Collective over the data-parallel ranks that have a loss.
+        """
+        losses, metrics = results.loss_by_microbatch(), results.metrics_by_microbatch()
+        if losses is None or metrics is None:
+            return None, None
+        numbers = [given.reduce(each) for each in (losses, *metrics.values())]
+        if self._shares is not None:
+            numbers = self._shares.total(numbers)
+        return numbers[0], dict(zip(metrics, numbers[1:], strict=True))
+
+    def _what_is_collective(
+        self, world: World | None, groups: Mapping[int, Sequence[ShardedGroup]], resident: int | None
+    ) -> dict[str, Any]:
+        """What `lower` has to know of the stages that several ranks hold: all of them, or none."""
+        every = range(len(self._wiring)) if world is not None and world.grid.length(*DATA) > 1 else ()
+        return {"sharded": every, "resident": resident} if groups else {"replicated": every}
+
+    def _connect_copies(
+        self, world: World, loss_fn: LossFunction | None, groups: Mapping[int, Sequence[ShardedGroup]]
+    ) -> None:
+        """Connect the ranks that hold the same stages, which then start from the same parameters. Collective."""
+        if self._replicas:
+            raise PipegraphError(
+                "parallelize_fn returned DistributedDataParallel, and the mesh has data-parallel ranks of its own, "
+                "whose gradients the pipeline reduces.\nTry: return the stage without a wrapper."
+            )
+        self._shares = BatchShares(world)
+        sharded = sharded_parameters(groups)
+        held = {
+            index: [each for _, each in parameters_of(stage) if id(each) not in sharded]
+            for index, stage in self.stages.items()
+        }
+        if self.batches.has_last_stage:
+            held[len(self._wiring) - 1] += trained_by(loss_fn)
+        reduction = GradientReduction(held, self.stages, world.along(*DATA), world.grid.line(world.rank, *DATA)[0])
+        reduction.make_equal()
+        transfers: dict[int, list[GroupTransfers]] = {}
+        if groups:
+            line = world.shard_line()
+            replicas = world.along(REPLICATE) if world.grid.length(REPLICATE) > 1 else None
+            transfers = {
+                index: [GroupTransfers(group, line, replicas) for group in own] for index, own in groups.items()
+            }
+            if replicas is not None:
+                first = world.grid.line(world.rank, REPLICATE)[0]
+                parts = [each.sharded for own in groups.values() for each in all_parameters(own)]
+                make_equal(list(dict.fromkeys(parts)), replicas, first)
+        self._collectives = ParameterCollectives(groups, transfers, reduction)
+
+    def _during_step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._collectives is None else self._collectives.during_step()
 
     def _count(self, lists: int | None, asked: int | None) -> int:
         """Return how many microbatches the step is asked to have. Raises ScheduleError if it cannot have so many."""

@@ -118,10 +118,11 @@ def first_senders(wiring: StageWiring, placement: Sequence[int]) -> list[tuple[i
     return list(dict.fromkeys((placement[edge.producer], placement[edge.consumer]) for edge in wiring.arriving))
 
 
-def rank_pairs(schedule: Schedule) -> set[tuple[int, int]]:
-    """The (sender, receiver) ranks of all transfers of a lowered schedule."""
+def rank_pairs(schedule: Schedule, processes: Sequence[int]) -> set[tuple[int, int]]:
+    """The (sender, receiver) of all transfers of a lowered schedule, each as the process of its rank."""
+    places = [processes[rank] for rank in schedule.placement]
     sends = (action for row in schedule.actions for action in row if action.sends)
-    return {(schedule.placement[send.stage], schedule.placement[send.partner.stage]) for send in sends}
+    return {(places[send.stage], places[send.partner.stage]) for send in sends}
 
 
 def named_outputs(

@@ -16,12 +16,14 @@ from torch import Tensor
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.model_output import mean_square, output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.kernels.sharded import local
 from pipegraph.package import Package
 from pipegraph.progress import track
 from pipegraph.runtime.measurements import COMPUTING, ActionTimes, MeasuredRun, SavedBytes
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.group import TIMEOUT
-from pipegraph.runtime.processes.world import local_device
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, RankGrid
+from pipegraph.runtime.processes.world import local_device, make_mesh
 from pipegraph.schedule import Schedule
 from pipegraph.tracing.recording.profiler import LoopProfiler
 from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, explain_model_mismatch, source_loss
@@ -58,6 +60,7 @@ class Training:
         weights: folder of a Hugging Face checkpoint to read weights from; by default the package's own.
         check_weights: as in `Pipeline`.
         strict: whether it is an error if a stage is left to autograd.
+        grid: the processes; by default those of one pipeline. Every data-parallel rank trains on the same batch.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Training:
         weights: Path | None = None,
         check_weights: bool = True,
         strict: bool = False,
+        grid: RankGrid | None = None,
     ) -> None:
         manifest, microbatches = package.manifest, schedule.microbatches
         self._source = source
@@ -79,6 +83,10 @@ class Training:
             self._batch = batch_from_manifest(manifest, microbatches)
         else:
             self._batch = batch_from_source(source, microbatches)
+        seconds = TIMEOUT if timeout is None else timeout
+        is_mesh = grid is not None and grid.size > grid.length(PIPELINE)
+        mesh = make_mesh(grid, device, seconds) if grid is not None and is_mesh else None
+        self._prints = mesh is None or not any(mesh.get_local_rank(name) for name in DIMENSIONS if name != PIPELINE)
         self._pipeline = Pipeline(
             package,
             schedule,
@@ -86,17 +94,21 @@ class Training:
             device=device,
             kernels=kernels,
             recompute=manifest.prediction.recompute if manifest.prediction else "min-cut",
-            timeout=TIMEOUT if timeout is None else timeout,
+            timeout=seconds,
             weights=weights,
             check_weights=check_weights,
             strict=strict,
+            mesh=mesh,
         )
         self._device = local_device(device)
         self._optimizer = torch.optim.AdamW([{"params": list(self._pipeline.parameters())}], lr=learning_rate)
         modules = self._pipeline.stages.values()
         state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         batch = output_tensors([self._batch.args, self._batch.kwargs, self._batch.target]).values()
-        self._saved = SavedBytes([*state, *batch])
+        self._saved = SavedBytes(
+            [*map(local, state), *batch],
+            lambda: [local(parameter.detach()) for module in modules for parameter in module.parameters()],
+        )
         self._times = ActionTimes(self._device)
         self._kernels = kernels
         self._seconds: list[float] = []
@@ -105,8 +117,8 @@ class Training:
 
     @property
     def knows_loss(self) -> bool:
-        """Return whether this process knows the loss, and so is the one that prints."""
-        return self._pipeline.package.manifest.stages[-1].index in self._pipeline.stages
+        """Return whether this process knows the loss and is the one that prints it: the first of those that do."""
+        return self._prints and self._pipeline.package.manifest.stages[-1].index in self._pipeline.stages
 
     @contextmanager
     def profiled(self, folder: Path, steps: int, hardware: Hardware | None = None) -> Iterator[Path]:
@@ -145,7 +157,7 @@ class Training:
                 torch.cuda.reset_peak_memory_stats(self._device)
             if self._profile is not None:
                 self._profile.step(result)
-            if result.loss is not None:
+            if result.loss is not None and self._prints:
                 yield TrainingStep(index, float(result.loss), seconds)
 
     def measured(self) -> MeasuredRun:
@@ -195,4 +207,4 @@ class Training:
         held += [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
             held += output_tensors(self._optimizer.state.get(parameter, {})).values()
-        return sum(tensor.nbytes for tensor in held)
+        return sum(local(tensor).nbytes for tensor in held)

@@ -53,6 +53,31 @@ def test_one_two_and_torchrun_processes_agree(
     assert losses(alone.out) == losses(own.out) == losses(under.out)
 
 
+def test_a_mesh_trains_as_one_pipeline(pipegraph: Command, chain: Path) -> None:
+    """Both data-parallel ranks have the same batch. One process of four prints."""
+    options = [*AUTOGRAD, "--microbatches", 4, "--steps", 2]
+    alone = pipegraph("run", chain, "--nproc", 1, *options)
+    mesh = pipegraph("run", chain, "--dp-shard", 2, "--mesh-order", "dp_shard,pp,dp_replicate,tp", *options)
+    assert (mesh.code, mesh.err) == (0, "")
+    assert len(losses(mesh.out)) == 2
+    assert [float(loss) for loss in losses(mesh.out)] == pytest.approx([float(loss) for loss in losses(alone.out)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nproc", 3, "--tp", 2], "3 processes are no mesh of pp × tp 2"),
+        (["--dp-shard", 2, "--mesh-order", "pp,tp"], "--mesh-order pp,tp has to name"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(
+    pipegraph: Command, chain: Path, options: Sequence[object], message: str
+) -> None:
+    done = pipegraph("run", chain, *options)
+    assert done.code == 2
+    assert message in done.err
+
+
 def test_a_file_with_transfers_runs_as_its_schedule_does(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(to_csv(lower(build("gpipe", 2, 4), sharded=[0])))
     plain, file = (

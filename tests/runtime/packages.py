@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipegraph.package import CALLER, MANIFEST, WEIGHTS_INDEX, Buffer, Manifest, ModelEntry, Package, StageEntry, Value
+from pipegraph.package.sizes import BATCH, Size
 from pipegraph.runtime.model_arguments import fill_structure
 
 INIT = """
@@ -57,10 +58,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A package in few words. A value is (dtype, shape of a microbatch, requires_grad); the callers' come first."""
+    """A package in few words. A value is (dtype, shape of a microbatch, requires_grad); the callers' come first.
+
+    A shape may begin with "batch", which is 2 at capture.
+    """
 
     stages: tuple[Stage, ...]
-    values: dict[str, tuple[str, tuple[int, ...], bool]]
+    values: dict[str, tuple[str, tuple[int | str, ...], bool]]
     outputs: Any
     tied: tuple[tuple[str, ...], ...] = ()
     integers: int = 6
@@ -129,6 +133,7 @@ def _manifest(sketch: Sketch, stages: Sequence[StageEntry]) -> Manifest:
         args=args,
         kwargs=sketch.kwargs,
         outputs=sketch.outputs,
+        sizes={BATCH: Size(2, min=1)} if any(BATCH in value.shape for value in values.values()) else {},
         values=values,
         stages=tuple(stages),
         tied=sketch.tied,

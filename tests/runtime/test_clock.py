@@ -17,7 +17,7 @@ AHEAD = (0, 3_600_000_000_000, -5_000_000_000)  # nanoseconds that the clock of 
 
 def shifted(rank: int, folder: str) -> ClockOffset:
     group = Group(dist.FileStore(f"{folder}/clock", 3), rank, range(3), torch.device("cpu"), 30.0)
-    found = measure_offset(group, rank, 3, lambda: time.time_ns() + AHEAD[rank])
+    found = measure_offset(group, rank, range(3), lambda: time.time_ns() + AHEAD[rank])
     dist.barrier()
     return found
 

@@ -17,6 +17,7 @@ import pipegraph.runtime.processes.world
 from pipegraph.errors import RuntimeFault
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
+from pipegraph.runtime.processes.rank_grid import single
 from pipegraph.runtime.processes.world import World
 from pipegraph.schedule import Schedule, build, lower
 from tests.runtime import rank_functions, ranks
@@ -193,7 +194,7 @@ def test_ranks_that_make_different_calls_or_lack_a_loss_are_told(tmp_path: Path)
 def test_a_watching_rank_stops_when_another_has_failed(caplog: pytest.LogCaptureFixture) -> None:
     """As with NCCL, where no connection breaks."""
     store, closed = HashStore(), threading.Event()
-    failing, watching = (FaultGuard(rank, 2, store) for rank in range(2))
+    failing, watching = (FaultGuard(rank, single(2), store) for rank in range(2))
     watching.watch(closed.set)
     with pytest.raises(RuntimeFault, match=r"^rank 1 stopped: rank 0 failed: ValueError: broken") as raised, watching:
         _fail(failing, closed)
@@ -212,7 +213,7 @@ def _fail(failing: FaultGuard, noticed: threading.Event) -> None:
 
 def test_nobody_watches_when_all_is_done() -> None:
     store, threads = HashStore(), threading.active_count()
-    guard = FaultGuard(0, 2, store)
+    guard = FaultGuard(0, single(2), store)
     guard.watch(guard.close)
     guard.close()
     assert not guard.has_failed
@@ -261,6 +262,7 @@ def test_what_nccl_has_on_its_way_is_lost_only_after_a_failure(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(pipegraph.runtime.processes.world, "_CLOSING_SECONDS", 0.2)
     world = World.__new__(World)
+    world._mesh, world._lines = None, []
     world.device, world._groups = torch.device("cuda:0"), [Group.__new__(Group) for _ in range(2)]
     for group in world._groups:
         group._backend = NcclLike(ends)

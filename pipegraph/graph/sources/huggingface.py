@@ -175,6 +175,15 @@ def checkpoint_names(model: nn.Module) -> dict[str, Any]:
     return {"base_model_prefix": model.base_model_prefix, "stored": stored}
 
 
+def tp_plan_of(model: nn.Module) -> dict[str, str]:
+    """The model's own plan of tensor parallelism, in transformers' form; empty for a model that has none."""
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return {}
+    plan = getattr(model, "tp_plan", None) or {}
+    return {str(pattern): str(style) for pattern, style in plan.items()}
+
+
 def _transforms(model: nn.Module) -> tuple[list[Any], list[Any]]:
     """The renamings and the conversions that ``save_pretrained`` applies.
 

@@ -43,8 +43,19 @@ def load_file(model: str, weights: bool) -> ModelSource:
         loss_fn=getattr(module, "loss_fn", None),
         example_target=_call_if_function(getattr(module, "example_target", None), path, "example_target"),
         dynamic_shapes=getattr(module, "dynamic_shapes", None),
+        tp_plan=_tp_plan(module, path),
         rebuild=lambda: load_file(model, weights).model,
     )
+
+
+def _tp_plan(module: ModuleType, path: Path) -> dict[str, str]:
+    plan = getattr(module, "tp_plan", None) or {}
+    if not isinstance(plan, dict) or not all(isinstance(each, str) for pair in plan.items() for each in pair):
+        raise SourceError(
+            f"tp_plan in {path} is {plan!r}: it has the name of a style for each pattern of module names.\n"
+            'Try: tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
+        )
+    return plan
 
 
 def _split_name(model: str) -> tuple[Path, str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ class ModelSource:
 
     Attributes:
         args, kwargs: the example, one microbatch.
+        tp_plan: pattern of module names → style of tensor parallelism.
         batch, seq: rows and tokens of a microbatch, if they are not to be the example's.
         rebuild: builds the same model anew.
     """
@@ -33,6 +34,7 @@ class ModelSource:
     loss_fn: Callable[..., torch.Tensor] | None = None
     example_target: Any = field(default=None, repr=False)
     dynamic_shapes: Any = field(default=None, repr=False)
+    tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
     batch: int | None = None
     seq: int | None = None
     rebuild: Callable[[], nn.Module] | None = field(default=None, repr=False)

@@ -30,6 +30,7 @@ from torch.distributed import Store
 from pipegraph.errors import PipegraphError, RuntimeFault, user_line
 from pipegraph.runtime.processes.group import ConnectionLost, call_within
 from pipegraph.runtime.processes.meeting import STORE_GONE
+from pipegraph.runtime.processes.rank_grid import RankGrid
 from pipegraph.schedule import Action
 
 _FAULT: Final = "fault"
@@ -42,12 +43,15 @@ _LATER_SECONDS: Final = 2.0
 
 
 class ActionFailed(Exception):
-    """An action failed, or what is done `before` it. The cause is the exception that this one was raised from."""
+    """An action failed, or what is done `before` it. The cause is the exception that this one was raised from.
+
+    `rank` is the schedule's: in a mesh, a coordinate.
+    """
 
     def __init__(self, rank: int, actions: Sequence[Action], position: int, before: bool = False) -> None:
         action, first = actions[position], max(0, position - 5)
         self.rank = rank
-        self.row = f"rank {rank}: {'… ' if first else ''}{' '.join(map(str, actions[first : position + 1]))}"
+        self.row = f"{'… ' if first else ''}{' '.join(map(str, actions[first : position + 1]))}"
         place = f"{'before ' if before else ''}action {action}"
         super().__init__(f"stage {action.stage}, {place}, microbatch {action.microbatch}")
 
@@ -66,15 +70,20 @@ class FaultGuard:
     A failure inside is reported to all ranks and ends this rank's part: the connections are closed, and entering again
     raises RuntimeFault. ActionFailed and ConnectionLost leave the context as RuntimeFault, anything else as it is.
     Without a store the process is alone, and can go on after a failure. Only one thread can be inside.
+
+    Args:
+        rank: this process's.
+        grid: of all ranks.
+        store: where all of them find faults.
     """
 
-    def __init__(self, rank: int, ranks: int, store: Store | None) -> None:
+    def __init__(self, rank: int, grid: RankGrid, store: Store | None) -> None:
         self.closing = ExitStack()
         """Everything that is closed when this rank fails or ends."""
         self.has_failed = False
         """Whether this rank or another one has failed, so that closing need not wait for anything."""
         self._rank = rank
-        self._ranks = ranks
+        self._grid = grid
         self._store = store
         self._store_answers = True
         self._fault: str | None = None
@@ -120,7 +129,7 @@ class FaultGuard:
     def report(self, failure: SendFailed) -> None:
         """Report a failure in another thread than the one that is inside, which is not ended by this."""
         where = f" in {failure.where}" if failure.where else ""
-        self._report(_fault(self._rank, failure.__cause__ or failure, where))
+        self._report(_fault(self._grid.text(self._rank), failure.__cause__ or failure, where))
 
     def watch(self, abort: Callable[[], None]) -> None:
         """Look for another rank's failure in a thread, until this rank fails or is done.
@@ -147,7 +156,7 @@ class FaultGuard:
             if not self._over.is_set():
                 self.has_failed = True
                 self._lost = ConnectionLost(None, fault)
-                self._fault = f"rank {self._rank} stopped: {fault}"
+                self._fault = f"{self._grid.text(self._rank)} stopped: {fault}"
                 # The host may wait for the GPU outside of any call of the pipeline, and never make another one.
                 logging.getLogger(__name__).error(self._fault)
                 abort()
@@ -155,21 +164,23 @@ class FaultGuard:
 
     def _explain(self, error: BaseException) -> str:
         """Report a failure to all ranks. Return the message: which rank failed first, and where this one stopped."""
-        rank, where, row, cause = self._rank, "", "", error
+        rank, where, row, cause = self._grid.text(self._rank), "", "", error
         if isinstance(error, ActionFailed):
-            rank, where, row = error.rank, f" in {error}", f"\n  {error.row}  <-- ERROR HERE"
+            if self._store is None:  # all ranks of the schedule are in this process
+                rank = f"rank {error.rank}"
+            where, row = f" in {error}", f"\n  {rank}: {error.row}  <-- ERROR HERE"
             cause = error.__cause__ or error
         if isinstance(cause, ConnectionLost):
-            peer = "another rank" if cause.peer is None else f"rank {cause.peer}"
+            peer = "another rank" if cause.peer is None else self._grid.text(cause.peer)
             where = where or (f" in {cause.where}" if cause.where else "")
             if cause.silent:
                 hint = "Give Pipeline a longer timeout if it is not hung."
-                fault, kind = f"rank {rank} waited for {peer}{where}: {cause}. {hint}", _SILENCE
+                fault, kind = f"{rank} waited for {peer}{where}: {cause}. {hint}", _SILENCE
             else:
-                fault = f"{peer} is gone ({cause}) while rank {rank} waited for it{where}. Was it killed?"
+                fault = f"{peer} is gone ({cause}) while {rank} waited for it{where}. Was it killed?"
                 kind = _LOSS if cause.peer is None else ""
             awaited = "" if cause.peer is None else f", waiting for {peer}"
-            return f"rank {rank} stopped{where}{awaited}: {self._report(fault, kind)}{row}"
+            return f"{rank} stopped{where}{awaited}: {self._report(fault, kind)}{row}"
         if isinstance(cause, SendFailed):
             where, row = f" in {cause.where}" if cause.where else where, ""
             cause = cause.__cause__ or cause
@@ -207,7 +218,7 @@ class FaultGuard:
         store = self._store
         if store is None or not self._store_answers:
             return ""
-        missing, kinds = set(range(self._ranks)), set[str]()
+        missing, kinds = set(range(self._grid.size)), set[str]()
 
         def wait_for_signatures() -> None:
             end = time.monotonic() + _SIGNATURE_SECONDS
@@ -220,17 +231,17 @@ class FaultGuard:
             call_within(_SIGNATURE_SECONDS + _STORE_SECONDS, wait_for_signatures)
         except Exception:
             return ""
-        if not kinds or not 0 < len(missing) < self._ranks:
+        if not kinds or not 0 < len(missing) < self._grid.size:
             return ""
-        named = " and ".join(f"rank {rank}" for rank in sorted(missing))
+        named = " and ".join(map(self._grid.text, sorted(missing)))
         if _LOSS in kinds:
             return f"\n  No word from {named}: it is gone."
         return f"\n  No word from {named}: it hangs, or computes for longer than the timeout."
 
 
-def _fault(rank: int, cause: BaseException, where: str) -> str:
+def _fault(rank: str, cause: BaseException, where: str) -> str:
     line = user_line(cause)
-    return f"rank {rank} failed{where}: {type(cause).__name__}: {cause}{f' (at {line})' if line else ''}"
+    return f"{rank} failed{where}: {type(cause).__name__}: {cause}{f' (at {line})' if line else ''}"
 
 
 def wait_for_the_first_failure() -> None:

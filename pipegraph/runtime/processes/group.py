@@ -80,10 +80,20 @@ class Group:
 
     def all_reduce(self, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
         """Reduce the tensor in place over all ranks of the group."""
+        self.wait(self.start_all_reduce(tensor, operation))
+
+    def start_all_reduce(self, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> dist.Work:
+        """Start to reduce the tensor in place. It must not be used until `wait` has returned."""
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         with lost_connections(self._other):
-            self._open().allreduce([tensor], options).wait()
+            work: dist.Work = self._open().allreduce([tensor], options)
+            return work
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for what was started; on a GPU the current stream waits."""
+        with lost_connections(self._other):
+            work.wait()
 
     def broadcast(self, tensor: Tensor, sender: int) -> None:
         """Overwrite the tensor with that of a rank."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from pipegraph import errors
-from pipegraph.errors import PipegraphError, RuntimeFault, ScheduleError
+from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.runtime.schedule_choice import other_names
 from pipegraph.schedule import Schedule
 
@@ -108,6 +108,22 @@ def check_processes(schedule: Schedule, processes: int, launched: bool = False) 
     raise ScheduleError(
         f"{processes} process{'es' if processes > 1 else ''} cannot run {stages} under {schedule.name}: "
         f"that takes {count}.\nTry: {option} {schedule.ranks}.{other_names(schedule.stages, processes)}"
+    )
+
+
+def pipeline_ranks(processes: int | None, lengths: Mapping[str, int], launched: bool = False) -> int | None:
+    """How many of so many processes a pipeline has, if others lie along other dimensions; None if that is left open.
+
+    Raises ArgumentError if they do not make whole pipelines.
+    """
+    others = math.prod(lengths.values())
+    if processes is None or processes % others == 0:
+        return None if processes is None else processes // others
+    named = " × ".join(f"{name} {length}" for name, length in lengths.items() if length > 1)
+    option = "--nproc-per-node" if launched else "--nproc"
+    raise ArgumentError(
+        f"{processes} processes are no mesh of pp × {named}, which takes {others} for each rank of a pipeline.\n"
+        f"Try: {option} {max(1, processes // others) * others}."
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
@@ -32,21 +32,30 @@ _OUTCOME: Final = "outcome"
 class Meeting(AbstractContextManager[None]):
     """A meeting of `ranks`, of which `rank` is this process's, at a store.
 
-    As a context it tells the others of a failure of this rank that comes before it can `join` them.
+    As a context it tells the others of a failure of this rank that comes before it can `join` them. Messages name a
+    rank by what `named` returns for its number among `ranks`.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: float,
+        named: Callable[[int], str] = "rank {}".format,
+    ) -> None:
         self._store = dist.PrefixStore(f"pipegraph/{restart_count()}/{'-'.join(map(str, ranks))}", store)
         self._rank = tuple(ranks).index(rank)
         self._count = len(ranks)
         self._timeout = timeout
+        self._named = named
         self._heard = f"heard/{self._rank}"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            message = f"rank {self._rank} failed: {type(error).__name__}: {error}"
+            message = f"{self._named(self._rank)} failed: {type(error).__name__}: {error}"
             store = self._next_meeting()
             store.set(self._heard, "")
             store.compare_set(_OUTCOME, "", json.dumps({"failed": message}))
@@ -62,18 +71,20 @@ class Meeting(AbstractContextManager[None]):
                     store = self._next_meeting()
                     outcome = self._outcome(store)
             except ConnectionLost as error:
-                message = f"rank {self._rank} stopped where the ranks meet: {error}. {STORE_GONE}"
+                message = f"{self._named(self._rank)} stopped where the ranks meet: {error}. {STORE_GONE}"
                 raise RuntimeFault(message) from error
             if "failed" in outcome:
-                raise RuntimeFault(f"rank {self._rank} stopped: {outcome['failed']}") from ConnectionLost(None, "")
+                raise RuntimeFault(f"{self._named(self._rank)} stopped: {outcome['failed']}") from ConnectionLost(
+                    None, ""
+                )
             missing = outcome.get("missing", [])
             if not missing:
                 return store
             if self._rank not in missing:  # else the others gave up just when this rank came, and may try again
-                named = " and ".join(f"rank {rank}" for rank in missing)
+                named = " and ".join(map(self._named, missing))
                 message = (
-                    f"{named} did not come within {self._timeout:g} s, and rank {self._rank} has waited: not started, "
-                    "stopped, or busy with something else.\nTry: a longer timeout if it is not hung."
+                    f"{named} did not come within {self._timeout:g} s, and {self._named(self._rank)} has waited: not "
+                    "started, stopped, or busy with something else.\nTry: a longer timeout if it is not hung."
                 )
                 raise RuntimeFault(message) from ConnectionLost(missing[0], "no answer in time", silent=True)
 

@@ -15,18 +15,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 
 from pipegraph.arguments import require_type
-from pipegraph.errors import PipegraphError, ScheduleError
+from pipegraph.errors import ArgumentError, PipegraphError, ScheduleError
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group, call_within, check_timeout, lost_connections
 from pipegraph.runtime.processes.launch import exit_with_parent
 from pipegraph.runtime.processes.meeting import Meeting, environment_store, restart_count
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, SHARD, RankGrid, check_mesh, single
+from pipegraph.runtime.processes.shard_group import ShardLine
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 _CLOSING_SECONDS: Final = 10.0
 """How long NCCL may take for what is on its way when everything ends."""
@@ -48,17 +53,18 @@ class ClockOffset:
         return ClockOffset((self.offset_ns + later.offset_ns) // 2, max(self.error_ns, later.error_ns) + drift)
 
 
-def measure_offset(group: Group, rank: int, size: int, now: Callable[[], int] = time.time_ns) -> ClockOffset:
-    """Measure this rank's clock against rank 0's, by the quickest of `ROUNDS` exchanges.
+def measure_offset(group: Group, rank: int, ranks: Sequence[int], now: Callable[[], int] = time.time_ns) -> ClockOffset:
+    """Measure this rank's clock against that of the first of `ranks`, by the quickest of `ROUNDS` exchanges.
 
-    Collective: every rank of `group` must call it. Rank 0 answers one rank after the other. `now` is the clock, in
-    nanoseconds.
+    Collective: every rank of `group` must call it. The first one answers one rank after the other. `now` is the clock,
+    in nanoseconds.
     """
-    if rank == 0:
-        for other in range(1, size):
+    first, *others = ranks
+    if rank == first:
+        for other in others:
             _answer(group, other, now)
         return ClockOffset()
-    return min((_ask(group, now) for _ in range(ROUNDS)), key=lambda offset: offset.error_ns)
+    return min((_ask(group, first, now) for _ in range(ROUNDS)), key=lambda offset: offset.error_ns)
 
 
 def _answer(group: Group, other: int, now: Callable[[], int]) -> None:
@@ -70,12 +76,12 @@ def _answer(group: Group, other: int, now: Callable[[], int]) -> None:
             group.send(answer, other).wait()
 
 
-def _ask(group: Group, now: Callable[[], int]) -> ClockOffset:
+def _ask(group: Group, first: int, now: Callable[[], int]) -> ClockOffset:
     question, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    with lost_connections(0):
-        answered = group.receive(answer, 0)
+    with lost_connections(first):
+        answered = group.receive(answer, first)
         sent = now()
-        group.send(question, 0).wait()
+        group.send(question, first).wait()
         answered.wait()
         received = now()
     return ClockOffset(int(answer) - (sent + received) // 2, (received - sent + 1) // 2)
@@ -83,6 +89,8 @@ def _ask(group: Group, now: Callable[[], int]) -> ClockOffset:
 
 class LoneProcess:
     """The world of a plain process, which holds all stages. It has the methods of `World` that `Pipeline` offers."""
+
+    copies = 1
 
     def gather(self, figures: Sequence[float]) -> list[list[float]]:
         return [list(figures)]
@@ -93,27 +101,53 @@ class LoneProcess:
     def clock_offset(self) -> ClockOffset:
         return ClockOffset()
 
-    def everyone(self) -> None:
+    def along(self, *names: str, on_cpu: bool = False) -> None:
         return None
 
 
 class World:
-    """This process among those of one pipeline, and its connections to them. Ranks are numbered within the pipeline.
+    """This process among those of one pipeline, or of the pipelines of a mesh, and its connections to them.
 
-    Each pipeline has a `store` of its own.
+    Ranks are numbered within all of them, and named by their place in the grid. Each world has a `store` of its own.
+
+    Args:
+        processes: of each rank, its number in the default group.
+
+    Attributes:
+        pipeline: the ranks of this process's pipeline, in its order.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> None:
-        self.store = store
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        grid: RankGrid,
+        device: torch.device,
+        timeout: float,
+        processes: Sequence[int],
+    ) -> None:
+        self.store, self._processes = store, processes
+        self.rank, self.grid, self.device = rank, grid, device
         self.timeout = timeout
+        self.pipeline = grid.line(rank, PIPELINE)
         self._groups: list[Group] = []
-        self._everyone: Group | None = None
-        self._control: Group
+        self._mesh: DeviceMesh | None = None
+        self._lines: list[ShardLine] = []
+        self._along: dict[tuple[tuple[int, ...], bool], Group] = {}
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are in all pipelines."""
+        return self.grid.size
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same stages as this one, whole or in part, itself included."""
+        return self.size // len(self.pipeline)
 
     def open(self) -> None:
         """Connect all ranks. Collective, and before anything else."""
-        self._control = self.connect("control", range(self.size), torch.device("cpu"))
+        self.along(*DIMENSIONS, on_cpu=True)
 
     def connect(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
         """Connect `ranks`, of which this is one, for tensors on `device`. All of them call this with the same `name`.
@@ -131,44 +165,83 @@ class World:
             store.wait(["all connected"], timedelta(seconds=self.timeout))
         return group
 
+    def along(self, *names: str, on_cpu: bool = False) -> Group:
+        """The ranks that lie in one line with this one along these dimensions, for tensors on its device or the CPU.
+
+        Collective at the first call: every rank of the line must make it.
+        """
+        ranks = self.grid.line(self.rank, *names)
+        key = ranks, on_cpu
+        if key not in self._along:
+            name = f"{'cpu' if on_cpu else 'device'}-{'-'.join(map(str, ranks))}"
+            self._along[key] = self.connect(name, ranks, torch.device("cpu") if on_cpu else None)
+        return self._along[key]
+
+    def mesh(self, *names: str) -> DeviceMesh:
+        """A mesh of these dimensions for DTensors, whose groups are closed when a rank fails.
+
+        Its dimensions are in the order of `DIMENSIONS`. The first call is collective for all ranks.
+        """
+        if self._mesh is None:
+            order = [self.grid.names.index(name) for name in DIMENSIONS if name in self.grid.names]
+            shape = torch.tensor(self._processes).reshape(self.grid.shape).permute(order)
+            ordered = [self.grid.names[place] for place in order]
+            self._mesh = internals.make_mesh(shape, ordered, self.device.type, self.timeout)
+        return self._mesh[tuple(name for name in DIMENSIONS if name in names)]
+
+    def shard_line(self) -> ShardLine:
+        """The ranks that share the parameters of this one's stages. Collective: all of them must call it."""
+        line = ShardLine(
+            [self._processes[rank] for rank in self.grid.line(self.rank, SHARD)], self.device, self.timeout
+        )
+        self._lines.append(line)
+        return line
+
+    def check_everywhere(self, problem: str | None) -> None:
+        """Raise ArgumentError on every rank if one of them has a problem. Collective: every rank must call it."""
+        for found in self.gather_text(problem or "", *DIMENSIONS):
+            if found:
+                raise ArgumentError(found)
+
     def check_agreement(self, text: str) -> None:
         """Wait until every rank is here. Raises ScheduleError unless all of them pass the same `text`."""
-        if not self._control.agrees(text, torch.device("cpu")):
+        if not self.along(*DIMENSIONS, on_cpu=True).agrees(text, torch.device("cpu")):
             raise ScheduleError(
                 "the ranks were given different packages, schedules or numbers of microbatches, or parallelize_fn made "
                 "stages of different dtypes. Give every rank the same. If the package lies on several machines, copy "
                 "it anew."
             )
 
-    def gather(self, figures: Sequence[float]) -> list[list[float]]:
-        """The figures of every rank, by rank. Collective: every rank must call it, with equally many."""
-        table = torch.zeros(self.size, len(figures), dtype=torch.float64)
-        table[self.rank] = torch.tensor(figures, dtype=torch.float64)
-        self._control.all_reduce(table)
+    def gather(self, figures: Sequence[float], *names: str) -> list[list[float]]:
+        """The figures of every rank in one line with this one along these dimensions, by default of its pipeline.
+
+        Collective: all of them must call it, with equally many.
+        """
+        names = names or (PIPELINE,)
+        ranks = self.grid.line(self.rank, *names)
+        table = torch.zeros(len(ranks), len(figures), dtype=torch.float64)
+        table[ranks.index(self.rank)] = torch.tensor(figures, dtype=torch.float64)
+        self.along(*names, on_cpu=True).all_reduce(table)
         rows: list[list[float]] = table.tolist()
         return rows
 
-    def gather_text(self, text: str) -> list[str]:
-        """The texts of every rank, by rank. Collective: every rank must call it."""
+    def gather_text(self, text: str, *names: str) -> list[str]:
+        """The texts of the same ranks. Collective: all of them must call it."""
+        names = names or (PIPELINE,)
         texts = []
-        for sender, (length,) in enumerate(self.gather([len(text.encode())])):
+        lengths = self.gather([len(text.encode())], *names)
+        for sender, (length,) in zip(self.grid.line(self.rank, *names), lengths, strict=True):
             letters = torch.zeros(int(length), dtype=torch.uint8)
             if self.rank == sender and text:
                 letters = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
             if length:
-                self._control.broadcast(letters, sender)
+                self.along(*names, on_cpu=True).broadcast(letters, sender)
             texts.append(bytes(letters.tolist()).decode())
         return texts
 
     def clock_offset(self) -> ClockOffset:
-        """Measure this process's clock against that of rank 0. Collective: every rank must call it."""
-        return measure_offset(self._control, self.rank, self.size)
-
-    def everyone(self) -> Group:
-        """All ranks of the pipeline. Collective: every rank must call it."""
-        if self._everyone is None:
-            self._everyone = self.connect("everyone", range(self.size))
-        return self._everyone
+        """Measure this process's clock against that of the first rank of the pipeline. Collective over the pipeline."""
+        return measure_offset(self.along(PIPELINE, on_cpu=True), self.rank, self.pipeline)
 
     def close(self, abort: bool) -> None:
         """End every connection. That wakes every rank that waits for this one.
@@ -184,20 +257,26 @@ class World:
         self._close_groups(abort)
 
     def _close_groups(self, abort: bool) -> None:
+        if abort and self._mesh is not None:  # else DTensors of the user's may still need it
+            mesh, self._mesh = self._mesh, None
+            internals.release_mesh(mesh)
+        for line in self._lines:
+            line.close()
         for group in self._groups:
             group.close(abort)
 
 
 def join_world(
-    group: dist.ProcessGroup | None, device: str | torch.device, timeout: float
+    group: dist.ProcessGroup | None, device: str | torch.device, timeout: float, mesh: DeviceMesh | None = None
 ) -> tuple[World | None, torch.device]:
-    """The world of `group`, or of the default group, and the device of this process.
+    """The world of `mesh`, of `group`, or of the default group, and the device of this process.
 
     The world is None in a plain process, which holds all stages. The default group is made if the environment is that
     of a launcher such as torchrun. `timeout` is how many seconds a rank waits for another one, here as well.
     """
     check_timeout(timeout)
     require_type(device, (str, torch.device), "device is a name or a torch.device", 'device="cpu"')
+    grid = None if mesh is None else check_mesh(mesh, group)
     if group is not None:
         require_type(group, dist.ProcessGroup, "group is a process group", "torch.distributed.new_group([0, 1])")
     exit_with_parent()
@@ -207,11 +286,20 @@ def join_world(
         _make_default_group(device, timeout)
     members = dist.group.WORLD if group is None else group
     assert members is not None, "the default group was there, or was made above"
-    ranks = dist.get_process_group_ranks(members)
-    meeting = Meeting(internals.default_store(), dist.get_rank(), ranks, timeout)
+    ranks = dist.get_process_group_ranks(members) if mesh is None else mesh.mesh.flatten().tolist()
+    grid = grid or single(len(ranks))
+    meeting = Meeting(internals.default_store(), dist.get_rank(), ranks, timeout, grid.text)
     with meeting:
         chosen = local_device(device)
-    return World(meeting.join(), dist.get_rank(members), len(ranks), chosen, timeout), chosen
+    return World(meeting.join(), ranks.index(dist.get_rank()), grid, chosen, timeout, ranks), chosen
+
+
+def make_mesh(grid: RankGrid, device: str | torch.device, timeout: float) -> DeviceMesh:
+    """A mesh of all processes that a launcher has started. Makes the default group if it is not there."""
+    exit_with_parent()
+    if not dist.is_initialized():
+        _make_default_group(device, timeout)
+    return dist.init_device_mesh(torch.device(device).type, grid.shape, mesh_dim_names=grid.names)
 
 
 def _make_default_group(device: str | torch.device, timeout: float) -> None:
@@ -222,7 +310,7 @@ def _make_default_group(device: str | torch.device, timeout: float) -> None:
     # Ranks that torchrun has started again find the store of those before: torch's own names in it are taken.
     own = dist.PrefixStore(f"pipegraph-default-group/{restart_count()}", store)
     meeting.join()
-    with FaultGuard(rank, size, dist.PrefixStore("pipegraph", own)), lost_connections(None):
+    with FaultGuard(rank, single(size), dist.PrefixStore("pipegraph", own)), lost_connections(None):
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     atexit.register(_destroy_default_group)
 

@@ -1,0 +1,115 @@
+"""What stages take and return once their parameters are divided: the whole on every rank, or a part on each.
+
+With sequence parallelism each rank has a part of the sequence also between stages, and sends that part alone. It is
+found by running the stages without memory, one after the other; what a stage returns is what the next ones take.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from msgspec import structs
+from torch import Tensor, nn
+
+from pipegraph.errors import ArgumentError, PipegraphError
+from pipegraph.kernels.internals import fake_tensors
+from pipegraph.package import Manifest, Value
+
+Shapes = dict[str, list[int]]
+"""value → its shape on a rank"""
+
+
+def divided_boundaries(
+    stages: Mapping[int, nn.Module], manifest: Manifest, size: int, tell: Callable[[str], Sequence[str]]
+) -> Manifest:
+    """The manifest with the shapes that values have on each of `size` ranks which divide the stages.
+
+    Args:
+        tell: gives a text to all ranks of this pipeline, and returns those of all. Collective.
+
+    Raises:
+        ArgumentError: a stage does not run, as with a number of heads that does not divide, or returns something else
+            than the whole or a part along one dimension, or the model's own output is a part; on every rank.
+    """
+    sizes = {name: _divisible(each.captured, each.max, size) for name, each in manifest.sizes.items()}
+    found: Shapes = {name: list(value.shape_at(sizes)) for name, value in manifest.values.items()}
+    for index in range(len(manifest.stages)):
+        problem, returned = None, Shapes()
+        if index in stages:
+            try:
+                returned = _run(index, stages[index], manifest, found)
+                for name, own in returned.items():
+                    _check(manifest.values[name], own, manifest.values[name].shape_at(sizes), index, size)
+            except ArgumentError as error:
+                problem = str(error)
+        for text in tell(json.dumps([problem, returned])):
+            problem, returned = json.loads(text)
+            if problem is not None:
+                raise ArgumentError(problem)
+            found |= returned
+    values, conditions = {}, list(manifest.conditions)
+    for name, value in manifest.values.items():
+        shape = [
+            dimension if here == whole else _part(dimension, size)
+            for dimension, here, whole in zip(value.shape, found[name], value.shape_at(sizes), strict=True)
+        ]
+        pairs = zip(value.shape, shape, strict=True)
+        conditions += [f"({old}) % {size} == 0" for old, new in pairs if old != new and isinstance(old, str)]
+        values[name] = structs.replace(value, shape=tuple(shape))
+    if values == manifest.values:
+        return manifest
+    varying = {name: structs.replace(each, captured=sizes[name]) for name, each in manifest.sizes.items()}
+    return structs.replace(manifest, values=values, sizes=varying, conditions=tuple(dict.fromkeys(conditions)))
+
+
+def _run(index: int, stage: nn.Module, manifest: Manifest, shapes: Shapes) -> Shapes:
+    """Run a stage without memory on inputs of these shapes. Return the shapes of its outputs."""
+    entry, values = manifest.stages[index], manifest.values
+    device = next((each.device for each in stage.parameters()), torch.device("cpu"))
+    with fake_tensors(), torch.no_grad():
+        dtypes = [getattr(torch, values[name].dtype) for name in entry.inputs]
+        inputs = [
+            torch.zeros(shapes[name], dtype=dtype, device=device)
+            for name, dtype in zip(entry.inputs, dtypes, strict=True)
+        ]
+        try:
+            returned = stage(*inputs)
+        except PipegraphError:
+            raise
+        except Exception as error:  # whatever an operation raises on a part of a tensor
+            raise ArgumentError(
+                f"stage {index} does not run with its parameters divided along tp: "
+                f"{type(error).__name__}: {str(error).splitlines()[0]}\n"
+                f"Try: a tp that divides the numbers of heads, key-value heads and features."
+            ) from error
+    outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
+    named = zip(entry.outputs, outputs, strict=False)
+    return {name: list(output.shape) for name, output in named if isinstance(output, Tensor)}
+
+
+def _check(value: Value, found: Sequence[int], whole: Sequence[int], index: int, size: int) -> None:
+    """Raise ArgumentError unless a value is the whole, or a part that may cross to another stage."""
+    differing = [place for place, pair in enumerate(zip(found, whole, strict=False)) if pair[0] != pair[1]]
+    if len(found) == len(whole) and not differing:
+        return
+    is_part = len(found) == len(whole) and len(differing) == 1 and found[differing[0]] * size == whole[differing[0]]
+    if is_part and any(consumer > index for consumer in value.consumers) and value.batch_dim != differing[0]:
+        return
+    raise ArgumentError(
+        f"stage {index} returns {value.name} as {list(found)} on each of {size} ranks, and the whole is {list(whole)}."
+        f'\nTry: a style that gathers, such as "colwise_gather_output", for the module that makes it. Only between '
+        f"stages may a value be a part, along one dimension other than the batch."
+    )
+
+
+def _part(dimension: int | str, size: int) -> int | str:
+    return dimension // size if isinstance(dimension, int) else f"({dimension}) // {size}"
+
+
+def _divisible(captured: int, most: int | None, size: int) -> int:
+    """A size near the captured one that can be divided evenly."""
+    above = math.ceil(captured / size) * size
+    return above if most is None or above <= most else max(size, captured // size * size)

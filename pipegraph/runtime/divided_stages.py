@@ -1,0 +1,124 @@
+"""The stages of a process after the dimensions of its mesh: their parameters divided between the ranks that share them.
+
+Nothing here is sent but what the ranks refuse, so that all of them refuse it with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from pipegraph.errors import ArgumentError
+from pipegraph.kernels.sharded import wrapper_of
+from pipegraph.package import Manifest
+from pipegraph.runtime import tensor_parallel
+from pipegraph.runtime.divided_boundaries import divided_boundaries
+from pipegraph.runtime.fully_sharded import ShardedGroup, check_options, fully_shard_stage
+from pipegraph.runtime.parameters import computed_in
+from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, REPLICATE, SHARD, TENSOR
+from pipegraph.runtime.processes.world import World
+
+
+def divide_tensors(
+    stages: Mapping[int, nn.Module],
+    manifest: Manifest,
+    world: World | None,
+    plan: tensor_parallel.Plan | None,
+    others_divide: bool,
+) -> Manifest:
+    """Divide parameters between the ranks along `tp`, in place. Collective.
+
+    Args:
+        plan: as for `Pipeline`; by default the package's own.
+        others_divide: whether `parallelize_fn` may do it without a plan.
+
+    Returns:
+        The manifest with the shapes that values have on each rank.
+
+    Raises:
+        ArgumentError: the plan does not fit the model, or the number of ranks; on every rank.
+    """
+    if plan is not None:
+        tensor_parallel.check_plan(plan)
+    is_own, plan = plan is not None, plan or manifest.tp_plan or None
+    size = 1 if world is None else world.grid.length(TENSOR)
+    if world is None or size == 1 or (others_divide and not is_own):
+        return manifest
+    mesh = world.mesh(TENSOR)
+    names = "\n".join(tensor_parallel.module_names(stages))
+    known = {name for text in world.gather_text(names, *DIMENSIONS) for name in text.split("\n")}
+
+    def divide() -> None:
+        if plan is None:
+            raise ArgumentError(
+                f"the mesh has {size} ranks along tp, and nothing says how they divide the model.\n"
+                f'Try: tp_plan={{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}}.'
+            )
+        tensor_parallel.check_plan(plan)
+        if is_own:  # that of a package may be of a whole family of models
+            tensor_parallel.check_patterns(plan, known)
+        tensor_parallel.parallelize(stages, plan, manifest, mesh)
+
+    _together(world, divide)
+    return divided_boundaries(stages, manifest, size, world.gather_text)
+
+
+def shard_stages(
+    stages: Mapping[int, nn.Module],
+    manifest: Manifest,
+    world: World | None,
+    options: Mapping[str, Any] | None,
+) -> tuple[dict[int, list[ShardedGroup]], Manifest]:
+    """Divide parameters between the ranks along `dp_shard`, in place. Collective.
+
+    Args:
+        options: as for `Pipeline`.
+
+    Returns:
+        The groups of each stage, and the manifest with the dtypes in which the stages compute.
+
+    Raises:
+        ArgumentError: the options do not fit, or `parallelize_fn` has sharded a stage itself; on every rank.
+    """
+    if options is not None:
+        check_options(options)
+    if world is None or world.grid.length(SHARD) == 1:
+        return {}, manifest
+    has_replicas = world.grid.length(REPLICATE) > 1
+    mesh = world.mesh(*(DATA if has_replicas else (SHARD,)))
+    dtypes = {str(each.dtype).removeprefix("torch.") for stage in stages.values() for each in stage.parameters()}
+    groups: dict[int, list[ShardedGroup]] = {}
+
+    def shard() -> None:
+        for index, stage in stages.items():
+            if wrapper := wrapper_of(stage.modules()):
+                raise ArgumentError(
+                    f"parallelize_fn applied {wrapper} to stage {index}, and the mesh has ranks along dp_shard, "
+                    "between which the pipeline divides the parameters.\n"
+                    "Try: the stage without it, and its options as fsdp=…."
+                )
+            groups[index] = fully_shard_stage(stage, mesh, options or {})
+
+    _together(world, shard)
+    policy = (options or {}).get("mp_policy")
+    dtype = None if policy is None else policy.output_dtype or policy.param_dtype
+    return groups, manifest if dtype is None else computed_in(manifest, dtype, dtypes)
+
+
+def resident_stages(options: Mapping[str, Any] | None, resident: int | None) -> int | None:
+    """How many sharded stages of a rank may be whole at a time; None for all. Raises ArgumentError."""
+    if resident is not None and (type(resident) is not int or resident < 1):
+        raise ArgumentError(f"resident cannot be {resident!r}: give how many stages of a rank may be whole, from 1 on.")
+    return 2 if resident is None and (options or {}).get("reshard_after_forward") else resident
+
+
+def _together(world: World, work: Callable[[], None]) -> None:
+    """Do what may be refused on one rank. Every rank then raises the same ArgumentError."""
+    problem = None
+    try:
+        work()
+    except ArgumentError as error:
+        problem = str(error)
+    world.check_everywhere(problem)

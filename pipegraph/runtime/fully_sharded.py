@@ -1,0 +1,215 @@
+"""Stages whose parameters torch's `fully_shard` has divided: which modules are gathered together, and what is whole.
+
+fully_shard ─▶ parameters as DTensors, their dtypes ─┐
+hooks that gather and reduce: taken off              ├─▶ ShardedGroup: what UNSHARD gathers and REDUCE_GRAD reduces
+parameters before it ─▶ what a gathered one is like ─┘
+
+The hooks gather for each microbatch anew and belong to autograd. Here the schedule says when, and kernels compute with
+plain parameters, which are in the modules during a step: empty, but for the time between UNSHARD and RESHARD.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegraph.arguments import require_type
+from pipegraph.errors import ArgumentError, nearest
+from pipegraph.kernels.internals import hook_dicts
+from pipegraph.kernels.sharded import local, rebuilt
+from pipegraph.runtime.internals import pytree
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+
+_OURS = ("module", "mesh", "dp_mesh_dims")
+"""Arguments of `fully_shard` that follow from the mesh."""
+
+
+class ShardedParameter:
+    """A parameter of which this rank holds a part.
+
+    Attributes:
+        sharded: the part, a DTensor; what an optimizer changes.
+        whole: what kernels compute with: the parameter before it was divided, in the dtype of computing. It has memory
+            from `allocate` to `free`.
+    """
+
+    def __init__(self, places: Sequence[tuple[nn.Module, str]], before: nn.Parameter, dtype: torch.dtype) -> None:
+        self._places = places
+        own = torch.empty_like(local(before.detach()), dtype=dtype, memory_format=torch.contiguous_format)
+        self._memory = own.untyped_storage()
+        self._bytes = self._memory.nbytes()
+        self.whole = nn.Parameter(rebuilt(own, before), requires_grad=before.requires_grad)
+        self._local = own
+        self.free()
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        return self._sharded
+
+    def find(self) -> None:
+        """Take the part that the modules hold now."""
+        module, name = self._places[0]
+        self._sharded: nn.Parameter = getattr(module, name)
+
+    @property
+    def local_whole(self) -> Tensor:
+        """The memory of `whole`: with tensor parallelism it is what this rank computes with."""
+        return self._local
+
+    def put(self, is_whole: bool) -> None:
+        """Let the modules hold the whole parameter, or the part."""
+        if is_whole:
+            self.whole.requires_grad_(self._sharded.requires_grad)
+        for module, name in self._places:
+            setattr(module, name, self.whole if is_whole else self._sharded)
+
+    def allocate(self) -> None:
+        self._memory.resize_(self._bytes)
+
+    def free(self) -> None:
+        self._memory.resize_(0)
+
+    def dim(self, mesh_dim: str) -> int:
+        """The dimension along which it is divided."""
+        layout: Any = self._sharded
+        place = layout.device_mesh.mesh_dim_names.index(mesh_dim)
+        found: int = layout.placements[place].dim
+        return found
+
+
+@dataclass(frozen=True)
+class ShardedGroup:
+    """The parameters that are gathered and reduced in one message: those of one call of `fully_shard`.
+
+    Attributes:
+        reduce_dtype: in which gradients are added up; None for that of computing.
+    """
+
+    parameters: tuple[ShardedParameter, ...]
+    reduce_dtype: torch.dtype | None
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for what `fully_shard` does not take."""
+    from torch.distributed.fsdp import fully_shard
+
+    example = 'fsdp={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}'
+    require_type(options, Mapping, "fsdp has the options of torch's fully_shard", example)
+    known = [name for name in inspect.signature(fully_shard).parameters if name not in _OURS]
+    for name, value in options.items():
+        if name not in known:
+            raise ArgumentError(
+                f"fully_shard has no option {name!r} for fsdp.{nearest(str(name), known)} "
+                f"There are: {', '.join(known)}."
+            )
+        if name == "reshard_after_forward" and not isinstance(value, bool | None):
+            raise ArgumentError(
+                f"reshard_after_forward={value!r} would keep a part of the parameters, and a schedule gathers all of "
+                "them.\nTry: True or False, and Pipeline(resident=…) for how many stages may be whole at a time."
+            )
+
+
+def fully_shard_stage(stage: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> list[ShardedGroup]:
+    """Divide a stage's parameters, each repeated layer a group, and what is left of the stage another one.
+
+    Args:
+        stage: changed in place.
+        mesh: of one dimension, or of two, along the first of which parts are replicated.
+        options: those of `fully_shard`.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = options.get("mp_policy", MixedPrecisionPolicy())
+    groups: list[ShardedGroup] = []
+    for module in (*repeated_layers(stage), stage):
+        taken = {id(each.whole) for group in groups for each in group.parameters}
+        before = _places(module)
+        hooks = {name: set(held) for name, held in hook_dicts(module).items()}
+        fully_shard(module, mesh=mesh, **options)
+        for name, held in hook_dicts(module).items():
+            if name.startswith("_forward"):
+                for number in held.keys() - hooks.get(name, set()):
+                    del held[number]
+        parameters = []
+        for parameter, places in before:
+            owner, name = places[0]
+            if getattr(owner, name) is not parameter and id(parameter) not in taken:
+                parameters.append(ShardedParameter(places, parameter, _compute_dtype(parameter, policy)))
+        _cast_at(module, policy)
+        if parameters:
+            groups.append(ShardedGroup(tuple(parameters), policy.reduce_dtype))
+    return groups
+
+
+def repeated_layers(stage: nn.Module) -> list[nn.Module]:
+    """The items of the outermost lists of modules, if they have modules of their own, and their parameters alone."""
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in child.children()):
+                found.append(child)
+            else:
+                walk(child)
+
+    walk(stage)
+    layers = list(dict.fromkeys(found))
+    uses: dict[int, int] = {}
+    for module in stage.modules():
+        for parameter in module.parameters(recurse=False):
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+
+    def is_alone(layer: nn.Module) -> bool:
+        own: dict[int, int] = {}
+        for module in layer.modules():
+            for parameter in module.parameters(recurse=False):
+                own[id(parameter)] = own.get(id(parameter), 0) + 1
+        return bool(own) and all(uses[key] == count for key, count in own.items())
+
+    return [layer for layer in layers if is_alone(layer)]
+
+
+def _places(module: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Every parameter of a module, with all places where it or its children hold it."""
+    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), (parameter, []))[1].append((owner, name))
+    return list(found.values())
+
+
+def _compute_dtype(parameter: nn.Parameter, policy: Any) -> torch.dtype:
+    is_float = parameter.dtype.is_floating_point
+    dtype: torch.dtype = policy.param_dtype if policy.param_dtype is not None and is_float else parameter.dtype
+    return dtype
+
+
+def _cast_at(module: nn.Module, policy: Any) -> None:
+    """Cast what a module takes and returns, as the hooks of `fully_shard` do."""
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        module.register_forward_pre_hook(partial(_cast_inputs, policy.param_dtype), prepend=True, with_kwargs=True)
+    if policy.output_dtype is not None:
+        module.register_forward_hook(partial(_cast_outputs, policy.output_dtype))
+
+
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast(dtype, args), _cast(dtype, kwargs)
+
+
+def _cast_outputs(dtype: torch.dtype, _: nn.Module, args: Any, outputs: Any) -> Any:
+    return _cast(dtype, outputs)
+
+
+def _cast(dtype: torch.dtype, values: Any) -> Any:
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return pytree.tree_map(cast, values)

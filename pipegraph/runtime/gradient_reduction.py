@@ -1,0 +1,102 @@
+"""Gradients added up over the ranks that hold a copy of a stage, once a step, beside what is left of it.
+
+stage 1   F0 F1 B0 B1 ─▶ buckets ─ all-reduce ─────────┐
+stage 0   F0 F1          B0 B1   ─▶ buckets ─ all-reduce ┴─▶ .grad of the step, added to that of earlier steps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import Work
+
+from pipegraph.kernels.loss import objects_held_by
+from pipegraph.kernels.sharded import local
+from pipegraph.runtime.gradient_buckets import GradientBucket, buckets, overwrite_together
+from pipegraph.runtime.parameters import redistribute
+from pipegraph.runtime.processes.group import Group
+
+
+class GradientReduction:
+    """The copies of this process's parameters on the ranks of a group.
+
+    Args:
+        parameters: of each stage, those that every rank of the group has whole. One may be in several stages.
+        stages: the stages, which have buffers.
+        group: the ranks.
+        first: the rank whose parameters and buffers all of them have.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        stages: Mapping[int, nn.Module],
+        group: Group,
+        first: int,
+    ) -> None:
+        self._parameters, self._stages, self._group, self._first = parameters, stages, group, first
+        self._reduced: list[tuple[GradientBucket, Work]] = []
+        self._done: set[int] = set()
+
+    def make_equal(self) -> None:
+        """Overwrite parameters and buffers with those of the first rank. Collective."""
+        for index, stage in self._stages.items():
+            held = [*self._parameters[index], *(buffer for _, buffer in stage.named_buffers())]
+            make_equal(held, self._group, self._first)
+
+    def make_buffers_equal(self) -> None:
+        """Overwrite what a step may have written to: the buffers that are in `state_dict()`. Collective."""
+        for stage in self._stages.values():
+            names = stage.state_dict(keep_vars=True)
+            held = [buffer for name, buffer in stage.named_buffers() if name in names]
+            make_equal(held, self._group, self._first)
+
+    @contextmanager
+    def of_this_step(self) -> Iterator[None]:
+        """A context around a step: `.grad` is that of the step alone, and at its end what was there before is added."""
+        held = {id(each): each for parameters in self._parameters.values() for each in parameters}.values()
+        before = [parameter.grad for parameter in held]
+        for parameter in held:
+            parameter.grad = None
+        self._done.clear()
+        try:
+            yield
+        finally:
+            self._reduced.clear()
+            for parameter, old in zip(held, before, strict=True):
+                if old is not None:
+                    parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+
+    def start(self, stage: int) -> None:
+        """Start to reduce the gradients of a stage, which are whole. What it shares with others waits for the last."""
+        self._done.add(stage)
+        redistribute(self._parameters[stage])
+        waiting = {id(each) for index in self._stages.keys() - self._done for each in self._parameters[index]}
+        ready = [each for each in self._parameters[stage] if each.requires_grad and id(each) not in waiting]
+        for bucket in buckets(ready):
+            sent = GradientBucket(bucket)
+            self._reduced.append((sent, self._group.start_all_reduce(sent.flat)))
+
+    def finish(self) -> None:
+        """Wait for all reductions and put their results into `.grad`."""
+        for bucket, work in self._reduced:
+            self._group.wait(work)
+            bucket.write_back()
+        self._reduced.clear()
+
+
+def make_equal(tensors: Sequence[Tensor], group: Group, first: int) -> None:
+    """Overwrite tensors with those of the rank `first` of a group, which calls this together."""
+    held = [local(each.detach()) for each in tensors]
+    overwrite_together(held, lambda sent: group.broadcast(sent, first))
+
+
+def trained_by(loss_fn: Any) -> list[nn.Parameter]:
+    """The parameters that a loss function trains with the model: its own, and those of modules that it reads."""
+    read = objects_held_by(loss_fn)
+    held = [parameter for each in read if isinstance(each, nn.Module) for parameter in each.parameters()]
+    held += [each for each in read if isinstance(each, nn.Parameter)]
+    return [parameter for parameter in dict.fromkeys(held) if parameter.requires_grad]

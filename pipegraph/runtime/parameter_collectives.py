@@ -1,0 +1,116 @@
+"""UNSHARD, RESHARD and REDUCE_GRAD of a process's stages, as the executor asks for them.
+
+UNSHARD ─ gather, started ─▶ first action: waited for ─▶ … ─▶ RESHARD ─ freed
+                                     last W or B ─▶ REDUCE_GRAD, started ─────▶ end of the step: waited for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from pipegraph.runtime.fully_sharded import ShardedGroup
+from pipegraph.runtime.gradient_reduction import GradientReduction
+from pipegraph.runtime.parameters import redistribute
+from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
+from pipegraph.schedule import CollectiveKind
+
+
+class ParameterCollectives:
+    """What the ranks that hold the same stages do together for their parameters and gradients in a step.
+
+    Args:
+        groups: of each stage, the groups of its sharded parameters.
+        transfers: of each group, what is sent for it.
+        reduction: of the gradients of all other parameters; None if no other rank has them.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[int, Sequence[ShardedGroup]],
+        transfers: Mapping[int, Sequence[GroupTransfers]],
+        reduction: GradientReduction | None,
+    ) -> None:
+        self._parameters = {stage: all_parameters(each) for stage, each in groups.items()}
+        self._transfers, self._reduction = transfers, reduction
+        self._gathering: set[int] = set()
+
+    @contextmanager
+    def during_step(self) -> Iterator[None]:
+        """A context in which the modules hold whole parameters, and `.grad` of others is that of the step alone."""
+        self._put(True)
+        try:
+            if self._reduction is None:
+                yield
+            else:
+                with self._reduction.of_this_step():
+                    yield
+        finally:
+            self._gathering.clear()
+            for transfers in self._transfers.values():
+                for each in transfers:
+                    each.end()
+            self._put(False)
+
+    def do(self, stage: int, kind: CollectiveKind) -> None:
+        """Do a collective of the schedule, or start it."""
+        if kind is CollectiveKind.UNSHARD:
+            for each in self._transfers[stage]:
+                each.start_gather()
+            self._gathering.add(stage)
+        elif kind is CollectiveKind.RESHARD:
+            self.use(stage)  # what was gathered in vain has to arrive as well
+            for each in self._transfers[stage]:
+                each.free()
+        else:
+            redistribute(each.whole for each in self._parameters.get(stage, ()))
+            for each in self._transfers.get(stage, ()):
+                each.start_reduce()
+            if self._reduction is not None:
+                self._reduction.start(stage)
+
+    def use(self, stage: int) -> None:
+        """Wait for the parameters of a stage that is about to compute."""
+        if stage in self._gathering:
+            self._gathering.discard(stage)
+            for each in self._transfers[stage]:
+                each.finish_gather()
+
+    def computed(self, stage: int) -> None:
+        """Take the gradients of an action of a stage."""
+        for each in self._transfers.get(stage, ()):
+            each.add_up()
+
+    def finish(self) -> None:
+        """Wait for all reductions, and put their results into `.grad`."""
+        every = [each for transfers in self._transfers.values() for each in transfers]
+        for each in every:
+            each.start_adding()
+        for each in every:
+            each.finish_reduce()
+        if self._reduction is not None:
+            self._reduction.finish()
+
+    def make_buffers_equal(self) -> None:
+        """Make the buffers of all copies those of the first. Collective."""
+        if self._reduction is not None:
+            self._reduction.make_buffers_equal()
+
+    def _put(self, is_whole: bool) -> None:
+        for parameters in self._parameters.values():
+            for each in parameters:
+                each.put(is_whole)
+
+
+def sharded_parameters(groups: Mapping[int, Sequence[ShardedGroup]]) -> set[int]:
+    """The identities of the parts that this process holds."""
+    return {id(each.sharded) for own in groups.values() for each in all_parameters(own)}
+
+
+def find_parts(groups: Mapping[int, Sequence[ShardedGroup]], stages: Mapping[int, nn.Module]) -> None:
+    """Take the parts that the modules hold, once stages of one process share those of tied weights."""
+    for stage in stages.keys() & groups.keys():
+        for each in all_parameters(groups[stage]):
+            each.find()

@@ -1,0 +1,165 @@
+"""Tensor parallelism: which modules' parameters are divided between the ranks of a mesh dimension, and how.
+
+{"layers.*.attention.q": "colwise", …} ─ names and ties ─▶ styles of torch ─ parallelize_module ─▶ stages of DTensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import nn
+
+from pipegraph.arguments import require_type
+from pipegraph.errors import ArgumentError, closest, nearest
+from pipegraph.kernels.sharded import is_style
+from pipegraph.package import Manifest
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+Plan = Mapping[str, "str | ParallelStyle"]
+"""Pattern of module names → a style: its name, or an object of `torch.distributed.tensor.parallel`."""
+
+_OTHERS: Final = (
+    "packed_colwise",
+    "packed_rowwise",
+    "mla_kv_a_proj",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "local_params",
+)
+"""Styles of transformers that torch has no style for."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ArgumentError for what is no plan, or names a style that there is not."""
+    example = 'tp_plan={"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
+    require_type(plan, Mapping, "tp_plan has a style for each pattern of module names", example)
+    for pattern, style in plan.items():
+        if is_style(style):
+            continue
+        if style in _OTHERS:
+            raise ArgumentError(
+                f'tp_plan gives {pattern} the style "{style}", which torch does not have.\n'
+                f"Try: leave it out, so that every rank has the whole, or divide the module in a parallelize_fn."
+            )
+        if style not in (styles := _styles()):
+            raise ArgumentError(
+                f'tp_plan gives {pattern} the style "{style}", which there is not.{nearest(str(style), styles)} '
+                f"There are: {', '.join(styles)}, and the objects of torch.distributed.tensor.parallel."
+            )
+
+
+def module_names(stages: Mapping[int, nn.Module]) -> list[str]:
+    """The names of all modules of stages."""
+    return sorted({name for stage in stages.values() for name, _ in stage.named_modules() if name})
+
+
+def check_patterns(plan: Plan, names: Iterable[str]) -> None:
+    """Raise ArgumentError for a pattern that no module of the model has."""
+    names = sorted(set(names))
+    for pattern in plan:
+        if not any(matches(pattern, name) for name in names):
+            near = closest(pattern, names)
+            hint = f' Did you mean "{near}"?' if near is not None else ""
+            raise ArgumentError(
+                f"tp_plan has a style for {pattern}, and the model has no such module.{hint}\n"
+                f"Try: a name that `pipegraph show` lists, with * in the place of numbers."
+            )
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern is for a module. A * stands for one part of the name, or a piece of one."""
+    parts, own = pattern.split("."), name.split(".")
+    return len(parts) == len(own) and all(map(fnmatchcase, own, parts))
+
+
+def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest, mesh: DeviceMesh) -> None:
+    """Divide the parameters of stages, in place, between the ranks of a mesh of one dimension.
+
+    Each rank has the whole and takes its part, so that nothing is sent. An embedding that is tied to a head which is
+    divided by rows, and has no style of its own, is divided like it.
+
+    Raises:
+        ArgumentError: a style does not fit its module.
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    for index, stage in stages.items():
+        chosen = {name: style for name, _ in stage.named_modules() if (style := _style_of(plan, name)) is not None}
+        for group in manifest.tied:
+            for name in group:
+                owner = name.rpartition(".")[0]
+                others = [_style_of(plan, other.rpartition(".")[0]) for other in group if other != name]
+                if owner not in chosen and _is_embedding(stage, owner) and any(map(_divides_rows, others)):
+                    chosen[owner] = "embedding_rowwise"
+        for name, style in chosen.items():
+            made = _styles()[style]() if isinstance(style, str) else style
+            if made is None:
+                continue
+            _check_module(index, name, style, stage.get_submodule(name), mesh.size())
+            try:
+                parallelize_module(stage.get_submodule(name), mesh, made, src_data_rank=None)
+            except NotImplementedError as error:
+                kind = type(stage.get_submodule(name)).__name__
+                raise ArgumentError(f"tp_plan gives {name}, of the class {kind}, a style not for it: {error}") from None
+
+
+def _style_of(plan: Plan, name: str) -> Any:
+    return next((style for pattern, style in plan.items() if matches(pattern, name)), None)
+
+
+def _is_embedding(stage: nn.Module, name: str) -> bool:
+    return isinstance(dict(stage.named_modules()).get(name), nn.Embedding)
+
+
+def _divides_rows(style: Any) -> bool:
+    return isinstance(style, str) and style.startswith("colwise")
+
+
+def _check_module(index: int, name: str, style: Any, module: nn.Module, size: int) -> None:
+    """Raise ArgumentError if the part of a linear layer that other layers compute with is not a whole one."""
+    if not isinstance(module, nn.Linear) or style not in ("colwise", "rowwise"):
+        return
+    what, features = ("outputs", module.out_features) if style == "colwise" else ("inputs", module.in_features)
+    if features % size:
+        raise ArgumentError(
+            f"tp_plan divides the {features} {what} of {name}, in stage {index}, and tp is {size}.\n"
+            f"Try: a tp that divides {features}."
+        )
+
+
+def _styles() -> dict[str, Callable[[], Any]]:
+    """What makes the styles, by name. The names are those of transformers."""
+    from torch.distributed.tensor import Partial, Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    def gathered() -> Any:
+        return ColwiseParallel(output_layouts=Replicate())
+
+    def of_whole() -> Any:
+        return RowwiseParallel(input_layouts=Replicate())
+
+    return {
+        "colwise": ColwiseParallel,
+        "colwise_gather_output": gathered,
+        "colwise_rep": gathered,
+        "rowwise": RowwiseParallel,
+        "rowwise_rep": of_whole,
+        "rowwise_split_input": of_whole,
+        "embedding_rowwise": of_whole,
+        "embedding_colwise": gathered,
+        "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
+        # A norm of each head, which gets some of the heads, at dimension 2.
+        "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+        "all_reduce": lambda: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
+        "replicate": lambda: None,
+    }

@@ -1,0 +1,71 @@
+"""What does not fit a mesh, one case after the other, as each rank meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from pipegraph.errors import PipegraphError
+from pipegraph.runtime.pipeline import Pipeline
+from tests.runtime.meshes import LENGTH, make
+from tests.runtime.packages import loss
+
+
+def each_refused(rank: int, folder: str, attempt: str, cases: list[Any]) -> list[str]:
+    """What each case raises here, one after the other: after a refusal all ranks can make a new pipeline."""
+    said = []
+    for case in cases:
+        try:
+            ATTEMPTS[attempt](rank, folder, case)
+            said.append("nothing")
+        except PipegraphError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def _with_plan(rank: int, folder: str, plan: Any) -> None:
+    """In two pipelines, as many ranks along tp as there are for each."""
+    make(folder, {"pp": 2, "tp": dist.get_world_size() // 2}, "1f1b", tp_plan=plan)
+
+
+def _on_a_mesh(rank: int, folder: str, how: str) -> None:
+    names = {"unknown": ("pp", "dp_shrad"), "unnamed": None}.get(how, ("pp", "dp_replicate"))
+    mesh: Any = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+    options: dict[str, Any] = {"loss_fn": loss, "kernels": "eager", "timeout": 30, "mesh": mesh}
+    if how == "type":
+        options["mesh"] = (1, 2)
+    elif how == "group":
+        options["group"] = dist.group.WORLD
+    elif how == "wrapper":
+        options["parallelize_fn"] = DistributedDataParallel
+    pipe = Pipeline(folder, "1f1b", 2, **options)
+    tokens, target = torch.zeros(4, LENGTH, dtype=torch.int64), torch.zeros(4)
+    if how == "calls" and rank == 1:
+        pipe.eval(tokens)
+    elif how == "losses":
+        pipe.evaluate(tokens, **({} if rank else {"target": target}))
+    elif how == "lists":
+        count = 2 + rank
+        pipe.step([tokens] * count, target=[target] * count)
+    else:
+        pipe.step(tokens, target=target)
+
+
+def _sharded(rank: int, folder: str, how: str) -> None:
+    options: dict[str, Any] = {
+        "option": {"fsdp": {"mp_polcy": None}},
+        "part": {"fsdp": {"reshard_after_forward": 2}},
+        "type": {"fsdp": True},
+        "resident": {"resident": 0},
+        "again": {"parallelize_fn": lambda stage: fully_shard(stage)},
+    }[how]
+    make(folder, {"dp_shard": 2}, "1f1b", **options)
+
+
+ATTEMPTS: dict[str, Callable[[int, str, Any], None]] = {"plan": _with_plan, "mesh": _on_a_mesh, "sharding": _sharded}
