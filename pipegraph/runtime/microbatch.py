@@ -14,6 +14,7 @@ from pipegraph.errors import BatchError
 from pipegraph.package import CALLER, Manifest, Value
 from pipegraph.package.sizes import BATCH, holds
 from pipegraph.runtime.internals import pytree
+from pipegraph.runtime.loss_reduction import LossReduction
 from pipegraph.runtime.model_arguments import bind_arguments, fill_structure
 from pipegraph.runtime.step_data import NO_TARGET, StepBatch, StepInputs, StepRequest, StepSizes, sizes_of_inputs
 from pipegraph.runtime.step_state import StepOutputs
@@ -64,13 +65,14 @@ class BatchSplitter:
         manifest: Manifest,
         stages: Collection[int],
         device: torch.device,
-        loss_reduction: str = "mean",
+        reduction: LossReduction,
         replicas: int = 1,
     ) -> None:
         self._manifest = manifest
-        self._loss_reduction, self._replicas = loss_reduction, replicas
+        self._replicas = replicas
         self._device = device
         self.has_last_stage = len(manifest.stages) - 1 in stages
+        self._reduction = reduction if self.has_last_stage else LossReduction()  # others have no target
         inputs = {name for index in stages for name in manifest.stages[index].inputs}
         self._needed = {name for name in inputs if manifest.values[name].producer == CALLER}
 
@@ -113,9 +115,8 @@ class BatchSplitter:
             tuple(manifest.sizes),
             lambda sizes, rows, count: self._cut(sizes, rows, passed, count),
             microbatches,
-            request.with_loss,
-            request.return_outputs,
-            self._loss_reduction,
+            request,
+            self._reduction,
             self._replicas,
             rows,
         )

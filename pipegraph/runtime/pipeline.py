@@ -18,13 +18,14 @@ from pipegraph.package import Package
 from pipegraph.runtime import parameters
 from pipegraph.runtime.divided_stages import divide_tensors, resident_stages, shard_stages
 from pipegraph.runtime.gradients import clip_grad_norm
+from pipegraph.runtime.loss_reduction import LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS, single
 from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, join_world
 from pipegraph.runtime.schedule_choice import resolve_schedule
-from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes, check_loss_reduction
+from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes
 from pipegraph.runtime.step_runner import LossFunction, StepRunner
 from pipegraph.runtime.tensor_parallel import Plan
 from pipegraph.schedule import Schedule
@@ -87,6 +88,9 @@ class Pipeline:
         strict: whether it is an error if a stage is left to autograd.
         loss_reduction: how the loss of a step is made of those of its microbatches: "mean", weighed by their rows, if
             loss_fn returns a mean; "sum" if it returns a sum. Metrics are put together in the same way.
+        loss_weight: for a loss_fn that returns a sum over the items that count, such as tokens that are not masked:
+            `loss_weight(target)` returns how many count in a microbatch. The loss of a step, and each metric, is then
+            the sum over microbatches and data-parallel ranks, divided by all that counts there.
 
     Attributes:
         last_sizes: the sizes of the last step, on every rank; None before the first.
@@ -114,12 +118,13 @@ class Pipeline:
         check_weights: bool = True,
         strict: bool = False,
         loss_reduction: str = "mean",
+        loss_weight: LossWeight | None = None,
         mesh: DeviceMesh | None = None,
         tp_plan: Plan | None = None,
         fsdp: Mapping[str, Any] | None = None,
         resident: int | None = None,
     ) -> None:
-        check_loss_reduction(loss_reduction)
+        self._reduction = LossReduction.of(loss_reduction, loss_weight)
         self._loss_fn = loss_fn
         self.kernels = kernels if isinstance(kernels, str) else "custom"
         self.recompute = recompute
@@ -154,7 +159,7 @@ class Pipeline:
                 schedule,
                 make,
                 loss_fn,
-                loss_reduction,
+                self._reduction,
                 self.device,
                 world,
                 self._guard,
@@ -169,6 +174,7 @@ class Pipeline:
         return_outputs: bool = False,
         return_losses: bool = False,
         microbatches: int | None = None,
+        weight: Tensor | float | None = None,
         **kwargs: Any,
     ) -> StepResult:
         """Do one training step over a batch. Gradients of its loss are added to `.grad`.
@@ -188,6 +194,8 @@ class Pipeline:
             return_losses: whether it has the loss of each microbatch.
             microbatches: how many the batch is cut into, on every rank the same; by default those of the pipeline. A
                 schedule that was given by its name is then built for this number.
+            weight: with `loss_weight`, what the loss is divided by in place of what counts in this batch: what counts
+                in all batches that are accumulated, over all ranks.
 
         Raises:
             BatchError: a shape or dtype is not the package's. Nothing was sent.
@@ -200,7 +208,9 @@ class Pipeline:
                 "step() under torch.inference_mode() would train nothing: no gradient is kept there.\n"
                 "Try: step() outside it, or evaluate()."
             )
-        asked = StepRequest(target, self._loss_fn is not None, return_outputs, return_losses, microbatches)
+        weight = checked_weight(weight, self._reduction)
+        with_loss = self._loss_fn is not None
+        asked = StepRequest(target, with_loss, return_outputs, return_losses, microbatches, weight=weight)
         result, self.last_sizes = self._run(args, kwargs, asked)
         return result
 

@@ -10,22 +10,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from pipegraph.errors import ArgumentError, RuntimeFault
+from pipegraph.errors import BatchError, RuntimeFault
 from pipegraph.package import Manifest, Value
 from pipegraph.package.sizes import BATCH
-
-LOSS_REDUCTIONS: Final = ("mean", "sum")
-"""How the loss of a step is made of those of its microbatches: their mean, weighed by rows, or their sum."""
-
-
-def check_loss_reduction(reduction: object) -> None:
-    """Raise ArgumentError unless this is one of `LOSS_REDUCTIONS`."""
-    if reduction not in LOSS_REDUCTIONS:
-        raise ArgumentError(
-            f'loss_reduction cannot be {reduction!r}: give "mean" if loss_fn returns the mean of its microbatch, '
-            f'"sum" if it returns a sum.'
-        )
-
+from pipegraph.runtime.loss_reduction import LossReduction
 
 NO_TARGET: Final = object()
 """In the place of a target that the caller left out."""
@@ -40,6 +28,7 @@ class StepRequest:
         with_loss: whether the loss is computed.
         microbatches: how many the batch is cut into; None for as many as the pipeline has.
         evaluates: whether only the forward runs.
+        weight: the divisor of the loss, if the caller gave it.
     """
 
     target: Any
@@ -48,6 +37,7 @@ class StepRequest:
     return_losses: bool
     microbatches: int | None
     evaluates: bool = False
+    weight: float | None = None
 
     @property
     def has_target(self) -> bool:
@@ -165,9 +155,8 @@ class StepInputs:
         cut: cuts the batch, given all sizes, the rows of each microbatch if the caller has cut it, and how many
             microbatches there are at most. Raises BatchError.
         microbatches: how many were asked for. There are fewer if the batch has too few rows.
-        with_loss: whether the loss is asked for.
-        keep_outputs: whether the outputs are.
-        loss_reduction: one of `LOSS_REDUCTIONS`.
+        request: what is asked for besides.
+        reduction: of the losses of microbatches.
         replicas: of the last stage, over which the mean of gradients is taken.
         rows: those of each microbatch, if the inputs of this process are cut.
     """
@@ -178,18 +167,18 @@ class StepInputs:
         names: Sequence[str],
         cut: Callable[[Mapping[str, int], Sequence[int] | None, int], StepBatch],
         microbatches: int,
-        with_loss: bool = False,
-        keep_outputs: bool = False,
-        loss_reduction: str = "mean",
+        request: StepRequest,
+        reduction: LossReduction,
         replicas: int = 1,
         rows: Sequence[int] | None = None,
     ) -> None:
         self._rows = rows
-        self.microbatches, self.with_loss, self.keep_outputs = microbatches, with_loss, keep_outputs
-        self._sums, self._replicas = loss_reduction == "sum", replicas
+        self.microbatches, self.with_loss, self.keep_outputs = microbatches, request.with_loss, request.return_outputs
+        self._reduction, self._replicas = reduction, replicas
+        self._weight = request.weight
         self._known, self._names, self._cut = dict(known), names, cut
         self._batch: StepBatch | None = None
-        self._share = 1.0
+        self._total: float | None = None
 
     @property
     def unknown(self) -> list[str]:
@@ -220,17 +209,42 @@ class StepInputs:
         """Whether the caller has cut the batch, so that it has as many microbatches as the caller made."""
         return self._rows is not None
 
-    @property
-    def weight(self) -> int:
-        """What the batch weighs beside those of other data-parallel ranks: its rows, if it has any."""
+    @cached_property
+    def weight(self) -> float:
+        """What the batch weighs beside those of other data-parallel ranks: its rows, if it has any, or what counts."""
         sizes = self.batch.sizes
+        if self._counts_items:
+            return self._reduction.weigh(self.batch.targets)
         return sizes.sizes.get(BATCH, len(sizes.microbatches))
+
+    @property
+    def _counts_items(self) -> bool:
+        return self.with_loss and self._reduction.weight_of is not None
 
     def take_share(self, microbatches: int, weight: float) -> None:
         """Cut the batch into so many microbatches, of a whole that weighs so much over all data-parallel ranks."""
         if microbatches != len(self.batch.sizes.microbatches):
             self._batch = self._cut(self._known, self._rows, microbatches)
-        self._share = self.weight / weight
+        self._total = weight
+
+    @cached_property
+    def divisor(self) -> float:
+        """What the sum of the losses of microbatches is divided by, if items are counted.
+
+        Raises:
+            BatchError: none of them counts.
+        """
+        divisor = self._weight or (self.weight if self._total is None else self._total)
+        if divisor == 0:
+            raise BatchError(
+                "loss_weight counts nothing in this batch, over all ranks: its loss would be divided by 0.\n"
+                "Try: leave the batch out, or step(…, weight=…) with what counts in all accumulated steps."
+            )
+        return divisor
+
+    def check_divisor(self) -> None:
+        """Raise BatchError if the loss would be divided by 0."""
+        assert not self._counts_items or self.divisor
 
     def learn_numbers(self, numbers: Sequence[int], rows: Sequence[int] | None) -> None:
         """Take over sizes in the form of `numbers`, and rows in that of `known_rows`."""
@@ -253,15 +267,23 @@ class StepInputs:
 
         A sum over replicas is their mean with this factor.
         """
-        return float(self._replicas) if self._sums else self.batch.sizes.weights[microbatch] * self._share
+        if self._reduction.sums:
+            return float(self._replicas)
+        return 1 / self.divisor if self._counts_items else self.batch.sizes.weights[microbatch] * self._share
+
+    @property
+    def _share(self) -> float:
+        return 1.0 if self._total is None else self.weight / self._total
 
     def reduce(self, numbers: Tensor) -> Tensor:
         """Put the losses [microbatches], or one of their metrics, together: this rank's part of the step's.
 
         Those of all data-parallel ranks add up to it.
         """
-        if self._sums:
+        if self._reduction.sums:
             return numbers.sum()
+        if self._counts_items:
+            return numbers.sum() / self.divisor
         mean = self.batch.sizes.mean(numbers)
         return mean if self._share == 1 else mean * self._share
 
@@ -275,8 +297,9 @@ class StepResult:
     """The result of a step on the rank of the last stage. On other ranks everything is None.
 
     Attributes:
-        loss: the mean over microbatches, each weighed by its rows, or with loss_reduction="sum" their sum, in a mesh
-            over all data-parallel ranks; None without a loss function.
+        loss: the mean over microbatches, each weighed by its rows, with loss_reduction="sum" their sum, or with
+            loss_weight their sum over what counts, in a mesh over all data-parallel ranks; None without a loss
+            function.
         losses: one number for each microbatch of this rank's share of the batch, if asked for.
         outputs: the model's outputs for this share joined along the batch, if asked for.
         metrics: what `loss_fn` returned with the loss, by name, put together as the loss is.

@@ -19,6 +19,7 @@ from pipegraph.runtime.executor import Executor, run_executors
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_reduction import GradientReduction, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
+from pipegraph.runtime.loss_reduction import LossReduction
 from pipegraph.runtime.measurements import ObserverList
 from pipegraph.runtime.microbatch import BatchSplitter
 from pipegraph.runtime.model_arguments import fill_structure
@@ -54,7 +55,7 @@ class StepRunner:
         given: what it was chosen by.
         make: makes the kernels of a stage.
         loss_fn: the loss of one microbatch.
-        loss_reduction: one of `LOSS_REDUCTIONS`.
+        reduction: of the losses of microbatches.
         device: where the stages are.
         world: the processes of the pipeline; None for a plain process.
         guard: the context in which all of this is called.
@@ -78,7 +79,7 @@ class StepRunner:
         given: str | PathLike[str] | Schedule,
         make: Maker,
         loss_fn: LossFunction | None,
-        loss_reduction: str,
+        reduction: LossReduction,
         device: torch.device,
         world: World | None,
         guard: FaultGuard,
@@ -86,6 +87,11 @@ class StepRunner:
         resident: int | None,
     ) -> None:
         self._replicas = Replicas(stages)
+        if self._replicas and reduction.weight_of is not None:
+            raise PipegraphError(
+                "loss_weight counts items over all ranks, and DistributedDataParallel takes the mean of its replicas' "
+                "gradients.\nTry: return the stage without it, and give Pipeline a mesh with dp_replicate."
+            )
         stages = {index: unwrapped(stage) for index, stage in stages.items()}
         self.stages, self._trains = stages, schedule.trains
         self._name = schedule.name
@@ -93,7 +99,7 @@ class StepRunner:
         ranks = (pipeline.index(world.rank),) if world else pipeline  # of the schedule
         places = [pipeline[rank] for rank in schedule.placement]  # of the world
         self.batches = BatchSplitter(
-            manifest, stages, device, loss_reduction, self._replicas.count(len(manifest.stages) - 1)
+            manifest, stages, device, reduction, self._replicas.count(len(manifest.stages) - 1)
         )
         self.ties = TiedWeights(manifest, stages, places, (world.rank,) if world else ranks)
         self._missing = MissingGradients(manifest)
@@ -156,6 +162,7 @@ class StepRunner:
                 self.transport.learn(ranks, given)
         if self._shares is not None:
             self._shares.agree(given, evaluates, self.batches.has_last_stage and request.with_loss)
+        given.check_divisor()
         executors = self.executors.executors(evaluates, len(given.batch.sizes.microbatches), asked)
         observer = observers.joined(evaluates)
         for executor in executors:

@@ -1,0 +1,80 @@
+"""How the loss of a step is made of the losses of its microbatches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor
+
+from pipegraph.arguments import require_type
+from pipegraph.errors import ArgumentError, BatchError
+
+LOSS_REDUCTIONS: Final = ("mean", "sum")
+"""The mean over microbatches, weighed by their rows, or the sum."""
+
+LossWeight = Callable[[Any], Tensor | float]
+"""target of a microbatch → how many of its items count"""
+
+
+@dataclass(frozen=True)
+class LossReduction:
+    """The mean over rows of what `loss_fn` returns, its sum, or its sum over the items that count.
+
+    Attributes:
+        sums: whether the losses of microbatches are added up and divided by nothing.
+        weight_of: how many items of a microbatch count; None if its rows do.
+    """
+
+    sums: bool = False
+    weight_of: LossWeight | None = None
+
+    @classmethod
+    def of(cls, reduction: object, weight_of: LossWeight | None) -> LossReduction:
+        """The reduction that the arguments of a pipeline ask for. Raises ArgumentError."""
+        if reduction not in LOSS_REDUCTIONS:
+            raise ArgumentError(
+                f'loss_reduction cannot be {reduction!r}: give "mean" if loss_fn returns the mean of its microbatch, '
+                f'"sum" if it returns a sum.'
+            )
+        if weight_of is not None:
+            require_type(
+                weight_of, Callable, "loss_weight is a function of a target", "loss_weight=lambda t: (t >= 0).sum()"
+            )
+            if reduction == "sum":
+                raise ArgumentError(
+                    'loss_weight divides the sum of losses, and loss_reduction="sum" divides by nothing: give one.'
+                )
+        return cls(reduction == "sum", weight_of)
+
+    def weigh(self, targets: Sequence[Any]) -> float:
+        """How many items of microbatches count. Raises BatchError for what is no number of items."""
+        assert self.weight_of is not None
+        return math.fsum(_number(self.weight_of(target)) for target in targets)
+
+
+def checked_weight(weight: Any, reduction: LossReduction) -> float | None:
+    """The weight of a step, if it has one. Raises ArgumentError."""
+    if weight is None:
+        return None
+    if reduction.weight_of is None:
+        raise ArgumentError(
+            "weight is the divisor of a loss that counts items.\n"
+            "Try: Pipeline(…, loss_weight=lambda target: (target >= 0).sum()), or the step without weight."
+        )
+    number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+        raise ArgumentError(
+            f"weight cannot be {weight!r}: it is how many items count in all accumulated steps, over all ranks."
+        )
+    return float(number)
+
+
+def _number(weight: Any) -> float:
+    number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+    if not isinstance(number, int | float) or not 0 <= number < math.inf:
+        what = f"a tensor of shape {list(weight.shape)}" if isinstance(number, Tensor) else repr(number)
+        raise BatchError(f"loss_weight(target) returned {what}; it is one number of items, 0 or more.")
+    return float(number)
