@@ -64,8 +64,10 @@ def _read(folder, names, tied, device):
     tensors, opened = {}, {}
     for name in names:
         stored = next((each for each in tied.get(name, [name]) if each in files), name)
-        file = folder / files.get(stored, "model.safetensors")
+        file = files.get(stored, "model.safetensors")
+        if Path(file).name != file:
+            raise ValueError(f"{index} names {file!r}, which is not a file of its folder")
         if file not in opened:
-            opened[file] = safe_open(file, framework="pt", device=str(device))
+            opened[file] = safe_open(folder / file, framework="pt", device=str(device))
         tensors[name] = opened[file].get_tensor(stored)
     return tensors
