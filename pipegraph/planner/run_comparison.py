@@ -40,7 +40,7 @@ class RunComparison:
     Attributes:
         stages: for each stage, the seconds of each kind of action in the schedule; B is compared with I + W.
         step: seconds; if all ranks run in one process, in turn, the sum of theirs.
-        bubble: the part of a step in which even the busiest rank computes nothing, measured step by step; None if
+        bubble: the share of a step in which ranks compute nothing, the mean over ranks, measured step by step; None if
             ranks run in turn.
         state, saved: bytes of each rank.
         buffers: predicted bytes of each rank to receive into.

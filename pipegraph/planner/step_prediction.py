@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -109,7 +110,7 @@ class StepPrediction:
         times: for `simulate`; None if stages have no predicted times.
         timeline: the simulated step; None without times.
         step: seconds; if all ranks run in one process, in turn, the sum of theirs.
-        bubble: the part of a step in which even the busiest rank computes nothing; None if ranks run in turn.
+        bubble: the part of a step in which ranks compute nothing, the mean over ranks; None if they run in turn.
         memory: of each rank; None if the package was not priced.
         links_known: whether the step counts the time of messages between ranks.
     """
@@ -145,7 +146,7 @@ def predict_step(
             step = sum(times.of(action) for row in schedule.actions for action in row)
         else:
             step = plan.value if plan is not None and is_planned else timeline.makespan
-            bubble = 1 - max(timeline.busy) / step if step else 0.0
+            bubble = 1 - fmean(timeline.busy) / step if step else 0.0
     return StepPrediction(
         costs=costs,
         times=times,

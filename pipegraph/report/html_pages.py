@@ -126,7 +126,7 @@ def _figures(analysis: RunAnalysis) -> Iterator[dict[str, str]]:
         idle = sum(each.idle for each in analysis.idle)
         total = sum(each.makespan for each in analysis.idle) or 1.0
         aside = "" if expected is None else f"predicted {format_percent(expected.bubble)}"
-        yield figure("bubble, mean of ranks", format_percent(idle / total), aside)
+        yield figure("bubble", format_percent(idle / total), aside)
         causes = [sum(column) for column in zip(*(astuple(each.causes) for each in analysis.idle), strict=True)]
         most, name = max(zip(causes, CAUSES, strict=True))
         yield figure("largest part of it", format_percent(most / idle if idle else 0.0), name)

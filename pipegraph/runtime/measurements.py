@@ -220,7 +220,7 @@ class MeasuredRun:
         steps: how many steps the times are of: all but the first, which compiles.
         times: medians, in seconds, by stage and kind; empty after a single step.
         step: the median of a whole step, in seconds; None after a single one.
-        bubble: the part of a step in which even its busiest rank computed nothing, the median over steps; None after a
+        bubble: the share of a step in which ranks computed nothing, their mean, the median over steps; None after a
             single one.
         state: bytes of each rank: parameters, buffers, gradients, and what the optimizer holds.
         saved: the most bytes of each rank that were kept for backwards at one time; None if autograd keeps them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import NamedTuple
 
 from pipegraph.schedule.action import Action
@@ -71,13 +72,16 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of the makespan in which even the busiest rank computes nothing: 0 to 1."""
-        return _idle(max(self.busy), self.makespan)
+        """The share of the makespan in which ranks compute nothing, the mean over ranks: 0 to 1."""
+        return self._idle_share(self.makespan)
 
     @property
     def span_bubble(self) -> float:
-        """The same part of the span."""
-        return _idle(max(self.busy), self.span)
+        """The same share of the span."""
+        return self._idle_share(self.span)
+
+    def _idle_share(self, whole: float) -> float:
+        return 1 - fmean(self.busy) / whole if whole > 0 else 0.0
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:
@@ -152,7 +156,3 @@ class Timeline:
             f"Timeline(makespan={self.makespan:g}, span={self.span:g}, bubble={self.bubble:.4f}, "
             f"span_bubble={self.span_bubble:.4f}, peak_activations={self.peak_activations})"
         )
-
-
-def _idle(busy: float, whole: float) -> float:
-    return 1 - busy / whole if whole > 0 else 0.0

@@ -147,18 +147,18 @@ class Training:
             seconds = time.perf_counter() - start
             self._optimizer.step()
             times = self._times.end_step()
-            busiest = max(map(times.busy, self._pipeline.ranks))
+            busy = statistics.fmean(map(times.busy, self._pipeline.ranks))
             # This synchronizes the ranks: they begin the next step together.
-            seconds, busiest = map(max, zip(*self._pipeline.gather([seconds, busiest]), strict=True))
-            self._seconds.append(seconds)
+            by_rank = self._pipeline.gather([seconds, busy])
+            self._seconds.append(max(each for each, _ in by_rank))
             if index:
-                self._bubbles.append(1 - busiest / seconds)
+                self._bubbles.append(1 - statistics.fmean(each for _, each in by_rank) / self._seconds[-1])
             if index == 0 and self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
             if self._profile is not None:
                 self._profile.step(result)
             if result.loss is not None and self._prints:
-                yield TrainingStep(index, float(result.loss), seconds)
+                yield TrainingStep(index, float(result.loss), self._seconds[-1])
 
     def measured(self) -> MeasuredRun:
         """Return what the steps of all ranks took so far. Collective: every process must call it."""

@@ -112,7 +112,7 @@ def test_json(pipegraph: Command, times: Path) -> None:
     assert result["schema_version"] == 1
     assert result["times"] == {**TIMES, "transfer": 0.0, "unshard": 0.0, "reduce_grad": 0.0}
     assert result["makespan"] == pytest.approx(0.134)
-    assert result["bubble"] == pytest.approx(1 - 0.1 / 0.134)
+    assert result["bubble"] == pytest.approx(1 - 0.2 / 3 / 0.134)
     assert (result["placement"], result["peak_activations"]) == ([0, 1, 2], [2, 2, 1])
     assert result["actions"][2] == ["2F0", "2B0", "2F1", "2B1"]
     assert [event["action"] for event in result["events"][2]] == result["actions"][2]

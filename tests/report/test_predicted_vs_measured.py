@@ -73,7 +73,7 @@ def test_tables() -> None:
         "",
         "        predicted  measured    error",
         "step     50.00 ms  40.00 ms  +25.0 %",
-        "bubble     40.0 %    15.0 %",
+        "bubble     46.0 %    15.0 %",
         "",
         "rank  state predicted  measured  saved predicted  measured  buffers predicted",
         "   0          4.0 MiB   4.0 MiB          6.0 MiB   6.0 MiB            2.0 MiB",
@@ -97,7 +97,7 @@ def test_another_schedule_is_simulated_with_the_links() -> None:
 
 
 def test_named_links_hold_for_the_planned_step_too() -> None:
-    """In all of them the busiest rank computes for 30 ms."""
+    """In all of them ranks compute for 27 ms, the mean of 24 and 30."""
     schedule = build("1f1b", 2, 2)
     planned, found = compare_run(PRICED, schedule, MEASURED), compare_run(PRICED, schedule, MEASURED, HERE)
     slow = structs.replace(HERE, links=Links(8, Link(1.0, 1e9)))
@@ -108,7 +108,7 @@ def test_named_links_hold_for_the_planned_step_too() -> None:
     for each in (planned, found, slower):
         assert each.bubble is not None
         assert each.step.predicted is not None
-        assert each.bubble.predicted == pytest.approx(1 - 0.030 / each.step.predicted)
+        assert each.bubble.predicted == pytest.approx(1 - 0.027 / each.step.predicted)
         assert each.hints == ()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
 import torch
@@ -47,7 +48,7 @@ class StepFigures:
         seconds: of the pipeline: from the first action of any rank to the end of the last one.
         iteration: seconds of a whole iteration of the user's loop, the optimizer included: from the begin in the first
             process to the end in the last one.
-        bubble: the part of ``seconds`` in which even the busiest rank computed nothing; None if ranks share a process.
+        bubble: the share of ``seconds`` in which ranks computed nothing, their mean; None if they share a process.
         ranks: of each rank, the seconds that went into each of `PARTS`.
         peak_bytes: of each process, since it began: the peak of what torch had allocated on its GPU or, without a GPU,
             of the machine's memory that the process held.
@@ -141,7 +142,7 @@ class StepRecorder:
         seconds = max(0.0, max(each[1] for each in by_rank) - min(each[0] for each in by_rank))
         parts = [dict(zip(self._parts, each[2:width], strict=True)) for each in by_rank]
         computing = {PARTS[kind] for kind in PARTS if not kind.is_transfer}
-        busiest = max(sum(spent for part, spent in each.items() if part in computing) for each in parts)
+        busy = fmean(sum(spent for part, spent in each.items() if part in computing) for each in parts)
         sizes = self._pipe.last_sizes
         samples, tokens = (None, None) if sizes is None else batch_sizes(self._pipe.package.manifest, sizes)
         return StepFigures(
@@ -151,7 +152,7 @@ class StepRecorder:
             loss=next((row[0] for row in rows if not math.isnan(row[0])), None),
             seconds=seconds,
             iteration=max(row[3] for row in rows) - min(row[2] for row in rows),
-            bubble=None if in_turn or not seconds else 1 - busiest / seconds,
+            bubble=None if in_turn or not seconds else 1 - busy / seconds,
             ranks=tuple(parts),
             peak_bytes=tuple(int(row[1]) for row in rows),
         )
