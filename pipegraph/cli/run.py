@@ -154,8 +154,9 @@ def _choose(
     launched = is_launched()
     asked = pipeline_ranks(int(os.environ["WORLD_SIZE"]) if launched else nproc, lengths, launched)
     chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
-    grid = grid_of(asked or chosen.ranks, lengths, order)
-    check_processes(chosen, asked or chosen.ranks, launched or grid.size > 1)
+    ranks = asked or chosen.ranks
+    grid = grid_of(ranks, lengths, order)
+    check_processes(chosen, ranks, launched, grid.size // ranks)
     check_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", grid.size)), "processes")
     return package, chosen, grid
 

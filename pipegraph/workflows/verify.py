@@ -139,13 +139,18 @@ def _compare(reference: StepTensors, found: StepTensors) -> Iterator[TensorCompa
 def _within_rounding(
     comparisons: Iterable[TensorComparison], reference: StepTensors, nudged: Iterable[StepTensors]
 ) -> list[TensorComparison]:
-    """Give what differs the tolerance of what steps of the model with other last digits change in it."""
+    """Give what differs the tolerance of what steps of the model with other last digits change in it.
+
+    A tensor that only the stages have, as an output that the model returns in training mode alone, has none.
+    """
     rounding: dict[tuple[str, str], float] = {}
     for step in nudged:
         for item in _compare(reference, step):
             key = item.kind, item.name
             rounding[key] = max(rounding.get(key, 0.0), item.difference)
-    return [item if item.equal else within_rounding(item, rounding[item.kind, item.name]) for item in comparisons]
+    return [
+        item if item.equal else within_rounding(item, rounding.get((item.kind, item.name), 0.0)) for item in comparisons
+    ]
 
 
 def _set_evaluation_mode(pipeline: Pipeline) -> None:

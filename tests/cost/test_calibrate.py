@@ -66,6 +66,7 @@ def test_functions_have_rates(quick: None) -> None:
     assert set(found) <= {*Hardware.load("cpu").element_rates, *machine_rates._cases(CPU)}
 
 
+@pytest.mark.slow
 def test_links_between_processes() -> None:
     found = calibrate.measure_links(2, "cpu")
     assert found.name == "gloo"

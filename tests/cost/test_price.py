@@ -163,6 +163,7 @@ def test_saved_bytes_are_those_that_the_kernels_keep(
     assert saved_by(priced, cuts) == kept_by_kernels(made, recompute, tmp_path / "package")
 
 
+@pytest.mark.slow
 def test_or_nearly(tmp_path: Path) -> None:
     """A segment by itself does not always keep what it does in the middle of a stage."""
     captured = model("tests.models.rotary")

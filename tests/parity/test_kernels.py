@@ -26,7 +26,7 @@ def test_every_schedule(made: Workshop, schedule: str) -> None:
     assert_equal(made, "unet", schedule, "eager", TOLERANCE, stages=4)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", [pytest.param("interleaved-1f1b", marks=pytest.mark.slow), "zb-v"])
 def test_tied_weights_on_ranks_with_several_stages(made: Workshop, schedule: str) -> None:
     assert_equal(made, "llama", schedule, "eager", TOLERANCE, stages=4)
 

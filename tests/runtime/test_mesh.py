@@ -32,7 +32,7 @@ def train(
         ({"dp_replicate": 2, "pp": 2}, "zb-v", (9, 5), False),
         pytest.param({"pp": 2, "dp_replicate": 2}, "zb-v", (8, 8), True, marks=pytest.mark.slow),
         ({"pp": 1, "dp_replicate": 2}, "1f1b", (7, 3), True),
-        ({"dp_replicate": 2}, "1f1b", (6, 6), False),
+        pytest.param({"dp_replicate": 2}, "1f1b", (6, 6), False, marks=pytest.mark.slow),
     ],
 )
 def test_replicas(shape: meshes.Shape, schedule: str, rows: tuple[int, ...], tied: bool, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_replicas_start_equal_and_stay_so(tmp_path: Path) -> None:
     [
         ({"pp": 2, "tp": 2}, "1f1b", False, "eager"),
         ({"tp": 2, "pp": 2}, "zb-v", True, "eager"),
-        ({"dp_replicate": 2, "tp": 2}, "1f1b", True, "autograd"),
+        pytest.param({"dp_replicate": 2, "tp": 2}, "1f1b", True, "autograd", marks=pytest.mark.slow),
     ],
 )
 def test_tensor_parallel(shape: meshes.Shape, schedule: str, tied: bool, kernels: str, tmp_path: Path) -> None:
@@ -104,7 +104,11 @@ def test_tensor_parallel(shape: meshes.Shape, schedule: str, tied: bool, kernels
 
 
 @pytest.mark.parametrize(
-    ("shape", "schedule"), [({"pp": 2, "tp": 2}, "zb-v"), ({"pp": 2, "dp_shard": 1, "tp": 2}, "1f1b")]
+    ("shape", "schedule"),
+    [
+        pytest.param({"pp": 2, "tp": 2}, "zb-v", marks=pytest.mark.slow),
+        ({"pp": 2, "dp_shard": 1, "tp": 2}, "1f1b"),
+    ],
 )
 def test_sequence_parallel_boundaries(shape: meshes.Shape, schedule: str, tmp_path: Path) -> None:
     """Parts of the sequence cross between stages."""
@@ -146,7 +150,7 @@ def test_a_rank_that_fails_wakes_those_that_wait_in_a_collective_of_a_stage(tmp_
         ({"dp_shard": 2, "pp": 2}, "zb-v", (9, 5), True, {"resident": 1}),
         ({"dp_shard": 3}, "1f1b", (4, 3, 2), True, {"kernels": "autograd"}),
         ({"dp_shard": 2}, "1f1b", (4, 3), True, {"fsdp": {"shard_placement_fn": meshes.last_dimension}}),
-        ({"dp_shard": 2, "dp_replicate": 2}, "1f1b", (8, 8, 6, 4), True, {}),
+        pytest.param({"dp_shard": 2, "dp_replicate": 2}, "1f1b", (8, 8, 6, 4), True, {}, marks=pytest.mark.slow),
         pytest.param(
             {"pp": 2, "dp_shard": 2}, "interleaved-1f1b", (8, 8), True, {"resident": 1}, marks=pytest.mark.slow
         ),
@@ -160,7 +164,13 @@ def test_fully_sharded(
     assert said == [[]] * len(said), said[0]
 
 
-@pytest.mark.parametrize("shape", [{"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_replicate": 2, "dp_shard": 1, "tp": 2}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"dp_shard": 2, "tp": 2},
+        pytest.param({"pp": 2, "dp_replicate": 2, "dp_shard": 1, "tp": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_shards_of_divided_parameters(shape: meshes.Shape, tmp_path: Path) -> None:
     options = {"tp_plan": meshes.TP_PLAN, "strict": True}
     said = train(tmp_path, shape, "1f1b", (8, 6), **options)
@@ -177,7 +187,7 @@ def test_all_dimensions(schedule: str, kernels: str, tmp_path: Path) -> None:
     assert said == [[]] * 8, said[0]
 
 
-@pytest.mark.parametrize(("resident", "gathers"), [(None, 2), (1, None)])
+@pytest.mark.parametrize(("resident", "gathers"), [(None, 2), pytest.param(1, None, marks=pytest.mark.slow)])
 def test_messages_are_those_of_the_schedule_and_rest_takes_no_more_than_parts(
     resident: int | None, gathers: int | None, tmp_path: Path
 ) -> None:
@@ -209,7 +219,11 @@ def test_sharding_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "plan"),
-    [({"dp_shard": 2}, None), ({"tp": 2}, meshes.TP_PLAN), ({"dp_shard": 2, "tp": 2}, meshes.TP_PLAN)],
+    [
+        ({"dp_shard": 2}, None),
+        ({"tp": 2}, meshes.TP_PLAN),
+        pytest.param({"dp_shard": 2, "tp": 2}, meshes.TP_PLAN, marks=pytest.mark.slow),
+    ],
 )
 def test_states_are_those_of_the_model(shape: meshes.Shape, plan: Any, tmp_path: Path) -> None:
     folder = str(write(meshes.perceptrons(1), tmp_path / "perceptrons"))

@@ -98,9 +98,9 @@ class SourceStatements:
         """The dimensions whose sizes the statement mentions that made a value: 1 for ``x[:, : y.shape[1]]``, and for
         ``x[:, :length]`` if the function says ``rows, length = y.shape``."""
         frames = [frame for frame in _frames(node.meta["stack_trace"]) if _known([frame])]
-        if not frames:
+        if not frames or not _functions_around(frames[-1].file, frames[-1].line):
             return frozenset()
-        assigned = _sizes_assigned(_function_at(frames[-1].file, frames[-1].line))
+        assigned = _sizes_assigned(frames[-1].file, frames[-1].line)
         parts = [*ast.walk(_known(frames[-1:])[0].tree)]
         named = {assigned[each.id] for each in parts if isinstance(each, ast.Name) and each.id in assigned}
         return frozenset(named | {dim for each in parts if (dim := _dimension(each)) is not None})
@@ -270,8 +270,13 @@ def _statements(file: str) -> dict[int, SourceStatement]:
 @cache
 def _function_at(file: str, line: int) -> ast.FunctionDef:
     """The innermost function that a line of a file is in."""
+    return _functions_around(file, line)[0]
+
+
+def _functions_around(file: str, line: int) -> list[ast.FunctionDef]:
+    """The functions that a line of a file is in, the innermost first; none for that of a lambda outside of any."""
     around = (node for node in _functions(file) if node.lineno <= line <= (node.end_lineno or 0))
-    return max(around, key=lambda node: node.lineno)
+    return sorted(around, key=lambda node: -node.lineno)
 
 
 @cache
@@ -280,11 +285,11 @@ def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
 
 
 @cache
-def _sizes_assigned(function: ast.FunctionDef) -> dict[str, int]:
-    """The variables to which a function assigns the size of a tensor, and of which dimension: ``rows, length =
-    x.shape``, ``length = x.size(1)``."""
+def _sizes_assigned(file: str, line: int) -> dict[str, int]:
+    """The variables to which the function around a line assigns the size of a tensor, and of which dimension: ``rows,
+    length = x.shape``, ``length = x.size(1)``."""
     found: dict[str, int] = {}
-    for each in ast.walk(function):
+    for each in (part for function in _functions_around(file, line)[:1] for part in ast.walk(function)):
         if not isinstance(each, ast.Assign) or len(each.targets) != 1:
             continue
         target = each.targets[0]

@@ -95,19 +95,23 @@ def launch(
             raise _first_failure(failed)
 
 
-def check_processes(schedule: Schedule, processes: int, launched: bool = False) -> None:
+def check_processes(schedule: Schedule, processes: int, launched: bool = False, pipelines: int = 1) -> None:
     """Raise `ScheduleError` unless so many processes can run the schedule: one per rank, or one for all ranks.
 
-    One for all must be a plain process, not one that a launcher started.
+    One for all must be a plain process, not one that a launcher started, and in no mesh.
+
+    Args:
+        processes: of each pipeline.
+        pipelines: how many there are in a mesh.
     """
-    if processes == schedule.ranks or (processes == 1 and not launched):
+    if processes == schedule.ranks or (processes == 1 and pipelines == 1 and not launched):
         return
     stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"
     count = "1 process" if schedule.ranks == 1 else f"{schedule.ranks} processes, or 1 that runs all stages"
     option = "--nproc-per-node" if launched else "--nproc"
     raise ScheduleError(
         f"{processes} process{'es' if processes > 1 else ''} cannot run {stages} under {schedule.name}: "
-        f"that takes {count}.\nTry: {option} {schedule.ranks}.{other_names(schedule.stages, processes)}"
+        f"that takes {count}.\nTry: {option} {schedule.ranks * pipelines}.{other_names(schedule.stages, processes)}"
     )
 
 
