@@ -7,6 +7,7 @@
      │    └── ArgumentError    no model could be split as asked
      ├── ScheduleError    a schedule cannot be built, or is wrong
      ├── PackageError     a package on disk is damaged, too new, or not one
+     ├── CheckpointError  a checkpoint cannot be written or read, or is another model's
      ├── BatchError       the inputs of a step do not fit the package
      └── RuntimeFault     a run failed
 
@@ -67,6 +68,10 @@ class ScheduleError(PipegraphError):
 
 class PackageError(PipegraphError):
     """A package cannot be read or written: damaged, of a newer schema, edited by hand, or no package at all."""
+
+
+class CheckpointError(PipegraphError):
+    """A checkpoint cannot be written or read: a full disk, damaged files, another model or another optimizer."""
 
 
 class RuntimeFault(PipegraphError):

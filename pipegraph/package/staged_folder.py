@@ -51,7 +51,7 @@ def staged_folder(folder: Path, check: Callable[[], None]) -> Iterator[Path]:
         staging.chmod(mode | (mode & 0o444) >> 2)
         with _locked(folder.parent):
             check()
-            _replace(folder, staging)
+            replace_folder(folder, staging)
     except OSError as error:
         raise _write_error(folder, error) from error
     finally:
@@ -112,7 +112,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)  # which unlocks it
 
 
-def _replace(folder: Path, staging: Path) -> None:
+def replace_folder(folder: Path, staging: Path) -> None:
     """Put ``staging`` in the place of ``folder``; what was there is afterwards in the place of ``staging``."""
     if not folder.exists() or not any(folder.iterdir()):
         staging.rename(folder)

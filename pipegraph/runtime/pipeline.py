@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from pipegraph.errors import PipegraphError
@@ -20,6 +20,7 @@ from pipegraph.runtime.divided_stages import divide_tensors, resident_stages, sh
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.loss_reduction import LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
+from pipegraph.runtime.pipeline_state import PipelineState
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS, single
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from pipegraph.kernels.kernel_report import KernelCount
 
 
-class Pipeline:
+class Pipeline(PipelineState):
     """Runs a package under a schedule.
 
     Under a launcher such as torchrun, or with a process group, every process holds the stages of one rank, and all
@@ -166,6 +167,7 @@ class Pipeline:
                 groups,
                 resident_stages(fsdp, resident),
             )
+        super().__init__(manifest, self._runner.stages, self.device, self._processes, self._guard)
 
     def step(
         self,
@@ -298,22 +300,6 @@ class Pipeline:
         """Measure by messages how far this process's clock is from rank 0's. Collective: every rank must call it."""
         with self._guard:
             return self._processes.clock_offset()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, each once."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, each once, under the model's name. A tied weight has its first name."""
-        return parameters.named_parameters(self._runner.stages)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The entries of the model's `state_dict()` that belong to this rank's stages."""
-        return parameters.state_dict(self._runner.stages)
-
-    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load this rank's part of a state dict of the model."""
-        parameters.load_state_dict(self.package.manifest, self._runner.stages, state_dict)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip as `torch.nn.utils.clip_grad_norm_` does, by the norm of the gradients of the whole model.

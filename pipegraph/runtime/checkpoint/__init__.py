@@ -1,0 +1,1 @@
+"""Checkpoints: the state of a training run, written and read by all ranks together."""

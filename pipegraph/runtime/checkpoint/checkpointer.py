@@ -1,0 +1,81 @@
+"""Saves and loads checkpoints of a pipeline, one at a time, also in a thread beside the steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipegraph.package import Manifest
+from pipegraph.runtime.checkpoint import loading, storage
+from pipegraph.runtime.checkpoint.loading import Checkpoint
+from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
+from pipegraph.runtime.checkpoint.saving import Collected, SaveRequest, collect, write
+from pipegraph.runtime.processes.faults import FaultGuard
+from pipegraph.runtime.processes.world import LoneProcess, World
+
+
+class Checkpointer:
+    """What `Pipeline` saves and loads with. Every method but `close` is collective."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        stages: Mapping[int, nn.Module],
+        device: torch.device,
+        world: World | LoneProcess,
+        guard: FaultGuard,
+    ) -> None:
+        self._manifest, self._stages, self._device = manifest, stages, device
+        self._guard = guard
+        self._ranks = CheckpointRanks(world, guard)
+        self._saving: Future[Path] | None = None
+        guard.closing.callback(self.close)
+
+    def save(self, request: SaveRequest) -> Path:
+        self.wait()
+        collected = collect(request, self._manifest, self._stages, self._device, self._ranks)
+        if not request.background:
+            return write(request, collected, self._ranks)
+        copied = self._ranks.agree(lambda: replace(collected, tensors=storage.on_host(collected.tensors)))
+        beside = self._ranks.in_thread()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="pipegraph-checkpoint")  # Python waits for it at exit
+        self._saving = thread.submit(_write_beside, request, copied, beside)
+        thread.shutdown(wait=False)
+        return request.place
+
+    def load(
+        self, folder: Path, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
+    ) -> Checkpoint:
+        self.wait()
+        place, index = loading.find_newest(folder, self._ranks)
+        return loading.load(place, index, optimizer, extra, self._manifest, self._stages, self._device, self._ranks)
+
+    def wait(self) -> Path | None:
+        saving, self._saving = self._saving, None
+        return None if saving is None else saving.result()
+
+    def close(self) -> None:
+        """Close the connections, once a checkpoint that is being written is there.
+
+        After a failure the thread goes on by itself: what it writes was collected before, and the others write it, too.
+        """
+        if self._saving is not None:
+            if self._guard.has_failed:
+                return
+            self._saving.exception()
+        self._ranks.close()
+
+
+def _write_beside(request: SaveRequest, collected: Collected, ranks: CheckpointRanks) -> Path:
+    try:
+        return write(request, collected, ranks)
+    except BaseException as error:  # which is raised by `wait`, but nobody may call that
+        logging.getLogger(__name__).error("%s", error)
+        raise

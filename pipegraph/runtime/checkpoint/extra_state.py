@@ -1,0 +1,123 @@
+"""What the user saves beside the model: objects with a `state_dict`, and plain values; different ones on each rank.
+
+Equal values are stored once. A value that differs, such as the position in each data-parallel rank's share of the data,
+goes back to the rank that it is from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+
+from pipegraph.errors import CheckpointError, nearest
+from pipegraph.runtime.checkpoint.folder import SavedExtra
+from pipegraph.runtime.checkpoint.plain_values import encoded
+from pipegraph.runtime.processes.rank_grid import DATA, RankGrid
+
+PREFIX: Final = "extra."
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether a value gives its state and takes it back."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def encoded_extra(extra: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The state of each object, and each plain value, as bytes. Raises CheckpointError."""
+    for name in extra:
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(f"extra has the name {name!r}, and names are strings, which are not empty.")
+    return {
+        name: encoded(value.state_dict() if is_stateful(value) else value, f'extra["{name}"]')
+        for name, value in extra.items()
+    }
+
+
+def stored_name(name: str, version: int) -> str:
+    return f"{PREFIX}{version}.{name}"
+
+
+def versions(fingerprints: Sequence[Mapping[str, tuple[bool, str]]]) -> dict[str, SavedExtra]:
+    """Which rank has which version of each.
+
+    Args:
+        fingerprints: of each rank, by names, whether it is stateful, and what tells its value apart.
+
+    Raises:
+        CheckpointError: the ranks save different things.
+    """
+    first = fingerprints[0]
+    for rank, other in enumerate(fingerprints):
+        if different := sorted(first.keys() ^ other.keys()):
+            raise CheckpointError(
+                f"extra has other names on rank {rank} than on rank 0: {', '.join(different)}.\n"
+                "Try: the same names on every rank; values may differ."
+            )
+    found = {}
+    for name, (stateful, _) in first.items():
+        values = [each[name][1] for each in fingerprints]
+        distinct = list(dict.fromkeys(values))
+        found[name] = SavedExtra(stateful, tuple(distinct.index(value) for value in values))
+    return found
+
+
+def version_for(name: str, saved: SavedExtra, before: RankGrid, now: RankGrid, rank: int) -> int:
+    """The version that a rank takes, which may be one of more or fewer ranks than saved.
+
+    If the ranks are the same it is its own. Otherwise all ranks of a pipeline must have had the same, and it is that of
+    its share of the data.
+
+    Raises:
+        CheckpointError: it cannot be told which one.
+    """
+    if len({*saved.versions}) == 1:
+        return saved.versions[0]
+    if before == now:
+        return saved.versions[rank]
+    by_share: dict[tuple[int, ...], set[int]] = {}
+    for other, version in enumerate(saved.versions):
+        by_share.setdefault(_share(before, other), set()).add(version)
+    if all(len(each) == 1 for each in by_share.values()) and before.length(*DATA) == now.length(*DATA):
+        (version,) = by_share[sorted(by_share)[_place(now, rank)]]
+        return version
+    raise CheckpointError(
+        f'extra["{name}"] was saved with different values on {before.size} ranks ({_text(before)}), and there are '
+        f"{now.size} now ({_text(now)}): it cannot be told which rank takes which.\n"
+        "Try: as many data-parallel ranks as there were; or load() without extra, which leaves it out."
+    )
+
+
+def check_names(given: Mapping[str, Any], saved: Mapping[str, SavedExtra]) -> None:
+    """Raise CheckpointError unless there is a state for every object that was given, and an object for every state."""
+    unknown = [name for name in given if name not in saved]
+    missing = [name for name, each in saved.items() if each.is_stateful and name not in given]
+    plain = [name for name in given if name in saved and is_stateful(given[name]) != saved[name].is_stateful]
+    said = [f'the checkpoint has no extra "{name}".{nearest(name, saved)}' for name in unknown]
+    said += [f'it has the state of "{name}", which extra lacks.{nearest(name, unknown)}' for name in missing]
+    said += [
+        f'"{name}" {"was an object with a state_dict" if saved[name].is_stateful else "was a plain value"} when it was '
+        "saved, and is not now."
+        for name in plain
+    ]
+    if said:
+        there = ", ".join(saved) or "nothing"
+        raise CheckpointError(
+            "\n  ".join(["extra is not what was saved:", *said]) + f"\nIn the checkpoint is: {there}. "
+            "Try: the same extra as for save(), or none, to get all states in the result."
+        )
+
+
+def _share(grid: RankGrid, rank: int) -> tuple[int, ...]:
+    """The place of a rank among the data-parallel ones."""
+    places = grid.coordinates(rank)
+    return tuple(places[name] for name in DATA if name in places)
+
+
+def _place(grid: RankGrid, rank: int) -> int:
+    return sorted({_share(grid, other) for other in range(grid.size)}).index(_share(grid, rank))
+
+
+def _text(grid: RankGrid) -> str:
+    return " × ".join(f"{name} {length}" for name, length in zip(grid.names, grid.shape, strict=True))

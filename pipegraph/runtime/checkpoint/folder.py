@@ -1,0 +1,177 @@
+"""The folder of a run's checkpoints. Each one in it is there whole or not at all.
+
+folder/step-00000123/checkpoint.json     sizes and digests of all other files
+                     .metadata, *.distcp of torch.distributed.checkpoint
+folder/.step-00000124.partial/           being written, or left by processes that were killed
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pipegraph.errors import CheckpointError
+from pipegraph.package.folder import file_digest
+from pipegraph.package.json_file import Count, Entry, FileKind, Name, Text, json_text
+from pipegraph.package.manifest import Digest
+from pipegraph.package.staged_folder import replace_folder
+from pipegraph.units import format_bytes
+
+INDEX: Final = "checkpoint.json"
+
+_STEP: Final = re.compile(r"step-(\d+)")
+_PARTIAL: Final = re.compile(r"\.step-\d+\.partial")
+
+
+class SavedFile(Entry, frozen=True):
+    """A file of a checkpoint as it was written."""
+
+    bytes: Count
+    digest: Digest
+
+
+class SavedExtra(Entry, frozen=True):
+    """What the user saved beside the model.
+
+    Attributes:
+        is_stateful: whether it is what the ``state_dict()`` of an object returned, or a plain value.
+        versions: of each rank, which of the different values that the ranks had is its own.
+    """
+
+    is_stateful: bool
+    versions: tuple[Count, ...]
+
+
+class CheckpointIndex(Entry, frozen=True, kw_only=True):
+    """What ``checkpoint.json`` says.
+
+    Attributes:
+        mesh: the dimensions of the ranks that saved, and how many there were along each.
+    """
+
+    schema_version: int = 1
+    generator: Text
+    step: Count
+    mesh: tuple[tuple[Name, Count], ...]
+    optimizer: Text | None
+    extra: dict[Name, SavedExtra]
+    files: dict[Name, SavedFile]
+
+
+_KIND: Final = FileKind(
+    CheckpointIndex,
+    "an index of a checkpoint",
+    CheckpointError,
+    "Try: an older checkpoint.",
+    version=1,
+)
+
+
+def place_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / f"step-{step:08d}"
+
+
+def candidates(folder: Path) -> list[Path]:
+    """What may be a checkpoint: those in a folder, the highest step first, or the folder itself."""
+    if _STEP.fullmatch(folder.resolve().name) and (folder / INDEX).exists():
+        return [folder]
+    found = [(int(match[1]), each) for each in _entries(folder) if (match := _STEP.fullmatch(each.name))]
+    return [each for _, each in sorted(found, reverse=True)]
+
+
+def start(folder: Path, step: int) -> Path:
+    """Make the folder into which a checkpoint is written. What killed processes left of others is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_partial(folder)
+    partial = folder / f".step-{step:08d}.partial"
+    partial.mkdir()
+    return partial
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what is not a whole checkpoint. One run at a time saves into a folder."""
+    for each in _entries(folder):
+        if _PARTIAL.fullmatch(each.name):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def file_names(folder: Path) -> list[str]:
+    """The files of a checkpoint but for its index."""
+    return sorted(each.name for each in folder.iterdir() if each.name != INDEX)
+
+
+def described(file: Path) -> SavedFile:
+    """A file as the index has it."""
+    return SavedFile(file.stat().st_size, file_digest(file))
+
+
+def finish(partial: Path, place: Path, index: CheckpointIndex) -> None:
+    """Write the index, and give the checkpoint its place in one moment, also if there is one already."""
+    with (partial / INDEX).open("w") as file:
+        file.write(json_text(msgspec.to_builtins(index)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(partial)
+    replace_folder(place, partial)
+    shutil.rmtree(partial, ignore_errors=True)  # the one that was there
+    _sync(place.parent)
+
+
+def drop_old(folder: Path, step: int, keep: int) -> None:
+    """Leave `keep` checkpoints, that of `step` and the newest before it. Those of later steps stay.
+
+    Nothing of a checkpoint is left under its name if the process is killed meanwhile.
+    """
+    older = [each for each in candidates(folder) if _step(each) < step]
+    for each in older[keep - 1 :]:
+        going = each.with_name(f".{each.name}.partial")
+        with suppress(OSError):
+            each.rename(going)
+            shutil.rmtree(going, ignore_errors=True)
+
+
+def read_index(place: Path) -> CheckpointIndex:
+    """Read the index of a checkpoint. Raises CheckpointError."""
+    return _KIND.read(place / INDEX)
+
+
+def find_damage(place: Path, files: Mapping[str, SavedFile], names: Sequence[str]) -> None:
+    """Raise CheckpointError if one of the files `names` is not as it was written."""
+    for name in names:
+        file, written = place / name, files[name]
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing.")
+        if (size := file.stat().st_size) != written.bytes:
+            raise CheckpointError(
+                f"{file} has {format_bytes(size)}, and was written with {format_bytes(written.bytes)}."
+            )
+        if described(file) != written:
+            raise CheckpointError(f"{file} is damaged: its content is not what was written.")
+
+
+def _step(place: Path) -> int:
+    match = _STEP.fullmatch(place.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _sync(folder: Path) -> None:
+    """Have a folder's entries on the disk, because a rename may otherwise outlive a power failure without them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every file system can
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,154 @@
+"""Read a checkpoint, the newest whole one, into the stages that this process has now."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegraph.errors import CheckpointError
+from pipegraph.package import Manifest
+from pipegraph.runtime.checkpoint import extra_state, folder, optimizer_state, random_state, storage
+from pipegraph.runtime.checkpoint.folder import CheckpointIndex
+from pipegraph.runtime.checkpoint.model_state import check_same_model, model_tensors, parameter_names
+from pipegraph.runtime.checkpoint.optimizer_state import OptimizerShare, OptimizerState
+from pipegraph.runtime.checkpoint.plain_values import decoded
+from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
+from pipegraph.runtime.checkpoint.saving import OPTIMIZER
+from pipegraph.runtime.processes.rank_grid import RankGrid
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read.
+
+    Attributes:
+        folder: where it is.
+        step: how many steps were done when it was saved.
+        extra: plain values as they were saved; of objects that `load` was not given, what their `state_dict()` was.
+        has_random_state: whether the random number generators go on as they were, because the ranks are the same.
+    """
+
+    folder: Path
+    step: int
+    extra: dict[str, Any]
+    has_random_state: bool
+
+
+def find_newest(given: Path, ranks: CheckpointRanks) -> tuple[Path, CheckpointIndex]:
+    """The newest whole checkpoint of a folder, or the one that the folder is. Collective.
+
+    Each rank reads a part of the files. Warns on the first rank of those that are damaged.
+
+    Raises:
+        CheckpointError: there is none; on every rank.
+    """
+    found = ranks.agree(lambda: [each.name for each in folder.candidates(given)] if ranks.rank == 0 else [])
+    names = ranks.gather(found)[0]
+    damaged = []
+    for name in names:
+        place = given if given.resolve().name == name and not (given / name).exists() else given / name
+        try:
+            index = ranks.agree(lambda: _checked(place, ranks))  # noqa: B023
+        except CheckpointError as error:
+            damaged.append(str(error).partition("\nTry:")[0])
+            continue
+        for problem in damaged if ranks.rank == 0 else ():
+            warnings.warn(f"a checkpoint cannot be used: {problem} {place} is taken in its place.", stacklevel=5)
+        return place, index
+    if damaged:
+        raise CheckpointError("\n  ".join([f"no checkpoint in {given} is whole:", *damaged]))
+    what = "has no checkpoint" if given.is_dir() else "is no folder"
+    raise CheckpointError(
+        f"{given} {what}.\nTry: the folder that was given to save(), or one of the step-… folders in it."
+    )
+
+
+def _checked(place: Path, ranks: CheckpointRanks) -> CheckpointIndex:
+    index = folder.read_index(place)
+    folder.find_damage(place, index.files, sorted(index.files)[ranks.rank :: ranks.size])
+    return index
+
+
+def load(
+    place: Path,
+    index: CheckpointIndex,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    manifest: Manifest,
+    stages: Mapping[int, nn.Module],
+    device: torch.device,
+    ranks: CheckpointRanks,
+) -> Checkpoint:
+    """Read a checkpoint into the stages, the optimizer and the objects in `extra`. Collective.
+
+    Raises:
+        CheckpointError: it does not fit; on every rank, and nothing was changed.
+    """
+    model = model_tensors(manifest, stages)
+    everywhere = [name for names in ranks.gather(list(model)) for name in names]
+    before = RankGrid(tuple(name for name, _ in index.mesh), tuple(length for _, length in index.mesh))
+
+    def plan() -> tuple[dict[str, Any], dict[str, str], dict[str, Tensor], OptimizerState | None]:
+        stored = storage.stored(place)
+        check_same_model(model, everywhere, stored)
+        if extra is not None:
+            extra_state.check_names(extra, index.extra)
+        taken = _extra_names(index, before, ranks, is_asked=extra is not None)
+        wanted = [*taken.values()]
+        state = None
+        if optimizer is not None:
+            if index.optimizer is None:
+                raise CheckpointError(f"{place} was saved without an optimizer.\nTry: load() without one.")
+            state = OptimizerState(optimizer, parameter_names(manifest, stages))
+            wanted.append(OPTIMIZER)
+        if before == ranks.grid:
+            own = (f"{random_state.PREFIX}{kind}.{ranks.rank}" for kind in ("cpu", "cuda"))
+            wanted += [name for name in own if name in stored]
+        return stored, taken, {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in wanted}, state
+
+    stored, taken, values, state = ranks.agree(plan)
+    storage.read(values, place, ranks)
+    shares = ranks.gather(None if state is None else state.share())
+
+    def prepare() -> tuple[Any, OptimizerShare | None, dict[str, Any]]:
+        read = {name: decoded(values[full]) for name, full in taken.items()}
+        if state is None:
+            return None, None, read
+        saved = OptimizerShare.from_data(decoded(values[OPTIMIZER]))
+        optimizer_state.check_fits(saved, optimizer_state.merge([each for each in shares if each is not None]))
+        return state.prepare(stored, saved.plain), saved, read
+
+    new, saved, read = ranks.agree(prepare)
+    storage.read({**model, **({} if new is None else new.tensors)}, place, ranks)
+
+    def put() -> None:
+        if state is not None and saved is not None:
+            state.put(new, saved.groups)
+        for name, value in (extra or {}).items():
+            if extra_state.is_stateful(value):
+                value.load_state_dict(read.pop(name))
+        random_state.set_random_states(values, ranks.rank, device)
+
+    ranks.agree(put)
+    return Checkpoint(place, index.step, read, before == ranks.grid)
+
+
+def _extra_names(index: CheckpointIndex, before: RankGrid, ranks: CheckpointRanks, is_asked: bool) -> dict[str, str]:
+    """Under which name each value for this rank is stored. What nobody asked for may be left out."""
+    names = {}
+    for name, saved in index.extra.items():
+        try:
+            version = extra_state.version_for(name, saved, before, ranks.grid, ranks.rank)
+        except CheckpointError:
+            if is_asked:
+                raise
+            warnings.warn(f'extra["{name}"] is left out: its values are those of other ranks.', stacklevel=6)
+            continue
+        names[name] = extra_state.stored_name(name, version)
+    return names

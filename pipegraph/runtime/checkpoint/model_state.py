@@ -1,0 +1,54 @@
+"""The parameters and persistent buffers of a rank's stages as a checkpoint has them: a tied weight once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from pipegraph.errors import CheckpointError, nearest
+from pipegraph.package import Manifest
+from pipegraph.runtime import parameters
+
+PREFIX: Final = "model."
+_SHOWN: Final = 5
+
+
+def model_tensors(manifest: Manifest, stages: Mapping[int, nn.Module]) -> dict[str, Tensor]:
+    """The tensors themselves, by the names that they have in storage."""
+    return {f"{PREFIX}{manifest.stored_name(name)}": each for name, each in parameters.state_dict(stages).items()}
+
+
+def parameter_names(manifest: Manifest, stages: Mapping[int, nn.Module]) -> dict[int, str]:
+    """The name of each parameter in a checkpoint, by its `id`."""
+    return {id(each): manifest.stored_name(name) for name, each in parameters.named_parameters(stages)}
+
+
+def check_same_model(tensors: Mapping[str, Tensor], everywhere: Sequence[str], stored: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a checkpoint is of this model: its names, shapes and dtypes.
+
+    Args:
+        tensors: this rank's, by their names in storage.
+        everywhere: the names of all ranks' tensors.
+        stored: DCP's metadata, by names.
+    """
+    there = {name.removeprefix(PREFIX) for name in stored if name.startswith(PREFIX)}
+    here = {name.removeprefix(PREFIX) for name in everywhere}
+    problems = [f"it lacks {name}.{nearest(name, there - here)}" for name in sorted(here - there)]
+    problems += [f"it has {name}, the model does not.{nearest(name, here - there)}" for name in sorted(there - here)]
+    for full, tensor in tensors.items():
+        if full in stored:
+            name, saved = full.removeprefix(PREFIX), stored[full]
+            if tuple(saved.size) != tuple(tensor.shape):
+                problems.append(
+                    f"{name} has the shape {list(saved.size)} there, and {list(tensor.shape)} in the model."
+                )
+            elif saved.properties.dtype != tensor.dtype:
+                problems.append(f"{name} is {saved.properties.dtype} there, and {tensor.dtype} in the model.")
+    if problems:
+        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise CheckpointError(
+            "\n  ".join(["the checkpoint is of another model:", *problems[:_SHOWN], *more])
+            + "\nTry: the folder of this model's run, or the package that the checkpoint was saved with."
+        )

@@ -1,0 +1,242 @@
+"""The state of an optimizer under the model's names, whatever stages a rank holds.
+
+optimizer.state[parameter][key]    ─▶ tensor "optimizer.key.name", or a plain value
+optimizer.param_groups of all ranks ─▶ `SavedGroup`s: options, and the names of the parameters that have them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from pipegraph.arguments import require_type
+from pipegraph.errors import CheckpointError
+from pipegraph.kernels.sharded import is_sharded
+
+PREFIX: Final = "optimizer."
+_NOT_OPTIONS: Final = ("params", "param_names")
+_SHOWN: Final = 3
+
+
+@dataclass
+class SavedGroup:
+    """Parameters with the same options."""
+
+    options: dict[str, Any]
+    names: list[str]
+
+
+@dataclass
+class OptimizerShare:
+    """What one rank knows of an optimizer but for the tensors.
+
+    Attributes:
+        kind: the optimizer's class.
+        plain: of each parameter, the values that are no tensors.
+    """
+
+    kind: str
+    groups: list[SavedGroup]
+    plain: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def plain_data(self) -> dict[str, Any]:
+        """The same in dicts and lists."""
+        groups = [{"options": group.options, "names": group.names} for group in self.groups]
+        return {"kind": self.kind, "groups": groups, "plain": self.plain}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> OptimizerShare:
+        """What `plain_data` returned."""
+        return cls(data["kind"], [SavedGroup(**group) for group in data["groups"]], data["plain"])
+
+
+class OptimizerState:
+    """An optimizer over parameters of a pipeline.
+
+    Args:
+        names: of all parameters of this rank, by their `id`.
+
+    Raises:
+        CheckpointError: it has a parameter that is not the pipeline's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        require_type(optimizer, torch.optim.Optimizer, "optimizer is one of torch's", "optimizer=optimizer")
+        self._optimizer = optimizer
+        self._parameters: dict[str, tuple[nn.Parameter, dict[str, Any]]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise CheckpointError(
+                        f"the optimizer has a parameter of shape {list(parameter.shape)} that is not one of the "
+                        "pipeline's parameters.\nTry: an optimizer over pipe.parameters(), made after the Pipeline, "
+                        'and one of its own for others, saved with extra={"optimizer": …}.'
+                    )
+                self._parameters[names[id(parameter)]] = parameter, group
+
+    def share(self) -> OptimizerShare:
+        """What is no tensor of a parameter's state."""
+        groups = []
+        for group in self._optimizer.param_groups:
+            options = {key: _on_cpu(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+            names = [name for name, (_, own) in self._parameters.items() if own is group]
+            if names:
+                groups.append(SavedGroup(options, names))
+        plain: dict[str, dict[str, Any]] = {}
+        for name, (parameter, _) in self._parameters.items():
+            for key, value in self._state(parameter).items():
+                if not isinstance(value, Tensor):
+                    if not isinstance(value, int | float | str | None):
+                        raise CheckpointError(
+                            f"the optimizer's {key} of {name} is a {type(value).__name__}: saved are tensors, numbers "
+                            "and strings for each parameter.\nTry: an optimizer that keeps its state by parameters."
+                        )
+                    plain.setdefault(name, {})[key] = value
+        return OptimizerShare(type(self._optimizer).__name__, groups, plain)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the state. Raises CheckpointError for those of which a rank's part cannot be told."""
+        found = {}
+        for name, (parameter, _) in self._parameters.items():
+            for key, value in self._state(parameter).items():
+                if not isinstance(value, Tensor):
+                    continue
+                is_like = is_sharded(value) and value.shape == parameter.shape
+                if is_sharded(parameter) and not is_like and value.numel() != 1:
+                    raise CheckpointError(
+                        f"the optimizer's {key} of {name} has the shape {list(value.shape)}, and the parameter is "
+                        f"sharded and has {list(parameter.shape)}: it cannot be told which part of the whole it is.\n"
+                        "Try: an optimizer whose state has the layout of its parameters."
+                    )
+                found[f"{PREFIX}{key}.{name}"] = value
+        return found
+
+    def prepare(self, stored: Mapping[str, Any], plain: Mapping[str, Mapping[str, Any]]) -> _NewState:
+        """Memory for the state that a checkpoint has of these parameters. The optimizer is not changed.
+
+        Args:
+            stored: DCP's metadata, by names.
+        """
+        keys: dict[str, list[str]] = {name: [] for name in self._parameters}
+        for full in stored:
+            if full.startswith(PREFIX):
+                key, _, name = full.removeprefix(PREFIX).partition(".")
+                if name in keys:
+                    keys[name].append(key)
+        states: dict[str, dict[str, Any]] = {}
+        for name, (parameter, group) in self._parameters.items():
+            states[name] = dict(plain.get(name, {}))
+            for key in keys[name]:
+                saved = stored[f"{PREFIX}{key}.{name}"]
+                states[name][key] = _empty(parameter, key, saved.size, saved.properties.dtype, group)
+        tensors = {
+            f"{PREFIX}{key}.{name}": value
+            for name, state in states.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        return _NewState(states, tensors)
+
+    def put(self, new: _NewState, groups: Sequence[SavedGroup]) -> None:
+        """Take over state and options. A parameter that had no state has none afterwards."""
+        options = {name: group.options for group in groups for name in group.names}
+        for name, (parameter, group) in self._parameters.items():
+            self._optimizer.state.pop(parameter, None)
+            if new.states[name]:
+                self._optimizer.state[parameter] = new.states[name]
+            for key, value in options[name].items():
+                if isinstance(now := group.get(key), Tensor):
+                    now.copy_(torch.as_tensor(value))
+                else:
+                    group[key] = value
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        found: dict[str, Any] = self._optimizer.state.get(parameter, {})
+        return found
+
+
+@dataclass
+class _NewState:
+    """State that is not the optimizer's yet: by names of parameters, and its tensors by their names in storage."""
+
+    states: dict[str, dict[str, Any]]
+    tensors: dict[str, Tensor]
+
+
+def merge(shares: Sequence[OptimizerShare]) -> OptimizerShare:
+    """What all ranks know together.
+
+    Groups with the same place are one if every rank has as many. If some ranks have none for a place, because they hold
+    none of its parameters, groups with the same options are one.
+
+    Raises:
+        CheckpointError: the ranks have different optimizers, or options.
+    """
+    kinds = sorted({share.kind for share in shares})
+    if len(kinds) > 1:
+        raise CheckpointError(f"the ranks have different optimizers: {', '.join(kinds)}.")
+    is_by_place = len({len(share.groups) for share in shares}) == 1
+    merged: dict[Any, SavedGroup] = {}
+    for rank, share in enumerate(shares):
+        for place, group in enumerate(share.groups):
+            own = merged.setdefault(place if is_by_place else repr(group.options), SavedGroup(group.options, []))
+            if different := _differences(own.options, group.options):
+                raise CheckpointError(
+                    f"the optimizers of rank 0 and rank {rank} differ in group {place}: {different}.\n"
+                    "Try: the same options on every rank."
+                )
+            own.names = sorted({*own.names, *group.names})
+    plain = {name: values for share in shares for name, values in share.plain.items()}
+    return OptimizerShare(kinds[0], list(merged.values()), plain)
+
+
+def check_fits(saved: OptimizerShare, own: OptimizerShare) -> None:
+    """Raise CheckpointError unless an optimizer has the class and the groups of the saved one."""
+    if saved.kind != own.kind:
+        raise CheckpointError(f"the checkpoint has the state of {saved.kind}, and the optimizer is {own.kind}.")
+    there, here = ({frozenset(group.names) for group in share.groups} for share in (saved, own))
+    for group in sorted(here - there, key=sorted) or sorted(there - here, key=sorted):
+        other = max(there if group in here else here, key=lambda each: len(group & each))
+        mine, its = (group, other) if group in here else (other, group)
+        said = [
+            f"{listed(sorted(some))} only in {where}"
+            for some, where in ((mine - its, "that of the optimizer"), (its - mine, "that of the checkpoint"))
+            if some
+        ]
+        raise CheckpointError(
+            f"a group of the optimizer has other parameters than the one in the checkpoint that is most like it: "
+            f"{'; '.join(said)}.\n"
+            "Try: the same groups as when it was saved; load() without the optimizer takes the weights alone."
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    keys = [key for key in {**one, **other} if repr(one.get(key)) != repr(other.get(key))]
+    return ", ".join(f"{key} is {one.get(key)!r} and {other.get(key)!r}" for key in keys)
+
+
+def _empty(parameter: nn.Parameter, key: str, size: torch.Size, dtype: torch.dtype, group: Mapping[str, Any]) -> Tensor:
+    """Memory for a tensor of a parameter's state: laid out as it, or else plain."""
+    if size == parameter.shape and key != "step":
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if is_sharded(parameter) and size.numel() != 1:
+        raise CheckpointError(
+            f"the checkpoint's {key} has the shape {list(size)}, and its parameter is sharded and has "
+            f"{list(parameter.shape)}.\nTry: a mesh without dp_shard and tp."
+        )
+    on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))  # as torch's optimizers have it
+    return torch.empty(size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value

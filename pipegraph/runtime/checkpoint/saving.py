@@ -1,0 +1,182 @@
+"""Write a checkpoint: collect what is saved on every rank, and write it into a folder that takes its place whole."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from msgspec import structs
+from torch import Tensor, nn
+
+from pipegraph.errors import CheckpointError
+from pipegraph.package import Manifest
+from pipegraph.runtime.checkpoint import extra_state, folder, optimizer_state, storage
+from pipegraph.runtime.checkpoint.folder import CheckpointIndex, SavedFile
+from pipegraph.runtime.checkpoint.model_state import model_tensors, parameter_names
+from pipegraph.runtime.checkpoint.optimizer_state import OptimizerShare, OptimizerState
+from pipegraph.runtime.checkpoint.plain_values import encoded, fingerprint
+from pipegraph.runtime.checkpoint.random_state import random_states
+from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
+from pipegraph.version import __version__
+
+OPTIMIZER: Final = "options.optimizer"
+"""Where the optimizer's groups and plain values are stored."""
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What `save` was asked for. It is the same on every rank but for the objects themselves."""
+
+    folder: Path
+    step: int
+    keep: int | None
+    background: bool
+    optimizer: torch.optim.Optimizer | None
+    extra: Mapping[str, Any]
+
+    @property
+    def place(self) -> Path:
+        """The checkpoint's own folder."""
+        return folder.place_of(self.folder, self.step)
+
+    def text(self) -> str:
+        """What has to be the same on every rank."""
+        return f"step={self.step}, keep={self.keep}, background={self.background}"
+
+    def check(self) -> None:
+        """Raise CheckpointError for numbers that cannot be."""
+        if type(self.step) is not int or self.step < 0:
+            raise CheckpointError(f"step cannot be {self.step!r}: it counts the steps that are done, from 0 on.")
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise CheckpointError(f"keep cannot be {self.keep!r}: it is how many checkpoints stay, from 1 on, or None.")
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a rank writes, and all but the files of the index."""
+
+    tensors: Mapping[str, Tensor]
+    index: CheckpointIndex
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What the ranks tell each other before anything is written."""
+
+    text: str
+    optimizer: OptimizerShare | None
+    has_parameters: bool
+    extra: dict[str, tuple[bool, str]]
+
+
+def collect(
+    request: SaveRequest,
+    manifest: Manifest,
+    stages: Mapping[int, nn.Module],
+    device: torch.device,
+    ranks: CheckpointRanks,
+) -> Collected:
+    """What is saved, as it is now. Collective. Nothing is copied.
+
+    Raises:
+        CheckpointError: it cannot be saved; on every rank.
+    """
+    names = parameter_names(manifest, stages)
+
+    def own() -> tuple[dict[str, Tensor], dict[str, Tensor], _Share]:
+        request.check()
+        tensors = {**model_tensors(manifest, stages), **random_states(ranks.rank, device)}
+        share = None
+        if request.optimizer is not None:
+            state = OptimizerState(request.optimizer, names)
+            tensors |= state.tensors()
+            share = state.share()
+            encoded(share.plain_data(), "the optimizer's options")
+        extra = extra_state.encoded_extra(request.extra)
+        marks = {
+            name: (extra_state.is_stateful(request.extra[name]), fingerprint(each)) for name, each in extra.items()
+        }
+        return tensors, extra, _Share(request.text(), share, bool(names), marks)
+
+    tensors, extra, share = ranks.agree(own)
+    shares = ranks.gather(share)
+
+    def together() -> Collected:
+        _check_equal(shares)
+        saved = extra_state.versions([each.extra for each in shares])
+        for name, each in extra.items():
+            tensors[extra_state.stored_name(name, saved[name].versions[ranks.rank])] = each
+        kind = None
+        if any(each.optimizer is not None for each in shares):
+            optimizer = optimizer_state.merge([each.optimizer for each in shares if each.optimizer is not None])
+            kind, tensors[OPTIMIZER] = optimizer.kind, encoded(optimizer.plain_data(), "the optimizer's options")
+        mesh = tuple(zip(ranks.grid.names, ranks.grid.shape, strict=True))
+        return Collected(
+            tensors,
+            CheckpointIndex(
+                generator=f"pipegraph {__version__}",
+                step=request.step,
+                mesh=mesh,
+                optimizer=kind,
+                extra=saved,
+                files={},
+            ),
+        )
+
+    return ranks.agree(together)
+
+
+def write(request: SaveRequest, collected: Collected, ranks: CheckpointRanks) -> Path:
+    """Write a checkpoint and give it its place, then drop older ones. Collective. Returns its folder.
+
+    Raises:
+        CheckpointError: a rank could not write; on every rank, and nothing is left of it.
+    """
+    place = request.place
+    partial: Path | None = None
+    try:
+        made = ranks.agree(lambda: str(folder.start(request.folder, request.step)) if ranks.rank == 0 else "")
+        partial = request.folder / Path(ranks.gather(made)[0]).name
+        storage.write(collected.tensors, partial, ranks)
+        files = _described(partial, ranks)
+        index = structs.replace(collected.index, files=files)
+        ranks.agree(lambda: folder.finish(partial, place, index) if ranks.rank == 0 else None)
+    except BaseException as error:
+        if partial is not None and ranks.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, CheckpointError):
+            raise CheckpointError(
+                f"{place} was not saved: {error}\nTry: a folder that all ranks can write, with room for the whole "
+                "model and its optimizer."
+            ) from error
+        raise
+    if request.keep is not None and ranks.rank == 0:
+        folder.drop_old(request.folder, request.step, request.keep)
+    return place
+
+
+def _described(partial: Path, ranks: CheckpointRanks) -> dict[str, SavedFile]:
+    """All files that were written; each rank reads some of them."""
+    names = ranks.agree(lambda: folder.file_names(partial))
+    views = ranks.gather(names)
+    if any(view != views[0] for view in views):
+        raise CheckpointError(
+            f"the ranks do not see the same files in {partial}. The folder has to be on a file system that they share."
+        )
+    own = ranks.agree(lambda: {name: folder.described(partial / name) for name in names[ranks.rank :: ranks.size]})
+    return {name: each for part in ranks.gather(own) for name, each in sorted(part.items())}
+
+
+def _check_equal(shares: list[_Share]) -> None:
+    for rank, share in enumerate(shares):
+        if share.text != shares[0].text:
+            raise CheckpointError(f"rank {rank} saves with {share.text}, and rank 0 with {shares[0].text}.")
+        if share.has_parameters and (share.optimizer is None) != (shares[0].optimizer is None):
+            raise CheckpointError(
+                f"rank 0 or rank {rank} was given no optimizer, and the other one was.\n"
+                "Try: the optimizer on every rank."
+            )

@@ -1,0 +1,144 @@
+"""What a pipeline holds on this process: parameters and buffers under the model's names, and their checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegraph.package import Manifest
+from pipegraph.runtime import parameters
+from pipegraph.runtime.checkpoint.checkpointer import Checkpointer
+from pipegraph.runtime.checkpoint.saving import SaveRequest
+from pipegraph.runtime.processes.faults import FaultGuard
+from pipegraph.runtime.processes.world import LoneProcess, World
+
+if TYPE_CHECKING:
+    from pipegraph.runtime.checkpoint.loading import Checkpoint
+
+
+class PipelineState:
+    """The part of `Pipeline` that is about its state.
+
+    Args:
+        manifest: of the package.
+        stages: of this process, as they run.
+        device: where they are.
+        world: the processes of the pipeline.
+        guard: the context of what they do together.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        stages: Mapping[int, nn.Module],
+        device: torch.device,
+        world: World | LoneProcess,
+        guard: FaultGuard,
+    ) -> None:
+        self._manifest, self._held = manifest, stages
+        self._checkpointer = Checkpointer(manifest, stages, device, world, guard)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, each once."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, each once, under the model's name. A tied weight has its first name."""
+        return parameters.named_parameters(self._held)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The entries of the model's `state_dict()` that belong to this rank's stages."""
+        return parameters.state_dict(self._held)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load this rank's part of a state dict of the model."""
+        parameters.load_state_dict(self._manifest, self._held, state_dict)
+
+    def save(
+        self,
+        folder: str | PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+        background: bool = False,
+        keep: int | None = None,
+    ) -> Path:
+        """Save a checkpoint as ``folder/step-00000123``, which is there whole or not at all. Collective.
+
+            pipe.save("checkpoints", optimizer, step=step, extra={"scheduler": scheduler}, keep=3)
+
+        In it are parameters and persistent buffers, a tied weight once, the optimizer's state and options, all under
+        the model's names; `extra`; and the state of torch's random number generators on each rank. It is written with
+        torch.distributed.checkpoint, each rank what it holds, into a folder that all ranks share.
+
+        Args:
+            folder: where the run's checkpoints are. Only one run saves into it.
+            optimizer: over parameters of `pipe.parameters()`, on each rank the same class, groups and options.
+            step: how many steps are done. A checkpoint of this step that is there already is replaced.
+            extra: objects with `state_dict` and `load_state_dict`, such as a learning rate scheduler, a `GradScaler` or
+                a data loader, and plain values; the same names on every rank. Values that differ between ranks are all
+                saved.
+            background: copy everything to the memory of the host, and write it while steps go on. The next `save` or
+                `load`, or `wait_for_save`, waits for it and raises its errors. The process does not end before it is
+                done; end torch's default process group yourself only after `wait_for_save`.
+            keep: how many checkpoints stay, this one and the newest before it; by default all.
+
+        Returns:
+            The checkpoint's folder. With `background` it is there later.
+
+        Raises:
+            CheckpointError: a rank cannot save, such as on a full disk; on every rank. Nothing is left of it, and the
+                pipeline can go on.
+            RuntimeFault: a rank is gone.
+        """
+        request = SaveRequest(Path(folder), step, keep, background, optimizer, extra or {})
+        return self._checkpointer.save(request)
+
+    def wait_for_save(self) -> Path | None:
+        """Wait until a checkpoint that is saved in the background is there. Collective.
+
+        Returns:
+            Its folder; None if none was being saved.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        return self._checkpointer.wait()
+
+    def load(
+        self,
+        folder: str | PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
+        """Go on from the newest checkpoint that is whole. Collective.
+
+            start = pipe.load("checkpoints", optimizer, extra={"scheduler": scheduler}).step
+
+        It may have been saved with another number of stages or ranks, other cuts, schedule or mesh. All files are
+        compared with their digests first; a checkpoint that is damaged is named in a warning, and the one before it is
+        taken. Random numbers go on as they were if there are as many ranks, along the same dimensions, as there were.
+
+        Args:
+            folder: that of the run, or one of the ``step-…`` folders in it.
+            optimizer: takes over state and options, if its class and the parameters of its groups are those of the
+                saved one. Without it the model alone is loaded.
+            extra: the objects that were saved, under the same names; each takes its state with `load_state_dict`.
+                Values that differ between ranks need the same ranks, or as many data-parallel ones if they are the same
+                along each pipeline.
+
+        Returns:
+            The `step` and the `folder` of the checkpoint, and `extra`: what are no objects; without `extra` all states.
+
+        Raises:
+            CheckpointError: there is no whole checkpoint, or it is of another model, another optimizer or other
+                extras, with their names; on every rank. Nothing is changed then.
+            RuntimeFault: a rank is gone.
+        """
+        return self._checkpointer.load(Path(folder), optimizer, extra)

@@ -1,0 +1,96 @@
+"""A small model in packages of any number of stages, and what ranks run to save and load it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import init_device_mesh
+from torch.optim.lr_scheduler import StepLR
+
+from pipegraph.package import Package
+from pipegraph.runtime.checkpoint.loading import Checkpoint
+from pipegraph.runtime.pipeline import Pipeline
+from tests.runtime.packages import Sketch, Stage, loss
+
+WIDTH, WORDS, LENGTH, LAYERS = 8, 6, 4, 8
+FROZEN = "layers.1.0.weight"
+
+
+def perceptrons(stages: int, width: int = WIDTH, tied: bool = True) -> Sketch:
+    """Eight layers with the same names however they are cut. Stages start as nobody else's: seeds are their numbers."""
+    each = LAYERS // stages
+    wide = ("float32", ("batch", LENGTH, width), True)
+    values: dict[str, Any] = {"tokens": ("int64", ("batch", LENGTH), False)}
+    parts = []
+    for index in range(stages):
+        own = range(index * each, (index + 1) * each)
+        init = (
+            f"self.layers = nn.ModuleDict({{str(i): nn.Sequential(nn.Linear({width}, {width}), nn.Tanh()) for i in "
+            f"range({own.start}, {own.stop})}})\n"
+        )
+        taken = "tokens" if index == 0 else f"h{index - 1}"
+        body = "x = self.embed(tokens)\n" if index == 0 else f"x = {taken}\n"
+        body += "for layer in self.layers.values():\n    x = x + layer(x)\n"
+        init += f"self.embed = nn.Embedding({WORDS}, {width})\n" if index == 0 else ""
+        if index == stages - 1:
+            init += f"self.norm = nn.BatchNorm1d({LENGTH})\nself.head = nn.Linear({width}, {WORDS}, bias=False)\n"
+            parts.append(Stage(taken, "logits", init, f"{body}return self.head(self.norm(x))"))
+        else:
+            parts.append(Stage(taken, f"h{index}", init, f"{body}return x"))
+            values[f"h{index}"] = wide
+    values["logits"] = ("float32", ("batch", LENGTH, WORDS), True)
+    return Sketch(tuple(parts), values, "logits", (("embed.weight", "head.weight"),) if tied else ())
+
+
+class Run:
+    """A training run: some parameters decay, one is frozen, and the learning rate falls."""
+
+    def __init__(self, pipe: Pipeline, rows: slice = slice(None)) -> None:
+        self.pipe, self.rows = pipe, rows
+        decayed, others = [], []
+        for name, parameter in self.pipe.named_parameters():
+            parameter.requires_grad_(name != FROZEN)
+            (decayed if parameter.dim() > 1 else others).append(parameter)
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.05)
+        self.scheduler = StepLR(self.optimizer, 3, 0.5)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler}
+
+    def train(self, first: int, last: int) -> list[float | None]:
+        """The losses of these steps, where they are."""
+        losses = []
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(step)
+            tokens, target = torch.randint(WORDS, (8, LENGTH), generator=generator), torch.randn(8, generator=generator)
+            self.optimizer.zero_grad()
+            found = self.pipe.step(tokens[self.rows], target=target[self.rows]).loss
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(None if found is None else float(found))
+        return losses
+
+    def save(self, folder: str | Path, step: int, **more: Any) -> Path:
+        return self.pipe.save(folder, self.optimizer, step=step, extra=self.extra, **more)
+
+    def load(self, folder: str | Path) -> Checkpoint:
+        return self.pipe.load(folder, self.optimizer, self.extra)
+
+
+def start(package: str | Path, schedule: str = "1f1b", shape: dict[str, int] | None = None, **options: Any) -> Run:
+    """A run in this process, or over a mesh of real ones; each data-parallel rank takes its rows."""
+    options = {"kernels": "eager", "loss_fn": loss, "microbatches": 4, **options}
+    if not shape:
+        return Run(Pipeline(Package.open(package), schedule, **options))
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    count, place = 1, 0
+    for name in ("dp_replicate", "dp_shard"):
+        if name in shape:
+            count, place = count * shape[name], place * shape[name] + mesh.get_local_rank(name)
+    rows = 8 // count
+    run = Pipeline(Package.open(package), schedule, mesh=mesh, **{**options, "microbatches": 4 // count})
+    return Run(run, slice(place * rows, (place + 1) * rows))
