@@ -44,6 +44,19 @@ def perceptrons(stages: int, width: int = WIDTH, tied: bool = True) -> Sketch:
     return Sketch(tuple(parts), values, "logits", (("embed.weight", "head.weight"),) if tied else ())
 
 
+class Position:
+    """A place in the data, as a loader has it."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 class Run:
     """A training run: some parameters decay, one is frozen, and the learning rate falls."""
 

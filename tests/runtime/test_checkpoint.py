@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
+from pipegraph.errors import CheckpointError
+from pipegraph.runtime.checkpoint.extra_state import version_for
+from pipegraph.runtime.checkpoint.folder import SavedExtra
+from pipegraph.runtime.processes.rank_grid import RankGrid
 from tests.runtime import checkpoint_models as models
+from tests.runtime import checkpoint_ranks, ranks
 from tests.runtime.packages import write
+from tests.runtime.pipelines import pipeline
+
+Saved = tuple[Path, list[float | None]]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +31,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float | None]]:
+def saved(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """The folder of a run of 2 stages that was saved at step 5, and its losses after that."""
     folder = tmp_path_factory.mktemp("run")
     run = models.start(packages / "2")
@@ -31,12 +41,239 @@ def saved(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 
 @pytest.mark.parametrize(("stages", "schedule"), [("2", "1f1b"), ("4", "zb-v"), ("1", "gpipe"), ("4", "zb-h1")])
-def test_it_goes_on_at_other_cuts_and_schedules(
-    packages: Path, saved: tuple[Path, list[float | None]], stages: str, schedule: str
-) -> None:
+def test_it_goes_on_at_other_cuts_and_schedules(packages: Path, saved: Saved, stages: str, schedule: str) -> None:
     folder, losses = saved
     run = models.start(packages / stages, schedule)
     run.train(0, 1)
     checkpoint = run.load(folder)
     assert (checkpoint.step, checkpoint.folder, checkpoint.extra) == (5, folder / "step-00000005", {})
     assert run.train(5, 10) == losses
+
+
+def test_two_processes_go_on_and_one_process_after_them(packages: Path, saved: Saved, tmp_path: Path) -> None:
+    folder, losses = saved
+    arguments = (str(packages / "4"), "zb-v", str(folder), str(tmp_path))
+    (before, after), *_ = ranks.run(checkpoint_ranks.go_on, 2, *arguments)
+    assert before + after == losses  # in a V the last stage is on rank 0
+    run = models.start(packages / "2")
+    assert run.load(tmp_path).step == 7
+    assert run.train(7, 10) == losses[2:]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stages"),
+    [
+        ({"dp_shard": 2}, "1"),
+        pytest.param({"tp": 2}, "1", marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp_shard": 2}, "2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_goes_on_and_one_process_after_it(
+    packages: Path, saved: Saved, shape: dict[str, int], stages: str, tmp_path: Path
+) -> None:
+    """Sums over ranks have another order, but what is read is what was written."""
+    folder, losses = saved
+    count = 4 if len(shape) > 1 else 2
+    arguments = (str(packages / stages), shape, str(folder), str(tmp_path / "mesh"))
+    said = ranks.run(checkpoint_ranks.over_mesh, count, *arguments)
+    for first, again, same_numbers in said:
+        assert first == again and same_numbers
+        assert_close(torch.tensor(first if first[0] else losses), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    run = models.start(packages / "4", "zb-v")
+    place = run.load(tmp_path / "mesh").folder
+    again = run.save(tmp_path / "alone", 5)
+    expected = checkpoint_ranks.content(folder / "step-00000005")
+    for other in (place, again):
+        assert_close(checkpoint_ranks.content(other), expected, rtol=0, atol=0)
+    assert run.train(5, 10) == losses
+
+
+def test_every_data_parallel_rank_has_its_own_position(packages: Path, tmp_path: Path) -> None:
+    assert ranks.run(checkpoint_ranks.positions, 2, str(packages / "1"), str(tmp_path)) == [100, 101]
+    alone = models.start(packages / "1")
+    with pytest.raises(CheckpointError, match=r'"data".*dp_replicate 2.*pp 1'):
+        alone.pipe.load(tmp_path, extra={"data": models.Position(0)})
+    with pytest.warns(UserWarning, match='"data"'):
+        assert alone.pipe.load(tmp_path).extra == {"epoch": 3}
+
+
+def test_a_position_goes_by_the_share_of_the_data() -> None:
+    saved, before = SavedExtra(True, (0, 1, 0, 1)), RankGrid(("pp", "dp_replicate"), (2, 2))
+    after = RankGrid(("dp_shard", "tp"), (2, 2))
+    assert [version_for("data", saved, before, after, rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [version_for("data", saved, before, before, rank) for rank in range(4)] == [0, 1, 0, 1]
+    by_stage = SavedExtra(True, (0, 0, 1, 1))  # not of the data
+    assert version_for("ema", by_stage, before, before, 2) == 1
+    with pytest.raises(CheckpointError, match="ema"):
+        version_for("ema", by_stage, before, after, 2)
+
+
+def test_a_rank_that_cannot_save_is_named_by_all_and_nothing_is_left(packages: Path, tmp_path: Path) -> None:
+    said = ranks.run(checkpoint_ranks.refuse, 2, str(packages / "2"), str(tmp_path))
+    assert said[0] == said[1]
+    full, beside, foreign, step, extra, optimizer, nothing = said[0]
+    assert "rank 1: OSError" in full and "step-00000001 was not saved" in full
+    assert beside == full
+    assert "rank 1" in foreign and "pipe.parameters()" in foreign
+    assert "step=2" in step and "step=1" in step
+    assert "other names on rank 1" in extra and ": b." in extra
+    assert "no optimizer" in optimizer
+    assert "no checkpoint" in nothing
+    assert all(message.startswith("CheckpointError: ") for message in said[0])
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_a_rank_that_is_killed_while_it_saves_leaves_the_one_before(packages: Path, tmp_path: Path) -> None:
+    said, _ = ranks.run(checkpoint_ranks.killed, 2, str(packages / "2"), str(tmp_path))
+    assert said.startswith("RuntimeFault: ")
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_ties_are_stored_once_and_what_never_stepped_has_no_state(packages: Path, saved: Saved) -> None:
+    tensors = checkpoint_ranks.content(saved[0] / "step-00000005")
+    assert "model.embed.weight" in tensors and "model.head.weight" not in tensors
+    assert "model.norm.running_mean" in tensors
+    assert f"model.{models.FROZEN}" in tensors and f"optimizer.exp_avg.{models.FROZEN}" not in tensors
+    assert "optimizer.exp_avg.embed.weight" in tensors
+    run = models.start(packages / "4")
+    run.load(saved[0])
+    frozen = dict(run.pipe.named_parameters())[models.FROZEN]
+    assert frozen not in run.optimizer.state
+    assert run.scheduler.last_epoch == 5
+    assert [group["lr"] for group in run.optimizer.param_groups] == [0.025, 0.025]
+    assert [group["weight_decay"] for group in run.optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_a_fresh_run_is_saved_and_takes_the_state_away(packages: Path, tmp_path: Path) -> None:
+    models.start(packages / "2").save(tmp_path, 0)
+    run = models.start(packages / "4")
+    run.train(0, 1)
+    assert run.load(tmp_path).step == 0
+    assert not run.optimizer.state
+
+
+def test_random_numbers_go_on(packages: Path, tmp_path: Path) -> None:
+    run = models.start(packages / "1")
+    torch.manual_seed(3)
+    run.save(tmp_path, 1)
+    drawn = torch.rand(4)
+    assert run.load(tmp_path).has_random_state
+    assert torch.equal(torch.rand(4), drawn)
+
+
+def damage(place: Path, how: str) -> None:
+    data = max(place.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    if how == "changed":
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif how == "cut off":
+        data.write_bytes(data.read_bytes()[:-1])
+    elif how == "missing":
+        data.unlink()
+    else:
+        (place / how).write_text("{")
+
+
+@pytest.mark.parametrize("how", ["changed", "cut off", "missing", ".metadata", "checkpoint.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(how: str, packages: Path, tmp_path: Path) -> None:
+    run = models.start(packages / "1")
+    for step in (1, 2):
+        run.save(tmp_path, step)
+    damage(tmp_path / "step-00000002", how)
+    with pytest.warns(UserWarning, match=r"step-00000002.*step-00000001 is taken"):
+        assert run.load(tmp_path).step == 1
+    damage(tmp_path / "step-00000001", how)
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*whole.*step-00000002.*step-00000001"):
+        run.load(tmp_path)
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        run.load(tmp_path / "step-00000002")
+
+
+def test_old_ones_are_dropped_and_what_killed_processes_left(packages: Path, tmp_path: Path) -> None:
+    run = models.start(packages / "1")
+    (tmp_path / ".step-00000009.partial").mkdir()
+    (tmp_path / "notes").mkdir()
+    for step in (1, 2, 3, 4):
+        run.save(tmp_path, step, keep=2)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["notes", "step-00000003", "step-00000004"]
+    run.save(tmp_path, 3, keep=1)  # after going back; the later one is another past's, and not this run's to drop
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["notes", "step-00000003", "step-00000004"]
+    assert run.load(tmp_path).step == 4
+    assert run.load(tmp_path / "step-00000003").step == 3
+
+
+def test_what_is_saved_in_the_background_is_of_its_step(packages: Path, saved: Saved, tmp_path: Path) -> None:
+    folder, losses = saved
+    run = models.start(packages / "2")
+    run.load(folder)
+    place = run.save(tmp_path, 5, background=True)
+    assert run.train(5, 10) == losses
+    run.save(tmp_path, 10, background=True)
+    assert place.is_dir()  # a save waits for the one before
+    run.pipe.wait_for_save()
+    assert_close(checkpoint_ranks.content(place), checkpoint_ranks.content(folder / "step-00000005"), rtol=0, atol=0)
+
+
+def test_an_error_in_the_background_is_raised_once(packages: Path, tmp_path: Path) -> None:
+    run = models.start(packages / "1")
+    (tmp_path / "file").touch()
+    run.save(tmp_path / "file" / "run", 1, background=True)
+    with pytest.raises(CheckpointError, match="step-00000001 was not saved"):
+        run.save(tmp_path, 2)
+    assert run.pipe.wait_for_save() is None
+    assert run.save(tmp_path, 2).is_dir()
+
+
+def bfloat(stage: Any) -> Any:
+    return stage.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("other", "options", "said"),
+    [
+        ({"width": 4}, {}, r"layers\.0\.0\.weight has the shape \[8, 8\] there, and \[4, 4\].*and \d+ more"),
+        ({"tied": False}, {}, "it lacks head.weight"),
+        ({}, {"parallelize_fn": bfloat}, "weight is torch.float32 there, and torch.bfloat16"),
+    ],
+)
+def test_the_checkpoint_of_another_model_is_refused(
+    other: dict[str, Any], options: dict[str, Any], said: str, saved: Saved, tmp_path: Path
+) -> None:
+    pipe = pipeline(write(models.perceptrons(2, **other), tmp_path / "other"), **options)
+    before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    with pytest.raises(CheckpointError, match=f"(?s)of another model.*{said}"):
+        pipe.load(saved[0])
+    assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
+
+
+def test_another_optimizer_is_refused_and_none_takes_the_model_alone(packages: Path, saved: Saved) -> None:
+    run = models.start(packages / "1")
+    pipe, parameters = run.pipe, list(run.pipe.parameters())
+    with pytest.raises(CheckpointError, match=r"AdamW, and the optimizer is SGD"):
+        pipe.load(saved[0], torch.optim.SGD(parameters), run.extra)
+    with pytest.raises(CheckpointError, match=r"(?s)embed\.weight.*only in that of the optimizer.*Try: "):
+        pipe.load(saved[0], torch.optim.AdamW(parameters), run.extra)
+    fewer = [{"params": [each for each in parameters if each.dim() > 1]}]
+    with pytest.raises(CheckpointError, match=r"(?s)layers\.0\.0\.bias.*that of the checkpoint"):
+        pipe.load(saved[0], torch.optim.AdamW(fewer), run.extra)
+    assert pipe.load(saved[0]).extra["scheduler"]["last_epoch"] == 5
+
+
+def test_extras_have_to_be_those_that_were_saved(packages: Path, saved: Saved, tmp_path: Path) -> None:
+    run = models.start(packages / "1")
+    with pytest.raises(CheckpointError, match=r'(?s)no extra "schedulers".*"scheduler".*which extra lacks'):
+        run.pipe.load(saved[0], extra={"schedulers": run.scheduler})
+    with pytest.raises(CheckpointError, match=r'"scheduler" was an object'):
+        run.pipe.load(saved[0], extra={"scheduler": 3})
+    with pytest.raises(CheckpointError, match=r'(?s)extra\["path"\] cannot be saved.*Try: '):
+        run.pipe.save(tmp_path, step=1, extra={"path": tmp_path})
+    with pytest.raises(CheckpointError, match=r"step cannot be -1"):
+        run.pipe.save(tmp_path, step=-1)
+    with pytest.raises(CheckpointError, match=r"keep cannot be 0"):
+        run.pipe.save(tmp_path, step=1, keep=0)
+    with pytest.raises(CheckpointError, match=r"no checkpoint"):
+        run.pipe.load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no folder"):
+        run.pipe.load(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []

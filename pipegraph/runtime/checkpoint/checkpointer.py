@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipegraph.errors import CheckpointError
 from pipegraph.package import Manifest
 from pipegraph.runtime.checkpoint import loading, storage
 from pipegraph.runtime.checkpoint.loading import Checkpoint
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
 from pipegraph.runtime.checkpoint.saving import Collected, SaveRequest, collect, write
 from pipegraph.runtime.processes.faults import FaultGuard
+from pipegraph.runtime.processes.group import ConnectionLost
 from pipegraph.runtime.processes.world import LoneProcess, World
 
 
@@ -62,20 +64,16 @@ class Checkpointer:
         return None if saving is None else saving.result()
 
     def close(self) -> None:
-        """Close the connections, once a checkpoint that is being written is there.
-
-        After a failure the thread goes on by itself: what it writes was collected before, and the others write it, too.
-        """
-        if self._saving is not None:
-            if self._guard.has_failed:
-                return
+        """Wait for a checkpoint that is being written, unless the pipeline has failed, which ends that as well."""
+        if self._saving is not None and not self._guard.has_failed:
             self._saving.exception()
-        self._ranks.close()
 
 
 def _write_beside(request: SaveRequest, collected: Collected, ranks: CheckpointRanks) -> Path:
     try:
         return write(request, collected, ranks)
-    except BaseException as error:  # which is raised by `wait`, but nobody may call that
+    except BaseException as error:  # which `wait` raises, but nobody may call that
+        if isinstance(error, ConnectionLost):
+            error = CheckpointError(f"{request.place} was not saved: a rank is gone ({error}).")
         logging.getLogger(__name__).error("%s", error)
-        raise
+        raise error

@@ -119,10 +119,10 @@ def finish(partial: Path, place: Path, index: CheckpointIndex) -> None:
         file.write(json_text(msgspec.to_builtins(index)) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    _sync(partial)
+    _flush(partial)
     replace_folder(place, partial)
     shutil.rmtree(partial, ignore_errors=True)  # the one that was there
-    _sync(place.parent)
+    _flush(place.parent)
 
 
 def drop_old(folder: Path, step: int, keep: int) -> None:
@@ -167,7 +167,7 @@ def _entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def _sync(folder: Path) -> None:
+def _flush(folder: Path) -> None:
     """Have a folder's entries on the disk, because a rename may otherwise outlive a power failure without them."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -48,7 +48,7 @@ def find_newest(given: Path, ranks: CheckpointRanks) -> tuple[Path, CheckpointIn
     Raises:
         CheckpointError: there is none; on every rank.
     """
-    found = ranks.agree(lambda: [each.name for each in folder.candidates(given)] if ranks.rank == 0 else [])
+    found = ranks.agree(lambda: [each.name for each in folder.candidates(given)] if ranks.is_first else [])
     names = ranks.gather(found)[0]
     damaged = []
     for name in names:
@@ -58,7 +58,7 @@ def find_newest(given: Path, ranks: CheckpointRanks) -> tuple[Path, CheckpointIn
         except CheckpointError as error:
             damaged.append(str(error).partition("\nTry:")[0])
             continue
-        for problem in damaged if ranks.rank == 0 else ():
+        for problem in damaged if ranks.is_first else ():
             warnings.warn(f"a checkpoint cannot be used: {problem} {place} is taken in its place.", stacklevel=5)
         return place, index
     if damaged:
@@ -108,12 +108,11 @@ def load(
             state = OptimizerState(optimizer, parameter_names(manifest, stages))
             wanted.append(OPTIMIZER)
         if before == ranks.grid:
-            own = (f"{random_state.PREFIX}{kind}.{ranks.rank}" for kind in ("cpu", "cuda"))
-            wanted += [name for name in own if name in stored]
+            wanted += [name for name in random_state.stored_names(ranks.rank) if name in stored]
         return stored, taken, {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in wanted}, state
 
     stored, taken, values, state = ranks.agree(plan)
-    storage.read(values, place, ranks)
+    ranks.agree(lambda: storage.read(values, place))
     shares = ranks.gather(None if state is None else state.share())
 
     def prepare() -> tuple[Any, OptimizerShare | None, dict[str, Any]]:
@@ -125,7 +124,7 @@ def load(
         return state.prepare(stored, saved.plain), saved, read
 
     new, saved, read = ranks.agree(prepare)
-    storage.read({**model, **({} if new is None else new.tensors)}, place, ranks)
+    ranks.agree(lambda: storage.read({**model, **({} if new is None else new.tensors)}, place))
 
     def put() -> None:
         if state is not None and saved is not None:

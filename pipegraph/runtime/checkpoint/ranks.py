@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-import torch.distributed as dist
+import torch
+from torch import Tensor
 
-from pipegraph.errors import CheckpointError, PipegraphError, RuntimeFault
-from pipegraph.runtime import internals
-from pipegraph.runtime.processes.group import lost_connections
-from pipegraph.runtime.processes.rank_grid import single
+from pipegraph.errors import CheckpointError, PipegraphError
+from pipegraph.runtime.processes.group import Group, lost_connections
+from pipegraph.runtime.processes.rank_grid import RankGrid, single
 from pipegraph.runtime.processes.world import LoneProcess, World
+
+_FIRST: Final = 0
 
 _T = TypeVar("_T")
 
 
 class CheckpointRanks:
-    """All ranks of a pipeline, or of the pipelines of a mesh, for what is not part of a step.
+    """All ranks of a pipeline, or of the pipelines of a mesh, and messages between them that are no part of a step.
 
-    They have a gloo group of torch's own, because torch.distributed.checkpoint takes no other, and because a thread may
-    write a checkpoint while steps use the pipeline's.
+    They have connections of their own, because a thread may write a checkpoint while steps use the pipeline's.
+
+    Args:
+        world: the processes. The first message connects them.
+        guard: the context of each message.
 
     Attributes:
         rank: this process's.
@@ -29,53 +35,63 @@ class CheckpointRanks:
     """
 
     def __init__(
-        self, world: World | LoneProcess, guard: AbstractContextManager[None], group: dist.ProcessGroup | None = None
+        self, world: World | LoneProcess, guard: AbstractContextManager[None], group: Group | None = None
     ) -> None:
         self._world, self._guard, self._group = world, guard, group
-        self.rank, self.grid = (world.rank, world.grid) if isinstance(world, World) else (0, single(1))
+        self.rank: int = world.rank if isinstance(world, World) else _FIRST
+        self.grid: RankGrid = world.grid if isinstance(world, World) else single(1)
 
     @property
     def size(self) -> int:
         return self.grid.size
 
-    def group(self) -> dist.ProcessGroup | None:
-        """The group of the ranks; None for a plain process. Collective at the first call."""
-        if isinstance(self._world, World) and self._group is None:
-            self._group = internals.make_group(self._world.processes, "cpu", self._world.timeout)
-        return self._group
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what one rank does for all."""
+        return self.rank == _FIRST
 
     def in_thread(self) -> CheckpointRanks:
-        """The same ranks for a thread of its own: a connection that is lost there does not end the pipeline."""
-        return CheckpointRanks(self._world, nullcontext(), self.group())
+        """The same ranks for another thread, where a connection that is lost does not end the pipeline."""
+        return CheckpointRanks(self._world, nullcontext(), self._connected())
 
-    def together(self, collective: Callable[[], _T]) -> _T:
-        """Do what all ranks do together. Raises RuntimeFault if one of them is gone."""
+    def collect(self, own: Any) -> list[Any] | None:
+        """What each rank has, by rank, on the first one; None elsewhere. Collective."""
+        group = self._connected()
         with self._guard, lost_connections(None):
-            return collective()
+            if group is None:
+                return [own]
+            if not self.is_first:
+                _send(group, own, _FIRST)
+                return None
+            return [own, *(_receive(group, other) for other in range(1, self.size))]
+
+    def scatter(self, values: Sequence[_T] | None) -> _T:
+        """What the first rank has for this one. Collective; only the first rank gives values."""
+        group = self._connected()
+        with self._guard, lost_connections(None):
+            if values is None:
+                assert group is not None, "a process that is alone is the first"
+                found: _T = _receive(group, _FIRST)
+                return found
+            if group is not None:
+                for other in range(1, self.size):
+                    _send(group, values[other], other)
+            return values[_FIRST]
 
     def gather(self, own: Any) -> list[Any]:
-        """What each rank has, by rank. Collective."""
-        if isinstance(self._world, LoneProcess):
-            return [own]
-
-        def gather() -> list[Any]:
-            found: list[Any] = [None] * self.size
-            dist.all_gather_object(found, own, group=self.group())
-            return found
-
-        return self.together(gather)
+        """What each rank has, by rank, on all of them. Collective."""
+        everything = self.collect(own)
+        return self.scatter(None if everything is None else [everything] * self.size)
 
     def agree(self, work: Callable[[], _T]) -> _T:
         """Do what may fail on one rank. Every rank then raises the same CheckpointError. Collective.
 
-        `work` has no collectives.
+        `work` sends no messages.
         """
         problem: str | None = None
         cause: Exception | None = None
         try:
             done = work()
-        except RuntimeFault:
-            raise
         except Exception as error:
             cause = error
             problem = str(error) if isinstance(error, PipegraphError) else f"{type(error).__name__}: {error}"
@@ -86,8 +102,23 @@ class CheckpointRanks:
             raise CheckpointError(f"{where}{problems[failing]}") from (cause if failing == self.rank else None)
         return done
 
-    def close(self) -> None:
-        """Close the connections."""
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            internals.release_groups([group])
+    def _connected(self) -> Group | None:
+        """The connections; None for a plain process. Collective at the first call."""
+        if self._group is None and isinstance(self._world, World):
+            with self._guard, lost_connections(None):
+                self._group = self._world.connect("checkpoint", range(self.size), torch.device("cpu"))
+        return self._group
+
+
+def _send(group: Group, value: Any, receiver: int) -> None:
+    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    for tensor in (torch.tensor([content.numel()]), content):
+        group.wait(group.send(tensor, receiver))
+
+
+def _receive(group: Group, sender: int) -> Any:
+    length = torch.zeros(1, dtype=torch.int64)
+    group.wait(group.receive(length, sender))
+    content: Tensor = torch.empty(int(length), dtype=torch.uint8)
+    group.wait(group.receive(content, sender))
+    return pickle.loads(content.numpy().tobytes())

@@ -139,22 +139,23 @@ def write(request: SaveRequest, collected: Collected, ranks: CheckpointRanks) ->
     place = request.place
     partial: Path | None = None
     try:
-        made = ranks.agree(lambda: str(folder.start(request.folder, request.step)) if ranks.rank == 0 else "")
+        made = ranks.agree(lambda: str(folder.start(request.folder, request.step)) if ranks.is_first else "")
         partial = request.folder / Path(ranks.gather(made)[0]).name
         storage.write(collected.tensors, partial, ranks)
         files = _described(partial, ranks)
         index = structs.replace(collected.index, files=files)
-        ranks.agree(lambda: folder.finish(partial, place, index) if ranks.rank == 0 else None)
+        ranks.agree(lambda: folder.finish(partial, place, index) if ranks.is_first else None)
     except BaseException as error:
-        if partial is not None and ranks.rank == 0:
+        if partial is not None and ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, CheckpointError):
+            ranks.gather(None)  # no rank goes on before that is done
             raise CheckpointError(
                 f"{place} was not saved: {error}\nTry: a folder that all ranks can write, with room for the whole "
                 "model and its optimizer."
             ) from error
         raise
-    if request.keep is not None and ranks.rank == 0:
+    if request.keep is not None and ranks.is_first:
         folder.drop_old(request.folder, request.step, request.keep)
     return place
 

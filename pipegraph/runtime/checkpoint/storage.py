@@ -1,20 +1,19 @@
 """Tensors under their names, in the files of torch.distributed.checkpoint (DCP).
 
 DTensors are written by each rank as the part that it holds, and read as the part that it needs. What several ranks hold
-is written once. In a plain process DCP's planners and storages are called by themselves, because `save` and `load` warn
-there.
+is written once. DCP's planners and storages are called here one by one, as its `save` and `load` do, because those need
+a process group of torch's own, whose name two ranks choose alike only if they have made and closed the same groups; and
+in a plain process they warn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from pipegraph.errors import CheckpointError
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
 
 
@@ -27,42 +26,51 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write(tensors: Mapping[str, Tensor], folder: Path, ranks: CheckpointRanks) -> None:
-    """Write tensors into a folder. Collective.
+    """Write the tensors of all ranks into a folder. Collective.
 
     Raises:
         CheckpointError: a rank could not write; on every rank.
     """
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
-    writer, planner, state = FileSystemWriter(folder), DefaultSavePlanner(), dict(tensors)
+    writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
 
-    def alone() -> None:
-        planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
-        writer.set_up_storage_writer(True)
-        plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-        (plan,) = writer.prepare_global_plan(plans)
+    def own_plan() -> Any:
+        planner.set_up_planner(dict(tensors), writer.storage_meta(), ranks.is_first)
+        writer.set_up_storage_writer(ranks.is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    plans = ranks.collect(ranks.agree(own_plan))
+
+    def all_plans() -> tuple[Any, Any]:
+        if plans is None:
+            return None, None
+        without_duplicates, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(without_duplicates), metadata
+
+    divided, metadata = ranks.agree(all_plans)
+    plan = ranks.scatter(divided)
+
+    def put() -> Any:
         written = writer.write_data(planner.finish_plan(plan), planner)
         written.wait()
-        writer.finish(metadata, [written.value()])
+        return written.value()
 
-    _do(ranks, alone, lambda group: save(state, storage_writer=writer, planner=planner, process_group=group))
+    written = ranks.collect(ranks.agree(put))
+    ranks.agree(lambda: None if written is None else writer.finish(metadata, written))
 
 
-def read(tensors: Mapping[str, Tensor], folder: Path, ranks: CheckpointRanks) -> None:
-    """Fill tensors with what a folder has under their names. The rest is as for `write`."""
-    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
+def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill tensors with what a folder has under their names. Each rank reads what it needs."""
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
-    reader, planner, state = FileSystemReader(folder), DefaultLoadPlanner(), dict(tensors)
-
-    def alone() -> None:
-        metadata = reader.read_metadata()
-        planner.set_up_planner(state, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-        (plan,) = reader.prepare_global_plan(plans)
-        reader.read_data(planner.finish_plan(plan), planner).wait()
-
-    _do(ranks, alone, lambda group: load(state, storage_reader=reader, planner=planner, process_group=group))
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = reader.prepare_global_plan(plans)
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 def stored(folder: Path) -> dict[str, Any]:
@@ -71,24 +79,3 @@ def stored(folder: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
     return found
-
-
-def _do(ranks: CheckpointRanks, alone: Callable[[], None], among: Callable[[dist.ProcessGroup], Any]) -> None:
-    """Do it in a plain process, or among the ranks of a group, of which DCP makes the error of one that of all."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    group = ranks.group()
-    if group is None:
-        ranks.agree(alone)
-        return
-
-    def run() -> CheckpointError | None:
-        try:
-            among(group)
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            return CheckpointError(f"{ranks.grid.text(rank)}: {type(cause).__name__}: {cause}")
-        return None
-
-    if (problem := ranks.together(run)) is not None:
-        raise problem

@@ -110,8 +110,10 @@ class World:
 
     Ranks are numbered within all of them, and named by their place in the grid. Each world has a `store` of its own.
 
-    Attributes:
+    Args:
         processes: of each rank, its number in the default group.
+
+    Attributes:
         pipeline: the ranks of this process's pipeline, in its order.
     """
 
@@ -124,7 +126,7 @@ class World:
         timeout: float,
         processes: Sequence[int],
     ) -> None:
-        self.store, self.processes = store, processes
+        self.store, self._processes = store, processes
         self.rank, self.grid, self.device = rank, grid, device
         self.timeout = timeout
         self.pipeline = grid.line(rank, PIPELINE)
@@ -182,14 +184,16 @@ class World:
         """
         if self._mesh is None:
             order = [self.grid.names.index(name) for name in DIMENSIONS if name in self.grid.names]
-            shape = torch.tensor(self.processes).reshape(self.grid.shape).permute(order)
+            shape = torch.tensor(self._processes).reshape(self.grid.shape).permute(order)
             ordered = [self.grid.names[place] for place in order]
             self._mesh = internals.make_mesh(shape, ordered, self.device.type, self.timeout)
         return self._mesh[tuple(name for name in DIMENSIONS if name in names)]
 
     def shard_line(self) -> ShardLine:
         """The ranks that share the parameters of this one's stages. Collective: all of them must call it."""
-        line = ShardLine([self.processes[rank] for rank in self.grid.line(self.rank, SHARD)], self.device, self.timeout)
+        line = ShardLine(
+            [self._processes[rank] for rank in self.grid.line(self.rank, SHARD)], self.device, self.timeout
+        )
         self._lines.append(line)
         return line
 

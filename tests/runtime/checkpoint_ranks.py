@@ -1,0 +1,126 @@
+"""What ranks run in tests of checkpoints, as processes of their own: functions for `ranks.run`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+
+from pipegraph.errors import PipegraphError
+from pipegraph.runtime.checkpoint import storage
+from tests.runtime.checkpoint_models import Position, start
+
+TP_PLAN = {"layers.*.0": "colwise_gather_output", "embed": "embedding_rowwise", "head": "colwise_gather_output"}
+
+Losses = list[float | None]
+
+
+def go_on(rank: int, package: str, schedule: str, folder: str, own: str) -> tuple[Losses, Losses]:
+    """The losses after a checkpoint of another process. Steps 7 to 10 run while step 7 is saved in the background."""
+    run = start(package, schedule, {"pp": 2})
+    assert run.load(folder).step == 5
+    before = run.train(5, 7)
+    place = run.save(own, 7, background=True)
+    after = run.train(7, 10)
+    assert run.pipe.wait_for_save() == place
+    assert place.is_dir()
+    assert run.pipe.wait_for_save() is None
+    return before, after
+
+
+def over_mesh(rank: int, package: str, shape: dict[str, int], folder: str, own: str) -> tuple[Losses, Losses, bool]:
+    """The losses of steps 6 to 10 after a checkpoint of another process, and after one of this mesh."""
+    options: dict[str, Any] = {"tp_plan": TP_PLAN} if "tp" in shape else {}
+    run = start(package, "1f1b", shape, **options)
+    assert not run.load(folder).has_random_state
+    torch.manual_seed(rank)
+    drawn = torch.get_rng_state()
+    run.save(own, 5)
+    torch.rand(3)
+    first = run.train(5, 10)
+    assert run.load(own).has_random_state
+    return first, run.train(5, 10), torch.equal(drawn, torch.get_rng_state())
+
+
+def positions(rank: int, package: str, folder: str) -> int:
+    """Each data-parallel rank's own position in the data, saved by replicas and read by ranks that share parameters."""
+    start(package, "1f1b", {"dp_replicate": 2}).pipe.save(
+        folder, step=1, extra={"data": Position(100 + rank), "epoch": 3}
+    )
+    position = Position(0)
+    found = start(package, "1f1b", {"dp_shard": 2}).pipe.load(folder, extra={"data": position})
+    assert found.extra == {"epoch": 3}
+    assert not found.has_random_state
+    return position.place
+
+
+def refuse(rank: int, package: str, folder: str) -> list[str]:
+    """What this rank says when the other one cannot save or load; then a step and a checkpoint."""
+    run = start(package, "1f1b", {"pp": 2})
+    said = []
+
+    def attempt(work: Any) -> None:
+        try:
+            work()
+        except PipegraphError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        assert list(Path(folder).iterdir()) == []
+
+    run.train(0, 1)
+    write_data = FileSystemWriter.write_data
+    if rank == 1:
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        FileSystemWriter.write_data = full  # type: ignore[assignment, method-assign]
+    attempt(lambda: run.save(folder, 1))
+    run.save(folder, 1, background=True)
+    attempt(run.pipe.wait_for_save)
+    FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
+    foreign = torch.optim.SGD(run.pipe.parameters() if rank == 0 else [torch.zeros(1, requires_grad=True)])
+    attempt(lambda: run.pipe.save(folder, foreign, step=1))
+    attempt(lambda: run.pipe.save(folder, step=1 + rank))
+    attempt(lambda: run.pipe.save(folder, step=1, extra={"a": 1, "b": 2} if rank else {"a": 1}))
+    attempt(lambda: run.pipe.save(folder, run.optimizer if rank else None, step=1))
+    attempt(lambda: run.load(folder))
+    run.train(1, 2)
+    run.save(folder, 2)
+    return said
+
+
+def killed(rank: int, package: str, folder: str) -> str:
+    """A rank is killed while it writes. What the other one says."""
+    run = start(package, "1f1b", {"pp": 2}, timeout=20)
+    run.save(folder, 1)
+
+    def end(*_: Any) -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        FileSystemWriter.write_data = end  # type: ignore[assignment, method-assign]
+    try:
+        run.save(folder, 2)
+    except PipegraphError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def content(place: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, but for random states."""
+    stored = storage.stored(place)
+    tensors = {
+        name: torch.zeros(each.size, dtype=each.properties.dtype)
+        for name, each in stored.items()
+        if name.startswith(("model.", "optimizer."))
+    }
+    storage.read(tensors, place)
+    return tensors
