@@ -86,7 +86,7 @@ class PipelineState:
                 saved.
             background: copy everything to the memory of the host, and write it while steps go on. The next `save` or
                 `load`, or `wait_for_save`, waits for it and raises its errors. The process does not end before it is
-                done; end torch's default process group yourself only after `wait_for_save`.
+                done. A step that fails ends it, and the checkpoint before it is the newest.
             keep: how many checkpoints stay, this one and the newest before it; by default all.
 
         Returns:

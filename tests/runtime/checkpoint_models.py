@@ -57,6 +57,20 @@ class Position:
         self.place = state["place"]
 
 
+class MasterSGD(torch.optim.SGD):
+    """Keeps each parameter in float32 beside it, and counts its steps in Python."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    master = state.setdefault("master", parameter.detach().float())
+                    state["steps"] = state.get("steps", 0) + 1
+                    master.sub_(parameter.grad.float(), alpha=group["lr"])
+                    parameter.data.copy_(master)
+
+
 class Run:
     """A training run: some parameters decay, one is frozen, and the learning rate falls."""
 
@@ -67,7 +81,9 @@ class Run:
             parameter.requires_grad_(name != FROZEN)
             (decayed if parameter.dim() > 1 else others).append(parameter)
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.05)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.05
+        )
         self.scheduler = StepLR(self.optimizer, 3, 0.5)
 
     @property

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import time
+import weakref
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -112,6 +115,39 @@ def killed(rank: int, package: str, folder: str) -> str:
     except PipegraphError as error:
         return f"{type(error).__name__}: {error}"
     return "saved"
+
+
+def fail_beside(rank: int, package: str, folder: str) -> tuple[bool, str, str]:
+    """Whether a pipeline is freed after it has saved; and what this rank says when a step fails during a save."""
+    run = start(package, "1f1b", {"pp": 2}, timeout=20)
+    run.save(folder, 1, background=True)
+    freed = weakref.ref(run.pipe)
+    del run
+    gc.collect()
+    is_whole = freed() is None and Path(folder, "step-00000001").is_dir()
+    run = start(package, "1f1b", {"pp": 2}, timeout=20)
+    noticed = Event()
+    write_data = FileSystemWriter.write_data
+
+    def wait(*given: Any) -> Any:
+        noticed.wait(10)
+        return write_data(*given)
+
+    def break_down(*_: Any) -> None:
+        raise ValueError("broken on purpose")
+
+    FileSystemWriter.write_data = wait  # type: ignore[method-assign]
+    run.save(folder, 2, background=True)
+    if rank == 1:
+        next(iter(run.pipe.stages.values())).register_forward_pre_hook(break_down)
+    said = []
+    for work in (lambda: run.train(0, 1), run.pipe.wait_for_save):
+        try:
+            work()
+        except PipegraphError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        noticed.set()
+    return is_whole, said[0], said[1]
 
 
 def content(place: Path) -> dict[str, Tensor]:

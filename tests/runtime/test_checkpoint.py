@@ -15,7 +15,7 @@ from pipegraph.runtime.checkpoint.folder import SavedExtra
 from pipegraph.runtime.processes.rank_grid import RankGrid
 from tests.runtime import checkpoint_models as models
 from tests.runtime import checkpoint_ranks, ranks
-from tests.runtime.packages import write
+from tests.runtime.packages import loss, write
 from tests.runtime.pipelines import pipeline
 
 Saved = tuple[Path, list[float | None]]
@@ -129,6 +129,14 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_the_one_before(packages: Pa
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_a_step_that_fails_ends_what_is_saved_beside_it(packages: Path, tmp_path: Path) -> None:
+    for is_whole, step, beside in ranks.run(checkpoint_ranks.fail_beside, 2, str(packages / "2"), str(tmp_path)):
+        assert is_whole
+        assert step.startswith("RuntimeFault: ") and "broken on purpose" in step
+        assert beside.startswith("CheckpointError: ") and "step-00000002 was not saved" in beside
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_ties_are_stored_once_and_what_never_stepped_has_no_state(packages: Path, saved: Saved) -> None:
     tensors = checkpoint_ranks.content(saved[0] / "step-00000005")
     assert "model.embed.weight" in tensors and "model.head.weight" not in tensors
@@ -152,6 +160,28 @@ def test_a_fresh_run_is_saved_and_takes_the_state_away(packages: Path, tmp_path:
     assert not run.optimizer.state
 
 
+def test_state_keeps_its_own_dtype_and_may_be_plain_numbers(packages: Path, tmp_path: Path) -> None:
+    """Parameters in bfloat16 with weights in float32 in the optimizer."""
+
+    def run_of(stages: str) -> models.Run:
+        run = models.start(packages / stages, parallelize_fn=bfloat, loss_fn=lambda x, y: loss(x.float(), y))
+        run.optimizer = models.MasterSGD(run.pipe.parameters(), lr=0.1)
+        run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
+        return run
+
+    run, other = run_of("2"), run_of("4")
+    run.train(0, 3)
+    place = run.save(tmp_path / "first", 3)
+    other.load(tmp_path / "first")
+    expected, found = (checkpoint_ranks.content(each) for each in (place, other.save(tmp_path / "second", 3)))
+    assert {found[f"{part}.norm.weight"].dtype for part in ("model", "optimizer.master")} == {
+        torch.bfloat16,
+        torch.float32,
+    }
+    assert_close(found, expected, rtol=0, atol=0)
+    assert {state["steps"] for state in other.optimizer.state.values()} == {3}
+
+
 def test_random_numbers_go_on(packages: Path, tmp_path: Path) -> None:
     run = models.start(packages / "1")
     torch.manual_seed(3)
@@ -159,6 +189,10 @@ def test_random_numbers_go_on(packages: Path, tmp_path: Path) -> None:
     drawn = torch.rand(4)
     assert run.load(tmp_path).has_random_state
     assert torch.equal(torch.rand(4), drawn)
+
+
+def bfloat(stage: Any) -> Any:
+    return stage.to(torch.bfloat16)
 
 
 def damage(place: Path, how: str) -> None:
@@ -200,7 +234,8 @@ def test_old_ones_are_dropped_and_what_killed_processes_left(packages: Path, tmp
     run.save(tmp_path, 3, keep=1)  # after going back; the later one is another past's, and not this run's to drop
     assert sorted(each.name for each in tmp_path.iterdir()) == ["notes", "step-00000003", "step-00000004"]
     assert run.load(tmp_path).step == 4
-    assert run.load(tmp_path / "step-00000003").step == 3
+    (tmp_path / "best").symlink_to("step-00000003")
+    assert run.load(tmp_path / "step-00000003").step == run.load(tmp_path / "best").step == 3
 
 
 def test_what_is_saved_in_the_background_is_of_its_step(packages: Path, saved: Saved, tmp_path: Path) -> None:
@@ -223,10 +258,6 @@ def test_an_error_in_the_background_is_raised_once(packages: Path, tmp_path: Pat
         run.save(tmp_path, 2)
     assert run.pipe.wait_for_save() is None
     assert run.save(tmp_path, 2).is_dir()
-
-
-def bfloat(stage: Any) -> Any:
-    return stage.to(torch.bfloat16)
 
 
 @pytest.mark.parametrize(

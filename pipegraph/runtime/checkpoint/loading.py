@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,15 @@ def find_newest(given: Path, ranks: CheckpointRanks) -> tuple[Path, CheckpointIn
     Raises:
         CheckpointError: there is none; on every rank.
     """
-    found = ranks.agree(lambda: [each.name for each in folder.candidates(given)] if ranks.is_first else [])
+    found = ranks.agree(
+        lambda: [str(each.relative_to(given)) for each in folder.candidates(given)] if ranks.is_first else []
+    )
     names = ranks.gather(found)[0]
     damaged = []
     for name in names:
-        place = given if given.resolve().name == name and not (given / name).exists() else given / name
+        place = given / name
         try:
-            index = ranks.agree(lambda: _checked(place, ranks))  # noqa: B023
+            index = ranks.agree(partial(_checked, place, ranks))
         except CheckpointError as error:
             damaged.append(str(error).partition("\nTry:")[0])
             continue
