@@ -45,7 +45,7 @@ def over_mesh(rank: int, package: str, shape: dict[str, int], folder: str, own: 
     assert not run.load(folder).has_random_state
     torch.manual_seed(rank)
     drawn = torch.get_rng_state()
-    run.save(own, 5)
+    run.save(own, 5, background=True)
     torch.rand(3)
     first = run.train(5, 10)
     assert run.load(own).has_random_state

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from pipegraph.errors import CheckpointError
 from pipegraph.runtime.checkpoint.extra_state import version_for
 from pipegraph.runtime.checkpoint.folder import SavedExtra
+from pipegraph.runtime.checkpoint.storage import on_host
 from pipegraph.runtime.processes.rank_grid import RankGrid
 from tests.runtime import checkpoint_models as models
 from tests.runtime import checkpoint_ranks, ranks
@@ -248,6 +249,15 @@ def test_what_is_saved_in_the_background_is_of_its_step(packages: Path, saved: S
     assert place.is_dir()  # a save waits for the one before
     run.pipe.wait_for_save()
     assert_close(checkpoint_ranks.content(place), checkpoint_ranks.content(folder / "step-00000005"), rtol=0, atol=0)
+
+
+def test_a_copy_on_the_host_shares_no_memory() -> None:
+    tensors = {"step": torch.tensor(1.0), "weight": torch.nn.Parameter(torch.ones(2)), "bytes": torch.ones(2).byte()}
+    copied = on_host(tensors)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.add_(1)
+    assert_close(copied, {"step": torch.tensor(1.0), "weight": torch.ones(2), "bytes": torch.ones(2).byte()})
 
 
 def test_an_error_in_the_background_is_raised_once(packages: Path, tmp_path: Path) -> None:

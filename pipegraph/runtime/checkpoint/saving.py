@@ -95,7 +95,7 @@ def collect(
             state = OptimizerState(request.optimizer, names)
             tensors |= state.tensors()
             share = state.share()
-            encoded(share.plain_data(), "the optimizer's options")
+            encoded(share.plain_data(), "the optimizer's options")  # for its error, on the rank that has it
         extra = extra_state.encoded_extra(request.extra)
         marks = {
             name: (extra_state.is_stateful(request.extra[name]), fingerprint(each)) for name, each in extra.items()
