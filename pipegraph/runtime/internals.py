@@ -50,15 +50,39 @@ def make_backend(store: dist.Store, rank: int, size: int, device: torch.device, 
     return gloo(store, rank, size, options)
 
 
-def make_group(processes: Sequence[int], kind: str, timeout: float) -> dist.ProcessGroup:
+def make_group(lines: Sequence[Sequence[int]], kind: str, timeout: float) -> dist.ProcessGroup:
     """A process group of torch's own, for what takes no other: DTensors, and collectives that profilers see.
 
-    Its members alone make it, which is documented, though not that the group is then found under a name of its own.
+    All ranks of all lines call this together. If they are not the whole world, the members of a line alone make its
+    group; torch then names it by how many groups a process has now, so that the groups of two pipelines that are made
+    one after the other in the same processes may meet.
+
+    Args:
+        lines: the ranks of each group that is made, in the same order on every rank; this process is in one of them.
     """
     limit, backend = timedelta(seconds=timeout), "nccl" if kind == "cuda" else "gloo"
-    group = dist.new_group(list(processes), timeout=limit, backend=backend, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), "this process is one of them"
+    own = next(line for line in lines if dist.get_rank() in line)
+    if sum(map(len, lines)) < dist.get_world_size():
+        group = dist.new_group(list(own), timeout=limit, backend=backend, use_local_synchronization=True)
+    else:
+        made = [dist.new_group(list(line), timeout=limit, backend=backend) for line in lines]
+        group = made[lines.index(own)]
+    assert isinstance(group, dist.ProcessGroup), "this process is one of its ranks"
     return group
+
+
+def groups_made() -> int:
+    """How many groups this process has made, by which torch names the next one. Public torch does not say."""
+    from torch.distributed.distributed_c10d import _world
+
+    return int(_world.group_count)
+
+
+def name_groups_from(count: int) -> None:
+    """Let torch name the next group by this number. Ranks that made other groups by themselves would give it others."""
+    from torch.distributed.distributed_c10d import _world
+
+    _world.group_count = count
 
 
 def release_groups(groups: list[dist.ProcessGroup]) -> None:
@@ -86,8 +110,7 @@ def make_mesh(shape: torch.Tensor, names: Sequence[str], kind: str, timeout: flo
     groups = []
     for dim in range(shape.dim()):
         lines = shape.movedim(dim, -1).reshape(-1, shape.shape[dim])
-        line = next(line for line in lines.tolist() if dist.get_rank() in line)
-        groups.append(make_group(line, kind, timeout))
+        groups.append(make_group(lines.tolist(), kind, timeout))
     return DeviceMesh.from_group(groups, kind, mesh=shape, mesh_dim_names=tuple(names))
 
 

@@ -21,12 +21,12 @@ class ShardLine:
     """Connections between ranks that share parameters. Its messages are torch's collectives, which profilers see.
 
     Args:
-        processes: the ranks, by their numbers in the default group. All of them make it.
+        lines: the ranks of every such line, by their numbers in the default group. All of them make theirs together.
     """
 
-    def __init__(self, processes: Sequence[int], device: torch.device, timeout: float) -> None:
-        self.size = len(processes)
-        self._group: dist.ProcessGroup | None = internals.make_group(processes, device.type, timeout)
+    def __init__(self, lines: Sequence[Sequence[int]], device: torch.device, timeout: float) -> None:
+        self.size = len(lines[0])
+        self._group: dist.ProcessGroup | None = internals.make_group(lines, device.type, timeout)
 
     def start_gather(self, received: Tensor, sent: Tensor) -> dist.Work:
         """Start to gather what each rank sends [elements] into the rows of `received` [ranks, elements]."""

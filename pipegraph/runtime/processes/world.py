@@ -186,16 +186,23 @@ class World:
             order = [self.grid.names.index(name) for name in DIMENSIONS if name in self.grid.names]
             shape = torch.tensor(self._processes).reshape(self.grid.shape).permute(order)
             ordered = [self.grid.names[place] for place in order]
+            self._agree_on_names()
             self._mesh = internals.make_mesh(shape, ordered, self.device.type, self.timeout)
         return self._mesh[tuple(name for name in DIMENSIONS if name in names)]
 
     def shard_line(self) -> ShardLine:
-        """The ranks that share the parameters of this one's stages. Collective: all of them must call it."""
-        line = ShardLine(
-            [self._processes[rank] for rank in self.grid.line(self.rank, SHARD)], self.device, self.timeout
-        )
+        """The ranks that share the parameters of this one's stages. Collective: every rank must call it."""
+        lines = dict.fromkeys(self.grid.line(rank, SHARD) for rank in range(self.grid.size))
+        self._agree_on_names()
+        line = ShardLine([[self._processes[rank] for rank in ranks] for ranks in lines], self.device, self.timeout)
         self._lines.append(line)
         return line
+
+    def _agree_on_names(self) -> None:
+        """Let all ranks give the same names to the groups of torch's own that they make next. Collective."""
+        number = torch.tensor(internals.groups_made())
+        self.along(*DIMENSIONS, on_cpu=True).all_reduce(number, dist.ReduceOp.MAX)
+        internals.name_groups_from(int(number))
 
     def check_everywhere(self, problem: str | None) -> None:
         """Raise ArgumentError on every rank if one of them has a problem. Collective: every rank must call it."""
