@@ -42,6 +42,7 @@ def lower(
     transfer comes between them.
 
     UNSHARD gathers the parameters of a sharded stage, RESHARD frees what was gathered, and REDUCE_GRAD sums gradients:
+
     - Each action that computes, W too, has its stage whole. With ``resident``, `residencies` decides which stages stay,
       so that no order of UNSHARD and RESHARD needs fewer gathers for this order of actions.
     - An UNSHARD comes as early as it can be prefetched: when a stage may be whole for it, in the order of first use. A
