@@ -13,6 +13,7 @@ from torch import fx
 
 from pipegraph.codegen.expressions.operator_call import TRAINING, OperatorCall
 from pipegraph.codegen.syntax.expressions import Attribute, Expression, call, conditional, literal, method
+from pipegraph.graph.internals import schema_arguments
 from pipegraph.graph.nodes import RELATIVE_DTYPE
 
 Spelling = Callable[[OperatorCall], Expression | None]
@@ -201,7 +202,8 @@ def _stft(operator: OperatorCall) -> Expression | None:
     """``torch.stft(x, 400, center=False, …)``: the function pads by itself if it is not told not to."""
     named = dict(operator.arguments)
     positional = [named.pop(name) for name in ("self", "n_fft")]
-    return operator.function("torch.stft", *positional, **({"center": False} | named))
+    pads = any(entry.name == "center" for entry in schema_arguments(operator.target)) and named.get("center", True)
+    return operator.function("torch.stft", *positional, **({"center": pads} | named))
 
 
 def _columns(operator: OperatorCall) -> Expression:
