@@ -138,8 +138,8 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: torch.tensordot(x, y, dims=([1], [1])), "torch.tensordot(x, y, dims=([1], [1]))"),
     (lambda x, y: torch.cdist(x, y, p=1.5), "torch.cdist(x, y, p=1.5)"),
     (
-        lambda x, y: torch.stft(x, 4, hop_length=2, center=False, return_complex=True).abs(),
-        "torch.stft(x, 4, center=False, hop_length=2, return_complex=True).abs()",
+        lambda x, y: torch.stft(x, 4, hop_length=2, window=y[0, :4], center=False, return_complex=True).abs(),
+        "torch.stft(x, 4, center=False, hop_length=2, window=y[0][:4], return_complex=True).abs()",
     ),
     (
         lambda x, y: F.unfold(x.view(1, 1, 4, 6), 2, stride=2),
