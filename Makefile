@@ -10,10 +10,10 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format docs survey clean
+.PHONY: help setup demo train train-killed test test-all lint format docs survey clean
 
 help:  ## List what can be done
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch goes in alone and first: on its own, pip takes the build that the machine is set up for.
 $(READY): pyproject.toml constraints.txt
@@ -33,6 +33,26 @@ demo: $(READY)  ## Split the example transformer in two, verify it, run it on tw
 	$(BIN)/pipegraph split examples/transformer.py --points layers.4 -o build/transformer --overwrite
 	$(BIN)/pipegraph verify build/transformer examples/transformer.py
 	$(BIN)/pipegraph run build/transformer --nproc 2 --schedule 1f1b --microbatches 4 --steps 3
+
+RUN_TEXT = $(BIN)/pipegraph run $(1) --model examples/text/model.py --microbatches 4 --steps $(STEPS) \
+	--checkpoint $(2) --checkpoint-every 50
+SPLIT_TEXT = $(BIN)/pipegraph split examples/text/model.py --overwrite
+STEPS ?= 400
+
+train: $(READY)  ## Train a small GPT on the source of Python's library, in two processes (minutes)
+	$(SPLIT_TEXT) --points layers.2 -o build/text/two
+	$(call RUN_TEXT,build/text/two,build/text/run)
+
+# With eager kernels, whose numbers are the same for any cut and any number of processes.
+train-killed: $(READY)  ## The same, killed in the middle, gone on in four stages; its curve over that of one process
+	rm -rf build/text/alone build/text/killed
+	$(SPLIT_TEXT) --points layers.2 -o build/text/two
+	$(SPLIT_TEXT) --points layers.1,layers.2,layers.3 -o build/text/four
+	$(call RUN_TEXT,build/text/two,build/text/killed) --kernels eager & run=$$!; \
+	while kill -0 $$run && ! test -d build/text/killed/step-00000150; do sleep 1; done; sleep 3; kill -KILL $$run
+	$(call RUN_TEXT,build/text/four,build/text/killed) --kernels eager --schedule zb-v
+	OMP_NUM_THREADS=1 $(call RUN_TEXT,build/text/two,build/text/alone) --kernels eager --nproc 1
+	$(BIN)/python examples/text/curve.py build/text/alone build/text/killed -o build/text/curve.svg
 
 test: $(READY)  ## Run the tests but the slow ones (JOBS=2 at a time, TORCH=2.15.0 with that torch)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"

@@ -1,7 +1,8 @@
 """Formatting and reading bytes, counts, times and percentages: the one place that does.
 
 A single figure has the largest unit in which it is 1 or more. Times of one column share a unit and have equally many
-decimals (`TimeFormat.of_column`); bytes and counts have one decimal and a unit each.
+decimals (`TimeFormat.of_column`), but for those that are too short to be read in it, which name their own; bytes and
+counts have one decimal and a unit each.
 """
 
 from __future__ import annotations
@@ -120,6 +121,21 @@ def format_seconds(seconds: float | None) -> str:
     return TimeFormat.of(seconds or 0.0).text(seconds)
 
 
+def format_duration(seconds: float) -> str:
+    """Format how long something lasts, for which the larger two units are enough.
+
+    >>> format_duration(45.2), format_duration(754), format_duration(7_500), format_duration(190_000)
+    ('45 s', '12 min', '2 h 5 min', '2 d 4 h')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if not hours:
+        return f"{minutes} min"
+    return f"{days} d {hours % 24} h" if days else f"{hours} h {minutes % 60} min"
+
+
 @dataclass(frozen=True)
 class TimeFormat:
     """How times are shown: in one unit, and in a column with a fixed number of ``decimals``.
@@ -146,9 +162,11 @@ class TimeFormat:
     def of_column(cls, times: Iterable[float | None]) -> TimeFormat:
         """Return one format for many times: the largest has four figures, and all have as many decimals.
 
-        >>> column = TimeFormat.of_column([0.0185223, 0.0005, None])
-        >>> column.unit, [column.number(time) for time in (0.0185223, 0.0005, None)]
-        ('ms', ['18.52', '0.50', '—'])
+        A time that would have one figure or none has a unit of its own.
+
+        >>> column = TimeFormat.of_column([0.0185223, 0.0005, 0.000033, None])
+        >>> column.unit, [column.number(time) for time in (0.0185223, 0.0005, 0.000033, None)]
+        ('ms', ['18.52', '0.50', '33 µs', '—'])
         """
         largest = max((abs(time) for time in times if time), default=0.0)
         found = cls.of(largest)
@@ -156,7 +174,7 @@ class TimeFormat:
         return cls(found.size, found.unit, max(0, _FIGURES - max(digits, 1)))
 
     def number(self, time: float | None) -> str:
-        """Format a time without its unit.
+        """Format a time without its unit, or in a column with another one if it is far shorter than the longest.
 
         >>> TimeFormat().number(33.0), TimeFormat(1e-3, "ms").number(0.0185223), TimeFormat().number(12345.6)
         ('33', '18.52', '12346')
@@ -165,6 +183,8 @@ class TimeFormat:
             return UNKNOWN
         value = time / self.size
         if self.decimals is not None:
+            if self._is_too_large_for(time):
+                return format_seconds(time)
             return f"{value:.{self.decimals}f}".replace("-", "−")
         text = f"{value:.0f}" if abs(value) >= 10 ** (_FIGURES - 1) else f"{value:.{_FIGURES}g}"
         return text.replace("-", "−")
@@ -175,7 +195,15 @@ class TimeFormat:
         >>> TimeFormat().text(33.0), TimeFormat(1e-3, "ms").text(0.0185223)
         ('33', '18.52 ms')
         """
-        return UNKNOWN if time is None else f"{self.number(time)} {self.unit}".rstrip()
+        if time is None or self._is_too_large_for(time):
+            return self.number(time)
+        return f"{self.number(time)} {self.unit}".rstrip()
+
+    def _is_too_large_for(self, time: float) -> bool:
+        """Return whether the time would have one figure or none, and more of them in a smaller unit."""
+        if self.decimals is None or not self.unit or not time:
+            return False
+        return abs(time) / self.size < 10.0 ** (1 - self.decimals) and self.of(time).size < self.size
 
 
 def tick_marks(end: float, largest_number: int) -> list[float]:

@@ -25,6 +25,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Every captured graph is checked after every pass.
 os.environ.setdefault("PIPEGRAPH_VERIFY", "1")
 
+# pytest-xdist gives its workers a terminal of 80 columns; what a test reads is as wide as in a file.
+os.environ.pop("COLUMNS", None)
+
 # A shell starts jobs in the background with SIGINT ignored, which every process that they start inherits.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -22,6 +22,7 @@ from pipegraph.graph import capture as module_of_capture
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.model_structure import class_text, modules_of, state_of
 from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.graphs.regions import Regions
 
 _captures: dict[object, Captured] = {}
 _traces: dict[object, DividedFunction] = {}
@@ -58,15 +59,15 @@ def _sharing_captures(own: Any) -> Any:
 
 
 def _sharing_traces(own: Any) -> Any:
-    def traced(subgraph: Subgraph, loss: Any, target: Any, tracing: BlockOptions) -> DividedFunction:
+    def traced(subgraph: Subgraph, loss: Any, target: Any, tracing: BlockOptions, regions: Regions) -> DividedFunction:
         if tracing.loss is not None:
-            return own(subgraph, loss, target, tracing)
+            return own(subgraph, loss, target, tracing, regions)
         outputs = subgraph.captured.outputs if subgraph.last else None
         key = subgraph.key, repr(outputs), tracing.gpu
         if key not in _traces:
-            _traces[key] = own(subgraph, loss, target, tracing)
+            _traces[key] = own(subgraph, loss, target, tracing, regions)
             return _traces[key]
-        return _traces[key].with_recompute(tracing.recompute)
+        return _traces[key].with_regions(regions)
 
     return traced
 

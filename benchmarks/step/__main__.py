@@ -14,11 +14,12 @@ import typer
 
 CASES_HELP = "llama or unet"
 VOCABULARY_HELP = "of the Llama"
-CORES_HELP = "for the two processes, such as 2,3; by default the idlest"
+CORES_HELP = "for the processes, such as 2,3; by default the idlest"
 TRIES_HELP = "how many cuts between layers are tried for each contender; for pipegraph as many inside layers"
 FIND_HELP = "Find the cuts anew, not those of the run that is kept."
 ONLY_HELP = "Only contenders whose name contains this; may be given several times."
 DEEPSPEED_HELP = "DeepSpeed as well; it has to be installed."
+SHARD_HELP = "How many processes share each stage, by FSDP; there are twice as many processes."
 DEFAULTS_HELP = "Measure what a default costs torch's user, in place of the contenders."
 ACCOUNT_HELP = "Say where the time of the fastest pipegraph's steps beyond the limit goes."
 CHECK_HELP = "Fail if pipegraph's ratios to the limit are worse than those kept, by more than noise."
@@ -36,6 +37,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help=ONLY_HELP)] = None,
     deepspeed: Annotated[bool, typer.Option("--deepspeed", help=DEEPSPEED_HELP)] = False,
     defaults: Annotated[bool, typer.Option("--defaults", help=DEFAULTS_HELP)] = False,
+    dp_shard: Annotated[int, typer.Option(help=SHARD_HELP)] = 1,
     account: Annotated[bool, typer.Option("--account", help=ACCOUNT_HELP)] = False,
     check: Annotated[bool, typer.Option("--check", help=CHECK_HELP)] = False,
     keep: Annotated[bool, typer.Option("--keep", help=KEEP_HELP)] = False,
@@ -44,7 +46,7 @@ def main(
     cores: Annotated[str, typer.Option(help=CORES_HELP)] = "",
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
-    """Compare steps of two processes with one thread each; ratios are taken within a round."""
+    """Compare steps of two processes, or more, with one thread each; ratios are taken within a round."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     import torch
@@ -53,12 +55,17 @@ def main(
     from benchmarks.step.entries import Options
     from benchmarks.step.machine import idlest_cores, machine_name
     from benchmarks.step.models import LlamaCase, UNetCase
+    from benchmarks.step.shards import check_shards, process_count
 
     if model not in ("llama", "unet"):
         raise typer.BadParameter(f"{model} is neither llama nor unet.", param_hint="--model")
     case = UNetCase(microbatches) if model == "unet" else LlamaCase(microbatches, vocabulary=vocabulary)
+    if problem := check_shards(case, dp_shard):
+        raise typer.BadParameter(f"{problem}.", param_hint="--dp-shard")
+    if dp_shard > 1 and (deepspeed or defaults or account):
+        raise typer.BadParameter("it is for torch's schedules and pipegraph's alone.", param_hint="--dp-shard")
     run: dict[str, Any] = {
-        "case": case.name,
+        "case": case.name if dp_shard == 1 else f"{case.name}, {dp_shard} shards",
         "table": "defaults" if defaults else "peers",
         "torch": torch.__version__.partition("+")[0],
         "machine": machine_name(),
@@ -70,8 +77,8 @@ def main(
         raise typer.BadParameter(
             "no run like this one is kept to compare with. Try: --keep first.", param_hint="--check"
         )
-    known = {} if find_cuts else results.kept_cuts(run)
-    core_numbers = tuple(map(int, cores.split(","))) if cores else idlest_cores(2)
+    known = {} if find_cuts else results.kept_cuts({**run, "case": case.name}) | results.kept_cuts(run)
+    core_numbers = tuple(map(int, cores.split(","))) if cores else idlest_cores(process_count(dp_shard))
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="pipegraph-step-") as folder:
         options = Options(
@@ -86,6 +93,7 @@ def main(
             deepspeed,
             defaults,
             account,
+            dp_shard,
         )
         run |= results.figures(run_ranks(options))
     run["load"] = [before, os.getloadavg()[0]]
@@ -106,15 +114,17 @@ def main(
 
 
 def run_ranks(options: Any) -> dict[str, Any]:
-    """Run both processes; return what they measured."""
+    """Run the processes; return what they measured."""
     from torch import multiprocessing
 
     from benchmarks.step.rank import main as run_rank
+    from benchmarks.step.shards import process_count
 
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     results = multiprocessing.get_context("spawn").SimpleQueue()
-    processes = multiprocessing.start_processes(run_rank, (options, port, results), nprocs=2, join=False)
+    count = process_count(options.shards)
+    processes = multiprocessing.start_processes(run_rank, (options, port, results), nprocs=count, join=False)
     assert processes is not None
     while results.empty():
         processes.join(timeout=1)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.step.account import LimitMeasured, RankMeasured, accounts, median_cost
 from benchmarks.step.bench import Bench, gathered
-from benchmarks.step.contenders import Limit, OwnPipeline
+from benchmarks.step.contenders import Contender, Limit, OwnPipeline
 from benchmarks.step.stopwatch import Cost, Stopwatch, cost_of, seconds_of_fault, total
 
 MESSAGES = 50
@@ -24,19 +24,20 @@ def measure_account(bench: Bench, pipeline: OwnPipeline) -> dict[str, Any]:
     bench.costs(pipeline)
     keeps.detach()
     body = Limit(bench.case, bench.model, with_loss=False, compiled=bench.options.compiled)
-    alone: list[Callable[[], Cost]] = [
-        lambda: keeps.alone(divided=True),
-        lambda: keeps.alone(divided=False),
-        lambda: keeps.alone(divided=False, with_loss=False),
-        lambda: cost_of(lambda: bench.limit.step(*bench.batch)),
-        lambda: cost_of(lambda: body.step(*bench.batch)),
+    alone: list[tuple[Contender, Callable[[], Cost]]] = [
+        (pipeline, lambda: keeps.alone(divided=True)),
+        (pipeline, lambda: keeps.alone(divided=False)),
+        (pipeline, lambda: keeps.alone(divided=False, with_loss=False)),
+        (bench.limit, lambda: cost_of(lambda: bench.limit.step(*bench.batch))),
+        (body, lambda: cost_of(lambda: body.step(*bench.batch))),
     ]
-    for run in alone:
+    for _, run in alone:
         run()  # compiles
     rounds: list[dict[str, Any]] = []
     for number in range(bench.options.rounds):
         bench.pin(number)
         before = bench.costs(bench.limit)
+        bench.settle(pipeline)
         watch = Stopwatch(pipeline)
         step = bench.costs(pipeline)
         watch.detach()
@@ -47,7 +48,7 @@ def measure_account(bench: Bench, pipeline: OwnPipeline) -> dict[str, Any]:
                 "limit": _mean([*before, *bench.costs(bench.limit)]),
                 "kernels": kernels,
                 "interpreter": step[dist.get_rank()].processor - total(kernels.values()).processor,
-                "alone": [_in_turn(bench, run) for run in alone],
+                "alone": [_in_turn(bench, contender, run) for contender, run in alone],
             }
         )
     divided, whole, without_loss, limit, limit_body = (
@@ -76,8 +77,9 @@ def measure_account(bench: Bench, pipeline: OwnPipeline) -> dict[str, Any]:
     }
 
 
-def _in_turn(bench: Bench, run: Callable[[], Cost]) -> Cost:
-    """Run something in one process after the other, so that each has the machine for itself."""
+def _in_turn(bench: Bench, contender: Contender, run: Callable[[], Cost]) -> Cost:
+    """Run a part of a contender in one process after the other, so that each has the machine for itself."""
+    bench.settle(contender)
     taken = Cost()
     for rank in range(dist.get_world_size()):
         dist.barrier()

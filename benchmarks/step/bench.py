@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 import pipegraph
 from benchmarks.step.contenders import Checker, Contender, Limit, Packages, Reference
-from benchmarks.step.cuts import RANKS, Candidate, CutSearch
+from benchmarks.step.cuts import Candidate, CutSearch
 from benchmarks.step.entries import Entry, Options, entries
-from benchmarks.step.machine import CoreTime, pin_threads
+from benchmarks.step.machine import CoreTime, pin_threads, use_default_malloc
 from benchmarks.step.stopwatch import Cost, cost_of
+from pipegraph.kernels.cpu import keep_freed_memory
 
 BETWEEN = 3
 """contenders that run between two runs of the limit"""
@@ -49,6 +50,7 @@ class Bench:
         self.contenders: dict[str, Contender] = {}
         self.chosen: dict[str, Candidate] = {}
         self.wrong: dict[str, str] = {}
+        self._keeps_memory: bool | None = None
 
     @property
     def limit(self) -> Contender:
@@ -73,8 +75,17 @@ class Bench:
         cut = f"cut at {', '.join(self.chosen[name].cuts)}: " if name in self.chosen else ""
         _print(f"{name}: {cut}{mistake or 'right'} ({time.perf_counter() - start:.1f} s)")
 
+    def settle(self, contender: Contender) -> None:
+        """Give each process the memory that it would have with this contender alone: after a change, run a step."""
+        if contender.keeps_memory is not self._keeps_memory:
+            self._keeps_memory = contender.keeps_memory
+            (keep_freed_memory if self._keeps_memory else use_default_malloc)()
+            contender.step(*self.batch)
+            contender.clear()
+
     def costs(self, contender: Contender) -> list[Cost]:
         """Run one step; return what it took on the main thread of each process."""
+        self.settle(contender)
         dist.barrier()
         cost = cost_of(lambda: contender.step(*self.batch))
         contender.clear()
@@ -86,8 +97,9 @@ class Bench:
         return mean(taken) if isinstance(contender, Limit) else max(taken)
 
     def pin(self, number: int) -> None:
-        """Keep each process on a core: every other round on the other's, because one may be slower."""
-        pin_threads({self.options.cores[(dist.get_rank() + number) % RANKS]})
+        """Keep each process on a core: every other round on another, because one may be slower."""
+        cores = self.options.cores
+        pin_threads({cores[(dist.get_rank() + number) % len(cores)]})
 
     def measure(self) -> list[dict[str, Any]]:
         """Run rounds of one step each, in a new random order: seconds by contender, and the limit's around them."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 
 import pipegraph
 from benchmarks.step.models import Case
@@ -23,7 +24,12 @@ _NUMBERS = itertools.count()
 
 
 class Contender(ABC):
-    """A way to run steps, in every process at the same time."""
+    """A way to run steps, in every process at the same time.
+
+    `keeps_memory`: whether it lets its process keep the memory of freed tensors; torch and DeepSpeed do not.
+    """
+
+    keeps_memory = False
 
     @abstractmethod
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
@@ -114,8 +120,12 @@ class Limit(Contender):
 class OwnPipeline(Contender):
     """pipegraph: a package under a schedule."""
 
-    def __init__(self, case: Case, package: Path, schedule: str | Schedule, kernels: str) -> None:
-        self.pipe = pipegraph.Pipeline(package, schedule, case.microbatches, case.loss, kernels=kernels)
+    keeps_memory = True
+
+    def __init__(
+        self, case: Case, package: Path, schedule: str | Schedule, kernels: str, mesh: DeviceMesh | None = None
+    ) -> None:
+        self.pipe = pipegraph.Pipeline(package, schedule, case.microbatches, case.loss, kernels=kernels, mesh=mesh)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
         loss = self.pipe.step(inputs, target=targets).loss

@@ -13,6 +13,7 @@ from benchmarks.step.contenders import Contender, OwnPipeline, Packages
 from benchmarks.step.cuts import RANKS, Candidate, Cuts
 from benchmarks.step.models import Case
 from benchmarks.step.peers import DeepSpeedPipeline, TorchPipeline
+from benchmarks.step.shards import OwnShards, TorchShards
 from pipegraph.schedule import build
 
 OWN = "1f1b", "zb-v", "searched"
@@ -23,6 +24,8 @@ TORCH = {  # torch's schedule → the schedule of pipegraph whose simulation pro
     "ZBVZeroBubble": "zb-v",
     "DualPipeV": "dualpipe-v",
 }
+SHARDED_TORCH = "1F1B", "Interleaved1F1B", "LoopedBFS"
+"""torch's schedules that compiled stages with `fully_shard` can run under"""
 DEFAULTS = {
     "torch 1F1B, loss not compiled": {"compiled_loss": False},
     "torch 1F1B, outputs joined": {"joined_outputs": True},
@@ -38,6 +41,7 @@ class Options:
     Attributes:
         known: cuts, and schedules, that an earlier run found; by contender.
         folder: for packages.
+        shards: how many processes share each stage.
     """
 
     case: Case
@@ -51,6 +55,7 @@ class Options:
     deepspeed: bool = False
     defaults: bool = False
     account: bool = False
+    shards: int = 1
 
     @property
     def compiled(self) -> bool:
@@ -81,13 +86,18 @@ def entries(options: Options, model: nn.Module, packages: Packages) -> list[Entr
     case, found = options.case, []
 
     def torch_pipeline(schedule: str, candidate: Candidate, **how: bool) -> Contender:
+        if options.shards > 1:
+            return TorchShards(case, model, schedule, candidate.cuts, options.shards, options.compiled)
         return TorchPipeline(case, model, schedule, candidate.cuts, options.compiled, **how)
 
     def deepspeed_pipeline(candidate: Candidate) -> Contender:
         return DeepSpeedPipeline(case, model, candidate.cuts, options.compiled)
 
     def own_pipeline(candidate: Candidate) -> Contender:
-        return OwnPipeline(case, packages.at(candidate.cuts), candidate.schedule, options.kernels)
+        package = packages.at(candidate.cuts)
+        if options.shards > 1:
+            return OwnShards(case, package, candidate.schedule, options.kernels, options.shards)
+        return OwnPipeline(case, package, candidate.schedule, options.kernels)
 
     def peer(name: str, schedule: str, make: Callable[[Candidate], Contender]) -> list[Entry]:
         wanted = [each for each in (name, f"{name}, even") if is_wanted(each)]
@@ -103,6 +113,8 @@ def entries(options: Options, model: nn.Module, packages: Packages) -> list[Entr
             found.append(Entry(name, "1f1b", partial(torch_pipeline, "1F1B", **how), "torch 1F1B"))
         return found
     for schedule, similar in TORCH.items():
+        if options.shards > 1 and schedule not in SHARDED_TORCH:
+            continue
         found += peer(f"torch {schedule}", similar, partial(torch_pipeline, schedule))
     if options.deepspeed:
         found += peer("DeepSpeed", "1f1b", deepspeed_pipeline)

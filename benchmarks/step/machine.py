@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Iterable
@@ -29,6 +30,13 @@ def pin_threads(cores: Iterable[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), cores)
+
+
+def use_default_malloc() -> None:
+    """Undo `keep_freed_memory`: the thresholds to which glibc adapts once tensors of 32 MiB were freed (mallopt(3))."""
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD
+    mallopt(-1, 64 * 2**20)  # M_TRIM_THRESHOLD
 
 
 class CoreTime:

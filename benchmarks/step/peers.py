@@ -36,6 +36,8 @@ class TorchPipeline(Contender):
     Args:
         compiled: whether stages and loss are, stages under schedules that allow it.
         compiled_loss, joined_outputs: False and True are what a user gets who asks for nothing else.
+        group: the pipeline's processes; by default all.
+        prepare: shards, and compiles, a stage in place of compiling all of it.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class TorchPipeline(Contender):
         compiled: bool = True,
         compiled_loss: bool = True,
         joined_outputs: bool = False,
+        group: dist.ProcessGroup | None = None,
+        prepare: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         modules = case.parts(model, cuts)
         count = len(modules)
         placement = [min(s, count - 1 - s) if schedule in V else s % ranks for s in range(count)]
@@ -58,14 +62,17 @@ class TorchPipeline(Contender):
         # A divided backward goes through the compiled loss with retain_graph, which donated buffers do not allow.
         self._keeps_buffers = torch._functorch.config.patch(donated_buffer=False) if schedule in V else nullcontext()
         shapes = _boundaries(modules, case)
+        if prepare is None:
+            prepare = _compiled if compiled and schedule not in V else lambda module: module
         stages = [
             pipelining.PipelineStage(
-                _compiled(module) if compiled and schedule not in V else module,
+                prepare(module),
                 index,
                 count,
                 torch.device("cpu"),
                 input_args=shapes[index],
                 output_args=shapes[index + 1],
+                group=group,
             )
             for index, module in self._own.items()
         ]

@@ -20,7 +20,9 @@ from pipegraph.schedule import Schedule, to_csv
 
 def main(rank: int, options: Options, port: int, results: Any) -> None:
     """Run the process of a rank. Rank 0 puts the results into the queue."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(RANKS * options.shards), MASTER_ADDR="localhost", MASTER_PORT=str(port)
+    )
     torch.set_num_threads(1)
     if options.compiled:
         warnings.filterwarnings("error", message=".*(runs? uncompiled|left to autograd)")

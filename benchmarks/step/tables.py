@@ -65,7 +65,7 @@ def conditions(run: dict[str, Any]) -> str:
     low, middle, high = (f"{part:.0%}" for part in run["others"])
     return (
         f"{run['date']}, {run['machine']}, {run['rounds']} rounds; medians with quartiles. Other programs had "
-        f"{middle} of the two cores ({low} – {high}); load average {run['load'][0]:.1f} before, {run['load'][1]:.1f} "
+        f"{middle} of the cores ({low} – {high}); load average {run['load'][0]:.1f} before, {run['load'][1]:.1f} "
         "after."
     )
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from importlib.metadata import version
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from pipegraph.arguments import asked_by_command
 from pipegraph.cli.calibrate import calibrate
+from pipegraph.cli.export import export
+from pipegraph.cli.output import wrapped
 from pipegraph.cli.plan import plan
 from pipegraph.cli.progress_bar import print_warning
 from pipegraph.cli.run import run
@@ -21,18 +25,43 @@ from pipegraph.cli.split import split
 from pipegraph.cli.trace import trace
 from pipegraph.cli.verify import verify
 from pipegraph.errors import PipegraphError, RuntimeFault, printable
+from pipegraph.version import __version__
+
+_UsageError: Any = typer.BadParameter.__base__  # click's, or of the copy of click that newer typer holds
 
 app = typer.Typer(
-    help="Turn a PyTorch model into a pipeline of readable stages, and run it.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (split, plan, verify, show, run, schedule, calibrate):
+for verb in (split, plan, verify, show, run, export, schedule, calibrate):
     app.command()(verb)
 app.add_typer(trace, name="trace")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"pipegraph {__version__}, torch {version('torch')}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def pipegraph(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Turn a PyTorch model into a pipeline of readable stages, and run it.
+
+    \b
+    Example:
+      pipegraph split examples/transformer.py --stages 2
+      pipegraph show build/transformer
+      pipegraph run build/transformer
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -45,21 +74,25 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         with asked_by_command(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            app(arguments, prog_name="pipegraph")
+            code = app(arguments, prog_name="pipegraph", standalone_mode=False)
     except Exception as error:
         if "--debug" in arguments:
             traceback.print_exc()
         # One write, because the ranks of torchrun share one stderr.
-        sys.stderr.write(f"error: {printable(_message(error))}\n")
-        sys.exit(error.exit_code if isinstance(error, PipegraphError) else RuntimeFault.exit_code)
-    sys.exit(0)
+        sys.stderr.write(f"{wrapped(f'error: {printable(_message(error))}', sys.stderr)}\n")
+        sys.exit(error.exit_code if isinstance(error, (PipegraphError, _UsageError)) else RuntimeFault.exit_code)
+    sys.exit(code or 0)  # a verb that is done returns nothing
 
 
 def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
-    print_warning(f"warning: {printable(str(message))}")
+    print_warning(wrapped(f"warning: {printable(str(message))}", sys.stderr))
 
 
 def _message(error: Exception) -> str:
     if isinstance(error, PipegraphError):
         return str(error)
+    if isinstance(error, _UsageError):
+        said = error.format_message()
+        verb = error.ctx.command_path if error.ctx is not None else "pipegraph"
+        return said if "\nTry: " in said else f"{said}\nTry: {verb} --help"
     return f"{type(error).__name__}: {error}\nThis was not expected.\nTry: --debug, which shows where it happened."

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pipegraph.cli.options import DebugOption, JsonOption, check_device
-from pipegraph.cli.output import check_target, print_json, write_target
+from pipegraph.cli.options import DebugOption, JsonOption, WideOption, check_device
+from pipegraph.cli.output import check_target, print_json, print_text, write_target
 from pipegraph.cli.progress_bar import progress
 
 
@@ -31,12 +31,18 @@ def calibrate(
     ] = None,
     ranks: Annotated[int, typer.Option(metavar="N", min=2, help="Processes whose links are measured.")] = 2,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    wide: WideOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure this machine, in about a minute: products of matrices, convolutions, attention, memory, links.
+    """Measure this machine into a profile.
 
-    Other commands take the profile with `--hardware`. A machine that does other work meanwhile measures slower.
+    This takes about a minute: products of matrices, convolutions, attention, memory, links. Other commands take the
+    profile with --hardware. A machine that does other work meanwhile measures slower.
+
+    \b
+    Example:
+      pipegraph calibrate -o hardware.json
     """
     check_device(device, ranks)
     check_target(out, overwrite)
@@ -51,7 +57,7 @@ def calibrate(
     if json:
         print_json({key: value for key, value in hardware.to_dict().items() if key != "schema_version"})
     else:
-        print(render_hardware(hardware), flush=True)
+        print_text(lambda width: render_hardware(hardware, width), wide)
     write_target(out, hardware.to_json())  # after the table, which a full disk must not prevent
     if out is not None and not json:
         print(f"\nwrote {out}")

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and those of ``split`` and ``run``, which have many.
+"""Arguments and options that several commands share, and those of ``split``, which has many.
 
 The values of options, such as devices, sizes of memory and lists, are read and checked here, too.
 """
@@ -29,7 +29,7 @@ def check_device(device: str, count: int = 1, users: str = "ranks") -> None:
     present = torch.cuda.device_count()
     if present < count:
         need = f"{count} {users} need a GPU each, and there are {present} here" if count > 1 else "there is no GPU here"
-        raise typer.BadParameter(f"{need}. Try --device cpu.", param_hint="--device")
+        raise typer.BadParameter(f"{need}.\nTry: --device cpu", param_hint="--device")
 
 
 def parse_memory(text: str) -> int:
@@ -52,8 +52,15 @@ def parse_numbers(text: str, option: str) -> list[int]:
     """Read ``8,16``, the value of an option. Raises typer.BadParameter for anything but whole numbers from 1 on."""
     names = parse_names(text, option)
     if not all(name.isdecimal() and int(name) > 0 for name in names):
-        raise typer.BadParameter(f"{text!r} are no whole numbers from 1 on: write 8 or 8,16.", param_hint=option)
+        raise typer.BadParameter(f"{text!r} are no whole numbers from 1 on.\nTry: 8, or 8,16", param_hint=option)
     return [int(name) for name in names]
+
+
+def complete_schedule(incomplete: str) -> list[str]:
+    """Return the schedules whose names begin so, for the shell."""
+    from pipegraph.schedule import names
+
+    return [name for name in names() if name.startswith(incomplete)]
 
 
 ModelArgument = Annotated[
@@ -74,11 +81,14 @@ SequenceOption = Annotated[
         "--seq", metavar="T", min=1, help="Tokens per row. [default: the example's, 128 for hf:]", show_default=False
     ),
 ]
-ScheduleOption = Annotated[str, typer.Option(metavar="NAME", help="Order of the work: 1f1b, gpipe, …")]
+ScheduleOption = Annotated[
+    str, typer.Option(metavar="NAME", autocompletion=complete_schedule, help="Order of the work: 1f1b, gpipe, …")
+]
 PlannedScheduleOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
+        autocompletion=complete_schedule,
         show_default=False,
         help="Order of the work: 1f1b, gpipe, …, or a CSV file. [default: the package's plan, else 1f1b]",
     ),
@@ -144,7 +154,13 @@ RanksOption = Annotated[
         help="Ranks, for schedules with any number of stages on a rank. [default: as the schedule has it]",
     ),
 ]
-RecomputeOption = Annotated[str, typer.Option(metavar="R", help="none, min-cut or block, as it will run.")]
+RecomputeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="R",
+        help="none, min-cut, block; auto: chosen with the cuts; or for modules: 'layers.*=block,*.mlp=none'.",
+    ),
+]
 PackageOption = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="OUT", show_default=False, help="Folder to write. [default: build/NAME]"),
@@ -187,99 +203,8 @@ CheckOption = Annotated[
     bool, typer.Option("--check", help="Write nothing; print a diff, and exit with 1 if OUT would change.")
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a package that pipegraph wrote.")]
-ProcessesOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        show_default=False,
-        help="Processes to start; 1 runs every stage in this one. [default: the ranks of the schedule]",
-    ),
-]
-ReplicateOption = Annotated[
-    int,
-    typer.Option(
-        "--dp-replicate", metavar="N", min=1, help="Pipelines that train the model together, each with the whole of it."
-    ),
-]
-ShardOption = Annotated[
-    int,
-    typer.Option(
-        "--dp-shard", metavar="N", min=1, help="Ranks that share a stage's parameters, for batches of their own."
-    ),
-]
-TensorOption = Annotated[
-    int,
-    typer.Option("--tp", metavar="N", min=1, help="Ranks that divide each layer, by the package's own tp_plan."),
-]
-MeshOrderOption = Annotated[
-    str,
-    typer.Option(
-        "--mesh-order", metavar="NAMES", help="The dimensions of the mesh; ranks along the last are neighbours."
-    ),
-]
-StepsOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="K",
-        min=1,
-        show_default=False,
-        help="Steps to run; times are measured from the second one on. [default: 1; with --profile 4]",
-    ),
-]
-ProfileOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        show_default=False,
-        help="Record every step but the first, which warms up, in a new folder in DIR: a trace for each rank.",
-    ),
-]
-ExampleOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        show_default=False,
-        help="Take example_inputs, example_target and loss_fn from here. [default: seeded inputs, mean square]",
-    ),
-]
-LearningRateOption = Annotated[
-    float, typer.Option(metavar="LR", min=0.0, help="AdamW's learning rate; 0 leaves the weights as they are.")
-]
-KernelsOption = Annotated[
-    str, typer.Option(metavar="NAME", help="inductor (compiled), eager (divided, uncompiled) or autograd.")
-]
-StrictOption = Annotated[
-    bool, typer.Option("--strict", help="Fail if a stage cannot be compiled, in place of leaving it to autograd.")
-]
-RunDeviceOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to run; with cuda, a GPU per rank.")]
-TimeoutOption = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS",
-        min=0.1,
-        show_default=False,
-        help="How long a rank waits for another one before the run fails; longer than a step. [default: 1800]",
-    ),
-]
-LinksOption = Annotated[
-    str | None,
-    typer.Option(
-        "--hardware",
-        metavar="NAME|FILE",
-        show_default=False,
-        help="Profile whose links a step is predicted with; stages keep the package's times. [default: the one "
-        "that priced the package]",
-    ),
-]
-RecalibrateOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        show_default=False,
-        help="Write here the profile that priced the package, corrected by what was measured: a new file, or that "
-        "profile's own.",
-    ),
+WideOption = Annotated[
+    bool, typer.Option("--wide", help="Show all columns, and no line broken, however wide the terminal is.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 # `main` reads it, because it also handles errors of parsing.

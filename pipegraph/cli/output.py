@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pipegraph.errors import PipegraphError
+from pipegraph.report.text import wrap
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -29,23 +31,46 @@ def json_text(result: dict[str, Any]) -> str:
     return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)
 
 
-def print_grid(draw: Callable[[int | None, bool], Text]) -> None:
-    """Print what ``draw(width, coloured)`` draws.
+def terminal_width(stream: TextIO, wide: bool = False) -> int | None:
+    """Return the columns of the terminal that a stream writes to, or COLUMNS.
 
-    It is coloured on a terminal or with FORCE_COLOR set, and not with NO_COLOR. ``width`` is the terminal's; elsewhere
-    it is None, and lines are not folded.
+    None, for as many as a line needs, if there is neither or with ``--wide``.
+    """
+    if wide or not (stream.isatty() or os.environ.get("COLUMNS", "").isdecimal()):
+        return None
+    return shutil.get_terminal_size().columns
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Return ``text`` with lines broken at words where they are wider than the terminal."""
+    return wrap(text, terminal_width(stream))
+
+
+def print_text(draw: Callable[[int | None], str], wide: bool = False) -> None:
+    """Print what ``draw(width)`` returns, with longer lines of prose broken at words. None is any width."""
+    width = terminal_width(sys.stdout, wide)
+    print(wrap(draw(width), width), flush=True)
+
+
+def print_drawing(draw: Callable[[int | None, bool], Text], wide: bool = False) -> None:
+    """Print what ``draw(width, coloured)`` draws, as `print_text` does.
+
+    It is coloured on a terminal or with FORCE_COLOR set, and not with NO_COLOR.
     """
     from rich.console import Console
+    from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
     coloured = console.color_system is not None and not console.no_color
-    drawn = draw(console.width if sys.stdout.isatty() else None, coloured)
+    width = terminal_width(sys.stdout, wide)
+    drawn = draw(width, coloured)
     if not coloured:
-        print(drawn.plain, flush=True)
+        print(wrap(drawn.plain, width), flush=True)
         return
     if "TERM" not in os.environ:  # colour is forced, as in the log of a build: use more than 16 of them
         console = Console(highlight=False, soft_wrap=True, color_system="256")
-    console.print(drawn)
+    lines = drawn.split("\n", allow_blank=True)
+    console.print(Text("\n").join(line if line.spans else Text(wrap(line.plain, width)) for line in lines))
 
 
 def write_files(files: Iterable[tuple[Path, str]]) -> None:
@@ -57,7 +82,7 @@ def write_files(files: Iterable[tuple[Path, str]]) -> None:
         try:
             target = file.resolve()  # of a link, which stays
             if _is_not_a_file(file):
-                raise PipegraphError(f"{file} cannot be written: it is no regular file. Give a file's name.")
+                raise PipegraphError(f"{file} cannot be written: it is no regular file.\nTry: the name of a file.")
             part = target.with_name(f".{target.name}.{os.getpid()}")
             try:
                 part.write_text(text, encoding="utf-8")
@@ -70,8 +95,10 @@ def write_files(files: Iterable[tuple[Path, str]]) -> None:
             raise PipegraphError(f"{file} cannot be written: {why}.") from None
 
 
-def check_target(file: Path | None, overwrite: bool, ours: Callable[[Path], bool] = lambda file: False) -> None:
-    """Check before the work that a file can be written after it. Its folder need not exist.
+def check_target(
+    file: Path | None, overwrite: bool, ours: Callable[[Path], bool] = lambda file: False, option: str = "-o"
+) -> None:
+    """Check before the work that a file, which an option names, can be written after it. Its folder need not exist.
 
     Raises PipegraphError if the file exists, unless ``overwrite`` is given or it is ``ours`` to replace; if it is no
     regular file; and if nothing can be written there.
@@ -79,17 +106,20 @@ def check_target(file: Path | None, overwrite: bool, ours: Callable[[Path], bool
     if file is None:
         return
     if _is_not_a_file(file):
-        raise PipegraphError(f"{file} cannot be written: it is no regular file. Give a file's name.")
+        raise PipegraphError(f"{file} cannot be written: it is no regular file.\nTry: the name of a file.")
     if file.exists() and not overwrite and not ours(file):
-        raise PipegraphError(f"{file} exists already.\nTry: --overwrite, or another name for -o.")
+        raise PipegraphError(f"{file} exists already.\nTry: --overwrite, or another name for {option}.")
     folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not folder.is_dir():
-        raise PipegraphError(f"{file} cannot be written: {folder} is a file, not a folder.\nTry: another name for -o.")
+        raise PipegraphError(
+            f"{file} cannot be written: {folder} is a file, not a folder.\nTry: another name for {option}."
+        )
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise PipegraphError(
-            f"{file} cannot be written: {folder} takes no new file ({error.strerror}).\nTry: -o with another folder."
+            f"{file} cannot be written: {folder} takes no new file ({error.strerror}).\n"
+            f"Try: {option} with another folder."
         ) from None
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,17 +18,39 @@ from pipegraph.cli.options import (
     MemoryOption,
     ModelArgument,
     SequenceOption,
+    WideOption,
     check_device,
     parse_names,
     parse_numbers,
 )
-from pipegraph.cli.output import check_target, print_grid, print_json, write_target
+from pipegraph.cli.output import check_target, print_drawing, print_json, print_text, write_target
 from pipegraph.cli.progress_bar import hold_back_stderr, progress
+
+if TYPE_CHECKING:
+    from pipegraph.cost.model_output import LossOf
+    from pipegraph.graph.captured import Captured
+    from pipegraph.graph.sources.model_source import ModelSource
+    from pipegraph.planner.plan_options import PlanOptions
 
 
 def plan(
     model: ModelArgument,
-    ranks: Annotated[int, typer.Option(metavar="N", min=1, show_default=False, help="Ranks that hold the stages.")],
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", min=1, show_default=False, help="Ranks that hold the stages.")
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="In place of --ranks: devices to divide into pp × dp_replicate × dp_shard × tp.",
+        ),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(metavar="ROWS", min=1, show_default=False, help="With --devices: rows of a step, of all devices."),
+    ] = None,
     memory: MemoryOption = None,
     schedule: Annotated[
         str | None,
@@ -41,7 +64,7 @@ def plan(
         str | None,
         typer.Option(metavar="V,…", show_default=False, help="Stages on a rank. [default: 1 or 2, 4 if these are few]"),
     ] = None,
-    recompute: Annotated[str, typer.Option(metavar="R,…", help="What a backward computes again.")] = (
+    recompute: Annotated[str, typer.Option(metavar="R,…", help="What a backward computes again, as for split.")] = (
         "none,min-cut,block"
     ),
     balance: Annotated[str, typer.Option(metavar="time|measured", help="Where times are from.")] = "time",
@@ -55,13 +78,29 @@ def plan(
     seq: SequenceOption = None,
     allow_derivative: AllowDerivativeOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE even if it is no plan.")] = False,
+    wide: WideOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare plans for so many ranks by predicted time and memory, and explain the best. Nothing but -o is written."""
+    """Compare plans by predicted time and memory.
+
+    Schedules, numbers of stages and microbatches, recompute and cuts are compared for so many ranks, and the best plan
+    is explained. With --devices and --global-batch the mesh, the rows of a microbatch and what each stage computes
+    again are chosen too. Nothing but -o is written.
+
+    \b
+    Example:
+      pipegraph plan examples/transformer.py --ranks 2
+    """
+    if (ranks is None) == (devices is None) or (devices is None) != (global_batch is None):
+        raise typer.BadParameter(
+            "one of them is missing, or one too many.\nTry: --ranks, or --devices with --global-batch",
+            param_hint="--ranks / --devices",
+        )
     if balance not in ("time", "measured"):
         raise typer.BadParameter(
-            f"{balance!r} is neither time nor measured; split takes the others.", param_hint="--balance"
+            f"{balance!r} is neither time nor measured.\nTry: one of them; split takes the others.",
+            param_hint="--balance",
         )
     names = None if schedule is None else parse_names(schedule, "--schedule")
     counts = None if microbatches is None else parse_numbers(microbatches, "--microbatches")
@@ -80,7 +119,7 @@ def plan(
         from pipegraph.workflows.batch import loss_and_target
 
         check_target(out, overwrite, ours=is_plan)
-        plans = candidates(ranks, names, counts, chunks, parse_names(recompute, "--recompute"))
+        plans = () if ranks is None else candidates(ranks, names, counts, chunks, _choices(recompute))
         profile = Hardware.load(hardware)
         source = load(model, weights=False, batch=batch, seq=seq)
         options = PlanOptions(
@@ -91,6 +130,10 @@ def plan(
             loss=loss_and_target(source),
             setting=MeasureOptions(device),
         )
+    if devices is not None and global_batch is not None:
+        _plan_cluster(source, options, devices, global_batch, names, allow_derivative, out, json, wide, debug)
+        return
+    assert ranks is not None
     with progress(f"capturing {source.name}"), hold_back_stderr(unless=debug):
         captured = capture_source(source, allow_derivative)
     with progress("comparing plans"):
@@ -99,8 +142,66 @@ def plan(
     if json:
         print_json(plan_comparison_dict(comparison, best))
     else:
-        print(f"{render_plan_comparison(comparison)}\n")
-        print_grid(lambda width, coloured: render_plan(best, coloured))
+        print_text(lambda width: f"{render_plan_comparison(comparison, width)}\n", wide)
+        print_drawing(lambda width, coloured: render_plan(best, width, coloured), wide)
     write_target(out, PlanFile.of(best).to_json())
     if out is not None and not json:
         print(f"wrote {out}")
+
+
+def _plan_cluster(
+    source: ModelSource,
+    options: PlanOptions,
+    devices: int,
+    global_batch: int,
+    schedules: list[str] | None,
+    allow_derivative: bool,
+    out: Path | None,
+    json: bool,
+    wide: bool,
+    debug: bool,
+) -> None:
+    """Choose the mesh as well, and print the plans worth a choice."""
+    from torch import Tensor
+
+    from pipegraph.graph.capture import capture_source
+    from pipegraph.graph.internals import pytree
+    from pipegraph.graph.sources.huggingface import tp_plan_of
+    from pipegraph.planner.joint_plan.joint import joint_plan
+    from pipegraph.planner.joint_plan.search import SCHEDULES
+    from pipegraph.planner.plan_file import PlanFile
+    from pipegraph.report.text.joint_tables import joint_comparison_dict, render_joint_comparison
+    from pipegraph.report.text.plan_tables import render_plan
+    from pipegraph.workflows.batch import loss_and_target
+
+    inputs = [leaf for leaf in pytree.tree_leaves((source.args, source.kwargs)) if isinstance(leaf, Tensor)]
+    shape = inputs[0].shape if inputs and inputs[0].dim() else (1,)
+    tokens = shape[1] if len(shape) == 2 and not inputs[0].is_floating_point() else None
+
+    def capture_rows(rows: int) -> tuple[Captured, tuple[LossOf, Any] | None]:
+        sized = replace(source, batch=rows)
+        return capture_source(sized, allow_derivative), loss_and_target(sized)
+
+    with progress("comparing plans"), hold_back_stderr(unless=debug):
+        comparison, best = joint_plan(
+            capture_rows,
+            source.batch or shape[0],
+            options,
+            devices,
+            global_batch,
+            schedules or SCHEDULES,
+            source.tp_plan or tp_plan_of(source.model),
+        )
+    if json:
+        print_json({"plan": PlanFile.of(best).to_dict(), **joint_comparison_dict(comparison)})
+    else:
+        of_row = source.seq or tokens
+        print_text(lambda width: f"{render_joint_comparison(comparison, global_batch, devices, of_row, width)}\n", wide)
+        print_drawing(lambda width, coloured: render_plan(best, width, coloured), wide)
+    write_target(out, PlanFile.of(best).to_json())
+    if out is not None and not json:
+        print(f"wrote {out}")
+
+
+def _choices(recompute: str) -> list[str]:
+    return recompute.split(";") if ";" in recompute else parse_names(recompute, "--recompute")

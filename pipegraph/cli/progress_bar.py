@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, redirect_stderr
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 
@@ -24,6 +25,7 @@ from pipegraph.runtime.processes.progress_relay import PrintLine, ProgressRelay
 
 _DELAY = 1.0  # seconds before a bar is shown
 _WIDTH = 28  # columns of a bar
+_BEGAN = time.monotonic()  # the command's time, which goes on from one bar to the next
 _shown: _TerminalBar | None = None
 
 
@@ -63,12 +65,27 @@ def print_warning(line: str) -> None:
         _shown.print(line, error=True)
 
 
+@dataclass(frozen=True)
+class _Count:
+    """How many of one kind are done of a round of them, and how many ``before`` it: a bar goes on, and never back."""
+
+    before: int = 0
+    done: int = 0
+    total: int = 0
+
+    def after(self, done: int, total: int) -> _Count:
+        """Return the count with a report, which begins another round if this one is over or was of another size."""
+        if total == self.total and (done >= self.done or self.done < self.total):
+            return _Count(self.before, max(done, self.done), total)
+        return _Count(self.before + self.done, done, total)
+
+
 class _TerminalBar:
     """A line at the bottom of the terminal: what is being done, a bar, and the time so far."""
 
     def __init__(self, doing: str) -> None:
         self._what, self._done, self._total = doing, 0, 0
-        self._began = time.monotonic()
+        self._counts: dict[str, _Count] = {}
         self._spinner = Spinner("dots")
         self._stderr = sys.stderr
         self._live = Live(
@@ -95,7 +112,9 @@ class _TerminalBar:
 
     def update(self, what: str, done: int, total: int) -> None:
         """Take a report of `pipegraph.progress.report_progress`."""
-        self._what, self._done, self._total = what, done, total
+        count = self._counts.get(what, _Count()).after(done, total)
+        self._what, self._counts[what] = what, count
+        self._done, self._total = count.before + count.done, count.before + count.total
 
     def print(self, line: str, error: bool = False) -> None:
         """Print above the bar."""
@@ -117,7 +136,7 @@ class _TerminalBar:
         what, done, total = self._what, self._done, self._total
         line = Table.grid(padding=(0, 1))
         bar = (ProgressBar(total, done, _WIDTH), f"{done} of {total}") if total else ()
-        minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+        minutes, seconds = divmod(int(time.monotonic() - _BEGAN), 60)
         line.add_row(self._spinner, f"{what}{'' if total else ' …'}", *bar, f"{minutes}:{seconds:02}")
         return line
 

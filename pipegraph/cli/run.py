@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,30 +19,43 @@ from pipegraph.cli.options import (
     CheckpointOption,
     CheckWeightsOption,
     DebugOption,
-    ExampleOption,
     JsonOption,
+    MicrobatchesOption,
+    PackageArgument,
+    PlannedScheduleOption,
+    SequenceOption,
+    WideOption,
+    check_device,
+)
+from pipegraph.cli.output import check_target, json_text, terminal_width, write_target
+from pipegraph.cli.progress_bar import progress
+from pipegraph.cli.run_options import (
+    PROFILED_STEPS,
+    STEPS,
+    CheckpointEveryOption,
+    ExampleOption,
+    KeepOption,
     KernelsOption,
     LearningRateOption,
     LinksOption,
     MeshOrderOption,
-    MicrobatchesOption,
-    PackageArgument,
-    PlannedScheduleOption,
+    PrecisionOption,
     ProcessesOption,
     ProfileOption,
     RecalibrateOption,
     ReplicateOption,
     RunDeviceOption,
-    SequenceOption,
+    RunFolderOption,
+    SeedOption,
     ShardOption,
     StepsOption,
     StrictOption,
     TensorOption,
     TimeoutOption,
-    check_device,
+    check_checkpoint,
+    check_profile,
+    check_recalibrate,
 )
-from pipegraph.cli.output import check_target, json_text, write_target
-from pipegraph.cli.progress_bar import progress
 
 if TYPE_CHECKING:
     from pipegraph.cost.hardware import Hardware
@@ -52,8 +66,7 @@ if TYPE_CHECKING:
     from pipegraph.schedule import Schedule
     from pipegraph.workflows.train import Training
 
-_STEPS = 1
-_PROFILED_STEPS = 4
+_SAVE_SECONDS = 600.0  # for a run to end a step and save it when a signal ends it
 
 
 def run(
@@ -73,32 +86,44 @@ def run(
     seq: SequenceOption = None,
     weights: CheckpointOption = None,
     check_weights: CheckWeightsOption = True,
-    learning_rate: LearningRateOption = 1e-3,
+    checkpoint: RunFolderOption = None,
+    checkpoint_every: CheckpointEveryOption = None,
+    keep: KeepOption = None,
+    learning_rate: LearningRateOption = None,
     kernels: KernelsOption = "inductor",
+    precision: PrecisionOption = None,
+    seed: SeedOption = None,
     strict: StrictOption = False,
     device: RunDeviceOption = "cpu",
     timeout: TimeoutOption = None,
     hardware: LinksOption = None,
     recalibrate: RecalibrateOption = None,
+    wide: WideOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Train on one batch with AdamW; print each step's loss and time, and predicted and measured figures.
+    """Train a package, and measure the steps.
 
-    A package that was planned runs its plan: its schedule, microbatches and ranks, unless options say otherwise.
-    It starts its own processes, unless torchrun has: torchrun --nproc-per-node N -m pipegraph run OUT
+    It trains on the data of a model file, or on one batch. Each step is printed with its loss and time, then predicted
+    beside measured figures. A package that was planned runs its plan: its schedule, microbatches and ranks, unless
+    options say otherwise. It starts its own processes, unless torchrun has.
+
+    \b
+    Example:
+      pipegraph run build/transformer --schedule zb-h1 --steps 5
+      torchrun --nproc-per-node 2 -m pipegraph run build/transformer
     """
-    if steps is None:
-        steps = _STEPS if profile is None else _PROFILED_STEPS
     if model is None and (batch is not None or seq is not None):
         raise typer.BadParameter(
-            "they belong to --model; without it the package's own sizes are used.", param_hint="--batch / --seq"
+            "they belong to --model; without it the package's own sizes are used.\nTry: --model too",
+            param_hint="--batch / --seq",
         )
     lengths = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
     if recalibrate is not None:
-        _check_recalibrate(steps, kernels)
+        check_recalibrate(STEPS if steps is None and model is None else steps, kernels)
     if profile is not None:
-        _check_profile(steps)
+        check_profile(steps)
+    check_checkpoint(checkpoint, checkpoint_every, keep)
     from pipegraph.runtime.processes.launch import exit_with_parent, is_launched, record_failure
 
     if timeout is not None:
@@ -115,18 +140,40 @@ def run(
         processes = grid.size
         links = _links(package, hardware, recalibrate)
         if processes > 1 and not is_launched():
-            _launch(context, processes, debug)
+            _launch(context, processes, debug, grace=0.0 if checkpoint is None else _SAVE_SECONDS)
             return
         # The rank that knows the loss prints, and shows progress.
         quiet = is_launched() and int(os.environ["RANK"]) != grid.first(chosen.placement[-1])
         source = _source(model, batch, seq)
         with progress("loading", quiet) as say:
+            from pipegraph.workflows.run_checkpoints import CheckpointOptions, Termination
             from pipegraph.workflows.train import Training
 
+            checkpoints = None
+            if checkpoint is not None:
+                checkpoints = CheckpointOptions(checkpoint, checkpoint_every or 100, keep or 3)
             training = Training(
-                package, chosen, source, device, learning_rate, kernels, timeout, weights, check_weights, strict, grid
+                package,
+                chosen,
+                source,
+                device,
+                learning_rate,
+                kernels,
+                timeout,
+                weights,
+                check_weights,
+                strict,
+                grid,
+                checkpoints,
+                seed,
+                precision,
             )
-            _train(training, package, chosen, steps, links, recalibrate, profile, json, say)
+            if steps is None and not training.has_data:
+                steps = STEPS if profile is None else PROFILED_STEPS
+            width = terminal_width(sys.stdout, wide)
+            _train(training, package, chosen, steps, links, recalibrate, profile, json, say, width)
+        if training.was_terminated:
+            sys.exit(Termination.exit_code)
     except (Exception, KeyboardInterrupt) as error:
         record_failure(error)
         raise
@@ -149,6 +196,9 @@ def _choose(
     from pipegraph.workflows.schedules import choose_schedule
 
     package = Package.open(out)
+    plan = package.manifest.prediction
+    if plan is not None and plan.mesh and schedule is None and all(length == 1 for length in lengths.values()):
+        lengths = plan.mesh
     if weights is not None:
         checkpoint_folder(weights)
     launched = is_launched()
@@ -169,11 +219,11 @@ def _links(package: Package, hardware: str | None, recalibrate: Path | None) -> 
     links = None if hardware is None else Hardware.load(hardware)
     if recalibrate is None:
         return links
-    check_target(recalibrate, overwrite=True)
+    check_target(recalibrate, overwrite=True, option="--recalibrate")
     return profile_for(package, recalibrate, links)
 
 
-def _launch(context: typer.Context, processes: int, debug: bool) -> None:
+def _launch(context: typer.Context, processes: int, debug: bool, grace: float) -> None:
     """Run the same command in a process for each rank."""
     from pipegraph.runtime.processes.launch import launch
     from pipegraph.runtime.processes.progress_relay import relay_progress
@@ -193,7 +243,8 @@ def _launch(context: typer.Context, processes: int, debug: bool) -> None:
     with progress(f"starting {processes} processes") as say, relay_progress(say) as environment:
         # -P: without the working folder on sys.path, as for the command that started this process.
         arguments = ["-P", "-m", "pipegraph", "run", str(context.params["out"]), *given]
-        launch(arguments, processes, debug, environment, [str(Path(file).parent) for file in environment.values()])
+        folders = [str(Path(file).parent) for file in environment.values()]
+        launch(arguments, processes, debug, environment, folders, grace)
 
 
 def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSource | None:
@@ -202,27 +253,6 @@ def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSourc
     from pipegraph.graph.sources import load
 
     return load(model, weights=False, batch=batch, seq=seq)
-
-
-def _check_recalibrate(steps: int, kernels: str) -> None:
-    if kernels != "inductor":
-        raise typer.BadParameter(
-            f"a profile predicts compiled kernels, and {kernels} kernels cannot correct it. Leave --kernels out.",
-            param_hint="--recalibrate",
-        )
-    if steps < 2:
-        raise typer.BadParameter(
-            "times are measured from the second step on, because the first one compiles. Try --steps 5.",
-            param_hint="--recalibrate",
-        )
-
-
-def _check_profile(steps: int) -> None:
-    if steps < 2:
-        raise typer.BadParameter(
-            f"{steps} step is too few: the first one warms up and is not recorded. Try --steps {_PROFILED_STEPS}.",
-            param_hint="--profile",
-        )
 
 
 def _prepare_profile(folder: Path) -> None:
@@ -237,29 +267,42 @@ def _train(
     training: Training,
     package: Package,
     schedule: Schedule,
-    steps: int,
+    steps: int | None,
     hardware: Hardware | None,
     recalibrate: Path | None,
     profile: Path | None,
     json: bool,
     say: PrintLine,
+    width: int | None,
 ) -> None:
-    """Run this process's stages; the process that holds the last one prints."""
+    """Run this process's stages; the process that holds the last one prints. ``steps`` are those of the whole run."""
     from pipegraph.planner.run_comparison import compare_run
+    from pipegraph.report.text import wrap
     from pipegraph.report.text.predicted_vs_measured import render_run_comparison, run_comparison_dict
     from pipegraph.workflows.recalibrate import find_uneven_ratios, format_ratios, recalibrate_hardware
 
-    taken = []
-    with training.profiled(profile, steps, hardware) if profile is not None else nullcontext() as recorded:
-        for step in training.steps(steps):
+    begun, taken = training.done, []
+    shows = training.knows_loss and not json
+    if training.went_on_from is not None and shows:
+        say(f"goes on from {training.went_on_from}")
+    count = None if steps is None else max(steps - begun, 0)
+    profiled = nullcontext() if profile is None or count == 0 else training.profiled(profile, count, hardware)
+    with profiled as recorded:
+        for step in training.steps(count):
             taken.append(dataclasses.asdict(step))
-            if not json:
+            if shows:
                 say(str(step))
+    if training.was_terminated and shows:
+        say(f"SIGTERM came: saved after {training.done} steps. The same command goes on.")
+    if training.done == begun:
+        if training.knows_loss:
+            say(json_text({"steps": taken}) if json else f"{begun} steps are done, and no more are to do.")
+        return
     measured = training.measured()
     kernels, is_compiled = training.kernels()
     if not training.knows_loss:
         return
-    compared = compare_run(package.manifest, schedule, measured, hardware)
+    compared = compare_run(package.manifest, training.schedule, measured, hardware)
     result: dict[str, Any] = {
         "schedule": schedule.name,
         "ranks": schedule.ranks,
@@ -269,9 +312,9 @@ def _train(
         "kernels": kernels,
     }
     if not json:
-        say(f"\n{render_run_comparison(compared)}")
+        say(f"\n{wrap(render_run_comparison(compared, width), width)}")
         if not is_compiled:
-            say("\n".join(["\nNot all is compiled:", *(f"  {line}" for line in kernels)]))
+            say(wrap("\n".join(["\nNot all is compiled:", *(f"  {line}" for line in kernels)]), width))
     if recalibrate is not None and hardware is not None:
         corrected = recalibrate_hardware(hardware, package.manifest, compared)
         write_target(recalibrate, corrected.to_json())

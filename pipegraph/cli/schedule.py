@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from pipegraph.cli.options import DebugOption, JsonOption
-from pipegraph.cli.output import print_grid, print_json, write_files
+from pipegraph.cli.options import DebugOption, JsonOption, WideOption, complete_schedule
+from pipegraph.cli.output import print_drawing, print_json, write_files
 from pipegraph.cli.progress_bar import progress
 
 NameArgument = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
+        autocompletion=complete_schedule,
         show_default=False,
         help="1f1b, zb-v, …; a CSV file; or search, which looks for the fastest order.",
     ),
@@ -76,10 +77,18 @@ def schedule(
     csv: Annotated[
         Path | None, typer.Option(metavar="FILE", show_default=False, help="Write its actions, as torch reads them.")
     ] = None,
+    wide: WideOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Draw a schedule over time, with its bubble, its memory, and how far it is from the best possible."""
+    """Draw, check and simulate a schedule.
+
+    It is drawn over time, with its bubble, its memory, and how far it is from the best possible.
+
+    \b
+    Example:
+      pipegraph schedule zb-v --ranks 4 --microbatches 8
+    """
     from pipegraph.schedule import PLACEMENTS, read_times, to_csv
     from pipegraph.schedule.lower_bound import SimulatedSchedule
 
@@ -103,4 +112,4 @@ def schedule(
     if json:
         print_json(simulated_schedule_dict(simulated))
         return
-    print_grid(lambda width, coloured: render_schedule(simulated, width, coloured))
+    print_drawing(lambda width, coloured: render_schedule(simulated, width, coloured), wide)

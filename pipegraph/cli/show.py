@@ -14,9 +14,10 @@ from pipegraph.cli.options import (
     MicrobatchesOption,
     PackageArgument,
     PlannedScheduleOption,
+    WideOption,
 )
-from pipegraph.cli.output import print_grid, print_json, write_files
-from pipegraph.cli.progress_bar import progress
+from pipegraph.cli.output import print_drawing, print_json, write_files
+from pipegraph.cli.progress_bar import print_warning, progress
 
 
 def show(
@@ -24,14 +25,22 @@ def show(
     schedule: PlannedScheduleOption = None,
     microbatches: MicrobatchesOption = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write a page: the picture, and tables.")
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write a page, for any browser.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Write a picture of it.")] = None,
     check_weights: CheckWeightsOption = True,
+    wide: WideOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show a package: its stages, boundaries and costs, and the schedule's grid."""
+    """Show a package, its costs and its schedule.
+
+    The stages, what crosses between them, why the cuts are where they are, and the schedule over time.
+
+    \b
+    Example:
+      pipegraph show build/transformer --html page.html
+    """
     from pipegraph.package import Package
     from pipegraph.report.text.package_tables import package_dict, render_package
     from pipegraph.workflows.schedules import choose_schedule
@@ -41,12 +50,19 @@ def show(
     with progress("checking weights"):
         damaged = package.damaged() if check_weights else ()
     if html is not None or svg is not None:
-        from pipegraph.report.html_pages import package_page
-        from pipegraph.report.package_picture import package_svg
+        from pipegraph.report.package_page import package_page
+        from pipegraph.report.package_picture import package_picture
 
-        drawn = ((html, package_page), (svg, package_svg))
-        write_files([(file, draw(package, chosen)) for file, draw in drawn if file is not None])
+        files = [] if html is None else [(html, package_page(package, chosen))]
+        if svg is not None:
+            picture = package_picture(package, chosen)
+            files.append((svg, picture.package))
+            if picture.timeline is not None:
+                beside = svg.with_name(f"{svg.stem}_timeline{svg.suffix}")
+                files.append((beside, picture.timeline))
+                print_warning(f"note: the schedule is too wide for {svg}, and has a picture of its own: {beside}")
+        write_files(files)
     if json:
         print_json(package_dict(package, chosen, damaged))
     else:
-        print_grid(lambda width, coloured: render_package(package, chosen, width, coloured, damaged))
+        print_drawing(lambda width, coloured: render_package(package, chosen, width, coloured, damaged), wide)

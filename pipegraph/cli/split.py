@@ -34,7 +34,7 @@ from pipegraph.cli.options import (
     WrittenCheckpointOption,
     check_device,
 )
-from pipegraph.cli.output import print_json
+from pipegraph.cli.output import print_json, print_text
 from pipegraph.cli.progress_bar import hold_back_stderr, progress
 
 if TYPE_CHECKING:
@@ -71,17 +71,22 @@ def split(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Split a model at the given points, or into N stages, and write the stages as Python source.
+    """Split a model into stages of Python source.
 
-    With --stages, the time of a step is predicted; with --points, only if --balance, --schedule, --microbatches,
-    --memory, --hardware or --recompute is given. With --plan, --memory checks that the plan fits.
+    It is cut at the given points, or into N stages at the best places. With --stages, the time of a step is predicted;
+    with --points, only if --balance, --schedule, --microbatches, --memory, --hardware or --recompute is given. With
+    --plan, --memory checks that the plan fits.
+
+    \b
+    Example:
+      pipegraph split examples/transformer.py --stages 2
     """
     search = {"balance": balance, "schedule": schedule, "microbatches": microbatches, "ranks": ranks}
     search |= {"hardware": hardware, "recompute": recompute, "device": device}
     given = {name: value for name, value in search.items() if _is_given(context, name)}
     _check_cuts(points, stages, plan_file, given)
     if check and (dry_run or overwrite):
-        raise typer.BadParameter("it writes nothing: leave out --dry-run and --overwrite.", param_hint="--check")
+        raise typer.BadParameter("it writes nothing.\nTry: leave out --dry-run and --overwrite.", param_hint="--check")
     if checkpoint is not None and no_weights:
         raise typer.BadParameter("use one of both: --weights writes weights.", param_hint="--weights / --no-weights")
     check_device(device)
@@ -94,6 +99,8 @@ def split(
 
         settings = _settings(given)
         file = None if plan_file is None else PlanFile.read(plan_file)
+        if file is not None and batch is None and file.inputs and file.inputs[0].shape:
+            batch = file.inputs[0].shape[0]  # the plan may be for another number of rows than the example has
         if folder is not None:
             require_package(folder) if check else require_writable(folder, overwrite)
         weights = not no_weights if checkpoint is None else checkpoint_folder(checkpoint)
@@ -121,11 +128,11 @@ def _check_cuts(points: str | None, stages: int | None, plan_file: Path | None, 
     if plan_file is not None and given:
         options = ", ".join(f"--{name}" for name in given)
         raise typer.BadParameter(
-            f"a plan is used as it was made: leave out {options}; or leave out --plan.", param_hint="--plan"
+            f"a plan is used as it was made.\nTry: leave out {options}; or leave out --plan.", param_hint="--plan"
         )
     if points is not None and given.get("balance") not in (None, "time", "measured"):
         raise typer.BadParameter(
-            f"{given['balance']} chooses points, and they were given: give --stages instead, or --balance time, which "
+            f"{given['balance']} chooses points, and they were given.\nTry: --stages instead, or --balance time, which "
             "predicts what a step takes with these points.",
             param_hint="--balance",
         )
@@ -136,14 +143,16 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     from pipegraph.cost.balance import parse_balance
     from pipegraph.cost.block_times import MeasureOptions
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.kernels.registry import check_recompute
+    from pipegraph.recompute import AUTO, Recompute
     from pipegraph.workflows.schedules import named_schedule
 
     settings = dict(given)
     readers = {"schedule": named_schedule, "hardware": Hardware.load}
     settings |= {name: read(settings[name]) for name, read in readers.items() if name in given}
     parse_balance(settings.get("balance", "time"))
-    check_recompute(settings.get("recompute", "none"))
+    for each in settings.get("recompute", AUTO).split(";"):
+        if each != AUTO:
+            Recompute.parse(each)
     return {**settings, "setting": MeasureOptions(settings.pop("device", "cpu"))}
 
 
@@ -206,20 +215,19 @@ def _write(planned: Plan, folder: Path | None, weights: bool | Path, overwrite: 
 def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -> None:
     from pipegraph.errors import one_line
     from pipegraph.report.text.package_tables import manifest_dict
-    from pipegraph.report.text.plan_tables import render_prediction_summary
+    from pipegraph.report.text.plan_tables import render_prediction_summary, stage_lines
 
     if json:
         print_json({"out": None if folder is None else str(folder), **manifest_dict(manifest)})
         return
-    print("\n".join(map(one_line, planned.describe())))
-    for size in planned.captured.sizes.fixed:
-        print(one_line(str(size)))
+    lines = [*stage_lines(planned.describe()), *(one_line(str(size)) for size in planned.captured.sizes.fixed)]
     if planned.captured.device_branch:
-        print(one_line(f"The model {planned.captured.device_branch}. The stages do what it does here."))
+        lines.append(one_line(f"The model {planned.captured.device_branch}. The stages do what it does here."))
     if planned.prediction is not None:
-        print(render_prediction_summary(planned.prediction))
+        lines.append(render_prediction_summary(planned.prediction))
     if folder is not None:
-        print(f"wrote {folder}")
+        lines.append(f"wrote {folder}")
+    print_text(lambda width: "\n".join(lines))
 
 
 def _default_name(model: str) -> str:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pipegraph.cli.options import DebugOption, JsonOption
-from pipegraph.cli.output import check_target, print_json, write_target
+from pipegraph.cli.options import DebugOption, JsonOption, WideOption
+from pipegraph.cli.output import check_target, print_json, print_text, write_target
 from pipegraph.cli.progress_bar import progress
 
 RunArgument = Annotated[
@@ -18,7 +18,20 @@ RunArgument = Annotated[
     ),
 ]
 
-trace = typer.Typer(help="Show a run that --profile recorded.", no_args_is_help=True)
+trace = typer.Typer()
+
+
+@trace.callback(invoke_without_command=True)
+def show_help(context: typer.Context) -> None:
+    """Show a run that --profile recorded.
+
+    \b
+    Example:
+      pipegraph run build/transformer --profile runs
+      pipegraph trace report runs
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @trace.command()
@@ -37,6 +50,10 @@ def merge(
     """Write one trace of all ranks for Perfetto.
 
     Open it at ui.perfetto.dev or in chrome://tracing. It shows measured and predicted actions.
+
+    \b
+    Example:
+      pipegraph trace merge runs -o trace.json.gz
     """
     check_target(out, overwrite)
     with progress(f"reading {folder}"):
@@ -50,7 +67,7 @@ def merge(
     if json:
         print_json(merge_dict(run, out, written, expected))
     else:
-        print(render_merge(run, out, written, expected), flush=True)
+        print_text(lambda width: render_merge(run, out, written, expected, width))
 
 
 @trace.command()
@@ -61,14 +78,19 @@ def report(
         typer.Option(metavar="FILE", show_default=False, help="Write a page with the timeline, for any browser."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it exists.")] = False,
+    wide: WideOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Report why each rank was idle, what to change, and predicted and measured times.
+    """Say why ranks are idle and what to change.
 
-    --html draws the run over time.
+    Predicted times stand beside measured ones. --html draws the run over time.
+
+    \b
+    Example:
+      pipegraph trace report runs --html report.html
     """
-    check_target(html, overwrite)
+    check_target(html, overwrite, option="--html")
     with progress(f"reading {folder}"):
         from pipegraph.report.text.trace_report import render_trace_report, trace_report_dict
         from pipegraph.tracing.analysis.run_analysis import analyse_run
@@ -82,6 +104,6 @@ def report(
     if json:
         print_json(trace_report_dict(analysis))
         return
-    print(render_trace_report(analysis), flush=True)
+    print_text(lambda width: render_trace_report(analysis, width), wide)
     if html is not None:
         print(f"\nwrote {html}", flush=True)

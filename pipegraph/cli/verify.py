@@ -16,7 +16,7 @@ from pipegraph.cli.options import (
     PackageArgument,
     SequenceOption,
 )
-from pipegraph.cli.output import print_json
+from pipegraph.cli.output import print_json, print_text, wrapped
 from pipegraph.cli.progress_bar import progress
 
 
@@ -30,7 +30,14 @@ def verify(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare a package's outputs, loss and gradients with those of the unsplit model. Exit code 1: they differ."""
+    """Compare a package with the unsplit model.
+
+    Its weights, outputs, loss and gradients are compared. Exit code 1: they differ.
+
+    \b
+    Example:
+      pipegraph verify build/unet examples/unet.py
+    """
     from pipegraph.package import Package, checkpoint_folder
 
     package = Package.open(out)
@@ -46,7 +53,8 @@ def verify(
     if json:
         print_json(found.to_dict())
     else:
-        print(found)
+        print_text(lambda width: str(found))
     if not found.equal:
-        print(f"error: {out} does not compute what {model} computes.\n{found.hint()}", file=sys.stderr)
+        said = f"error: {out} does not compute what {model} computes.\n{found.hint()}"
+        print(wrapped(said, sys.stderr), file=sys.stderr)
         raise typer.Exit(1)

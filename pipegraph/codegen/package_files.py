@@ -15,13 +15,14 @@ from pipegraph.codegen.classes.block_classes import BlockClasses
 from pipegraph.codegen.classes.merge_classes import merge_classes
 from pipegraph.codegen.classes.stage_class import stage_class
 from pipegraph.codegen.internals import defining_module
+from pipegraph.codegen.names.draw_names import draw_names
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.model_names import dtype_name, prose
 from pipegraph.codegen.render import render_blocks, render_init, render_stage, render_weights
 from pipegraph.codegen.syntax.statements import functions_called
 from pipegraph.codegen.weights import initialisation_lines, shard_name, shard_plan
 from pipegraph.errors import CaptureError
-from pipegraph.graph.captured import Captured
+from pipegraph.graph.captured import Captured, own_recompute
 from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.nodes import keeps_dtype, label_of, shape_of
 from pipegraph.graph.operators import index_bound
@@ -30,7 +31,8 @@ from pipegraph.graph.passes.gradients import untrained_parameters
 from pipegraph.graph.sources.huggingface import checkpoint_names, tp_plan_of
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import SymbolicSize
-from pipegraph.package import Buffer, CheckpointNames, Manifest, ModelEntry, PlanEntry, StageEntry, Value
+from pipegraph.package import CONFIG, Buffer, CheckpointNames, Manifest, ModelEntry, PlanEntry, StageEntry, Value
+from pipegraph.package.json_file import json_text
 from pipegraph.package.sizes import BATCH, Size
 from pipegraph.planner.plan import Plan
 from pipegraph.version import __version__
@@ -45,7 +47,7 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
         source: where the model came from.
 
     Returns:
-        the text of each source file by its name, and the manifest.
+        the text of each file by its name, and the manifest.
 
     Raises:
         CaptureError: an operation comes from a library that a package could not import.
@@ -74,13 +76,17 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     for index, stage in enumerate(stages):
         header = f"Stage {index} of {len(stages)} of {about}."
         files[f"stage_{index}.py"] = render_stage(stage, functions, shared, header, requires)
+    if source is not None and source.config is not None:  # for `pipegraph export`
+        files[CONFIG] = json_text(dict(source.config)) + "\n"
     names = _unique(plan.boundaries, source_names, set(captured.constants))
-    return files, _manifest(plan, names, files, weights, tuple(requires), source)
+    draws = [draw_names(captured, stage.nodes, blocks.called[stage.index]) for stage in plan.stages]
+    return files, _manifest(plan, names, draws, files, weights, tuple(requires), source)
 
 
 def _manifest(
     plan: Plan,
     names: Mapping[Boundary, str],
+    draws: Sequence[Mapping[str, tuple[str, ...]]],
     files: Mapping[str, str],
     weights: bool,
     requires: Sequence[str],
@@ -128,6 +134,7 @@ def _manifest(
                 weights=file if (file := shard_name(stage.index, len(plan.stages))) in shards else None,
                 cost=cost,
                 untrained=tuple(fqn for fqn in stage.state if fqn in untrained) or UNSET,
+                draws=dict(draws[stage.index]) or UNSET,
             )
             for stage, cost in zip(plan.stages, plan.costs, strict=True)
         ),
@@ -137,6 +144,7 @@ def _manifest(
         requires=tuple(requires),
         checkpoint=CheckpointNames(**checkpoint_names(captured.modules[""].module)),
         tp_plan=dict((source.tp_plan if source is not None else None) or tp_plan_of(captured.modules[""].module)),
+        recompute=str(own_recompute(captured)),
     )
 
 

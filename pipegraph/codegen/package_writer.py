@@ -17,13 +17,13 @@ from pipegraph.codegen.package_files import generate
 from pipegraph.codegen.weights import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Manifest, Package, checkpoint_folder, file_digest
+from pipegraph.package import CONFIG, MANIFEST, WEIGHTS_INDEX, Manifest, Package, checkpoint_folder, file_digest
 from pipegraph.package.staged_folder import existing_parent, staged_folder, unwritable
 from pipegraph.planner.plan import Plan
 
 _PACKAGE_FILE = re.compile(
     r"(__init__|blocks|weights|stage_\d+)\.py|stage-\d{5}-of-\d{5}\.safetensors|__pycache__|"
-    rf"{re.escape(MANIFEST)}|{re.escape(WEIGHTS_INDEX)}"
+    rf"{re.escape(MANIFEST)}|{re.escape(WEIGHTS_INDEX)}|{re.escape(CONFIG)}"
 )
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from os import PathLike
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipegraph.arguments import argument
 from pipegraph.codegen.expressions.torch_modules import module_constructor
@@ -21,7 +18,8 @@ from pipegraph.errors import PackageError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.initialisation import Initialisation
 from pipegraph.graph.partition.stages import StageGraph
-from pipegraph.package import WEIGHTS_INDEX, Package
+from pipegraph.package import Package
+from pipegraph.package.tensor_files import write_tensor_index, write_tensors
 from pipegraph.progress import track
 
 # For a parameter of which nothing is known.
@@ -65,7 +63,7 @@ def write_weights(captured: Captured, shards: dict[str, tuple[str, ...]], folder
     """
     for file, names in track("writing weights of stages", shards.items()):
         _check_values(captured, names)
-        _save({name: captured.tensors[name].cpu().contiguous().clone() for name in names}, folder / file)
+        write_tensors({name: captured.tensors[name].cpu().contiguous().clone() for name in names}, folder / file)
     _write_index(captured, shards, folder)
 
 
@@ -89,31 +87,15 @@ def copy_weights(
         state = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         tensors = {captured.state[name].canonical: tensor.detach() for name, tensor in state}
         written = folder / f".{file}"  # not yet in place of the shard, from which the stage may still read buffers
-        _save({name: tensors[name] for name in shards[file]}, written)
+        write_tensors({name: tensors[name] for name in shards[file]}, written)
         del module, state, tensors
         written.replace(folder / file)
     _write_index(captured, shards, folder)
 
 
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file. Raises OSError, as for any other file, if the disk is full."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, file)
-    except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        if found is None:
-            raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
-
-
 def _write_index(captured: Captured, shards: dict[str, tuple[str, ...]], folder: Path) -> None:
-    weight_map = {name: file for file, names in shards.items() for name in names}
-    total = sum(captured.tensors[name].nbytes for name in weight_map)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    files = {name: file for file, names in shards.items() for name in names}
+    write_tensor_index(files, sum(captured.tensors[name].nbytes for name in files), folder)
 
 
 def _check_values(captured: Captured, names: Iterable[str]) -> None:
@@ -157,8 +139,8 @@ def _listed_parameters(captured: Captured) -> Iterator[tuple[str, Initialisation
         if _is_made_by_torch(captured, entry):
             if values is not None and not values.is_usual:
                 yield entry.fqn, values
-        elif values is None or values.constant is None:
-            yield entry.fqn, values or _GUESS
+        elif values is None or values.constant is None or len(captured.names_of[entry.fqn]) > 1:
+            yield entry.fqn, values or _GUESS  # a tied one is initialised by the module that has it, too
 
 
 def _is_made_by_torch(captured: Captured, entry: StateEntry) -> bool:

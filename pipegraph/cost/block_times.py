@@ -22,6 +22,7 @@ from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, rando
 from pipegraph.errors import PlanError
 from pipegraph.graph.internals import pytree
 from pipegraph.kernels import make
+from pipegraph.kernels.cpu import keep_freed_memory
 from pipegraph.progress import report_progress, track
 from pipegraph.units import format_bytes, format_seconds
 from pipegraph.version import __version__
@@ -79,7 +80,7 @@ class MeasureOptions:
             "pipegraph": __version__,
             "matmul_precision": torch.get_float32_matmul_precision(),
             "kernels": self.kernels,
-            "recompute": block.recompute,
+            "recompute": str(block.regions.default.choice),
             "threads": self.threads or torch.get_num_threads(),
             "ranks": 1 if self.has_own_device else self.ranks,
         }
@@ -139,6 +140,8 @@ def _read(entry: dict[str, Any]) -> BlockTimes | None:
 def _run(blocks: Sequence[Block], setting: MeasureOptions) -> list[BlockTimes]:
     device = torch.device(setting.device)
     _check_memory(blocks, device)
+    if device.type == "cpu":
+        keep_freed_memory()  # as a rank does
     report_progress(f"measuring {len(blocks)} distinct blocks on {device_name(device)}")
     generator = torch.Generator(device).manual_seed(0)
     rounds = _Rounds([_BlockRun.of(block, setting, device, generator) for block in blocks], device)
@@ -226,7 +229,7 @@ class _BlockRun:
                 subgraph.input_gradients,
                 subgraph.output_gradients,
                 block.loss,
-                block.recompute,
+                block.regions,
             ),
             weights=sets,
             inputs=[random_input(node, device, generator) for node in subgraph.inputs],

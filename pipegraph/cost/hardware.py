@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -25,6 +25,7 @@ Rate = Annotated[float, Meta(ge=1e6, le=1e21)]
 Seconds = Annotated[float, Meta(ge=0, le=0.1)]
 
 SCHEMA_VERSION: Final = 1
+_COLLECTIVES: Final = ("gather", "reduce", "all_reduce")
 ANY: Final = "any"
 """The dtype of an attained part that holds for every dtype without its own."""
 OTHER: Final = "other"
@@ -51,15 +52,46 @@ KernelKind = Annotated[str, one_of(*_AXES)]
 
 
 class Link(Entry, frozen=True):
-    """One way from a rank to another: a message of b bytes takes ``latency + b / bandwidth`` seconds."""
+    """One way from a rank to another: a message of b bytes takes ``latency + b / bandwidth`` seconds.
+
+    Attributes:
+        gather, reduce, all_reduce: bytes per second over the bytes of the whole and the number of ranks, of collectives
+            between ranks that such links connect: what each rank has a part of is gathered; each rank gets its part of
+            a sum; every rank gets the sum. None for what was not measured.
+    """
 
     latency: Seconds
     bandwidth: Rate
     name: Text = ""
+    gather: SizeTable | None = None
+    reduce: SizeTable | None = None
+    all_reduce: SizeTable | None = None
 
     def seconds(self, size: float) -> float:
         """Return how long a message of so many bytes takes, in seconds."""
         return self.latency + size / self.bandwidth
+
+    def gather_seconds(self, size: float, ranks: int) -> float:
+        """Return how long so many ranks take to gather a tensor of so many bytes, of which each has a part.
+
+        What was not measured is that of a ring, which sends the parts on ``ranks - 1`` times.
+        """
+        return self._collective_seconds(self.gather, size, ranks, rounds=ranks - 1)
+
+    def reduce_seconds(self, size: float, ranks: int) -> float:
+        """Return how long they take to add up such tensors, of which each gets its part."""
+        return self._collective_seconds(self.reduce, size, ranks, rounds=ranks - 1)
+
+    def all_reduce_seconds(self, size: float, ranks: int) -> float:
+        """Return how long they take to add up such tensors, of which each gets the whole."""
+        return self._collective_seconds(self.all_reduce, size, ranks, rounds=2 * (ranks - 1))
+
+    def _collective_seconds(self, measured: SizeTable | None, size: float, ranks: int, rounds: int) -> float:
+        if ranks == 1:
+            return 0.0
+        if measured is not None:
+            return size / measured.at(bytes=max(size, 1.0), ranks=ranks)
+        return rounds * self.seconds(size / ranks)
 
 
 class MeasuredLinks(Entry, frozen=True):
@@ -107,8 +139,12 @@ class Links(Entry, frozen=True):
             latency, bandwidth = table.latency[rank][other], table.bandwidth[rank][other]
             if latency is not None and bandwidth is not None:
                 return Link(latency, bandwidth, table.name)
-        same = rank // self.ranks_per_node == other // self.ranks_per_node
-        return self.intra_node if same or self.inter_node is None else self.inter_node
+        return self.among((rank, other))
+
+    def among(self, ranks: Iterable[int]) -> Link:
+        """The usual link between ranks that do a collective together: between nodes if they are in several."""
+        is_one_node = len({rank // self.ranks_per_node for rank in ranks}) == 1
+        return self.intra_node if is_one_node or self.inter_node is None else self.inter_node
 
 
 class Hardware(Entry, frozen=True, kw_only=True):
@@ -156,6 +192,10 @@ class Hardware(Entry, frozen=True, kw_only=True):
         _check(self.attained_bandwidth, "attained_bandwidth", ("bytes", "footprint"), 0.0, 1.0)
         if self.first_touch is not None:
             _check(self.first_touch, "first_touch", ("bytes",), 1e6, 1e21)
+        for place, link in (("intra_node", self.links.intra_node), ("inter_node", self.links.inter_node)):
+            for name in _COLLECTIVES:
+                if (measured := getattr(link, name, None)) is not None:
+                    _check(measured, f"links.{place}.{name}", ("bytes", "ranks"), 1.0, 1e21)
 
     def flops_per_second(self, kind: str, dtype: str, footprint: float = math.inf, **sizes: float) -> float:
         """Return what a kernel of this kind attains. A kind without figures counts as a product of matrices.
@@ -222,6 +262,8 @@ class Hardware(Entry, frozen=True, kw_only=True):
         if self.measured_ratio == UNCORRECTED:
             del found["measured_ratio"]
         links = {name: value for name, value in found["links"].items() if value is not None}
+        for name in {"intra_node", "inter_node"} & links.keys():
+            links[name] = {key: value for key, value in links[name].items() if value is not None}
         return _figures({name: value for name, value in found.items() if value is not None} | {"links": links})
 
     def to_json(self) -> str:
@@ -269,14 +311,20 @@ def _figures(part: Any) -> Any:
 
 def _prepare(content: dict[str, Any]) -> dict[str, Any]:
     """The content of a file with a table, without axes, for each figure that may be one."""
-    attained = content.get("attained_flops")
-    kinds = attained.values() if isinstance(attained, dict) else ()
-    for tables in (content, *kinds):
-        if isinstance(tables, dict):
-            for name in {"attained_bandwidth", "first_touch"} & tables.keys() if tables is content else [*tables]:
-                if not isinstance(tables[name], dict):
-                    tables[name] = {"axes": {}, "values": tables[name]}
+    attained, links = content.get("attained_flops"), content.get("links")
+    tables: list[tuple[dict[str, Any], tuple[str, ...]]] = [(content, ("attained_bandwidth", "first_touch"))]
+    tables += [(each, tuple(each)) for each in _objects(attained, *(attained if isinstance(attained, dict) else ()))]
+    tables += [(each, _COLLECTIVES) for each in _objects(links, "intra_node", "inter_node")]
+    for held, names in tables:
+        for name in names:
+            if not isinstance(held.get(name), dict | None):
+                held[name] = {"axes": {}, "values": held[name]}
     return content
+
+
+def _objects(content: Any, *names: str) -> list[dict[str, Any]]:
+    """Those entries of an object that are objects."""
+    return [content[name] for name in names if isinstance(content, dict) and isinstance(content.get(name), dict)]
 
 
 _KIND: Final = FileKind(Hardware, "a hardware profile", PipegraphError, _MEASURE, SCHEMA_VERSION, _prepare)

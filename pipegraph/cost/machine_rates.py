@@ -37,7 +37,7 @@ Axes = Mapping[str, Sequence[int]]
 
 _KIB, _MIB = 2**10, 2**20
 _STREAMED = tuple(3 * size for size in (4 * _KIB, 32 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB))
-# From 32 MiB on, glibc gives what is freed back to the system: its threshold adapts up to there (mallopt(3)).
+# From 32 MiB on, glibc gives what is freed back to the system unless `keep_freed_memory` holds (mallopt(3)).
 _NEW = (1 * _MIB, 16 * _MIB, 31 * _MIB, 32 * _MIB, 128 * _MIB)
 _SHAPE = 256, 256  # of what a function is measured on: small enough for the cache of a core
 _MANY = 1024, 1024  # rows and columns, as of a layer's results: steps from row to row are steps from page to page

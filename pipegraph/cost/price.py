@@ -23,6 +23,7 @@ from pipegraph.cost.stage_cost import buffer_bytes, parameter_bytes
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of
 from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.recompute import DEFAULT, Recompute
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ def price(
     captured: Captured,
     method: str = "time",
     hardware: Hardware | None = None,
-    recompute: str = "min-cut",
+    recompute: object = DEFAULT,
     loss: tuple[LossOf, Any] | None = None,
     setting: MeasureOptions | None = None,
     cache: Cache | None = None,
@@ -97,7 +98,7 @@ def price(
             ``memory`` (parameters, and what is saved for the backward) alone; ``type:REGEX``, the modules whose class
             name matches. A weight that is not a time is the weight of F, of I and of W.
         hardware: the device of the roofline, with its ``measured_ratio``; ``cpu`` by default.
-        recompute: what the backward computes again, as the kernels will.
+        recompute: what the backward computes again, as `Recompute.parse` takes it.
         loss: a function of output and target, and a target; by default the mean square of the outputs.
         setting: how ``measured`` measures.
         cache: what ``measured`` measured before.
@@ -107,16 +108,19 @@ def price(
         stages: how many are to be made. Nothing is priced if the segments are too few for them.
 
     Raises:
+        ArgumentError: a pattern of ``recompute`` matches no module.
         PlanError: there are too few segments; the method is unknown; ``type:`` matches nothing; the blocks to measure
             do not fit the device.
     """
     name, pattern = parse_balance(method, PRICED)
+    again = Recompute.parse(recompute)
+    again.check_names({fqn for node in captured.nodes for _, fqn in path_of(node)})
     begins = begins_of_type(captured, pattern) if name == "type" else ()
     chain = find_chain(captured, inside_layers=name != "type", kept={*kept, *begins})
     chain.check_stages(stages)
     hardware, setting = hardware or Hardware.load("cpu"), setting or MeasureOptions()
     gpu = not setting.device.startswith("cpu") if name == "measured" else hardware.first_touch is None
-    parts = group_segments(chain, BlockOptions(loss, recompute, gpu, {} if traced is None else traced))
+    parts = group_segments(chain, BlockOptions(loss, again, gpu, {} if traced is None else traced))
     blocks = parts.blocks()
     prices = {block.key: _price(block, hardware) for block in blocks}
     uncounted = sorted({each for three in prices.values() for graph in three for each in graph.uncounted})

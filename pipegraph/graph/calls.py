@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from pipegraph.graph.captured import Captured
+from pipegraph.graph.captured import CHECKPOINTED, Captured
 from pipegraph.graph.internals import call_name
 from pipegraph.graph.nodes import helper_function, helpers_of, path_of
 
@@ -225,7 +225,7 @@ def sorted_by_place(
 
 def copy_places(source: fx.Node, target: fx.Node) -> None:
     """Give ``target``, which replaces or copies ``source``, the places of ``source`` as well."""
-    for key in ("argument_of", "result_of"):
+    for key in ("argument_of", "result_of", CHECKPOINTED):
         places = {**source.meta.get(key, {}), **target.meta.get(key, {})}
         for call, place in source.meta.get(key, {}).items():
             if isinstance(place, ArgumentPlace):

@@ -12,8 +12,10 @@ import torch
 from torch import fx, nn
 
 from pipegraph.graph.initialisation import Initialisation
+from pipegraph.graph.internals import call_name
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.symbolic_size import SizeLimits
+from pipegraph.recompute import DEFAULT, Recompute
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Captured:
     ``writes``                of an in-place operation: the name of the node that made the memory
     ``stack_trace``           the lines of source that made it
     ``pipe_splits``           the lines of ``torch.distributed.pipelining.pipe_split()`` that the model ran before it
+    ``checkpointed``          the module calls that returned it and that the model runs under ``torch.utils.checkpoint``
     ``argument_of``           the module calls that took it as an argument; ``result_of``: that returned it
     ========================  ==========================================================================================
 
@@ -139,6 +142,12 @@ class Captured:
         return list(found.values())
 
     @property
+    def checkpointed(self) -> tuple[str, ...]:
+        """The modules that the model runs under ``torch.utils.checkpoint``, in the order in which it ran them."""
+        calls = ((node, call_name(call), fqn) for node in self.nodes for call, fqn in path_of(node))
+        return tuple(dict.fromkeys(fqn for node, call, fqn in calls if call in node.meta.get(CHECKPOINTED, ())))
+
+    @property
     def inputs(self) -> tuple[fx.Node, ...]:
         """The model's tensor inputs."""
         return tuple(node for node in self.graph.nodes if node.op == "placeholder")
@@ -163,12 +172,29 @@ class Captured:
         return names
 
 
+def own_recompute(captured: Captured) -> Recompute:
+    """Return what the model itself computes again: the modules that it runs under ``torch.utils.checkpoint``.
+
+    If these are all that it has in a list, one pattern stands for them.
+    """
+    rules: dict[str, str] = {}
+    for name in captured.checkpointed:
+        container, _, number = name.rpartition(".")
+        others = [each for each in captured.modules if each.rpartition(".")[0] == container and container]
+        is_whole = number.isdecimal() and {*others} <= {*captured.checkpointed}
+        rules[f"{container}.*" if is_whole else name] = "block"
+    return Recompute.parse(rules or DEFAULT)
+
+
 def split_point(fqn: str, side: str) -> None:
     """Mark the beginning of a stage on a graph. Computes nothing."""
 
 
 PIPE_SPLITS = "pipe_splits"
 """Key of a node's metadata: the lines of ``pipe_split()`` that the model ran before it."""
+
+CHECKPOINTED = "checkpointed"
+"""Key of a node's metadata: the module calls that returned it under ``torch.utils.checkpoint``."""
 
 VALUE = "value"
 """Key of a node's metadata: the number in a constant of one element that the model's code makes at each call."""

@@ -30,6 +30,8 @@ RELATIVE_NUMBERS = "relative_numbers"
 HELPER_MARK = "()@"
 """Between the name of a function and the number of its call in a stack trace: ``rotate_half()@3``."""
 
+_DIMENSION = re.compile(r"(start_|end_)?dim|axis")
+
 _FRAME = re.compile(r'File "(.*)", line (\d+), in ')
 _FUNCTION = re.compile(r'\s*File ".*", line \d+, in (.*)')
 
@@ -68,6 +70,14 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     assert isinstance(node.target, OpOverload)
     names = (argument.name for argument in schema_arguments(node.target))
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def dimensions_of(node: fx.Node) -> frozenset[int]:
+    """The numbers among the arguments of an operation that name dimensions: 2, 0 and 1 of ``x.permute(2, 0, 1)``."""
+    if not isinstance(node.target, OpOverload):
+        return frozenset()
+    named = [value for name, value in arguments_of(node).items() if _DIMENSION.match(name)]
+    return frozenset(leaf for leaf in pytree.tree_leaves(named) if type(leaf) is int)
 
 
 SIZES = "sizes"

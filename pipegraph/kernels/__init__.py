@@ -9,7 +9,28 @@ stage ─ differentiate ─▶ blocks: equal module calls, traced once ─┐
                      └─▶ joint graph, a call of a block one node ─┴─ divide ─▶ F, I, W, B ─ program ─▶ kernels
 """
 
-from pipegraph.kernels.interface import Forward, Loss, SizedKernels, StageKernels
-from pipegraph.kernels.registry import Maker, make, maker, names
+from pipegraph.kernels.interface import (
+    DrawKeys,
+    Forward,
+    Loss,
+    LowPrecisionKernels,
+    SeededKernels,
+    SizedKernels,
+    StageKernels,
+)
+from pipegraph.kernels.registry import Maker, make, maker, makers, names
 
-__all__ = ["Forward", "Loss", "Maker", "SizedKernels", "StageKernels", "make", "maker", "names"]
+__all__ = [
+    "DrawKeys",
+    "Forward",
+    "Loss",
+    "LowPrecisionKernels",
+    "Maker",
+    "SeededKernels",
+    "SizedKernels",
+    "StageKernels",
+    "make",
+    "maker",
+    "makers",
+    "names",
+]

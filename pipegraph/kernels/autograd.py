@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipegraph.kernels.interface import Forward, Loss, StageKernels
+from pipegraph.kernels.computed_copies import ComputedCopies, written
+from pipegraph.kernels.interface import DrawKeys, Forward, Loss, StageKernels
 from pipegraph.kernels.loss import check_gradients, compute_loss, explained_without_target, requires_grad
+from pipegraph.kernels.module_state import ModuleState, accumulate
+from pipegraph.kernels.random.draws import LOSS, Draws, numbered, refusing_draws
 from pipegraph.kernels.sharded import check_outputs, waited
 
 
@@ -41,6 +45,18 @@ class AutogradKernels(StageKernels):
         self._input_gradients = tuple(input_gradients)
         self._output_gradients = tuple(output_gradients)
         self._loss = loss
+        self._keys: DrawKeys | None = None
+        self._copies: ComputedCopies | None = None
+        self._state: ModuleState | None = None  # of this step, once its copies are renewed
+
+    def draw_from(self, keys: DrawKeys) -> None:
+        self._keys = keys
+
+    def compute_in(self, dtype: torch.dtype, kept: Collection[str]) -> None:
+        self._copies = ComputedCopies(self._stage, dtype, kept)
+
+    def begin(self) -> None:
+        self._state = None
 
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
@@ -50,10 +66,11 @@ class AutogradKernels(StageKernels):
             value.detach().requires_grad_() if wanted and differentiable else None
             for value, wanted in zip(inputs, self._input_gradients, strict=True)
         )
-        with torch.set_grad_enabled(differentiable):
-            returned = self._stage(
-                *(value if leaf is None else leaf for value, leaf in zip(inputs, leaves, strict=True))
-            )
+        with self._drawing(), torch.set_grad_enabled(differentiable):
+            with self._computing():
+                returned = self._stage(
+                    *(value if leaf is None else leaf for value, leaf in zip(inputs, leaves, strict=True))
+                )
             outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
             check_outputs(outputs)
             with explained_without_target(target):
@@ -72,7 +89,9 @@ class AutogradKernels(StageKernels):
         ]
         if pairs:  # there are none in a frozen stage behind frozen ones
             edges, arrived = zip(*pairs, strict=True)
-            torch.autograd.backward(edges, arrived)
+            with nullcontext() if self._keys is None else refusing_draws():
+                torch.autograd.backward(edges, arrived)
+            self._accumulate()
         return tuple(None if leaf is None else waited(leaf.grad) for leaf in saved.leaves)
 
     def input_backward(self, saved: _GraphEnds, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -80,6 +99,39 @@ class AutogradKernels(StageKernels):
 
     def weight_backward(self, saved: _GraphEnds) -> None:
         pass
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """A context in which the stage computes with the copies of its tensors, if it has some."""
+        if self._copies is None:
+            yield
+            return
+        if self._state is None:
+            self._state = ModuleState(self._stage.modules())
+            self._copies.renew(self._state.tensors())
+        before = self._copies.versions()
+        with self._state.replaced(self._copies.tensors()):
+            yield
+        with torch.no_grad():
+            self._copies.write_back(written(before, self._copies.versions()))
+
+    def _accumulate(self) -> None:
+        """Add the gradients of copies to those of the stage's parameters."""
+        if self._copies is None or self._state is None:
+            return
+        pairs = list(zip(self._state.tensors(), self._copies.tensors(), strict=True))
+        with torch.no_grad():
+            accumulate((own, copy.grad) for own, copy in pairs if copy is not own and copy.grad is not None)
+        for own, copy in pairs:
+            if copy is not own:
+                copy.grad = None
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        keys = self._keys
+        if keys is None:
+            return nullcontext()
+        draws = Draws(self._stage, LOSS, key=lambda position: keys.key(*numbered(draws.modules, position)))
+        return draws.found()
 
 
 def _edge(output: Any) -> GradientEdge | None:

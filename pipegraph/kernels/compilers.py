@@ -15,9 +15,11 @@ from torch import Tensor, fx
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions
+from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.internals import Run
 from pipegraph.kernels.program import Compiler
 from pipegraph.progress import track
+from pipegraph.recompute import Recompute
 
 convolution_backward: Any = torch.ops.aten.convolution_backward.default
 
@@ -39,7 +41,7 @@ def compiler(name: str) -> Compiler:
     return Compiler(_eager)
 
 
-def options(name: str, recompute: str) -> TraceOptions:
+def options(name: str, recompute: Recompute | Regions) -> TraceOptions:
     """Return how graphs for a compiler are made, for stages that share blocks."""
     return TraceOptions(recompute, functools.partial(decompositions, inductor=name == "inductor"))
 

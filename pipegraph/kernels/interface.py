@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 Loss = Callable[[tuple[Tensor, ...], Any], Any]
@@ -90,5 +91,42 @@ class SizedKernels(Protocol):
         """Take over what is known of each input's dimensions: a number never changes, a name is that of a size.
 
         Called once, before all else.
+        """
+        ...
+
+
+class DrawKeys(Protocol):
+    """Where kernels find the keys of their random numbers, in the place of torch's generators."""
+
+    def key(self, module: str, number: int) -> int:
+        """The key of a draw of the forward that runs now: an odd number of 64 bits, with a sign.
+
+        Args:
+            module: the module that draws, as the stage names it.
+            number: how many draws it has made before in this forward.
+        """
+        ...
+
+
+@runtime_checkable
+class SeededKernels(Protocol):
+    """Kernels whose random numbers can be seeded."""
+
+    def draw_from(self, keys: DrawKeys) -> None:
+        """Take all random numbers from these keys. Called once, before all else."""
+        ...
+
+
+@runtime_checkable
+class LowPrecisionKernels(Protocol):
+    """Kernels that can compute in another dtype than that of the stage's parameters."""
+
+    def compute_in(self, dtype: torch.dtype, kept: Collection[str]) -> None:
+        """Compute with copies of the stage's tensors of floats in this dtype, and add gradients up in their own.
+
+        Called once, before all else.
+
+        Args:
+            kept: the names of the tensors that the stage computes with as they are.
         """
         ...

@@ -67,6 +67,11 @@ def add_all(tensors: list[Tensor], others: list[Tensor]) -> None:
     torch._foreach_add_(tensors, others)
 
 
+def copy_all(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Copy tensors into others of any dtype, as one operation on a GPU, by a private function as `add_all`."""
+    torch._foreach_copy_(tensors, others)
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether autograd calls a hook of a parameter. There is no public way to ask."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -86,8 +86,8 @@ def with_strides(tensor: Tensor, strides: Sequence[Any]) -> Tensor:
 def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor | None] = ()) -> None:
     """Add gradients to the `.grad` of parameters.
 
-    A parameter's first gradient becomes its `.grad` without a copy, if it has the parameter's strides, which optimizers
-    and others rely on.
+    A parameter's first gradient becomes its `.grad` without a copy, if it has the parameter's dtype and its strides,
+    which optimizers and others rely on.
 
     Args:
         pairs: (parameter, gradient). The gradient of a DTensor is its local tensor, in the parameter's placements. A
@@ -100,6 +100,8 @@ def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor |
     for parameter, gradient in pairs:
         if parameter.grad is None:
             own = _laid_out(gradient, local(parameter))
+            if not own.is_sparse:
+                own = own.to(parameter.dtype)  # of one that is computed with in fewer bits
             if id(own) in taken:
                 own = own.clone()
             taken.add(id(own))

@@ -3,47 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from pipegraph.arguments import require_type
-from pipegraph.errors import ArgumentError, PipegraphError, nearest
+from pipegraph.errors import PipegraphError, nearest
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.interface import Loss, StageKernels
+from pipegraph.recompute import DEFAULT, Recompute
+
+if TYPE_CHECKING:
+    from pipegraph.kernels.graphs.regions import Regions
 
 Maker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None], StageKernels]
 """(stage, which inputs want a gradient, for which outputs one arrives, the loss behind the last stage) → kernels"""
 
-RECOMPUTE = ("none", "min-cut", "block")
-"""What the backward computes again instead of reading it: nothing, what torch's partitioner chooses, or the block."""
 
-
-def _autograd(recompute: str, max_variants: int, strict: bool) -> Maker:
+def _autograd(recompute: Sequence[Recompute | Regions], max_variants: int, strict: bool) -> list[Maker]:
     if strict:
         raise PipegraphError(
             'kernels="autograd" leaves every stage to autograd, which strict=True refuses.\nTry: one of the two.'
         )
-    return AutogradKernels
+    return [AutogradKernels] * len(recompute)
 
 
-def _traced(name: str) -> Callable[[str, int, bool], Maker]:
-    def maker(recompute: str, max_variants: int, strict: bool) -> Maker:
+def _traced(name: str) -> Callable[[Sequence[Recompute | Regions], int, bool], list[Maker]]:
+    def makers(recompute: Sequence[Recompute | Regions], max_variants: int, strict: bool) -> list[Maker]:
         from pipegraph.kernels.compilers import compiler, options  # which import torch's compiler
         from pipegraph.kernels.traced import TracedKernels
 
-        return partial(
-            TracedKernels,
-            compiler=compiler(name),
-            options=options(name, recompute),
-            max_variants=max_variants,
-            strict=strict,
-        )
+        shared = options(name, recompute[0])
+        return [
+            partial(
+                TracedKernels,
+                compiler=compiler(name),
+                options=replace(shared, recompute=each),
+                max_variants=max_variants,
+                strict=strict,
+            )
+            for each in recompute
+        ]
 
-    return maker
+    return makers
 
 
-_MAKERS: dict[str, Callable[[str, int, bool], Maker]] = {
+_MAKERS: dict[str, Callable[[Sequence[Recompute | Regions], int, bool], list[Maker]]] = {
     "inductor": _traced("inductor"),
     "eager": _traced("eager"),
     "autograd": _autograd,
@@ -55,21 +62,14 @@ def names() -> tuple[str, ...]:
     return tuple(_MAKERS)
 
 
-def check_recompute(recompute: object) -> None:
-    """Raise ArgumentError unless this is one of `RECOMPUTE`."""
-    if recompute not in RECOMPUTE:
-        raise ArgumentError(
-            f'recompute cannot be "{recompute}".{nearest(str(recompute), RECOMPUTE)} There are: {", ".join(RECOMPUTE)}.'
-        )
-
-
-def maker(name: str, recompute: str = "min-cut", max_variants: int = 8, strict: bool = False) -> Maker:
-    """Return what makes the kernels of one pipeline's stages. The stages share equal blocks.
+def makers(
+    name: str, recompute: Sequence[Recompute | Regions], max_variants: int = 8, strict: bool = False
+) -> list[Maker]:
+    """Return what makes the kernels of each stage of a pipeline. The stages share equal blocks.
 
     Args:
         name: one of `names()`.
-        recompute: one of `RECOMPUTE`. "min-cut" is the default on every device: also on a CPU, computing a chain of
-            pointwise operations again takes less time than writing and reading its results.
+        recompute: what the backward of each stage computes again.
         max_variants: how many variants of a stage are traced, for different modes, dtypes, branches on sizes and so
             on. Further ones are left to autograd, with a warning.
         strict: whether that, and a stage that cannot be traced, is an error instead.
@@ -81,11 +81,16 @@ def maker(name: str, recompute: str = "min-cut", max_variants: int = 8, strict: 
         raise PipegraphError(
             f'No kernels are called "{name}".{nearest(name, _MAKERS)} There are: {", ".join(_MAKERS)}.'
         )
-    check_recompute(recompute)
     require_type(max_variants, int, "max_variants is a whole number from 1 on", "max_variants=8")
     if max_variants < 1:
         raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.")
     return _MAKERS[name](recompute, max_variants, strict)
+
+
+def maker(name: str, recompute: Any = DEFAULT, max_variants: int = 8, strict: bool = False) -> Maker:
+    """Return what makes the kernels of stages that recompute alike. The arguments are as for `makers` and `make`."""
+    (made,) = makers(name, [_parsed(recompute)], max_variants, strict)
+    return made
 
 
 def make(
@@ -94,15 +99,22 @@ def make(
     input_gradients: Sequence[bool],
     output_gradients: Sequence[bool],
     loss: Loss | None = None,
-    recompute: str = "min-cut",
+    recompute: Any = DEFAULT,
 ) -> StageKernels:
     """Return the kernels of one stage.
 
     Args:
-        name, recompute: as for `maker`.
+        name: one of `names()`.
         stage: the module.
         input_gradients: of each input, whether its gradient is wanted.
         output_gradients: of each output, whether a gradient arrives.
         loss: the last segment of the last stage.
+        recompute: what `Recompute.parse` takes; or the regions of a stage whose operations have places of their own.
     """
     return maker(name, recompute)(stage, input_gradients, output_gradients, loss)
+
+
+def _parsed(recompute: Any) -> Recompute | Regions:
+    from pipegraph.kernels.graphs.regions import Regions
+
+    return recompute if isinstance(recompute, Regions) else Recompute.parse(recompute)

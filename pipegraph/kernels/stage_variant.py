@@ -13,13 +13,16 @@ from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions, differentiate
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.graphs.block_operation import GradientMask
+from pipegraph.kernels.graphs.regions import ModuleRegions
 from pipegraph.kernels.interface import Loss
 from pipegraph.kernels.loss import check_gradients, compute_loss
 from pipegraph.kernels.module_state import ModuleState, with_strides
 from pipegraph.kernels.program import Compiler, Program
+from pipegraph.kernels.random.draws import LOSS, numbered
 from pipegraph.kernels.sharded import check_outputs, local
 from pipegraph.kernels.symbolic.symbolic_sizes import CallLayout, Dimension, Numbers, SymbolicSizes
 from pipegraph.kernels.trace_guard import unchanged, value_signature
+from pipegraph.recompute import Recompute
 
 Results = tuple[int | tuple[Any], ...]
 """Of each output, the position of its tensor among those returned, or the constant that it is."""
@@ -94,13 +97,15 @@ class StageCall:
 class StageVariant:
     """The graphs of a stage for one kind of call. They are compiled when first asked for.
 
-    The primals are the stage's parameters and buffers, then the tensors of the call.
+    The primals are the stage's parameters and buffers, then the tensors of the call, then the keys of its draws if it
+    draws random numbers.
 
     Attributes:
         divided: the graphs.
         results: how the stage's outputs are made of what the forward returns.
         metrics: the names of the metrics, the last things that the forward returns.
         layout: which calls they are for; None if for those of one shape.
+        draws: of each draw, its module and how many draws that has made before.
     """
 
     def __init__(
@@ -127,7 +132,8 @@ class StageVariant:
         self._written = [(index, outputs[node.name]) for index, node in joint.written.items()]
         self._saved_primals = [(name, primals[name]) for name in saved if name in primals]
         self._saved_outputs = [(name, outputs[name]) for name in saved if name not in primals]
-        self._first_input = len(primals) - len(call.tensors)
+        self.draws = [numbered(divided.draws, position) for position in range(len(divided.draws))]
+        self._first_input = len(primals) - len(call.tensors) - bool(self.draws)
         positions = iter(range(self._first_input, len(primals)))
         self._inputs = [next(positions) if isinstance(leaf, Tensor) else None for leaf in call.leaves[: call.inputs]]
 
@@ -174,8 +180,10 @@ class StageVariant:
         """The primals with the strides that the graphs are for."""
         if self.layout is None:
             return primals
-        inputs = zip(primals[self._first_input :], self.layout.strides_at(numbers), strict=True)
-        return [*primals[: self._first_input], *(with_strides(tensor, strides) for tensor, strides in inputs)]
+        strides = self.layout.strides_at(numbers)
+        end = self._first_input + len(strides)
+        inputs = map(with_strides, primals[self._first_input : end], strides)
+        return [*primals[: self._first_input], *inputs, *primals[end:]]
 
     def _program(self, kind: str, mask: GradientMask) -> Program:
         if (kind, mask) not in self._programs:
@@ -194,6 +202,7 @@ def trace(
     compiler: Compiler,
     options: TraceOptions,
     layout: CallLayout | None = None,
+    computed: Sequence[Tensor] | None = None,
 ) -> StageVariant:
     """Trace the stage, and its loss, for calls like this one.
 
@@ -205,6 +214,7 @@ def trace(
         compiler: makes programs of the graphs.
         options: how the graphs are made.
         layout: of all calls that the graphs are for; None for those of this shape.
+        computed: what this rank computes with in the place of the state; None if with its own part of it.
 
     Raises:
         Exception: whatever the stage raises on fake tensors.
@@ -241,11 +251,15 @@ def trace(
         if isinstance(leaf, Tensor):
             wanted.append(position < inputs and stage.input_gradients[position])
     sizes = SymbolicSizes() if layout is None else SymbolicSizes(layout.numbers, layout.names)
-    own = [local(tensor) for tensor in state.tensors()]
-    shapes = [*(tensor.shape for tensor in own), *(call.shapes if layout is None else layout.shapes_at(sizes.values))]
-    strides = [tensor.stride() for tensor in own]
+    if computed is None:
+        computed = [local(tensor) for tensor in state.tensors()]
+    shapes = [
+        *(tensor.shape for tensor in computed),
+        *(call.shapes if layout is None else layout.shapes_at(sizes.values)),
+    ]
+    strides = [tensor.stride() for tensor in computed]
     strides += call.strides if layout is None else layout.strides_at(sizes.values)
-    like = [*own, *call.tensors]
+    like = [*computed, *call.tensors]
     with (
         unchanged(held),
         internals.fake_tensors(sizes.environment),
@@ -257,5 +271,9 @@ def trace(
             )
             for shape, stride, tensor, is_wanted in zip(shapes, strides, like, wanted, strict=True)
         ]
-        divided = differentiate(function, state, primals, stage.module, has_gradient, options, sizes)
+        recompute = options.recompute if isinstance(options.recompute, Recompute) else Recompute()
+        regions = ModuleRegions.of_stage(stage.module, recompute)
+        divided = differentiate(
+            function, state, primals, stage.module, has_gradient, options, sizes, regions, outside=LOSS
+        )
     return StageVariant(divided, compiler, tuple(results), tuple(metrics), call, layout)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels.autocast import autocast_state, without_autograd_and_autocast
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.blocks.differentiate import TraceOptions
+from pipegraph.kernels.computed_copies import ComputedCopies
 from pipegraph.kernels.graphs.block_operation import GradientMask
-from pipegraph.kernels.interface import Forward, Loss
+from pipegraph.kernels.interface import DrawKeys, Forward, Loss
 from pipegraph.kernels.loss import check_memory
 from pipegraph.kernels.module_state import accumulate, with_strides
 from pipegraph.kernels.program import Compiler
@@ -76,6 +79,8 @@ class TracedKernels:
         self._warned: set[str] = set()
         self._awaited: str | None = None  # what a call without a graph has to make before there can be one
         self._made: set[str] = set()
+        self._keys: DrawKeys | None = None
+        self._copies: ComputedCopies | None = None
 
     @property
     def variants(self) -> list[StageVariant | None]:
@@ -95,12 +100,24 @@ class TracedKernels:
     def name_dimensions(self, shapes: Sequence[Sequence[int | str]]) -> None:
         self._names = [*shapes]
 
+    def draw_from(self, keys: DrawKeys) -> None:
+        self._keys = keys
+        self._options = replace(self._options, is_seeded=True)
+        self._autograd.draw_from(keys)
+
+    def compute_in(self, dtype: torch.dtype, kept: Collection[str]) -> None:
+        self._copies = ComputedCopies(self._stage.module, dtype, kept)
+        self._autograd.compute_in(dtype, kept)
+
     def begin(self) -> None:
         if self._guard is None:
             self._guard = TraceGuard(self._stage.module, self._stage.loss)
         elif (changed := self._guard.look()) is not None:
             # A forward that replaces a buffer at each call cannot be traced; it is not tried again at each step.
             self._forget(keep_refused=changed == "tensors")
+        if self._copies is not None:
+            self._copies.renew(self._state)
+        self._autograd.begin()
 
     def retrace(self) -> None:
         self._forget()
@@ -132,7 +149,10 @@ class TracedKernels:
             self._warn()  # after it: an error of the model's own has nothing to do with tracing
             return result
         with without_autograd_and_autocast():
-            tensors, values = variant.forward([*map(local, self._state), *call.tensors], numbers)
+            primals = [*self._computed, *call.tensors, *self._keys_of(variant)]
+            tensors, values = variant.forward(primals, numbers)
+            if self._copies is not None:
+                self._copies.write_back(variant.divided.joint.written)
         tensors = [each.detach() if each.requires_grad else each for each in tensors]
         outputs = tuple(tensors[result] if isinstance(result, int) else result[0] for result in variant.results)
         saved = SavedValues(variant, numbers, values) if differentiable else None
@@ -164,6 +184,20 @@ class TracedKernels:
     def _state(self) -> list[Tensor]:
         assert self._guard is not None
         return self._guard.state.tensors()
+
+    @property
+    def _computed(self) -> list[Tensor]:
+        """What this rank computes with in the place of the state."""
+        return [local(each) for each in self._state] if self._copies is None else self._copies.tensors()
+
+    def _keys_of(self, variant: StageVariant) -> list[Tensor]:
+        """The keys of the draws of this forward [draws], if there are any."""
+        if not variant.draws:
+            return []
+        assert self._keys is not None
+        keys = [self._keys.key(module, number) for module, number in variant.draws]
+        device = variant.divided.joint.primals[-1].meta["val"].device
+        return [torch.tensor(keys, device=device)]
 
     def _run(self, saved: SavedValues, kind: str) -> tuple[Tensor | None, ...]:
         """Run I, W or B, add its gradients of parameters to `.grad`, and return those of the inputs."""
@@ -214,7 +248,8 @@ class TracedKernels:
         if guard.obstacle is not None:
             raise RuntimeError(guard.obstacle)
         try:
-            return trace(self._stage, guard.held, guard.state, call, self._compiler, self._options, layout)
+            state, compiler, options = guard.state, self._compiler, self._options
+            return trace(self._stage, guard.held, state, call, compiler, options, layout, self._computed)
         except MadeWhenCalled as error:
             if str(error) in self._made:  # and a real call has not made it
                 raise RuntimeError(str(error)) from error

@@ -7,7 +7,7 @@ Package                    the folder: open, edited, missing, damaged, check_wei
       └── plan: PlanEntry  where it was cut, with the Prediction of a step
 """
 
-from pipegraph.package.folder import MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder, file_digest
+from pipegraph.package.folder import CONFIG, MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder, file_digest
 from pipegraph.package.manifest import SCHEMA_VERSION, Manifest, leaves
 from pipegraph.package.manifest_entries import (
     CALLER,
@@ -22,6 +22,7 @@ from pipegraph.package.manifest_entries import (
 
 __all__ = [
     "CALLER",
+    "CONFIG",
     "MANIFEST",
     "SCHEMA_VERSION",
     "WEIGHTS_INDEX",

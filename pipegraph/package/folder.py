@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _RESTORE = "Try: restore it, or split the model again."
 MANIFEST: Final = "pipeline.json"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+CONFIG: Final = "config.json"
+"""The configuration of a Hugging Face model, for `from_pretrained`."""
 _OF_PACKAGE = "mend what was edited, restore the files, or split the model again."
 _OF_CHECKPOINT = (
     "a checkpoint of the model that was split, as save_pretrained writes it; or split hf:DIR with its weights, which "
@@ -136,17 +138,20 @@ class Package:
         names = [name for stage in self.manifest.stages for name in stage.parameters]
         return not names or any(self.manifest.stored_name(name) in self.weight_map for name in names)
 
-    def load_stage(self, index: int, device: str = "cpu", weights: bool | str | PathLike[str] = True) -> nn.Module:
+    def load_stage(
+        self, index: int, device: str = "cpu", weights: bool | str | PathLike[str] = True, seed: int = 0
+    ) -> nn.Module:
         """Stage `index`, from its source as it is now.
 
-        Without `weights`, parameters are initialised as the model does it. With a path, they and the buffers of
+        Without `weights`, parameters are initialised as the model does it, with random numbers that follow from `seed`
+        and their names, so that they are equal on every rank and for every split. With a path, they and the buffers of
         `state_dict()` are those of a Hugging Face checkpoint, in the stage's dtypes: only the files that hold them are
         opened.
         """
         with self._unreplaced():
-            return self._load(index, device, weights)
+            return self._load(index, device, weights, seed)
 
-    def _load(self, index: int, device: str, weights: bool | str | PathLike[str]) -> nn.Module:
+    def _load(self, index: int, device: str, weights: bool | str | PathLike[str], seed: int) -> nn.Module:
         entry = self.manifest.stages[index]
         if not isinstance(weights, bool):
             return self._made(
@@ -161,7 +166,7 @@ class Package:
             where = f"{entry.weights} of stage {index}"
             raise PackageError(f"{self.path / WEIGHTS_INDEX} lacks {unlisted}, which {where} holds.\n{_RESTORE}")
         weights_of = f", with weights of {', '.join(read)}," if read else ""
-        return self._made(index, device, weights, weights_of, _OF_PACKAGE)
+        return self._made(index, device, weights, weights_of, _OF_PACKAGE, seed)
 
     def _link_problem(self, file: str) -> str:
         """What is wrong with a shard that is a link out of the folder: nothing says what must be there."""
@@ -187,9 +192,12 @@ class Package:
         own = {entry.weights} if entry.weights else set()
         return tuple(sorted({self.weight_map[name] for name in stored} | own))
 
-    def _made(self, index: int, device: str, weights: bool | Path, weights_of: str, advice: str) -> nn.Module:
+    def _made(
+        self, index: int, device: str, weights: bool | Path, weights_of: str, advice: str, seed: int = 0
+    ) -> nn.Module:
+        seeded = {"seed": seed} if seed and weights is False else {}  # a package of an older version takes none
         try:
-            stage: nn.Module = self._module.load_stage(index, device=device, weights=weights)
+            stage: nn.Module = self._module.load_stage(index, device=device, weights=weights, **seeded)
         except PackageError:
             raise
         except Exception as error:  # edited source and damaged shards raise anything

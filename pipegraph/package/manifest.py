@@ -26,6 +26,7 @@ from pipegraph.package.manifest_entries import (
 )
 from pipegraph.package.prediction import Prediction
 from pipegraph.package.sizes import Condition, Size, holds
+from pipegraph.recompute import DEFAULT
 
 SCHEMA_VERSION: Final = 2
 _DEEPEST: Final = 32
@@ -57,6 +58,8 @@ class Manifest(Entry, frozen=True, kw_only=True):
         requires: libraries that the package imports.
         checkpoint: names in a Hugging Face checkpoint.
         tp_plan: glob of module names → style of tensor parallelism.
+        recompute: what backwards compute again if no plan says it: what the model checkpoints, as
+            `pipegraph.recompute.Recompute` reads it.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -76,6 +79,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
     requires: tuple[Name, ...] = ()
     checkpoint: CheckpointNames = CheckpointNames()
     tp_plan: dict[Name, Name] = msgspec.field(default_factory=dict)
+    recompute: Text = DEFAULT
 
     def __post_init__(self) -> None:
         for name in ("args", "kwargs", "outputs"):
@@ -94,6 +98,8 @@ class Manifest(Entry, frozen=True, kw_only=True):
             plain["buffers"] = [
                 buffer.name if buffer.persistent else msgspec.to_builtins(buffer) for buffer in stage.buffers
             ]
+        if self.recompute == DEFAULT:
+            del entry["recompute"]
         if self.plan.prediction is not None:
             entry["plan"]["prediction"] = self.plan.prediction.to_dict()
         # Sorted, but for what the model takes and returns: a loss may unpack a dict's values in the model's order.

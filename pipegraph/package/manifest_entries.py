@@ -114,6 +114,9 @@ class StageEntry(Entry, frozen=True, rename={"class_name": "class"}):
 
     Attributes:
         untrained: trainable parameters that the model does not train, or not with every loss; UNSET if there are none.
+        draws: module of the stage → the names of the random numbers that it draws in training, in order, for those
+            that are not called after this module alone, from 0 on: ``{"layers.4": ["layers.4#1"]}`` has the second one
+            of a layer that is cut behind the first. UNSET if there are none.
     """
 
     index: Count
@@ -126,6 +129,7 @@ class StageEntry(Entry, frozen=True, rename={"class_name": "class"}):
     weights: Name | None = None
     cost: StageCost = StageCost()
     untrained: tuple[Name, ...] | UnsetType = UNSET
+    draws: dict[Text, tuple[Name, ...]] | UnsetType = UNSET
 
 
 class ModelEntry(Entry, frozen=True, rename={"class_name": "class"}):

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, structs
 
+from pipegraph.errors import ArgumentError
 from pipegraph.package.json_errors import FieldError
 from pipegraph.package.json_file import Count, Entry, Figure, Name, Text, one_of
+from pipegraph.recompute import describe_stages, parse_stages
 from pipegraph.units import format_bytes, format_count, format_percent, format_seconds
 
 SMALLEST, LARGEST = 0.01, 100.0
@@ -79,7 +81,8 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     """The predicted time and memory of a plan.
 
     Attributes:
-        balance, recompute, hardware: how it was priced.
+        balance, hardware: how it was priced.
+        recompute: what backwards compute again, as `pipegraph.recompute.parse_stages` takes it.
         unit: of times and ``value``: s, or what is balanced instead.
         schedule, placement, microbatches: of a step; ``placement`` gives the rank of each stage.
         value: of a step or, for a unit other than seconds, of the largest stage.
@@ -88,12 +91,14 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
             given.
         memory: bytes that each rank needs between actions; what a kernel needs while it runs comes on top.
         cuts: between stages.
+        mesh: the dimensions of the mesh besides the pipeline's, by name; empty for one pipeline. ``value`` counts what
+            their collectives take.
         stages: of each stage; empty in a manifest, where the entries of stages hold it.
         measured_ratio: of the hardware, as it was when this was priced.
     """
 
     balance: Text
-    recompute: Annotated[str, one_of("none", "min-cut", "block")]
+    recompute: Text
     hardware: Text
     measured_ratio: MeasuredRatio = UNCORRECTED
     unit: Annotated[str, one_of("s", "FLOP", "parameters", "layers", "bytes")]
@@ -104,6 +109,9 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     places: Count
     lower_bound: Figure | None
     memory: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    mesh: dict[Annotated[str, one_of("dp_replicate", "dp_shard", "tp")], Annotated[int, Meta(ge=1, le=65536)]] = (
+        msgspec.field(default_factory=dict)
+    )
     stages: tuple[StagePrediction, ...] = ()
     cuts: tuple[Cut, ...]
 
@@ -112,6 +120,16 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
             raise FieldError(
                 "placement", f"it is on ranks {sorted({*self.placement})}, and memory is of {len(self.memory)} ranks"
             )
+
+        try:
+            parse_stages(self.recompute, len(self.placement))
+        except ArgumentError as error:
+            raise FieldError("recompute", str(error).partition("\n")[0].replace("recompute", "it", 1)) from None
+
+    @property
+    def recompute_text(self) -> str:
+        """What backwards compute again, in a line."""
+        return describe_stages(parse_stages(self.recompute, len(self.placement)))
 
     @property
     def in_seconds(self) -> bool:
@@ -168,6 +186,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     def to_dict(self) -> dict[str, Any]:
         """As plain values, with the gap. What says nothing is left out: a ratio that corrects nothing, no costs."""
         silent = {"costs"} if not self.stages else set()
+        silent |= set() if self.mesh else {"mesh"}
         silent |= {"measured_ratio"} if self.measured_ratio == UNCORRECTED else set()
         found: dict[str, Any] = {}
         for name, value in msgspec.to_builtins(self).items():

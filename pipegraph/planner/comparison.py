@@ -11,10 +11,10 @@ from pipegraph.cost import SegmentCost
 from pipegraph.errors import ArgumentError, PlanError, ScheduleError
 from pipegraph.graph.captured import Captured
 from pipegraph.kernels.blocks.divided_function import DividedFunction
-from pipegraph.kernels.registry import RECOMPUTE, check_recompute
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, improve_cuts, refine_cuts
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions
 from pipegraph.planner.solver.solve import MemoryShortage, solve
+from pipegraph.recompute import CHOICES, Recompute
 from pipegraph.schedule.recipes import RECIPES, find_recipe, names
 from pipegraph.units import bytes_option, format_bytes, format_number_of
 
@@ -66,7 +66,7 @@ def candidates(
     schedules: Sequence[str] | None = None,
     microbatches: Sequence[int] | None = None,
     chunks: Sequence[int] | None = None,
-    recompute: Sequence[str] = RECOMPUTE,
+    recompute: Sequence[str] = CHOICES,
 ) -> tuple[PlanCandidate, ...]:
     """Return the plans to compare for so many ranks.
 
@@ -76,14 +76,14 @@ def candidates(
         microbatches: of a step; by default 2 and 4 for each rank.
         chunks: stages on a rank, for schedules that can have any number of them; by default the schedule's own (1 or
             2), and 4 if that makes no more than 32 stages.
-        recompute: what backwards compute again.
+        recompute: what backwards compute again, as text.
 
     Raises:
         ScheduleError: an unknown schedule.
         ArgumentError: an unknown recompute, or no schedule can have so many stages on a rank.
     """
     for each in recompute:
-        check_recompute(each)
+        Recompute.parse(each)
     recipes = [find_recipe(name) for name in schedules] if schedules else [each for each in RECIPES if each.trains]
     plans = []
     for recipe in recipes:
@@ -126,7 +126,7 @@ def price_candidates(captured: Captured, options: PlanOptions, plans: Sequence[P
     """Return the costs of a model for each recompute of the plans."""
     names = dict.fromkeys(plan.recompute for plan in plans)
     traced: dict[str, DividedFunction] = {}
-    return {name: replace(options, recompute=name).price(captured, traced=traced) for name in names}
+    return {name: replace(options, recompute=Recompute.parse(name)).price(captured, traced=traced) for name in names}
 
 
 def compare_plans(
@@ -184,7 +184,11 @@ def _first_estimates(
             refused[why] = None
             continue
         own = replace(
-            options, schedule=plan.schedule, microbatches=plan.microbatches, ranks=ranks, recompute=plan.recompute
+            options,
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
+            ranks=ranks,
+            recompute=Recompute.parse(plan.recompute),
         )
         try:
             schedule = own.schedule_of(stages)
@@ -238,10 +242,10 @@ def _search_cuts(
 
 def _shortage(shortages: Sequence[tuple[CutChoice, MemoryShortage]], memory: float) -> MemoryShortage:
     choice, least = min(shortages, key=lambda each: each[1].needed)
-    schedule = choice.schedule
+    schedule, again = choice.schedule, choice.options.recompute_text
     return MemoryShortage(
         f"No plan that was compared fits into {format_bytes(memory)} on each rank. The closest is {schedule.name} with "
-        f"{schedule.stages} stages, {schedule.microbatches} microbatches and recompute {choice.options.recompute}:\n"
+        f"{schedule.stages} stages, {schedule.microbatches} microbatches and recompute {again}:\n"
         f"{least}\nTry: {argument('memory_bytes', bytes_option(least.needed))}, or more ranks.",
         least.needed,
     )
@@ -265,10 +269,10 @@ def _pareto_front(choices: Sequence[CutChoice]) -> tuple[CutChoice, ...]:
 
 def _complexity(choice: CutChoice) -> tuple[int, int, int, float]:
     """Return the number of stages, and the positions of the schedule and of recompute among all."""
-    schedule = choice.schedule
+    schedule, again = choice.schedule, choice.options.recompute_text
     return (
         schedule.stages,
         names().index(schedule.name),
-        RECOMPUTE.index(choice.options.recompute),
+        CHOICES.index(again) if again in CHOICES else len(CHOICES),
         choice.per_microbatch,
     )

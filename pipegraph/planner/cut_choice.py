@@ -15,9 +15,11 @@ from pipegraph.planner.plan_options import ChainCosts, PlanOptions
 from pipegraph.planner.solver.cut_search import most_even_cuts
 from pipegraph.planner.solver.local_search import Incumbents, hill_climb
 from pipegraph.planner.solver.makespan import Makespan
+from pipegraph.planner.solver.option_search import OptionSolution
 from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
 from pipegraph.planner.step_prediction import rank_memory, stage_times, step_seconds
+from pipegraph.recompute import stages_text
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes
 
@@ -39,7 +41,7 @@ class CutChoice:
     options: PlanOptions = field(repr=False)
     cuts: tuple[int, ...]
     schedule: Schedule = field(repr=False)
-    solution: Solution | None = field(default=None, repr=False)
+    solution: Solution | OptionSolution | None = field(default=None, repr=False)
 
     @cached_property
     def value(self) -> float:
@@ -85,7 +87,7 @@ class CutChoice:
         bound = None if self.solution is None else rounded(min(self.solution.lower_bound, self.value))
         prediction = Prediction(
             balance=options.balance,
-            recompute=options.recompute,
+            recompute=stages_text(options.recompute if isinstance(options.recompute, tuple) else (options.recompute,)),
             hardware=options.hardware.name,
             unit=self.costs.priced.unit,
             schedule=self.schedule.name,

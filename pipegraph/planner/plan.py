@@ -31,10 +31,15 @@ from pipegraph.package import StageCost
 from pipegraph.package.prediction import Prediction, StagePrediction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, given_cuts, refine_cuts
 from pipegraph.planner.plan_options import PlanOptions, check_number
+from pipegraph.planner.recompute_options import choose_recompute, parse_recompute
+from pipegraph.planner.solver.option_search import OptionSolution
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
 from pipegraph.planner.solver.solve_arguments import parse_memory
+from pipegraph.recompute import AUTO, Recompute
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes, format_number_of
+
+_BLOCK = Recompute.parse("block")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +64,7 @@ class Plan:
     costs: tuple[StageCost, ...]
     prediction: Prediction | None = None
     priced: PricedModel | None = field(default=None, repr=False)
-    solution: Solution | None = field(default=None, repr=False)
+    solution: Solution | OptionSolution | None = field(default=None, repr=False)
 
     def describe(self) -> list[str]:
         """Return a line per stage: ``stage 0: embed, layers.0 – layers.3``."""
@@ -105,7 +110,7 @@ def plan(
     ranks: int | None = None,
     memory_bytes: float | str | Sequence[float | str] | None = None,
     hardware: Hardware | str | Path | None = None,
-    recompute: str | None = None,
+    recompute: Any = None,
     loss: tuple[LossOf, Any] | None = None,
     *,
     state_factor: float = 4.0,
@@ -134,7 +139,9 @@ def plan(
             has to fit: activations, parameters, buffers, gradients, optimizer state and receive buffers; not what a
             kernel needs while it runs.
         hardware: a profile, its name or its file; ``cpu`` by default.
-        recompute: "none", "min-cut" (the default) or "block", as the pipeline will run.
+        recompute: "none", "min-cut" (the default) or "block"; such a choice for patterns of module names; or a sequence
+            with one of these for each stage: as `Pipeline` takes it, without policies. "auto" chooses for each stage,
+            together with the cuts, what makes a step the shortest in the memory there is.
         loss: (function of output and target, target); by default the mean square of the outputs.
         state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
         effort: how long the search goes on; 1 is a few seconds.
@@ -155,12 +162,14 @@ def plan(
     profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware or "cpu")
     options = PlanOptions(
         balance or "time", schedule or "1f1b", 8 if microbatches is None else microbatches, ranks,
-        parse_memory(memory_bytes), profile, recompute or "min-cut", loss, state_factor, effort, setting, cache,
+        parse_memory(memory_bytes), profile, Recompute(), loss, state_factor, effort, setting, cache,
     )  # fmt: skip
     if stages is not None:
         check_number("stages", stages, 2)
+        is_auto = recompute == AUTO
+        options = options if is_auto else replace(options, recompute=parse_recompute(captured, recompute, stages))
         if balance != UNIFORM:
-            best = _best_plan(captured, options, stages)
+            best = _best_plan(captured, options, stages, is_auto)
             return best.with_relays() if relay_skips else best
         split_points, starts = _equal_segments(captured, stages)
         balance = None
@@ -178,6 +187,7 @@ def plan(
             f"No split point was given for {captured.model_name}.\n"
             f"Try: {argument('points', [_suggestion(captured)])}, or {argument('stages', 2)}."
         )
+    options = replace(options, recompute=parse_recompute(captured, recompute, len(starts) + 1))
     options = options.on_ranks(options.schedule_of(len(starts) + 1).ranks)
     made = _cut(captured, split_points, starts)
     to_predict = balance, schedule, microbatches, memory_bytes, hardware, recompute
@@ -202,16 +212,18 @@ def _check_types(
     require_type(cache, (Cache, NoneType), "cache is a Cache", "cache=None")
 
 
-def _best_plan(captured: Captured, options: PlanOptions, stages: int) -> Plan:
-    """Cut a model into so many stages, where it is best."""
+def _best_plan(captured: Captured, options: PlanOptions, stages: int, is_auto: bool) -> Plan:
+    """Cut a model into so many stages, where it is best. What is computed again is chosen too if ``is_auto``."""
     # Before anything is priced, this refuses a schedule that cannot have so many stages.
     options = options.on_ranks(options.schedule_of(stages).ranks)
     options.check_parameters_fit(captured)
+    if is_auto or isinstance(options.recompute, tuple):
+        return plan_of(choose_recompute(captured, options, stages, is_auto))
     costs = options.price(captured, stages=stages)
     try:
         return plan_of(refine_cuts(choose_cuts(costs, options, stages)))
     except MemoryShortage as shortage:
-        if options.recompute == "block":
+        if options.recompute == _BLOCK:
             raise
         raise MemoryShortage(f"{shortage}\n{_with_recompute(captured, options, stages)}", shortage.needed) from None
 
@@ -252,7 +264,7 @@ def _predicted(made: Plan, captured: Captured, options: PlanOptions, starts: Seq
 
 def _with_recompute(captured: Captured, options: PlanOptions, stages: int) -> str:
     """Say whether recomputing each block would make the memory enough."""
-    options = replace(options, recompute="block")
+    options = replace(options, recompute=_BLOCK)
     try:
         needed = choose_cuts(options.price(captured), options, stages).peak
     except MemoryShortage as shortage:

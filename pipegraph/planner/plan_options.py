@@ -19,11 +19,11 @@ from pipegraph.cost.price import PricedModel, price
 from pipegraph.errors import ArgumentError, PlanError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.kernels.blocks.divided_function import DividedFunction
-from pipegraph.kernels.registry import check_recompute
-from pipegraph.kernels.threads import threads_per_rank
+from pipegraph.kernels.cpu import threads_per_rank
 from pipegraph.planner.solver.solve import Solution, solve
 from pipegraph.planner.solver.solve_arguments import check_numbers, memory_of_ranks, resolve_schedule
 from pipegraph.progress import report_progress
+from pipegraph.recompute import EVERYWHERE, Recompute, describe_stages
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.units import bytes_option, format_bytes
@@ -46,9 +46,10 @@ class ChainCosts:
         A sum over segments is not exact: it leaves out what a cut takes, counts twice what two segments keep, and
         counts a tied weight in one stage only.
         """
-        return tuple(self._stage(start, stop) for start, stop in pairwise([0, *cuts, len(self.segments)]))
+        return tuple(self.stage(start, stop) for start, stop in pairwise([0, *cuts, len(self.segments)]))
 
-    def _stage(self, start: int, stop: int) -> SegmentCost:
+    def stage(self, start: int, stop: int) -> SegmentCost:
+        """Return the exact cost of the segments ``start`` … ``stop`` − 1 as one stage."""
         if (start, stop) not in self._stages:
             self._stages[start, stop] = self._counted_once(self.priced.stage(start, stop))
         return self._stages[start, stop]
@@ -57,11 +58,25 @@ class ChainCosts:
         return cost if self.priced.unit in ("s", "FLOP") else replace(cost, input_grad=0.0, weight_grad=0.0)
 
 
+class StagedCosts(ChainCosts):
+    """What stages cost if each recomputes in a way of its own; ``of_stages`` has the costs of the chain for each."""
+
+    def __init__(self, of_stages: Sequence[ChainCosts]) -> None:
+        super().__init__(of_stages[0].priced)
+        self._of_stages = tuple(of_stages)
+
+    def stages(self, cuts: Sequence[int]) -> tuple[SegmentCost, ...]:
+        edges = pairwise([0, *cuts, len(self.segments)])
+        return tuple(of.stage(*edge) for of, edge in zip(self._of_stages, edges, strict=True))
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """The arguments of `pipegraph.plan` without the model and its cuts.
 
-    Raises ArgumentError for an impossible balance, recompute or number, and ScheduleError for an unknown schedule.
+    ``recompute`` is one for all stages, or one for each. The ranks of the pipeline are numbered ``stride`` apart.
+
+    Raises ArgumentError for an impossible balance or number, and ScheduleError for an unknown schedule.
     """
 
     balance: str = "time"
@@ -70,22 +85,27 @@ class PlanOptions:
     ranks: int | None = None
     memory_bytes: float | Sequence[float] | None = None
     hardware: Hardware = field(default_factory=lambda: Hardware.load("cpu"))
-    recompute: str = "min-cut"
+    recompute: Recompute | tuple[Recompute, ...] = EVERYWHERE
     loss: tuple[LossOf, Any] | None = None
     state_factor: float = 4.0
     effort: float = 1.0
     setting: MeasureOptions | None = None
     cache: Cache | None = None
+    stride: int = 1
 
     def __post_init__(self) -> None:
         parse_balance(self.balance)
-        check_recompute(self.recompute)
         check_number("microbatches", self.microbatches, 8)
         if self.ranks is not None:
             check_number("ranks", self.ranks, 4)
         check_numbers(self.state_factor, self.effort)
         if not isinstance(self.schedule, Schedule):
             find_recipe(self.schedule)
+
+    @property
+    def recompute_text(self) -> str:
+        """What is computed again, in a line."""
+        return describe_stages((self.recompute,) if isinstance(self.recompute, Recompute) else self.recompute)
 
     def on_ranks(self, ranks: int) -> PlanOptions:
         """Return the same options; a rank is measured with the threads that `pipegraph run` gives to one of so many."""
@@ -101,7 +121,9 @@ class PlanOptions:
     @property
     def link(self) -> Callable[[int, int], Link] | None:
         """(rank, other rank) → their link; None if the plan is not for the least time."""
-        return self.hardware.link if self.timed else None
+        if not self.timed:
+            return None
+        return lambda rank, other: self.hardware.link(rank * self.stride, other * self.stride)
 
     @property
     def largest_memory(self) -> float:
@@ -127,12 +149,14 @@ class PlanOptions:
         ``traced`` is shared by prices that differ in ``recompute`` alone. Raises PlanError, before anything is priced,
         if there are fewer segments than ``stages``.
         """
-        return ChainCosts(
-            price(
+        traced = {} if traced is None else traced
+
+        def priced(recompute: Recompute) -> PricedModel:
+            return price(
                 captured,
                 self.balance,
                 self.hardware,
-                self.recompute,
+                recompute,
                 self.loss,
                 self.setting,
                 self.cache,
@@ -140,7 +164,11 @@ class PlanOptions:
                 traced,
                 stages,
             )
-        )
+
+        if isinstance(self.recompute, Recompute):
+            return ChainCosts(priced(self.recompute))
+        of = {each: ChainCosts(priced(each)) for each in dict.fromkeys(self.recompute)}
+        return StagedCosts([of[each] for each in self.recompute])
 
     def schedule_of(self, stages: int) -> Schedule:
         """Return the schedule of so many stages. Raises as `resolve_schedule` does."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import one_line
 from pipegraph.package import Manifest
-from pipegraph.planner.step_prediction import PlannedStep, describe_step, predict_step
-from pipegraph.runtime.measurements import COMPUTING, MeasuredRun
-from pipegraph.schedule import Kind, Schedule
+from pipegraph.planner.step_prediction import PlannedStep, describe_step, predict_step, pricing_profile
+from pipegraph.runtime.measurements import COMPUTING, MeasuredCollective, MeasuredRun, Message
+from pipegraph.schedule import CollectiveKind, Kind, Schedule
 from pipegraph.units import format_factor
 
 _LARGE_ERROR = 0.3
@@ -47,6 +47,7 @@ class RunComparison:
         measured: the run.
         basis: what the prices rest on: ``time on h100``; empty without prices.
         hints: why figures are missing or cannot be compared, and what to try.
+        collectives: for each stage, the seconds of each kind of collective in the schedule; () if it has none.
     """
 
     schedule: Schedule
@@ -59,17 +60,32 @@ class RunComparison:
     measured: MeasuredRun
     basis: str
     hints: tuple[str, ...]
+    collectives: tuple[dict[CollectiveKind, PredictedAndMeasured], ...] = ()
 
 
 def compare_run(
     manifest: Manifest, schedule: Schedule, measured: MeasuredRun, hardware: Hardware | None = None
 ) -> RunComparison:
-    """Compare a run with the prediction of its package for the run's schedule.
+    """Compare a run with the prediction of its package for the run's schedule, with its collectives.
 
     ``hardware`` is the profile with the links; see `predict_step`.
     """
     plan, in_turn = manifest.prediction, measured.processes < schedule.ranks
-    expected = predict_step(manifest, schedule, hardware, in_turn)
+    collectives = tuple(
+        _collectives(stage, measured, hardware or pricing_profile(manifest)) for stage in range(schedule.stages)
+    )
+    expected = predict_step(
+        manifest,
+        schedule,
+        hardware,
+        in_turn,
+        {
+            (stage, kind): each.predicted or 0.0
+            for stage, kinds in enumerate(collectives)
+            for kind, each in kinds.items()
+        },
+        _shards(measured.collectives.values()),
+    )
     costs, memory = None if expected.times is None else expected.costs, expected.memory
     kinds = [kind for kind in COMPUTING if any(action.kind is kind for row in schedule.actions for action in row)]
     stages = tuple(
@@ -95,7 +111,37 @@ def compare_run(
         measured=measured,
         basis=one_line(f"{plan.balance} on {plan.hardware}") if costs and plan else "",
         hints=tuple(filter(None, hints)),
+        collectives=collectives if any(collectives) else (),
     )
+
+
+def _collectives(
+    stage: int, measured: MeasuredRun, hardware: Hardware | None
+) -> dict[CollectiveKind, PredictedAndMeasured]:
+    """Return the seconds of each kind of collective of a stage that sends something."""
+    return {
+        kind: PredictedAndMeasured(_seconds_of_messages(found.messages, hardware), found.seconds)
+        for kind in CollectiveKind
+        if (found := measured.collectives.get((stage, kind))) is not None and found.messages
+    }
+
+
+def _seconds_of_messages(messages: Iterable[Message], hardware: Hardware | None) -> float | None:
+    """Return what the messages of a collective take one after the other; None if the links are not known."""
+    if hardware is None:
+        return None
+    total = 0.0
+    for message in messages:
+        link = hardware.links.among(message.ranks)
+        ways = {"gather": link.gather_seconds, "reduce": link.reduce_seconds, "all_reduce": link.all_reduce_seconds}
+        total += ways[message.what](message.size, len(message.ranks))
+    return total
+
+
+def _shards(collectives: Iterable[MeasuredCollective]) -> int:
+    """Return how many ranks divide the parameters of a stage."""
+    gathers = (message for each in collectives for message in each.messages if message.what == "gather")
+    return max((len(message.ranks) for message in gathers), default=1)
 
 
 def _seconds(cost: SegmentCost, kind: Kind) -> float:

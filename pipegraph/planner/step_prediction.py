@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
@@ -15,7 +15,7 @@ from pipegraph.package import Manifest
 from pipegraph.planner.solver.makespan import Links, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.prefix_sums import PrefixSums
-from pipegraph.schedule import Schedule, Timeline, Times, build, simulate
+from pipegraph.schedule import CollectiveKind, Schedule, Timeline, Times, build, simulate
 from pipegraph.units import format_number_of
 
 _MOMENTS = 2  # of AdamW, each as large as the parameter
@@ -125,7 +125,12 @@ class StepPrediction:
 
 
 def predict_step(
-    manifest: Manifest, schedule: Schedule, hardware: Hardware | None = None, in_turn: bool = False
+    manifest: Manifest,
+    schedule: Schedule,
+    hardware: Hardware | None = None,
+    in_turn: bool = False,
+    collectives: Mapping[tuple[int, CollectiveKind], float] | None = None,
+    shards: int = 1,
 ) -> StepPrediction:
     """Predict a step of a package under a schedule.
 
@@ -134,13 +139,20 @@ def predict_step(
             schedule has the links of the profile that priced the package; if pipegraph does not have that profile,
             messages take no time.
         in_turn: whether one process runs all ranks.
+        collectives: of each stage and kind of those that the schedule has, the seconds; others take none.
+        shards: how many ranks divide the parameters of a stage.
     """
     costs, plan, planned = _stage_costs(manifest), manifest.prediction, PlannedStep.of(manifest)
     links = hardware or pricing_profile(manifest)
     times = timeline = step = bubble = None
-    is_planned = hardware is None and planned is not None and planned.is_of(schedule)
+    is_planned = hardware is None and planned is not None and planned.is_of(schedule) and not schedule.collectives
     if costs is not None and _has_times(manifest):
         times = stage_times(costs, schedule, None if links is None else links.link)
+        unshard, reduce_grad = (
+            tuple((collectives or {}).get((stage, kind), 0.0) for stage in range(schedule.stages))
+            for kind in (CollectiveKind.UNSHARD, CollectiveKind.REDUCE_GRAD)
+        )
+        times = replace(times, unshard=unshard, reduce_grad=reduce_grad)
         timeline = simulate(schedule, times)
         if in_turn:
             step = sum(times.of(action) for row in schedule.actions for action in row)
@@ -153,7 +165,7 @@ def predict_step(
         timeline=timeline,
         step=step,
         bubble=bubble,
-        memory=None if costs is None else rank_memory(costs, schedule),
+        memory=None if costs is None else rank_memory([_shard_of(cost, shards) for cost in costs], schedule),
         links_known=in_turn or links is not None or is_planned,
     )
 
@@ -178,6 +190,12 @@ def _stage_costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
         )
         for stage, boundary_bytes in zip(manifest.stages, crossing, strict=True)
     )
+
+
+def _shard_of(cost: SegmentCost, shards: int) -> SegmentCost:
+    """The cost of a stage of whose parameters a rank holds one of so many parts."""
+    trained = None if cost.trained_bytes is None else -(-cost.trained_bytes // shards)
+    return replace(cost, parameter_bytes=-(-cost.parameter_bytes // shards), trained_bytes=trained)
 
 
 def _has_times(manifest: Manifest) -> bool:

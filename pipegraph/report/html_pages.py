@@ -1,7 +1,7 @@
-"""A package, and a recorded run, as HTML pages that load nothing. Their templates, styles and scripts are in ``pages``.
+"""A recorded run as an HTML page that loads nothing; and what the page of a package shares with it.
 
-Names of a model may hold anything: templates escape them, and JSON in a script cannot end the script. The script of a
-run's page draws the timeline, from data in microseconds.
+Their templates, styles and scripts are in ``pages``. Names of a model may hold anything: templates escape them, and
+JSON in a script cannot end the script. The script draws the timeline, from data in microseconds.
 """
 
 from __future__ import annotations
@@ -16,72 +16,43 @@ from typing import Any
 import jinja2
 
 from pipegraph.errors import one_line
-from pipegraph.package import Package
-from pipegraph.planner.step_prediction import describe_step, memory_by_kind
+from pipegraph.planner.step_prediction import describe_step
 from pipegraph.report.colours import MEANING, ActionColours, colour, ink
-from pipegraph.report.package_picture import package_svg
-from pipegraph.report.text import Table, is_number
-from pipegraph.report.text.package_tables import boundary_table, explain_cuts, package_title, stage_table, tied_groups
+from pipegraph.report.text import is_number
 from pipegraph.report.text.predicted_vs_measured import prediction_error, stage_time_format
 from pipegraph.report.text.trace_report import CAUSES, critical_step, heading, idle_table, idle_times, remarks
-from pipegraph.schedule import Event, Kind, Schedule, Timeline, to_csv
+from pipegraph.schedule import Event, Kind, Schedule, Timeline
 from pipegraph.tracing.analysis.advice import WORTH
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_timeline, messages
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis
-from pipegraph.units import UNKNOWN, TimeFormat, format_bytes, format_percent, format_seconds
+from pipegraph.units import UNKNOWN, TimeFormat, format_percent, format_seconds
 
 _FOLDER = Path(__file__).parent / "pages"
 
 _PARTS = {
-    "computes": colour(Kind.F),
-    **dict(zip(CAUSES, ("#aab4c2", "#8a5bb5", "#1f9e8f", "#4b5262"), strict=True)),
+    "computes": "#0072b2",
+    **dict(zip(CAUSES, ("#f0e442", "#d55e00", "#009e73", "#cc79a7"), strict=True)),
 }
-"""The parts of a rank's time, each with its colour."""
+"""The parts of a rank's time, each with its colour; the causes have those of Okabe and Ito (2008)."""
 
 _MOST = 60_000  # actions and messages on a page; more steps than that are left out
 
 
-def package_page(package: Package, schedule: Schedule) -> str:
-    """Return the text of an HTML file."""
-    manifest = package.manifest
-    return _templates().get_template("package.html.jinja").render(
-        title=package_title(manifest),
-        svg=package_svg(package, schedule),
-        tables={
-            "Stages": stage_table(package),
-            "What crosses between them": boundary_table(manifest),
-            "Memory of each rank": _memory(package, schedule),
-        },
-        reasons=explain_cuts(manifest),
-        tied=tied_groups(manifest),
-        edited=package.edited(),
-        orders=to_csv(schedule).splitlines(),
-        generator=one_line(manifest.generator),
-    )  # fmt: skip
-
-
-def _memory(package: Package, schedule: Schedule) -> Table:
-    ranks = memory_by_kind(package.manifest, schedule)
-    rows = [[str(rank.rank), *map(format_bytes, rank.by_kind().values()), format_bytes(rank.total)] for rank in ranks]
-    return ["rank", *(ranks[0].by_kind() if ranks else ()), "together"], rows
-
-
 def trace_page(analysis: RunAnalysis) -> str:
     """Return the whole page."""
-    return _templates().get_template("trace.html.jinja").render(
+    return templates().get_template("trace.html.jinja").render(
         title=_title(analysis),
         subtitle=heading(analysis),
         figures=list(_figures(analysis)),
         advice=one_line(analysis.advice.sentence),
+        commands=[one_line(command) for command in analysis.advice.commands],
         problems=[one_line(problem) for problem in analysis.run.problems],
         alternative=one_line(_alternative(analysis)),
         critical_of=critical_step(analysis),
         critical_path=analysis.critical_path,
         notes=[one_line(each) for each in remarks(analysis) if not each.startswith("problem")],
         candidates=list(_changes(analysis)),
-        data=script_json(page_data(analysis)),
-        style=_read_text("trace.css"),
-        script=_read_text("trace_view.js", "trace_paint.js", "trace_controls.js"),
+        **timeline_parts(page_data(analysis)),
         **_idle(analysis),
         **_stages(analysis),
     )  # fmt: skip
@@ -195,25 +166,26 @@ def _changes(analysis: RunAnalysis) -> Iterator[dict[str, Any]]:
         yield {
             "change": one_line(each.change),
             "assuming": one_line(each.assuming),
-            "gain": format_percent(each.gain),
-            "of": "a step" if each.same_batch else "a microbatch",
+            "gain": format_percent(-each.gain, signed=True),
+            "of": each.measure,
             "better": each.gain >= WORTH,
         }
 
 
-def page_data(analysis: RunAnalysis) -> dict[str, Any]:
-    """Return the data of ``trace_view.js``, which says how actions and messages are written."""
-    schedule, colours = analysis.run.schedule, ActionColours.of(analysis.run.schedule)
-    unit, kept = TimeFormat.of(analysis.step.makespan), _kept(analysis)
-    timelines = [
-        ("predicted", "predicted", analysis.expected),
-        ("simulated", "simulated with measured times", analysis.simulated),
-    ]
-    if analysis.run.shares_process:
-        timelines.reverse()
+def timeline_parts(data: dict[str, Any]) -> dict[str, str]:
+    """Return what ``timeline.html.jinja`` and the frame of a page take: style, script and data."""
+    return {
+        "data": script_json(data),
+        "style": _read_text("page.css"),
+        "script": _read_text("timeline_view.js", "timeline_paint.js", "timeline_controls.js"),
+    }
+
+
+def schedule_data(schedule: Schedule) -> dict[str, Any]:
+    """Return the ranks, and how actions look."""
+    colours = ActionColours.of(schedule)
     tones = {kind: [colour(kind, chunk, colours.most) for chunk in range(colours.most)] for kind in colours.kinds}
     return {
-        "unit": {"name": unit.unit, "microseconds": unit.size * 1e6},
         "ranks": [
             {"stages": [n for n, place in enumerate(schedule.placement) if place == rank]}
             for rank in range(schedule.ranks)
@@ -222,9 +194,23 @@ def page_data(analysis: RunAnalysis) -> dict[str, Any]:
         "colours": {kind.value: [{"fill": fill, "ink": ink(fill)} for fill in fills] for kind, fills in tones.items()},
         "tones": colours.tones,
         "meaning": {kind.value: meaning for kind, meaning in MEANING.items()},
+    }
+
+
+def page_data(analysis: RunAnalysis) -> dict[str, Any]:
+    """Return the data of ``timeline_view.js``, which says how actions and messages are written."""
+    kept = _kept(analysis)
+    timelines = [
+        ("predicted", "predicted", analysis.expected),
+        ("simulated", "simulated with measured times", analysis.simulated),
+    ]
+    if analysis.run.shares_process:
+        timelines.reverse()
+    return {
+        **schedule_data(analysis.run.schedule),
         "shown": kept.index(analysis.step),
         "steps": [_step(step, analysis) for step in kept],
-        "below": [{"short": short, "name": name, **_timeline(each)} for short, name, each in timelines if each],
+        "below": [{"short": short, "name": name, **timeline_data(each)} for short, name, each in timelines if each],
     }
 
 
@@ -244,9 +230,8 @@ def _kept(analysis: RunAnalysis) -> list[MeasuredStep]:
 def _step(step: MeasuredStep, analysis: RunAnalysis) -> dict[str, Any]:
     critical: list[tuple[int, int]] = []
     if step.complete and not analysis.run.shares_process:
-        places = {event.action: (rank, n) for rank, row in enumerate(step.events) for n, event in enumerate(row)}
         timeline = measured_timeline(step, analysis.run.schedule, analysis.times.hops)
-        critical = [places[event.action] for event in timeline.critical_path]
+        critical = critical_places(step.events, timeline)
     return {
         "number": step.number,
         "makespan": _microseconds(step.makespan),
@@ -269,7 +254,14 @@ def _step(step: MeasuredStep, analysis: RunAnalysis) -> dict[str, Any]:
     }
 
 
-def _timeline(timeline: Timeline) -> dict[str, Any]:
+def critical_places(rows: Sequence[Sequence[Event]], timeline: Timeline) -> list[tuple[int, int]]:
+    """Return (rank, position in its row) of each action of the critical path."""
+    places = {event.action: (rank, n) for rank, row in enumerate(rows) for n, event in enumerate(row)}
+    return [places[event.action] for event in timeline.critical_path]
+
+
+def timeline_data(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline without messages."""
     rows: Sequence[Sequence[Event]] = timeline.events
     return {"makespan": _microseconds(timeline.makespan), "rows": [list(map(_event, row)) for row in rows]}
 
@@ -285,7 +277,7 @@ def _microseconds(seconds: float) -> float:
 
 
 @lru_cache(maxsize=1)
-def _templates() -> jinja2.Environment:
+def templates() -> jinja2.Environment:
     """Return the templates of the pages; they escape their values."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),

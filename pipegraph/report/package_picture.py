@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
 from pipegraph.planner.step_prediction import RankMemoryByKind, memory_by_kind, predict_step
 from pipegraph.report.colours import MEANING, MEMORY, colour, ink
 from pipegraph.report.drawing import GREY, LETTER, LINE, Drawing, Label, Line, Rectangle, Shape
-from pipegraph.report.text import clip
+from pipegraph.report.text import clip, short_modules
 from pipegraph.report.text.package_tables import bytes_of, explain_cuts, has_times, held_modules, package_title
+from pipegraph.report.text.schedule_report import schedule_title
 from pipegraph.report.timeline_picture import schedule_drawing
 from pipegraph.schedule import Kind, Schedule, Times
 from pipegraph.schedule.lower_bound import SimulatedSchedule
@@ -37,14 +39,31 @@ _BAR, _SPACE = 26, 36  # height of a bar, and its distance from the stage
 _CARD_LETTERS, _ARROW_LETTERS = 66, 72  # that fit into a stage's line, and next to an arrow
 _FILL, _EDGE, _ARROW = "#f8fafc", "#94a3b8", "#475569"
 _FLOPS = "#7c8aa0"
-_RANKS = ("#1d4ed8", "#b45309", "#047857", "#7e22ce", "#be123c", "#0e7490", "#4d7c0f", "#475569")
+_BADGE, _BADGE_EDGE, _BADGE_INK = "#e2e8f0", "#94a3b8", "#1e293b"  # of a rank: no colour that means a kind of work
+
+SAME_RANK = "same rank, no transfer"
+EQUAL_TIMES = "No times are known: this is drawn as if F, I and W took the same time on every stage."
+_SMALLEST = 0.8  # of a timeline, beside its own size; a smaller one has a picture of its own
 
 
-def package_svg(package: Package, schedule: Schedule) -> str:
-    """Return the whole picture as the text of an SVG file."""
-    manifest = package.manifest
+@dataclass(frozen=True)
+class PackagePicture:
+    """The texts of SVG files: the package, and its timeline if that is too wide for the same picture."""
+
+    package: str
+    timeline: str | None
+
+
+def simulated_package(manifest: Manifest, schedule: Schedule) -> SimulatedSchedule:
+    """Return the schedule with the package's times; with equal ones, that are no seconds, if none are known."""
     times = predict_step(manifest, schedule).times
-    simulated = SimulatedSchedule(schedule, times or Times.equal(schedule.stages), in_seconds=times is not None)
+    return SimulatedSchedule(schedule, times or Times.equal(schedule.stages), in_seconds=times is not None)
+
+
+def package_picture(package: Package, schedule: Schedule) -> PackagePicture:
+    """Draw a package and its schedule over time."""
+    manifest = package.manifest
+    simulated = simulated_package(manifest, schedule)
     timeline = schedule_drawing(simulated)
     width = min(max(timeline.width, _NARROWEST), _WIDEST)
     scale = min(1.0, width / timeline.width)
@@ -52,17 +71,21 @@ def package_svg(package: Package, schedule: Schedule) -> str:
         (_head(package, width), 1.0),
         (_stages_drawing(manifest, schedule, width), 1.0),
         (_memory(memory_by_kind(manifest, schedule), width), 1.0),
-        (timeline, scale),
     ]
+    if scale >= _SMALLEST:
+        parts.append((timeline, scale))
     shapes: list[Shape] = []
     y = float(_MARGIN)
     for drawing, factor in parts:
         shapes += drawing.moved(_MARGIN, y, factor)
         y += drawing.height * factor + _BETWEEN
-    if times is None:
-        note = "No times are known: this is drawn as if F, I and W took the same time on every stage."
-        shapes.append(Label(_MARGIN + 80, y - _BETWEEN, note, fill=GREY))
-    return Drawing(width + 2 * _MARGIN, y - _BETWEEN / 2, shapes).to_svg(package_title(manifest))
+    if scale < _SMALLEST:
+        shapes.append(Label(_MARGIN, y - _BETWEEN / 2, "The schedule over time is in a picture of its own.", fill=GREY))
+        y += _BETWEEN / 2
+    elif not simulated.in_seconds:
+        shapes.append(Label(_MARGIN + 80, y - _BETWEEN, EQUAL_TIMES, fill=GREY))
+    whole = Drawing(width + 2 * _MARGIN, y - _BETWEEN / 2, shapes).to_svg(package_title(manifest))
+    return PackagePicture(whole, timeline.to_svg(schedule_title(schedule)) if scale < _SMALLEST else None)
 
 
 def _head(package: Package, width: float) -> Drawing:
@@ -111,10 +134,10 @@ def _stages_drawing(manifest: Manifest, schedule: Schedule, width: float) -> Dra
 
 
 def _rank_mark(rank: int, x: float, y: float, size: float = 10.5) -> Iterator[Shape]:
-    """Draw a rank's name on its colour (one of eight), from x to the right."""
+    """Draw a rank's name on a badge, from x to the right."""
     width, height = size * (0.56 * len(f"rank {rank}") + 1.3), 1.62 * size
-    yield Rectangle(x, y, width, height, _RANKS[rank % len(_RANKS)], height / 2)
-    yield Label(x + width / 2, y + 1.15 * size, f"rank {rank}", size, "#ffffff", "middle", bold=True)
+    yield Rectangle(x, y, width, height, _BADGE, height / 2, _BADGE_EDGE)
+    yield Label(x + width / 2, y + 1.15 * size, f"rank {rank}", size, _BADGE_INK, "middle", bold=True)
 
 
 def _bars(parts: Sequence[tuple[str, str, float, str]], x: float, y: float, height: float) -> Iterator[Shape]:
@@ -131,9 +154,8 @@ def _top(stage: int) -> int:
 
 
 def _card(manifest: Manifest, stage: StageEntry, rank: int, left: float) -> Iterator[Shape]:
-    y, held = _top(stage.index), held_modules(manifest, stage.index) or stage.class_name
+    y, held = _top(stage.index), short_modules(held_modules(manifest, stage.index)) or stage.class_name
     yield Rectangle(left, y, _CARD, _HEIGHT, _FILL, 7, _EDGE, title=held)
-    yield Rectangle(left, y, 6, _HEIGHT, _RANKS[rank % len(_RANKS)], 3)
     yield Label(left + 18, y + 20, f"stage {stage.index}", 13, bold=True)
     yield from _rank_mark(rank, left + _CARD - 66, y + 8)
     yield Label(left + 18, y + 37, clip(held, _CARD_LETTERS), 11.5)
@@ -141,6 +163,11 @@ def _card(manifest: Manifest, stage: StageEntry, rank: int, left: float) -> Iter
 
 
 def _sizes(stage: StageEntry) -> str:
+    return "  ·  ".join(stage_sizes(stage))
+
+
+def stage_sizes(stage: StageEntry) -> list[str]:
+    """Return what a stage holds and computes, as far as that is known."""
     cost, sizes = stage.cost, [f"{len(stage.parameters)} parameter tensors"]
     if cost.parameters is not None:
         sizes[0] = format_count(cost.parameters, "parameters")
@@ -148,7 +175,7 @@ def _sizes(stage: StageEntry) -> str:
         sizes.append(f"{format_count(cost.flops, 'FLOP')} forward")
     if cost.saved_bytes is not None:
         sizes.append(f"keeps {format_bytes(cost.saved_bytes)} for its backward")
-    return "  ·  ".join(sizes)
+    return sizes
 
 
 def _caller_values(manifest: Manifest, stage: int) -> list[Value]:
@@ -166,29 +193,29 @@ def _crossing(manifest: Manifest, schedule: Schedule, stage: int, left: float) -
     values = [manifest.values[name] for name in manifest.edge_values(stage, stage + 1)]
     names = [clip(value.name, 20) for value in _caller_values(manifest, stage + 1)]
     stays = schedule.placement[stage] == schedule.placement[stage + 1]
-    notes = [f"on rank {schedule.placement[stage]}"] if stays and values else []
-    notes += [f"and {', '.join(names[:3])}{' …' if len(names) > 3 else ''} of the caller"] if names else []
+    notes = [f"and {', '.join(names[:3])}{' …' if len(names) > 3 else ''} of the caller"] if names else []
     yield from _arrow(left, stage + 1, values, ", ".join(notes), stays)
 
 
-def _arrow(left: float, to: int, values: Sequence[Value], note: str, dashed: bool = False) -> Iterator[Shape]:
-    """Draw an arrow down to the place of stage ``to``; without values only the note."""
+def _arrow(left: float, to: int, values: Sequence[Value], note: str, stays: bool = False) -> Iterator[Shape]:
+    """Draw an arrow down to the place of stage ``to``, dashed if values stay on a rank; without values the note."""
     x, end = left + 40, _top(to) - 4
     start = end - _GAP + 8
     if not values:
         yield Label(x + 14, start + 21, note, fill=_ARROW)
         return
-    yield Line([(x, start), (x, end - 6)], _ARROW, 1.6, dashed)
+    yield Line([(x, start), (x, end - 6)], _ARROW, 1.6, stays)
     yield Line([(x - 5, end - 8), (x + 5, end - 8), (x, end + 1)], fill=_ARROW)
     first, more = values[0], f" and {len(values) - 1} more" if len(values) > 1 else ""
     total, back = sum(map(bytes_of, values)), sum(bytes_of(value) for value in values if value.requires_grad)
     amount = format_bytes(total)
-    if first.producer != CALLER and back and first.consumers:
+    if first.producer != CALLER and back and first.consumers and not stays:
         amount += f", {'as much' if back == total else format_bytes(back)} back"
     name, shape = clip(first.name, 20), clip(first.type_text, 30)
-    text = f"  {shape}{more}  ·  {amount}{f', {note}' if note else ''}"
+    lead = f"{SAME_RANK}  ·  {name}" if stays else name
+    text = f"{more if stays else f'  {shape}{more}'}  ·  {amount}{f', {note}' if note else ''}"
     every = "; ".join(map(str, values))
-    yield Label(x + 14, start + 21, clip(text, _ARROW_LETTERS - len(name)), fill=_ARROW, lead=name, title=every)
+    yield Label(x + 14, start + 21, clip(text, _ARROW_LETTERS - len(lead)), fill=_ARROW, lead=lead, title=every)
 
 
 def _lanes(manifest: Manifest) -> dict[tuple[int, int], int]:

@@ -39,9 +39,10 @@ class TensorBoardWriter:
 
     Scalars, by step: ``loss``, ``bubble``, ``time/step`` and ``time/step_predicted``, ``time/iteration`` (with the
     optimizer), ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` of whole iterations,
-    ``rank_00/time/forward`` and so on for each of `PARTS`, ``rank_00/memory/peak_MiB``. With all ranks in one process
-    there is one ``memory/peak_MiB``, and no bubble. Text: ``plan``. Images: ``timeline/predicted`` and
-    ``timeline/measured``. Hyper-parameters: the schedule, sizes, the model, kernels, recompute and device.
+    ``rank_00/time/forward`` and so on for each of `PARTS`, ``rank_00/time/collectives`` beside them in a mesh whose
+    schedule has them, ``rank_00/memory/peak_MiB``. With all ranks in one process there is one ``memory/peak_MiB``, and
+    no bubble. Text: ``plan``. Images: ``timeline/predicted`` and ``timeline/measured``. Hyper-parameters: the schedule,
+    sizes, the model, kernels, recompute and device.
     """
 
     def __init__(self, folder: str | PathLike[str], pipe: Pipeline, hardware: Hardware | None = None) -> None:

@@ -14,21 +14,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from pipegraph.report.colours import COLLECTIVE_MEANING, COLLECTIVES, MEANING, ActionColours, ink
+from pipegraph.report.colours import COLLECTIVES, MEANING, ActionColours, ink
 from pipegraph.report.drawing import GREY, LETTER, LIGHT, LINE, Drawing, Label, Line, Rectangle, Shape
 from pipegraph.report.text import clip
 from pipegraph.report.text.schedule_report import schedule_title
-from pipegraph.schedule import Kind, Schedule, Timeline
+from pipegraph.schedule import CollectiveKind, Kind, Schedule, Timeline
 from pipegraph.schedule.lower_bound import SimulatedSchedule
-from pipegraph.units import TimeFormat, format_percent, tick_marks
+from pipegraph.units import TimeFormat, format_number_of, format_percent, tick_marks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 64, 92, 40  # around the lanes
 _BOX, _MEMORY, _BETWEEN = 24, 14, 8  # heights of a box and the curve below it, and the gap to the next lane
-_STRIP = 8  # height of a rank's collectives, between its boxes and its curve
+_STRIP = 14  # height of a rank's collectives, between its boxes and its curve
 _NARROWEST, _WIDEST = 780, 3600  # of the lanes
 _WIDEST_MEASURED = 1900
 _DIGIT = 6.2  # width of a digit in a box
 _MOST_ARROWS = 64
+_COLLECTIVE_MEANING = {
+    CollectiveKind.UNSHARD: "that stage gathered",
+    CollectiveKind.REDUCE_GRAD: "its gradients reduced",
+}
 _CRITICAL = "#d6006c"
 _CURVE = "#c3cad3"
 
@@ -43,10 +47,11 @@ def schedule_drawing(simulated: SimulatedSchedule) -> Drawing:
     timeline, unit = simulated.timeline, simulated.time_format
     figures = [
         f"makespan {unit.text(timeline.makespan)} (bubble {format_percent(timeline.bubble)})",
-        f"span {unit.text(timeline.span)} (bubble {format_percent(timeline.span_bubble)})",
         f"lower bound {unit.text(simulated.lower_bound)} (gap {format_percent(simulated.gap)})",
         f"at most {max(timeline.peak_activations)} saved activations on a rank",
     ]
+    if timeline.collectives:
+        figures.append(f"at most {format_number_of('gather', max(simulated.schedule.gathers))} on a rank")
     lanes = _Lanes(simulated.schedule, timeline, unit, _WIDEST)
     shapes = [
         *lanes.grounds(),
@@ -141,7 +146,8 @@ class _Lanes:
         if self.colours.tones:
             parts.append(_explained([], -6, self.colours.tones))
         for collective, fill in COLLECTIVES.items() if self.timeline.collectives else ():
-            parts.append(_explained([Rectangle(0, 5, 18, _STRIP - 2, fill)], 18, COLLECTIVE_MEANING[collective]))
+            sign: list[Shape] = [Rectangle(0, 2, 18, _STRIP - 2, fill, 2), Label(9, 11.5, "0", 9, ink(fill), "middle")]
+            parts.append(_explained(sign, 18, _COLLECTIVE_MEANING[collective]))
         if self.widest == _WIDEST:
             parts.append(_explained([Rectangle(1, 1, 18, 14, "none", 2, _CRITICAL, 2)], 20, "critical path"))
         if self.widest == _WIDEST and self.schedule.trains:
@@ -182,13 +188,16 @@ class _Lanes:
                     yield Label(x + (width - gap) / 2, y + 16, number, 10, ink(fill), "middle")
 
     def collectives(self) -> Iterator[Shape]:
-        """Below each lane, when its rank gathers parameters and reduces gradients."""
+        """Below each lane, when its rank gathers parameters and reduces gradients, and of which stage."""
         for rank, collectives in enumerate(self.timeline.collectives):
             for collective, start, end in collectives.events:
                 title = f"{collective}: {self.unit.text(start)} to {self.unit.text(end)}"
                 x, width = self.x(start), (end - start) * self.scale
                 fill, gap = COLLECTIVES[collective.kind], min(0.8, width / 4)
-                yield Rectangle(x, self.y(rank) + _BOX + 1, width - gap, _STRIP - 2, fill, title=title)
+                y, stage = self.y(rank) + _BOX + 1, str(collective.stage)
+                yield Rectangle(x, y, width - gap, _STRIP - 2, fill, min(2, width / 8), title=title)
+                if width >= len(stage) * _DIGIT + 2:
+                    yield Label(x + (width - gap) / 2, y + 9.5, stage, 9, ink(fill), "middle")
 
     def memory(self) -> Iterator[Shape]:
         """Below each lane, how many activations its rank holds over time, and the most of them at the right."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from pipegraph.arguments import for_asker
 from pipegraph.errors import ArgumentError
 from pipegraph.kernels.sharded import wrapper_of
 from pipegraph.package import Manifest
@@ -52,9 +53,12 @@ def divide_tensors(
 
     def divide() -> None:
         if plan is None:
+            plan_text = '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
+            advice = for_asker(
+                f"tp_plan={plan_text}.", f"tp_plan = {plan_text} in the model's file, and split it anew."
+            )
             raise ArgumentError(
-                f"the mesh has {size} ranks along tp, and nothing says how they divide the model.\n"
-                f'Try: tp_plan={{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}}.'
+                f"the mesh has {size} ranks along tp, and nothing says how they divide the model.\nTry: {advice}"
             )
         tensor_parallel.check_plan(plan)
         if is_own:  # that of a package may be of a whole family of models

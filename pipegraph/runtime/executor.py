@@ -22,6 +22,7 @@ from pipegraph.progress import report_progress
 from pipegraph.runtime.measurements import Observer
 from pipegraph.runtime.parameter_collectives import ParameterCollectives
 from pipegraph.runtime.processes.faults import ActionFailed
+from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.step_data import StepInputs
 from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepOutputs, StepState, receives_due
 from pipegraph.runtime.transport.protocol import Transport, share_memory
@@ -34,7 +35,8 @@ class Executor:
     """One rank's part of a lowered schedule, over the kernels of that rank's stages. Each `run` is one step.
 
     `observer`, if there is one, sees every action. `processes` has, for each rank of the schedule, the number by which
-    the transport knows it. `collectives` does those of the schedule; without it there are none.
+    the transport knows it. `numbers` is told of each microbatch, whose random numbers it seeds. `collectives` does
+    those of the schedule; without it there are none.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Executor:
         transport: Transport,
         device: torch.device,
         processes: Sequence[int],
+        numbers: RandomNumbers,
         collectives: ParameterCollectives | None = None,
     ) -> None:
         self.rank = rank
@@ -58,6 +61,7 @@ class Executor:
         self._kernels = kernels
         self._transport = transport
         self._device = device
+        self._numbers = numbers
         self._collectives = collectives
         self._before: dict[int, list[Collective]] = defaultdict(list)  # by position: the collectives before the action
         position = 0
@@ -131,7 +135,7 @@ class Executor:
         """Do the collectives before the action at `position`, or start them."""
         for each in self._before.get(position, ()):
             assert self._collectives is not None
-            self._collectives.do(each.stage, each.kind)
+            self._collectives.do(each)
 
     @contextmanager
     def _preparing(self, stage: int) -> Iterator[None]:
@@ -203,6 +207,7 @@ class Executor:
         wiring, given, results = self._wiring[stage], step.given, step.results
         arrived = step.inputs.pop(key, {})
         with_loss = self._is_last(stage) and given.with_loss
+        self._numbers.microbatch = microbatch
         forward = self._kernels[stage].forward(
             [
                 given.batch.inputs[value.name][microbatch] if value.producer == CALLER else arrived.pop(value.name)

@@ -11,7 +11,7 @@ plain parameters, which are in the modules during a step: empty, but for the tim
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from pipegraph.arguments import require_type
 from pipegraph.errors import ArgumentError, nearest
 from pipegraph.kernels.internals import hook_dicts
 from pipegraph.kernels.sharded import local, rebuilt
-from pipegraph.runtime.internals import pytree
+from pipegraph.runtime.internals import packed_dim, pytree
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -128,6 +128,7 @@ def fully_shard_stage(stage: nn.Module, mesh: DeviceMesh, options: Mapping[str, 
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = options.get("mp_policy", MixedPrecisionPolicy())
+    options = {**options, "shard_placement_fn": _placement_function(stage, mesh, options.get("shard_placement_fn"))}
     groups: list[ShardedGroup] = []
     for module in (*repeated_layers(stage), stage):
         taken = {id(each.whole) for group in groups for each in group.parameters}
@@ -147,6 +148,31 @@ def fully_shard_stage(stage: nn.Module, mesh: DeviceMesh, options: Mapping[str, 
         if parameters:
             groups.append(ShardedGroup(tuple(parameters), policy.reduce_dtype))
     return groups
+
+
+def _placement_function(stage: nn.Module, mesh: DeviceMesh, given: Any) -> Callable[[nn.Parameter], Any]:
+    """What says along which dimension a parameter is divided: as `given`, or the default.
+
+    A dimension that tensor parallelism divides as a packed one is not divided again: torch would lose the order.
+    """
+    from torch.distributed.tensor import Shard
+
+    names, shards = {id(each): name for name, each in stage.named_parameters()}, mesh.shape[-1]
+
+    def place(parameter: nn.Parameter) -> Any:
+        chosen, packed = None if given is None else given(parameter), packed_dim(parameter)
+        if packed is None or (chosen is not None and chosen.dim != packed):
+            return chosen
+        free = [dim for dim, length in enumerate(parameter.shape) if dim != packed and length % shards == 0]
+        if chosen is not None or not free:
+            raise ArgumentError(
+                f"tp_plan divides dimension {packed} of {names[id(parameter)]} as a packed one, and the {shards} ranks "
+                "along dp_shard cannot divide it again.\n"
+                "Try: dp_replicate in place of dp_shard, or a layer without a bias."
+            )
+        return Shard(free[0])
+
+    return place
 
 
 def repeated_layers(stage: nn.Module) -> list[nn.Module]:

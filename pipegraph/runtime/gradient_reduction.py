@@ -15,7 +15,9 @@ from torch.distributed import Work
 
 from pipegraph.kernels.loss import objects_held_by
 from pipegraph.kernels.sharded import local
+from pipegraph.runtime.collective_times import Sent
 from pipegraph.runtime.gradient_buckets import GradientBucket, buckets, overwrite_together
+from pipegraph.runtime.measurements import Message
 from pipegraph.runtime.parameters import redistribute
 from pipegraph.runtime.processes.group import Group
 
@@ -70,15 +72,20 @@ class GradientReduction:
                 if old is not None:
                     parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
-    def start(self, stage: int) -> None:
-        """Start to reduce the gradients of a stage, which are whole. What it shares with others waits for the last."""
+    def start(self, stage: int) -> list[Sent]:
+        """Start to reduce the gradients of a stage, which are whole. What it shares with others waits for the last.
+
+        Returns the messages.
+        """
         self._done.add(stage)
         redistribute(self._parameters[stage])
         waiting = {id(each) for index in self._stages.keys() - self._done for each in self._parameters[index]}
         ready = [each for each in self._parameters[stage] if each.requires_grad and id(each) not in waiting]
-        for bucket in buckets(ready):
-            sent = GradientBucket(bucket)
-            self._reduced.append((sent, self._group.start_all_reduce(sent.flat)))
+        started = [
+            (bucket, self._group.start_all_reduce(bucket.flat)) for bucket in map(GradientBucket, buckets(ready))
+        ]
+        self._reduced += started
+        return [(work, Message("all_reduce", bucket.flat.nbytes, self._group.ranks)) for bucket, work in started]
 
     def finish(self) -> None:
         """Wait for all reductions and put their results into `.grad`."""

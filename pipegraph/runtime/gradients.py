@@ -112,6 +112,7 @@ def share_infinities(loss_fn: Any, world: World, guard: FaultGuard) -> None:
 
 def _share(scaler: GradScaler, world: World, guard: FaultGuard) -> None:
     kind, device = type(scaler), world.device
+    internals.unscale_parts(scaler, local)
 
     def unscale(optimizer: Optimizer) -> None:
         scaler.scale(torch.zeros((), device=device))  # which makes the scale on ranks that compute no loss

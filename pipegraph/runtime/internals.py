@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -168,6 +169,29 @@ def infinities_found(scaler: GradScaler, optimizer: Optimizer) -> list[torch.Ten
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
+def unscale_parts(scaler: GradScaler, part_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let `unscale_` of a scaler take the parts of DTensors that this rank has, as `part_of` gives them.
+
+    It takes all gradients of an optimizer in one operation, for which torch mixes DTensors neither with other tensors
+    nor with those of another mesh. Torch's own subclasses override the same method.
+    """
+    own = type(scaler)._unscale_grads_
+
+    def part(parameter: torch.Tensor) -> torch.Tensor:
+        if parameter.grad is None or not hasattr(parameter, "placements"):
+            return parameter
+        held = part_of(parameter.grad)
+        stand_in = held.detach()
+        stand_in.grad = held
+        return stand_in
+
+    def unscale(optimizer: Any, *args: Any) -> Any:
+        groups = [{"params": list(map(part, group["params"]))} for group in optimizer.param_groups]
+        return own(scaler, SimpleNamespace(param_groups=groups), *args)  # type: ignore[arg-type]
+
+    vars(scaler)["_unscale_grads_"] = unscale
+
+
 def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Return whether `unscale_` has been called for the gradients that an optimizer has now."""
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED")
@@ -201,6 +225,23 @@ def is_replicated(module: nn.Module) -> bool:
 def has_communication_hook(wrapper: DistributedDataParallel) -> bool:
     """Return whether a hook stands in for DistributedDataParallel's own reduction. Only the wrapper knows its hooks."""
     return bool(wrapper._comm_hooks)
+
+
+def packed_shard(dim: int, parts: int) -> Any:
+    """A placement that divides each of so many parts of a dimension, which lie one after the other, between all ranks.
+
+    Public placements divide a dimension as a whole. This one is how torch writes FSDP over tensor parallelism, and how
+    transformers divides packed projections.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)
+
+
+def packed_dim(tensor: Any) -> int | None:
+    """The dimension that `packed_shard` divides in a DTensor; None if it divides none."""
+    found = [each.dim for each in getattr(tensor, "placements", ()) if type(each) is type(packed_shard(0, 1))]
+    return found[0] if found else None
 
 
 pytree = _pytree

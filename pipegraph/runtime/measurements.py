@@ -6,16 +6,16 @@ import statistics
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from pipegraph.runtime.transport.protocol import storage_address
-from pipegraph.schedule import Action, Kind
+from pipegraph.schedule import Action, Collective, CollectiveKind, Kind
 
 COMPUTING: Final = Kind.F, Kind.I, Kind.W, Kind.B
 
@@ -40,6 +40,36 @@ class Observer(Protocol):
         ...
 
 
+class Message(NamedTuple):
+    """What the ranks of a collective send each other.
+
+    Attributes:
+        what: the way, as the links of a hardware profile name it: "gather", "reduce" or "all_reduce".
+        size: bytes of the whole.
+        ranks: that take part.
+    """
+
+    what: str
+    size: int
+    ranks: tuple[int, ...]
+
+
+@runtime_checkable
+class CollectiveObserver(Observer, Protocol):
+    """An observer that sees the collectives of a step as well, once the step is done."""
+
+    def collective(self, rank: int, collective: Collective, begin: Any, end: Any, messages: Sequence[Message]) -> None:
+        """A collective took so long, beside the actions of its rank.
+
+        A rank's collectives come in their order and do not overlap: one begins when the rank comes to it and the one
+        before has ended, as in `simulate`, and ends when its last message has come. A RESHARD lasts as long as freeing.
+
+        Args:
+            begin, end: seconds of `time.perf_counter`, or on a GPU events that have been recorded in a stream.
+        """
+        ...
+
+
 class NestedObservers:
     """Several observers as one. The first one begins first and ends last, so that it sees the time of all others."""
 
@@ -53,6 +83,11 @@ class NestedObservers:
     def end(self, rank: int, action: Action, saved: Any) -> None:
         for observer in reversed(self._observers):
             observer.end(rank, action, saved)
+
+    def collective(self, rank: int, collective: Collective, begin: Any, end: Any, messages: Sequence[Message]) -> None:
+        for observer in self._observers:
+            if isinstance(observer, CollectiveObserver):
+                observer.collective(rank, collective, begin, end, messages)
 
 
 class ObserverList:
@@ -80,11 +115,25 @@ class TimeSpan(NamedTuple):
     end: float
 
 
+class CollectiveSpan(NamedTuple):
+    """When a collective ran, likewise."""
+
+    collective: Collective
+    begin: float
+    end: float
+
+
 @dataclass(frozen=True)
 class StepTimes:
-    """The spans of one step, of each rank of this process, in the order in which they began."""
+    """The spans of one step, of each rank of this process, in the order in which they began.
+
+    Attributes:
+        spans: of actions.
+        collectives: of what ran beside them.
+    """
 
     spans: Mapping[int, tuple[TimeSpan, ...]]
+    collectives: Mapping[int, tuple[CollectiveSpan, ...]] = field(default_factory=dict)
 
     def busy(self, rank: int) -> float:
         """Seconds that a rank computed. Transfers do not count."""
@@ -93,7 +142,7 @@ class StepTimes:
 
 
 class ActionTimes:
-    """An observer that times every action: by the clock of the host on a CPU, by events of the stream on a GPU.
+    """An observer that times every action and collective: on a CPU by the host's clock, on a GPU by events of streams.
 
     Nothing waits for a GPU until figures are asked for. The events of a GPU are dropped as soon as they are read, which
     is when the GPU has passed them.
@@ -102,44 +151,52 @@ class ActionTimes:
         with pipe.observe(times):
             pipe.step(tokens, target=labels)
         print(times.medians())
+
+    Attributes:
+        messages: by stage and kind, what the last collective sent.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.messages: dict[tuple[int, CollectiveKind], tuple[Message, ...]] = {}
         self._device = device
         self._begun: dict[int, Any] = {}
-        self._unread: deque[tuple[int, Action, Any, Any]] = deque()
-        self._seconds: dict[tuple[int, Kind], deque[float]] = defaultdict(partial(deque, maxlen=KEPT))
+        self._unread: deque[tuple[int, Action | Collective, Any, Any]] = deque()
+        self._seconds: dict[tuple[int, Kind | CollectiveKind], deque[float]] = defaultdict(partial(deque, maxlen=KEPT))
         self._zero: Any = None  # when the step began whose spans are kept
         self._spans: dict[int, list[TimeSpan]] = defaultdict(list)
+        self._collectives: dict[int, list[CollectiveSpan]] = defaultdict(list)
 
     def begin(self, rank: int, action: Action) -> None:
         self._begun[rank] = self._now()
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
-        self._unread.append((rank, action, self._begun.pop(rank), self._now()))
-        while self._unread and (self._device.type != "cuda" or self._unread[0][-1].query()):
-            self._read_first()
+        self._add(rank, action, self._begun.pop(rank), self._now())
+
+    def collective(self, rank: int, collective: Collective, begin: Any, end: Any, messages: Sequence[Message]) -> None:
+        self.messages[collective.stage, collective.kind] = tuple(messages)
+        self._add(rank, collective, begin, end)
 
     def begin_step(self) -> None:
         """From here on, keep the span of every action until `end_step`."""
         self._read()
-        self._spans.clear()
+        self._forget_spans()
         self._zero = self._now()
 
     def end_step(self) -> StepTimes:
         """The spans since `begin_step`. Waits for a GPU."""
         self._read()
         spans = {rank: tuple(each) for rank, each in self._spans.items()}
-        self._spans.clear()
+        collectives = {rank: tuple(each) for rank, each in self._collectives.items()}
+        self._forget_spans()
         self._zero = None
-        return StepTimes(spans)
+        return StepTimes(spans, collectives)
 
-    def seconds(self) -> dict[tuple[int, Kind], list[float]]:
-        """By stage and kind, how many seconds each of the last `KEPT` actions took. Waits for a GPU."""
+    def seconds(self) -> dict[tuple[int, Kind | CollectiveKind], list[float]]:
+        """By stage and kind, how many seconds each of the last `KEPT` actions or collectives took. Waits for a GPU."""
         self._read()
         return {key: list(each) for key, each in self._seconds.items()}
 
-    def medians(self) -> dict[tuple[int, Kind], float]:
+    def medians(self) -> dict[tuple[int, Kind | CollectiveKind], float]:
         """By stage and kind, the median of `seconds`."""
         return {key: statistics.median(each) for key, each in self.seconds().items()}
 
@@ -155,6 +212,15 @@ class ActionTimes:
         seconds: float = end - begin if self._device.type != "cuda" else begin.elapsed_time(end) / 1000
         return seconds
 
+    def _forget_spans(self) -> None:
+        self._spans.clear()
+        self._collectives.clear()
+
+    def _add(self, rank: int, done: Action | Collective, begin: Any, end: Any) -> None:
+        self._unread.append((rank, done, begin, end))
+        while self._unread and (self._device.type != "cuda" or self._unread[0][-1].query()):
+            self._read_first()
+
     def _read(self) -> None:
         """Wait for the GPU and read all its events."""
         if self._unread:
@@ -163,10 +229,14 @@ class ActionTimes:
             self._read_first()
 
     def _read_first(self) -> None:
-        rank, action, begin, end = self._unread.popleft()
-        self._seconds[action.stage, action.kind].append(self._between(begin, end))
+        rank, done, begin, end = self._unread.popleft()
+        self._seconds[done.stage, done.kind].append(self._between(begin, end))
         if self._zero is not None:
-            self._spans[rank].append(TimeSpan(action, self._between(self._zero, begin), self._between(self._zero, end)))
+            times = self._between(self._zero, begin), self._between(self._zero, end)
+            if isinstance(done, Collective):
+                self._collectives[rank].append(CollectiveSpan(done, *times))
+            else:
+                self._spans[rank].append(TimeSpan(done, *times))
 
 
 class SavedBytes:
@@ -213,6 +283,14 @@ class SavedBytes:
 
 
 @dataclass(frozen=True)
+class MeasuredCollective:
+    """What a collective of a stage took: the median, in seconds, and what it sends."""
+
+    seconds: float
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
 class MeasuredRun:
     """The times of a run's steps, of all ranks together.
 
@@ -227,6 +305,7 @@ class MeasuredRun:
         allocated: the most bytes that torch had allocated on the GPU of each process; empty without GPUs.
         processes: how many ran it: one for each rank, or one for all.
         kernels: that were run.
+        collectives: of each stage and kind.
     """
 
     steps: int
@@ -238,3 +317,4 @@ class MeasuredRun:
     processes: int
     kernels: str
     bubble: float | None = None
+    collectives: Mapping[tuple[int, CollectiveKind], MeasuredCollective] = field(default_factory=dict)

@@ -58,7 +58,10 @@ class PassedBatch:
 
 
 class BatchSplitter:
-    """Cuts the batches that the stages of this process take, and joins what the last stage gives."""
+    """Cuts the batches that the stages of this process take, and joins what the last stage gives.
+
+    Inputs of the dtype `cast_from` are cast to those that the manifest has.
+    """
 
     def __init__(
         self,
@@ -67,8 +70,10 @@ class BatchSplitter:
         device: torch.device,
         reduction: LossReduction,
         replicas: int = 1,
+        cast_from: torch.dtype | None = None,
     ) -> None:
         self._manifest = manifest
+        self._cast_from = cast_from
         self._replicas = replicas
         self._device = device
         self.has_last_stage = len(manifest.stages) - 1 in stages
@@ -103,7 +108,7 @@ class BatchSplitter:
         manifest = self._manifest
         for name in sorted(self._needed | passed.inputs.keys()):
             for label, tensor in passed.tensors(name):
-                _check_kind(manifest.values[name], label, tensor)
+                _check_kind(manifest.values[name], label, tensor, self._cast_from)
                 if trains and tensor.requires_grad:
                     raise BatchError(
                         f"{label} requires a gradient, and a step gives gradients to parameters alone.\n"
@@ -175,11 +180,14 @@ class BatchSplitter:
     def _cut_input(self, value: Value, passed: Tensor | list[Tensor], step: StepSizes) -> Sequence[Tensor]:
         """A checked input, cut along its batch, or the same for all microbatches if it has none."""
         if isinstance(passed, list):
-            return [tensor.detach().to(self._device, non_blocking=True) for tensor in passed]
-        tensor = passed.detach().to(self._device, non_blocking=True)
+            return [self._placed(value, tensor) for tensor in passed]
+        tensor = self._placed(value, passed)
         if value.batch_dim is None:
             return (tensor,) * len(step.microbatches)
         return tensor.split(step.lengths(value), value.batch_dim)
+
+    def _placed(self, value: Value, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._device, torch_dtype(value), non_blocking=True)
 
 
 def cut_target(
@@ -240,13 +248,15 @@ def _check_list(value: Value, tensors: Sequence[Tensor], step: StepSizes) -> Non
             )
 
 
-def _check_kind(value: Value, label: str, passed: Any) -> None:
-    """Raise BatchError unless `passed` is a tensor of this input's dtype and number of dimensions."""
+def _check_kind(value: Value, label: str, passed: Any, cast_from: torch.dtype | None) -> None:
+    """Raise BatchError unless `passed` is a tensor of this input's number of dimensions and its dtype, or of one that
+    is cast to it."""
     if not isinstance(passed, Tensor):
         raise BatchError(f"{label} is {'missing' if passed is None else reprlib.repr(passed)}: pass a tensor, {value}.")
     if passed.dim() != len(value.shape):
         raise BatchError(f"{label} has the shape {list(passed.shape)}; the captured microbatch is {value}.")
-    if passed.dtype != torch_dtype(value):
+    own = torch_dtype(value)
+    if passed.dtype != own and not (passed.dtype == cast_from and own.is_floating_point):
         raise BatchError(f"{label} is {dtype_name(passed)}; the plan has {value}: pass .to(torch.{value.dtype}).")
 
 

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
+from torch.profiler import record_function
 
+from pipegraph.runtime.collective_times import CollectiveTimer, Sent
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_reduction import GradientReduction
 from pipegraph.runtime.parameters import redistribute
 from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
-from pipegraph.schedule import CollectiveKind
+from pipegraph.schedule import Collective, CollectiveKind
 
 
 class ParameterCollectives:
@@ -36,10 +38,16 @@ class ParameterCollectives:
         self._parameters = {stage: all_parameters(each) for stage, each in groups.items()}
         self._transfers, self._reduction = transfers, reduction
         self._gathering: set[int] = set()
+        self._timer: CollectiveTimer | None = None
 
     @contextmanager
-    def during_step(self) -> Iterator[None]:
-        """A context in which the modules hold whole parameters, and `.grad` of others is that of the step alone."""
+    def during_step(self, timer: CollectiveTimer | None = None) -> Iterator[None]:
+        """A context in which the modules hold whole parameters, and `.grad` of others is that of the step alone.
+
+        Args:
+            timer: takes the times of the collectives in it.
+        """
+        self._timer = timer
         self._put(True)
         try:
             if self._reduction is None:
@@ -47,6 +55,8 @@ class ParameterCollectives:
             else:
                 with self._reduction.of_this_step():
                     yield
+            if timer is not None:
+                timer.report()
         finally:
             self._gathering.clear()
             for transfers in self._transfers.values():
@@ -54,11 +64,21 @@ class ParameterCollectives:
                     each.end()
             self._put(False)
 
-    def do(self, stage: int, kind: CollectiveKind) -> None:
-        """Do a collective of the schedule, or start it."""
+    def do(self, collective: Collective) -> None:
+        """Do a collective of the schedule, or start it. Profilers see it by its name."""
+        stage, kind = collective.stage, collective.kind
+        with record_function(f"{kind.value} stage {stage}"):
+            if self._timer is None:
+                self._start(stage, kind)
+            else:
+                with self._timer.timed(collective) as sent:
+                    sent += self._start(stage, kind)
+
+    def _start(self, stage: int, kind: CollectiveKind) -> list[Sent]:
+        """Do or start a collective. Returns its messages."""
+        sent: list[Sent] = []
         if kind is CollectiveKind.UNSHARD:
-            for each in self._transfers[stage]:
-                each.start_gather()
+            sent += [each.start_gather() for each in self._transfers[stage]]
             self._gathering.add(stage)
         elif kind is CollectiveKind.RESHARD:
             self.use(stage)  # what was gathered in vain has to arrive as well
@@ -67,9 +87,10 @@ class ParameterCollectives:
         else:
             redistribute(each.whole for each in self._parameters.get(stage, ()))
             for each in self._transfers.get(stage, ()):
-                each.start_reduce()
+                sent += each.start_reduce()
             if self._reduction is not None:
-                self._reduction.start(stage)
+                sent += self._reduction.start(stage)
+        return sent
 
     def use(self, stage: int) -> None:
         """Wait for the parameters of a stage that is about to compute."""
@@ -79,9 +100,12 @@ class ParameterCollectives:
                 each.finish_gather()
 
     def computed(self, stage: int) -> None:
-        """Take the gradients of an action of a stage."""
+        """Take the gradients of an action of a stage, and free those that have been reduced since the last one."""
         for each in self._transfers.get(stage, ()):
             each.add_up()
+        for transfers in self._transfers.values():
+            for each in transfers:
+                each.free_reduced()
 
     def finish(self) -> None:
         """Wait for all reductions, and put their results into `.grad`."""

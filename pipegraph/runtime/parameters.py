@@ -31,11 +31,12 @@ def load_stages(
     device: torch.device,
     weights: str | PathLike[str] | None = None,
     check_weights: bool = True,
+    seed: int = 0,
 ) -> dict[int, nn.Module]:
     """Load the stages `indices` on `device`, with the package's weights or those of the checkpoint `weights`.
 
-    If the package was written without weights, they are initialised, with a warning. With `check_weights`, every shard
-    of the package that is read must be as it was written.
+    If the package was written without weights, they are initialised from `seed`, with a warning. With `check_weights`,
+    every shard of the package that is read must be as it was written.
     """
     has_weights = weights is not None or package.has_weights
     if not has_weights:
@@ -50,7 +51,7 @@ def load_stages(
     stages = {}
     with torch.random.fork_rng(devices=[]):  # making layers must not move the caller's random numbers
         for index in track("loading weights of stages", indices):
-            stages[index] = package.load_stage(index, str(device), source)
+            stages[index] = package.load_stage(index, str(device), source, seed)
     for index, stage in stages.items():
         missing, added = differing_names(package, index, stage)
         if missing or added:
@@ -93,15 +94,26 @@ def parallelize_stages(
 
 def parameters_of(stage: nn.Module, every_name: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a stage under the model's names: each under its first one, or under `every_name`."""
-    wrapped = {
+    wrapped = _wrapped(stage)
+    for name, parameter in nn.Module.named_parameters(stage, remove_duplicate=not every_name):
+        yield _without(wrapped, name), parameter
+
+
+def names_without_wrappers(stage: nn.Module) -> dict[str, str]:
+    """The names of a stage's modules → the model's names for them."""
+    wrapped = _wrapped(stage)
+    return {name: _without(wrapped, name) for name, _ in stage.named_modules()}
+
+
+def _wrapped(stage: nn.Module) -> set[str]:
+    """The names of the modules that are inside a wrapper."""
+    return {
         f"{name}.{place}" if name else place
         for name, module in stage.named_modules(remove_duplicate=False)
         if (inner := internals.checkpointed(module)) is not None
         for place, child in module.named_children()
         if child is inner
     }
-    for name, parameter in nn.Module.named_parameters(stage, remove_duplicate=not every_name):
-        yield _without(wrapped, name), parameter
 
 
 def owner_of(stage: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -13,23 +13,28 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import Maker, maker
+from pipegraph.kernels import Maker
+from pipegraph.kernels.cpu import keep_freed_memory
 from pipegraph.package import Package
+from pipegraph.recompute import describe_stages
 from pipegraph.runtime import parameters
-from pipegraph.runtime.divided_stages import divide_tensors, resident_stages, shard_stages
+from pipegraph.runtime.divided_stages import resident_stages
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.loss_reduction import LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.pipeline_state import PipelineState
-from pipegraph.runtime.processes.faults import FaultGuard
+from pipegraph.runtime.prepared_stages import StageRequest, prepare_stages
+from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
-from pipegraph.runtime.processes.rank_grid import DIMENSIONS, single
-from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, join_world
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS
+from pipegraph.runtime.processes.world import LoneProcess, World, guard_of, join_world
+from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.schedule_choice import resolve_schedule
+from pipegraph.runtime.stage_kernels import stage_makers, stage_recompute
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes
 from pipegraph.runtime.step_runner import LossFunction, StepRunner
 from pipegraph.runtime.tensor_parallel import Plan
-from pipegraph.schedule import Schedule
+from pipegraph.schedule import Schedule, without_transfers
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -72,7 +77,12 @@ class Pipeline(PipelineState):
             "dp_shard". They are gathered when the schedule says so, and kernels compute with the whole.
         resident: how many stages of this rank may be whole at a time; by default all, or 2 with
             ``reshard_after_forward=True``: one that computes and one that is being gathered.
-        recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block".
+        recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block" (every repeated
+            layer, from what goes into it); such a choice for patterns of module names, of which the last that fits
+            counts (``{"layers.*": "block", "*.mlp": "none"}``, ``{"layers[::2]": "block"}`` for every second layer); in
+            place of a choice a function that answers for each operation, as
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it; or a sequence with one of these for
+            each stage. By default the package's plan says it, else it is "min-cut".
         parallelize_fn: called with each stage of this process once its weights are loaded. It shards, freezes or
             replaces what it likes in place, or returns another module with parameters of the same names, also in
             `DistributedDataParallel` over the stage's replicas in other pipelines. Kernels are traced from the result,
@@ -92,6 +102,13 @@ class Pipeline(PipelineState):
         loss_weight: for a loss_fn that returns a sum over the items that count, such as tokens that are not masked:
             `loss_weight(target)` returns how many count in a microbatch. The loss of a step, and each metric, is then
             the sum over microbatches and data-parallel ranks, divided by all that counts there.
+        seed: what dropout and all other random operations draw from. Their numbers depend on it, the step, the
+            microbatch, the data-parallel rank and what draws, and on nothing else: not on cuts, schedule, processes,
+            kernels or recompute. By default they come from torch's generators. Parameters of a package without weights
+            follow from it, too.
+        precision: "bf16" or "fp16": stages compute and send in this dtype, and parameters, gradients, the optimizer's
+            state and checkpoints have float32. "bf16-true" or "fp16-true": everything has this dtype. "fp32":
+            everything has float32. By default the dtypes are the package's.
 
     Attributes:
         last_sizes: the sizes of the last step, on every rank; None before the first.
@@ -111,7 +128,7 @@ class Pipeline(PipelineState):
         device: str | torch.device = "cpu",
         kernels: str | Maker = "inductor",
         group: ProcessGroup | None = None,
-        recompute: str = "min-cut",
+        recompute: Any = None,
         parallelize_fn: parameters.ParallelizeFunction | None = None,
         timeout: float = TIMEOUT,
         weights: str | PathLike[str] | None = None,
@@ -124,16 +141,20 @@ class Pipeline(PipelineState):
         tp_plan: Plan | None = None,
         fsdp: Mapping[str, Any] | None = None,
         resident: int | None = None,
+        seed: int | None = None,
+        precision: str | None = None,
     ) -> None:
         self._reduction = LossReduction.of(loss_reduction, loss_weight)
         self._loss_fn = loss_fn
         self.kernels = kernels if isinstance(kernels, str) else "custom"
-        self.recompute = recompute
         self._observers = ObserverList()
         self.last_sizes: StepSizes | None = None
+        numbers = RandomNumbers(seed)
         world, self.device = join_world(group, device, timeout, mesh)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._processes: World | LoneProcess = world or LoneProcess()
-        self._guard = _guard(world)
+        self._guard = guard_of(world)
         weakref.finalize(self, self._guard.close)  # also at exit, before torch's own threads are torn down
         with self._guard:
             if world:
@@ -143,31 +164,27 @@ class Pipeline(PipelineState):
             self.schedule = resolve_schedule(schedule, microbatches, count, len(world.pipeline) if world else None)
             self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
             own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
-            self.stages = parameters.load_stages(self.package, own, self.device, weights, check_weights)
-            is_changed = parallelize_fn is not None
-            manifest = divide_tensors(self.stages, self.package.manifest, world, tp_plan, is_changed)
-            self.package = replace(self.package, manifest=manifest)
-            if parallelize_fn is not None:
-                self.stages, manifest = parameters.parallelize_stages(self.package, self.stages, parallelize_fn)
-                self.package = replace(self.package, manifest=manifest)
-            groups, manifest = shard_stages(self.stages, self.package.manifest, world, fsdp)
-            self.package = replace(self.package, manifest=manifest)
-            make = maker(kernels, recompute, max_variants, strict) if isinstance(kernels, str) else kernels
+            asked = StageRequest(weights, check_weights, seed, tp_plan, parallelize_fn, precision, fsdp)
+            prepared = prepare_stages(self.package, own, self.device, world, asked)
+            self.stages = prepared.modules
+            self.package = replace(self.package, manifest=prepared.manifest)
+            again = stage_recompute(recompute, self.package, self.stages)
+            self.recompute = describe_stages(again)
+            makers = stage_makers(kernels, again, max_variants, strict)
             self._runner = StepRunner(
-                manifest,
-                self.stages,
+                prepared,
                 self.schedule,
                 schedule,
-                make,
+                makers,
                 loss_fn,
                 self._reduction,
                 self.device,
                 world,
                 self._guard,
-                groups,
                 resident_stages(fsdp, resident),
+                numbers,
             )
-        super().__init__(manifest, self._runner.stages, self.device, self._processes, self._guard)
+        super().__init__(prepared.manifest, self._runner.stages, self.device, self._processes, self._guard, numbers)
 
     def step(
         self,
@@ -246,6 +263,12 @@ class Pipeline(PipelineState):
         """
         return self.evaluate(*args, return_outputs=True, microbatches=microbatches, **kwargs).outputs
 
+    @property
+    def schedule_with_collectives(self) -> Schedule:
+        """The schedule with what the ranks that share its stages do together in a step; itself if there are none."""
+        collectives = without_transfers(self._runner.executors.training).collectives
+        return self.schedule.changed(collectives=collectives) if collectives else self.schedule
+
     def retrace(self) -> None:
         """Trace the stages of this process, and the loss, again at their next call. Not collective.
 
@@ -283,13 +306,13 @@ class Pipeline(PipelineState):
         """
         return self._observers.add(observer, evals or not self.schedule.trains)
 
-    def gather(self, figures: Sequence[float]) -> list[list[float]]:
+    def gather(self, figures: Sequence[float], everywhere: bool = False) -> list[list[float]]:
         """The figures of every process of this pipeline, by rank. Collective: all must call it, with equally many.
 
-        No process goes on before all have called. In a mesh these are the ranks along `pp`.
+        No process goes on before all have called. In a mesh these are the ranks along `pp`, or all with `everywhere`.
         """
         with self._guard:
-            return self._processes.gather(figures)
+            return self._processes.gather(figures, *(DIMENSIONS if everywhere else ()))
 
     def gather_text(self, text: str) -> list[str]:
         """The texts of every process of this pipeline, by rank. Collective: all must call it."""
@@ -324,12 +347,3 @@ class Pipeline(PipelineState):
             metrics=metrics,
         )
         return result, given.batch.sizes
-
-
-def _guard(world: World | None) -> FaultGuard:
-    """The guard around what this process does together with others, which closes the world's connections at its end."""
-    if world is None:
-        return FaultGuard(0, single(1), None)
-    guard = FaultGuard(world.rank, world.grid, world.store)
-    guard.closing.callback(lambda: world.close(abort=guard.has_failed))
-    return guard

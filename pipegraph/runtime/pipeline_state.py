@@ -16,6 +16,7 @@ from pipegraph.runtime.checkpoint.checkpointer import Checkpointer
 from pipegraph.runtime.checkpoint.saving import SaveRequest
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.world import LoneProcess, World
+from pipegraph.runtime.random_numbers import RandomNumbers
 
 if TYPE_CHECKING:
     from pipegraph.runtime.checkpoint.loading import Checkpoint
@@ -30,6 +31,7 @@ class PipelineState:
         device: where they are.
         world: the processes of the pipeline.
         guard: the context of what they do together.
+        numbers: what random numbers depend on.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class PipelineState:
         device: torch.device,
         world: World | LoneProcess,
         guard: FaultGuard,
+        numbers: RandomNumbers,
     ) -> None:
-        self._manifest, self._held = manifest, stages
+        self._manifest, self._held, self._numbers = manifest, stages, numbers
         self._checkpointer = Checkpointer(manifest, stages, device, world, guard)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -97,7 +100,7 @@ class PipelineState:
                 pipeline can go on.
             RuntimeFault: a rank is gone.
         """
-        request = SaveRequest(Path(folder), step, keep, background, optimizer, extra or {})
+        request = SaveRequest(Path(folder), step, keep, background, optimizer, extra or {}, self._numbers.steps)
         return self._checkpointer.save(request)
 
     def wait_for_save(self) -> Path | None:
@@ -123,7 +126,8 @@ class PipelineState:
 
         It may have been saved with another number of stages or ranks, other cuts, schedule or mesh. All files are
         compared with their digests first; a checkpoint that is damaged is named in a warning, and the one before it is
-        taken. Random numbers go on as they were if there are as many ranks, along the same dimensions, as there were.
+        taken. With `Pipeline(seed=)` random numbers go on as they were; without it, if there are as many ranks, along
+        the same dimensions, as there were.
 
         Args:
             folder: that of the run, or one of the ``step-…`` folders in it.
@@ -141,4 +145,5 @@ class PipelineState:
                 extras, with their names; on every rank. Nothing is changed then.
             RuntimeFault: a rank is gone.
         """
-        return self._checkpointer.load(Path(folder), optimizer, extra)
+        checkpoint, self._numbers.steps = self._checkpointer.load(Path(folder), optimizer, extra)
+        return checkpoint

@@ -68,6 +68,11 @@ class Replicas:
         wrapper = self._wrappers.get(stage)
         return 1 if wrapper is None else dist.get_world_size(wrapper.process_group)
 
+    def place(self, stage: int) -> int:
+        """The place of a stage of this process among its replicas; 0 without any."""
+        wrapper = self._wrappers.get(stage)
+        return 0 if wrapper is None else dist.get_rank(wrapper.process_group)
+
     def reduce(self) -> None:
         """Take the mean of `.grad` over the replicas of every stage, and make buffers equal to the first replica's.
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed import Work
 
 from pipegraph.kernels.sharded import local, rebuilt
+from pipegraph.runtime.collective_times import Sent
 from pipegraph.runtime.fully_sharded import ShardedGroup, ShardedParameter
+from pipegraph.runtime.measurements import Message
 from pipegraph.runtime.processes.group import Group
 from pipegraph.runtime.processes.rank_grid import SHARD
 from pipegraph.runtime.processes.shard_group import ShardLine
@@ -32,26 +34,31 @@ class GroupTransfers:
         self._parameters, self._reduce_dtype = group.parameters, group.reduce_dtype
         self._line, self._replicas = line, replicas
         self._sums: dict[ShardedParameter, Tensor] = {}
-        self._gathering: tuple[Work, Tensor, Tensor] | None = None
+        self._gathering: tuple[Work, Tensor] | None = None
         self._reducing: tuple[Work, Tensor, Tensor] | None = None
+        self._reduced: Tensor | None = None
         self._adding: Work | None = None
         self._missing: set[ShardedParameter] = set()
 
-    def start_gather(self) -> None:
+    def start_gather(self) -> Sent:
         """Start to gather the parameters."""
-        parts = [self._padded(each, local(each.sharded.detach())) for each in self._parameters]
-        sent = torch.cat([part.to(each.local_whole) for part, each in zip(parts, self._parameters, strict=True)])
-        received = torch.empty(self._line.size, len(sent), dtype=sent.dtype, device=sent.device)
-        self._gathering = self._line.start_gather(received, sent), received, sent
+        lengths, like = self._lengths(), self._parameters[0].local_whole
+        rows = torch.empty(self._line.size, sum(lengths), dtype=like.dtype, device=like.device)
+        for each, own in zip(self._parameters, rows[self._line.place].split(lengths), strict=True):
+            part, dim = local(each.sharded.detach()), each.dim(SHARD)
+            own.view(self._part_shape(each)).narrow(dim, 0, part.shape[dim]).copy_(part)
+        work = self._line.start_gather(rows)
+        self._gathering = work, rows
+        return work, Message("gather", rows.nbytes, self._line.ranks)
 
     def finish_gather(self) -> None:
         """Wait for what was started, and fill the whole parameters with it."""
         assert self._gathering is not None
-        work, received, _ = self._gathering
+        work, gathered = self._gathering
         self._gathering = None
         self._line.wait(work)
         with torch.no_grad():
-            for each, rows in zip(self._parameters, received.split(self._lengths(), dim=1), strict=True):
+            for each, rows in zip(self._parameters, gathered.split(self._lengths(), dim=1), strict=True):
                 each.allocate()
                 shape, dim = self._part_shape(each), each.dim(SHARD)
                 joined = rows.view(-1, *shape).movedim(0, dim).flatten(dim, dim + 1)
@@ -60,7 +67,7 @@ class GroupTransfers:
 
     def end(self) -> None:
         """Free and forget what a step has left, also one that failed."""
-        self._gathering = self._reducing = self._adding = None
+        self._gathering = self._reducing = self._reduced = self._adding = None
         self._sums.clear()
         for each in self._parameters:
             each.whole.grad = None
@@ -85,24 +92,19 @@ class GroupTransfers:
                 else:
                     self._sums[each] = own.to(self._reduce_dtype)
 
-    def start_reduce(self) -> None:
-        """Start to add up the gradients over ranks, each rank those of its part."""
+    def start_reduce(self) -> list[Sent]:
+        """Start to add up the gradients over ranks, each rank those of its part. Returns the messages: one or none."""
         trained = self._trained()
         if not trained:
-            return
-        gradients = [self._sums.pop(each, None) for each in trained]
-        gradients = [
-            local(each.whole.grad) if own is None and each.whole.grad is not None else own
-            for each, own in zip(trained, gradients, strict=True)
-        ]
+            return []
         like = trained[0].local_whole
         dtype = self._reduce_dtype or like.dtype
         lengths = [math.prod(self._part_shape(each)) for each in trained]
         sent = torch.zeros(self._line.size, sum(lengths) + len(trained), dtype=dtype, device=like.device)
         *rows, counts = sent.split([*lengths, len(trained)], dim=1)
         self._missing.clear()
-        for index, (each, gradient, row) in enumerate(zip(trained, gradients, rows, strict=True)):
-            each.whole.grad = None
+        for index, (each, row) in enumerate(zip(trained, rows, strict=True)):
+            gradient = self._take_gradient(each)
             if gradient is None:
                 self._missing.add(each)
                 continue
@@ -113,29 +115,48 @@ class GroupTransfers:
             padded = torch.zeros(whole, dtype=dtype, device=like.device)
             padded.narrow(dim, 0, gradient.shape[dim]).copy_(gradient)
             row.copy_(padded.unflatten(dim, (self._line.size, -1)).movedim(dim, 0).flatten(1))
-        received = torch.empty(sent.shape[1], dtype=dtype, device=like.device)
-        self._reducing = self._line.start_reduce(received, sent), received, sent
+        work, reduced = self._line.start_reduce(sent)
+        self._reducing = work, reduced, sent
+        return [(work, Message("reduce" if self._line.scatters else "all_reduce", sent.nbytes, self._line.ranks))]
+
+    def free_reduced(self) -> None:
+        """Keep this rank's part alone of what has been reduced by now."""
+        if self._reducing is not None and self._reducing[0].is_completed():
+            self._wait_for_part()
 
     def start_adding(self) -> None:
         """Wait for the reduction, and start to add up its results over replicas."""
         if self._reducing is not None:
-            self._line.wait(self._reducing[0])
-            if self._replicas is not None:
-                self._adding = self._replicas.start_all_reduce(self._reducing[1])
+            self._wait_for_part()
+        if self._reduced is not None and self._replicas is not None:
+            self._adding = self._replicas.start_all_reduce(self._reduced)
 
     def finish_reduce(self) -> None:
         """Add the results to `.grad` of the parts. A parameter that has no gradient on any rank keeps what it has."""
-        if self._reducing is None:
+        reduced, self._reduced = self._reduced, None
+        if reduced is None:
             return
         if self._adding is not None and self._replicas is not None:
             self._replicas.wait(self._adding)
-        trained, (_, received, _) = self._trained(), self._reducing
-        self._reducing = self._adding = None
+            self._adding = None
+        trained = self._trained()
         lengths = [math.prod(self._part_shape(each)) for each in trained]
-        *parts, counts = received.split([*lengths, len(trained)])
+        *parts, counts = reduced.split([*lengths, len(trained)])
         for each, part, count in zip(trained, parts, counts, strict=True):
             if each not in self._missing or count > 0:  # the count is on a GPU, which would have to be waited for
                 _add_gradient(each, part.view(self._part_shape(each)), each.dim(SHARD))
+
+    def _wait_for_part(self) -> None:
+        assert self._reducing is not None
+        work, reduced, _ = self._reducing
+        self._line.wait(work)
+        self._reduced, self._reducing = self._line.own_row(reduced), None
+
+    def _take_gradient(self, parameter: ShardedParameter) -> Tensor | None:
+        """The gradient of the whole parameter, which gives it away."""
+        own, gradient = self._sums.pop(parameter, None), parameter.whole.grad
+        parameter.whole.grad = None
+        return local(gradient) if own is None and gradient is not None else own
 
     def _trained(self) -> list[ShardedParameter]:
         return [each for each in self._parameters if each.sharded.requires_grad]
@@ -148,14 +169,6 @@ class GroupTransfers:
 
     def _lengths(self) -> list[int]:
         return [math.prod(self._part_shape(each)) for each in self._parameters]
-
-    def _padded(self, parameter: ShardedParameter, part: Tensor) -> Tensor:
-        shape, dim = self._part_shape(parameter), parameter.dim(SHARD)
-        if part.shape == shape:
-            return part.reshape(-1)
-        padded = part.new_zeros(shape)
-        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-        return padded.view(-1)
 
 
 def _add_gradient(parameter: ShardedParameter, part: Tensor, dim: int) -> None:

@@ -15,24 +15,28 @@ from pipegraph.errors import PipegraphError, ScheduleError
 from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels
 from pipegraph.package import Manifest
 from pipegraph.runtime.batch_shares import BatchShares
+from pipegraph.runtime.collective_times import CollectiveTimer
 from pipegraph.runtime.executor import Executor, run_executors
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_reduction import GradientReduction, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.loss_reduction import LossReduction
-from pipegraph.runtime.measurements import ObserverList
+from pipegraph.runtime.measurements import CollectiveObserver, Observer, ObserverList
 from pipegraph.runtime.microbatch import BatchSplitter
 from pipegraph.runtime.model_arguments import fill_structure
 from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
 from pipegraph.runtime.parameters import MissingGradients, parameters_of, redistribute_gradients
+from pipegraph.runtime.prepared_stages import PreparedStages
 from pipegraph.runtime.processes.faults import FaultGuard
-from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE
+from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE, TENSOR
 from pipegraph.runtime.processes.world import World
+from pipegraph.runtime.random_numbers import RandomNumbers, StageDraws, seed_kernels
 from pipegraph.runtime.replicas import Replicas, unwrapped
 from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
 from pipegraph.runtime.step_data import StepInputs, StepRequest
 from pipegraph.runtime.step_executors import StepExecutors
 from pipegraph.runtime.step_state import StepOutputs
+from pipegraph.runtime.tensor_parallel import check_whole_gradients
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
 from pipegraph.runtime.transport.protocol import LocalTransport, Transport
@@ -49,8 +53,7 @@ class StepRunner:
     Making it is collective, and the last part of it is where the ranks begin to need each other.
 
     Args:
-        manifest: of the package, with the dtypes that the stages have now.
-        stages: of this process, as `parallelize_fn` returned them.
+        prepared: the stages of this process.
         schedule: the pipeline's.
         given: what it was chosen by.
         make: makes the kernels of a stage.
@@ -59,8 +62,8 @@ class StepRunner:
         device: where the stages are.
         world: the processes of the pipeline; None for a plain process.
         guard: the context in which all of this is called.
-        groups: of each stage, the groups of its sharded parameters.
         resident: how many sharded stages of a rank may be whole at a time; None for all.
+        numbers: what random numbers depend on.
 
     Attributes:
         stages: of this process, without a `DistributedDataParallel` around them.
@@ -73,39 +76,54 @@ class StepRunner:
 
     def __init__(
         self,
-        manifest: Manifest,
-        stages: Mapping[int, nn.Module],
+        prepared: PreparedStages,
         schedule: Schedule,
         given: str | PathLike[str] | Schedule,
-        make: Maker,
+        makers: Mapping[int, Maker],
         loss_fn: LossFunction | None,
         reduction: LossReduction,
         device: torch.device,
         world: World | None,
         guard: FaultGuard,
-        groups: Mapping[int, Sequence[ShardedGroup]],
         resident: int | None,
+        numbers: RandomNumbers,
     ) -> None:
-        self._replicas = Replicas(stages)
+        manifest, groups, precision = prepared.manifest, prepared.groups, prepared.precision
+        self._replicas = Replicas(prepared.modules)
+        self._numbers = numbers
         if self._replicas and reduction.weight_of is not None:
             raise PipegraphError(
                 "loss_weight counts items over all ranks, and DistributedDataParallel takes the mean of its replicas' "
                 "gradients.\nTry: return the stage without it, and give Pipeline a mesh with dp_replicate."
             )
-        stages = {index: unwrapped(stage) for index, stage in stages.items()}
+        stages = {index: unwrapped(stage) for index, stage in prepared.modules.items()}
         self.stages, self._trains = stages, schedule.trains
-        self._name = schedule.name
+        self._name, self._device = schedule.name, device
         pipeline = world.pipeline if world else tuple(range(schedule.ranks))
         ranks = (pipeline.index(world.rank),) if world else pipeline  # of the schedule
+        self._rank = ranks[0]
         places = [pipeline[rank] for rank in schedule.placement]  # of the world
         self.batches = BatchSplitter(
-            manifest, stages, device, reduction, self._replicas.count(len(manifest.stages) - 1)
+            manifest,
+            stages,
+            device,
+            reduction,
+            self._replicas.count(len(manifest.stages) - 1),
+            None if precision is None else precision.cast_from,
         )
         self.ties = TiedWeights(manifest, stages, places, (world.rank,) if world else ranks)
         self._missing = MissingGradients(manifest)
         find_parts(groups, stages)
         self._wiring = wiring = stage_wirings(manifest)
-        self.kernels = _make_kernels(make, stages, wiring, _packed_loss(manifest, loss_fn))
+        self.kernels = _make_kernels(makers, stages, wiring, _packed_loss(manifest, loss_fn))
+        if precision is not None:
+            for index, kernels in self.kernels.items():
+                precision.tell(index, kernels)
+        if numbers.seed is not None:
+            share = world.grid.line(world.rank, *DATA).index(world.rank) if world else 0
+            for index, kernels in self.kernels.items():
+                replica = share + self._replicas.place(index)  # one of them is 0
+                seed_kernels(kernels, StageDraws(numbers, manifest.stages[index], stages[index], replica))
         self.executors = StepExecutors(
             schedule,
             given,
@@ -113,20 +131,23 @@ class StepRunner:
             manifest.edges(),
             manifest.gradient_edges(),
             lambda lowered: [
-                Executor(rank, lowered, wiring, self.kernels, self.transport, device, pipeline, self._collectives)
+                Executor(
+                    rank, lowered, wiring, self.kernels, self.transport, device, pipeline, numbers, self._collectives
+                )
                 for rank in ranks
             ],
             self._what_is_collective(world, groups, resident),
         )
         self._informants = first_senders(wiring[min(stages)], places) if world else []
 
+        self._divided = world if world is not None and world.grid.length(TENSOR) > 1 else None  # until the first step
         self._shares: BatchShares | None = None
         self._collectives: ParameterCollectives | None = None
 
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
         self.transport: Transport = LocalTransport()
         if world:
-            world.check_agreement(f"{manifest.to_json()} {schedule.actions} {world.grid} {resident}")
+            world.check_agreement(f"{manifest.to_json()} {schedule.actions} {world.grid} {resident} {numbers.seed}")
             if world.grid.length(*DATA) > 1:
                 self._connect_copies(world, loss_fn, groups)
             self.ties.connect(world)
@@ -168,8 +189,9 @@ class StepRunner:
         for executor in executors:
             executor.observer = observer
         results = StepOutputs()
+        self._numbers.evaluates = evaluates
         if trains:
-            with self._during_step(), self.ties.summed_gradients():
+            with self._during_step(observer), self.ties.summed_gradients():
                 run_executors(executors, given, results)
                 redistribute_gradients(self.stages)
                 if self._collectives is not None:
@@ -178,10 +200,14 @@ class StepRunner:
                 self._collectives.make_buffers_equal()
             self._replicas.reduce()
             self._missing.check(self.stages)
+            if self._divided is not None:
+                check_whole_gradients(self.stages, self._divided)
+                self._divided = None
         else:
-            with self._during_step():
+            with self._during_step(observer):
                 run_executors(executors, given, results)
         self.transport.finish()
+        self._numbers.steps += not evaluates
         return given, results
 
     def reduced(self, given: StepInputs, results: StepOutputs) -> tuple[Tensor | None, dict[str, Tensor] | None]:
@@ -236,8 +262,13 @@ class StepRunner:
                 make_equal(list(dict.fromkeys(parts)), replicas, first)
         self._collectives = ParameterCollectives(groups, transfers, reduction)
 
-    def _during_step(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._collectives is None else self._collectives.during_step()
+    def _during_step(self, observer: Observer | None) -> AbstractContextManager[None]:
+        if self._collectives is None:
+            return nullcontext()
+        timer = None
+        if isinstance(observer, CollectiveObserver):
+            timer = CollectiveTimer(self._rank, self._device, observer)
+        return self._collectives.during_step(timer)
 
     def _count(self, lists: int | None, asked: int | None) -> int:
         """Return how many microbatches the step is asked to have. Raises ScheduleError if it cannot have so many."""
@@ -259,13 +290,12 @@ class StepRunner:
 
 
 def _make_kernels(
-    make: Maker, stages: Mapping[int, nn.Module], wiring: Sequence[StageWiring], loss: Loss | None
+    makers: Mapping[int, Maker], stages: Mapping[int, nn.Module], wiring: Sequence[StageWiring], loss: Loss | None
 ) -> dict[int, StageKernels]:
     """Return the kernels of each stage. The last stage computes the loss as well."""
-    require_type(make, Callable, "kernels is a name, or a function that makes them", 'kernels="inductor"')
     last = len(wiring) - 1
     kernels = {
-        index: make(
+        index: makers[index](
             stage, wiring[index].input_gradients, wiring[index].output_gradients, loss if index == last else None
         )
         for index, stage in stages.items()

@@ -12,26 +12,30 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import nn
 
 from pipegraph.arguments import require_type
-from pipegraph.errors import ArgumentError, closest, nearest
-from pipegraph.kernels.sharded import is_style
+from pipegraph.errors import ArgumentError, PipegraphError, closest, nearest
+from pipegraph.kernels.sharded import is_sharded, is_style, local
 from pipegraph.package import Manifest
+from pipegraph.runtime.parameters import parameters_of
+from pipegraph.runtime.processes.rank_grid import TENSOR
+from pipegraph.runtime.processes.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
+_ROUNDING: Final = 1e-3
+"""Norms of equal gradients differ by less than this part: kernels need not add up in the same order."""
+
 Plan = Mapping[str, "str | ParallelStyle"]
 """Pattern of module names → a style: its name, or an object of `torch.distributed.tensor.parallel`."""
 
-_OTHERS: Final = (
-    "packed_colwise",
-    "packed_rowwise",
-    "mla_kv_a_proj",
-    "moe_tp_experts",
-    "moe_identity_expert",
-    "local_params",
-)
-"""Styles of transformers that torch has no style for."""
+_OTHERS: Final[Mapping[str, str]] = {
+    "mla_kv_a_proj": "the part of its output that goes around kv_b_proj is in the configuration alone",
+    "grouped_gemm": "it gives each rank some of the experts",
+    "ep_dispatch_experts": "it gives each rank some of the experts",
+    "ep_router": "it gives each rank some of the experts",
+}
+"""Styles of transformers that are not supported, with the reason."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -41,10 +45,11 @@ def check_plan(plan: Plan) -> None:
     for pattern, style in plan.items():
         if is_style(style):
             continue
-        if style in _OTHERS:
+        if isinstance(style, str) and style in _OTHERS:
+            near = 'a tp_plan with "moe_tp_experts", which gives each rank a part of every expert, or '
             raise ArgumentError(
-                f'tp_plan gives {pattern} the style "{style}", which torch does not have.\n'
-                f"Try: leave it out, so that every rank has the whole, or divide the module in a parallelize_fn."
+                f'tp_plan gives {pattern} the style "{style}", which is not supported: {_OTHERS[style]}.\n'
+                f"Try: {near if 'expert' in _OTHERS[style] else ''}divide the module in a parallelize_fn."
             )
         if style not in (styles := _styles()):
             raise ArgumentError(
@@ -54,12 +59,18 @@ def check_plan(plan: Plan) -> None:
 
 
 def module_names(stages: Mapping[int, nn.Module]) -> list[str]:
-    """The names of all modules of stages."""
-    return sorted({name for stage in stages.values() for name, _ in stage.named_modules() if name})
+    """The names of all modules of stages, and of their parameters."""
+    named = (
+        name
+        for stage in stages.values()
+        for each in (stage.named_modules(), stage.named_parameters())
+        for name, _ in each
+    )
+    return sorted({name for name in named if name})
 
 
 def check_patterns(plan: Plan, names: Iterable[str]) -> None:
-    """Raise ArgumentError for a pattern that no module of the model has."""
+    """Raise ArgumentError for a pattern that no module or parameter of the model has."""
     names = sorted(set(names))
     for pattern in plan:
         if not any(matches(pattern, name) for name in names):
@@ -96,6 +107,8 @@ def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest,
                 others = [_style_of(plan, other.rpartition(".")[0]) for other in group if other != name]
                 if owner not in chosen and _is_embedding(stage, owner) and any(map(_divides_rows, others)):
                     chosen[owner] = "embedding_rowwise"
+        for name, _ in list(stage.named_parameters()):
+            _divide_parameter(stage, name, _style_of(plan, name), mesh)
         for name, style in chosen.items():
             made = _styles()[style]() if isinstance(style, str) else style
             if made is None:
@@ -106,6 +119,49 @@ def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest,
             except NotImplementedError as error:
                 kind = type(stage.get_submodule(name)).__name__
                 raise ArgumentError(f"tp_plan gives {name}, of the class {kind}, a style not for it: {error}") from None
+
+
+def check_whole_gradients(stages: Mapping[int, nn.Module], world: World) -> None:
+    """Compare the gradients of parameters that each rank along `tp` has whole. Collective over those ranks.
+
+    Raises:
+        PipegraphError: they differ: each rank has those of its own part of what a parameter is used for.
+    """
+    whole = [
+        (name, local(parameter.grad))
+        for stage in stages.values()
+        for name, parameter in parameters_of(stage)
+        if parameter.grad is not None and TENSOR not in _dimensions(parameter)
+    ]
+    rows = world.gather([float(gradient.double().norm()) for _, gradient in whole], TENSOR)
+    for (name, _), norms in zip(whole, zip(*rows, strict=True), strict=True):
+        if max(norms) - min(norms) > _ROUNDING * max(norms):
+            raise PipegraphError(
+                f"the ranks along tp come to different gradients of {name}, which each of them has whole: each has "
+                "that of its own part of what it is used for.\n"
+                f'Try: "replicated_with_grad_allreduce" for {name.rpartition(".")[0] or name} in tp_plan if it gets '
+                "some of the heads, or another style that divides or gathers what it returns."
+            )
+
+
+def _dimensions(parameter: Any) -> tuple[str, ...]:
+    """The dimensions of the mesh over which a parameter is laid out; none for a plain one."""
+    return tuple(parameter.device_mesh.mesh_dim_names or ()) if is_sharded(parameter) else ()
+
+
+def _divide_parameter(stage: nn.Module, name: str, style: Any, mesh: DeviceMesh) -> None:
+    """Divide a parameter that has a style of its own."""
+    from pipegraph.runtime.local_parts import PARAMETER_STYLES, divide_parameter
+
+    if style is None:
+        return
+    if style not in PARAMETER_STYLES:
+        raise ArgumentError(
+            f"tp_plan gives {name} the style {style!r}, which is for modules, and it is a parameter.\n"
+            f"Try: one of {', '.join(PARAMETER_STYLES)}, or the name of its module."
+        )
+    owner, _, own = name.rpartition(".")
+    divide_parameter(stage.get_submodule(owner), own, style, mesh)
 
 
 def _style_of(plan: Plan, name: str) -> Any:
@@ -142,6 +198,8 @@ def _styles() -> dict[str, Callable[[], Any]]:
         SequenceParallel,
     )
 
+    from pipegraph.runtime.local_parts import LocalParts, PackedColwise, ShareOfIdentity
+
     def gathered() -> Any:
         return ColwiseParallel(output_layouts=Replicate())
 
@@ -161,5 +219,9 @@ def _styles() -> dict[str, Callable[[], Any]]:
         # A norm of each head, which gets some of the heads, at dimension 2.
         "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
         "all_reduce": lambda: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
+        "packed_colwise": PackedColwise,
+        "moe_tp_experts": lambda: LocalParts(shares=True, adds_up=True),
+        "moe_identity_expert": ShareOfIdentity,
+        "local_params": LocalParts,
         "replicate": lambda: None,
     }

@@ -21,7 +21,8 @@ class ParameterBytes(NamedTuple):
     parameters: float
     """the most within a step: what is at rest, and the whole parameters that were gathered"""
     with_gradients: float
-    """the most within a step of this and of gradients that are not yet reduced"""
+    """the most within a step of this and of gradients that are not yet reduced, without those of one microbatch that a
+    backward has made and has yet to add to them"""
 
 
 def parameter_bytes(

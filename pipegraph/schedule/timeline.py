@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pipegraph.schedule.action import Action
 from pipegraph.schedule.collective_stream import RankCollectives
+from pipegraph.units import format_percent
 
 Place = tuple[int, int]
 """(rank, position among the events of that rank)"""
@@ -127,7 +128,7 @@ class Timeline:
     def describe_critical_path(self, between: str = "transfers") -> str:
         """Describe where the critical path turns, and each rank's share. ``between`` names the time between actions.
 
-        0F0 → 3F0 → 3B7 → 0B7: rank 3 80%, rank 0 9%, rank 1 6%, rank 2 5%
+        0F0 → 3F0 → 3B7 → 0B7: rank 3 80 %, rank 0 9 %, rank 1 6 %, rank 2 5 %
         """
         places, path = self._critical_places, self.critical_path
         shown = []
@@ -145,7 +146,7 @@ class Timeline:
         shares["collectives"] = self._critical_collectives
         shares[between] = self.makespan - sum(shares.values())
         parts = [
-            f"{what} {share / self.makespan:.0%}"
+            f"{what} {format_percent(share / self.makespan, decimals=0)}"
             for what, share in sorted(shares.items(), key=lambda item: -item[1])
             if share > 0.005 * self.makespan
         ]

@@ -3,6 +3,7 @@
 rank 1: stages 1, 2    compute   │ F stage 1 microbatch 0 │ …     with the operations of torch below, if they are wanted
                        sends     │ SEND_F … │                     ┐ a flow arrow from each SEND
                        receives          │ RECV_F … │             ┘ to its RECV
+                       collectives   │ UNSHARD … │                 of sharded and replicated stages
 predicted rank 1       compute   │ F stage 1 microbatch 0 │ …     each step from where the measured one starts
 """
 
@@ -20,13 +21,14 @@ from typing import Any
 
 from pipegraph.errors import PipegraphError
 from pipegraph.schedule import Timeline
-from pipegraph.tracing import action_name
+from pipegraph.tracing import action_name, collective_name
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_steps, messages
 from pipegraph.tracing.recorded_run import RankTrace, RecordedRun, RecordedSpan
 from pipegraph.units import format_seconds
 
-COMPUTE, SENDS, RECEIVES, HOST = 1, 2, 3, 4
+COMPUTE, SENDS, RECEIVES, COLLECTIVES, HOST = 1, 2, 3, 4, 5
 _THREADS = {COMPUTE: "compute", SENDS: "sends", RECEIVES: "receives"}
+_LANE = {COLLECTIVES: "collectives"}
 _LATER = 16  # the first thread of predicted steps that overlap
 _OPERATIONS = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
 _DEVICE = _OPERATIONS[2:]
@@ -114,20 +116,26 @@ class _EventMerge:
         ranks = self.run.schedule.ranks
         for rank in range(ranks):
             trace, name = self.run.ranks.get(rank), describe_rank(self.run, rank)
-            yield from _process(rank, name, _THREADS)
+            lanes = _LANE if trace is not None and trace.collectives else {}
+            yield from _process(rank, name, {**_THREADS, **lanes})
             yield _meta(rank, "process_labels", labels=_clock(trace) if trace else "no trace")
             if expected is not None:
-                yield from _process(ranks + rank, f"predicted {name}", {COMPUTE: "compute"})
+                lanes = _LANE if expected.collectives else {}
+                yield from _process(ranks + rank, f"predicted {name}", {COMPUTE: "compute", **lanes})
 
     def rank(self, trace: RankTrace) -> Iterator[Event]:
-        """Yield the actions of a rank and, if wanted, the operations below them."""
-        slices: dict[int, list[_Slice]] = {thread: [] for thread in _THREADS}
+        """Yield the actions and collectives of a rank and, if wanted, the operations below them."""
+        slices: dict[int, list[_Slice]] = {thread: [] for thread in (*_THREADS, COLLECTIVES)}
         for span in trace.spans:
             args: Event = {"step": span.step, "stage": span.action.stage, "microbatch": span.action.microbatch}
             if span.action.peer is not None:
                 args |= {"peer": span.action.peer, "bytes": span.bytes}
             thread, times = _thread(span), (span.start, span.end)
             slices[thread].append(self.slice(trace.rank, thread, action_name(span.action), "action", times, args))
+        for each in trace.collectives:
+            name, args = collective_name(each.collective), {"step": each.step, "stage": each.collective.stage}
+            times = each.start, each.end
+            slices[COLLECTIVES].append(self.slice(trace.rank, COLLECTIVES, name, "action", times, args))
         if self.operations:
             for thread, name, found in self.operation_slices(trace):
                 if thread not in slices:
@@ -216,6 +224,10 @@ class _EventMerge:
                     args = {"step": step.number, "stage": event.action.stage, "microbatch": event.action.microbatch}
                     times = (step.start + event.start, step.start + event.end)
                     yield self.slice(process, thread, action_name(event.action), "predicted", times, args)[2]
+                for each in expected.collectives[rank].events if expected.collectives and not lane else ():
+                    name, args = collective_name(each.collective), {"step": step.number}
+                    times = (step.start + each.start, step.start + each.end)
+                    yield self.slice(process, COLLECTIVES, name, "predicted", times, args)[2]
 
 
 def _process(number: int, name: str, threads: Mapping[int, str]) -> Iterator[Event]:

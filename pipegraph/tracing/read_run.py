@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,22 +13,18 @@ from pipegraph.arguments import require_path
 from pipegraph.errors import PackageError, PipegraphError, ScheduleError
 from pipegraph.package import MANIFEST, Manifest
 from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
-from pipegraph.schedule import Action, Kind, Schedule, from_csv
+from pipegraph.schedule import Schedule, from_csv
+from pipegraph.tracing.rank_file import FILE_NAME, RankFile, read_rank_file
 from pipegraph.tracing.recorded_run import (
-    RankClock,
     RankTrace,
+    RecordedCollective,
     RecordedRun,
     RecordedSpan,
     RunInfo,
-    TraceError,
     TraceFile,
-    read_trace,
 )
 
 _TRY = "Try: pipegraph run OUT --profile DIR, which records one."
-_NAME = re.compile(r"rank_(\d+)\.(\d+)\.pt\.trace\.json(\.gz)?")
-_STEP = re.compile(r"ProfilerStep#(\d+)")
-_HOST, _GPU = "user_annotation", "gpu_user_annotation"
 
 
 def read_run(path: str | PathLike[str]) -> RecordedRun:
@@ -55,7 +49,7 @@ def read_run(path: str | PathLike[str]) -> RecordedRun:
 
 
 def _traces(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if _NAME.fullmatch(file.name))
+    return sorted(file for file in folder.iterdir() if FILE_NAME.fullmatch(file.name))
 
 
 def _choose(path: Path) -> tuple[Path, list[str]]:
@@ -177,17 +171,22 @@ def _mismatch(file: RankFile, schedule: Schedule) -> str:
 
 
 def _rank(rank: int, files: Sequence[RankFile], origin: int) -> RankTrace:
-    spans, steps = [], {}
+    spans, collectives, steps = [], [], {}
     for file in files:
         shift = file.offset - origin
         spans += [
             RecordedSpan(rank, span.action, span.step, (span.start + shift) / 1e9, (span.end + shift) / 1e9, span.bytes)
             for span in file.spans()
         ]
+        collectives += [
+            RecordedCollective(rank, each, step, (start + shift) / 1e9, (end + shift) / 1e9)
+            for step, each, start, end in file.collectives.values()
+        ]
         steps.update({step: ((start + shift) / 1e9, (end + shift) / 1e9) for step, (start, end) in file.steps.items()})
     spans.sort(key=lambda span: (span.start, span.end))
+    collectives.sort(key=lambda each: (each.start, each.end))
     kept = tuple(TraceFile(file.path, file.window, file.clock, file.offset - origin) for file in files)
-    return RankTrace(rank, tuple(spans), steps, kept, any(file.gpu for file in files))
+    return RankTrace(rank, tuple(spans), steps, kept, any(file.gpu for file in files), tuple(collectives))
 
 
 def _missing(
@@ -205,127 +204,3 @@ def _missing(
         for rank, trace in ranks.items():
             if rank and any(file.clock.error is None for file in trace.files):
                 yield f"rank {rank}'s clock was not compared with rank 0's: its times may be off"
-
-
-@dataclass(frozen=True)
-class RawSpan:
-    """An action as a file has it: nanoseconds from the file's base."""
-
-    action: Action
-    rank: int
-    step: int
-    start: int
-    end: int
-    bytes: int
-
-
-@dataclass
-class RankFile:
-    """The content of a file. ``problem`` says why it is not complete; empty if it is.
-
-    Attributes:
-        run, ranks: of the run that wrote it; "" and None if it does not say.
-        base: the time from which its times count, in nanoseconds on its rank's clock; None if it does not say.
-        host, gpu: actions by (step, action), as the host and as the GPU took them.
-        steps: step → (start, end).
-    """
-
-    path: Path
-    rank: int
-    window: str
-    problem: str = ""
-    run: str = ""
-    ranks: int | None = None
-    base: int | None = None
-    clock: RankClock = field(default_factory=RankClock)
-    host: dict[tuple[int, Action], RawSpan] = field(default_factory=dict)
-    gpu: dict[tuple[int, Action], RawSpan] = field(default_factory=dict)
-    steps: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def offset(self) -> int:
-        """Nanoseconds to add to its times to get rank 0's clock."""
-        return (self.base or 0) + round(self.clock.offset * 1e9)
-
-    def spans(self) -> list[RawSpan]:
-        """Return each action once, by its start: the GPU's span if there is one.
-
-        If the GPU has spans, those of the host only say when work was launched. A transfer without a span of the GPU is
-        then left out. A computation without one launched nothing: it takes no time, after the one before.
-        """
-        if not self.gpu:
-            return sorted(self.host.values(), key=lambda span: (span.start, span.end))
-        found: list[RawSpan] = []
-        last = min(span.start for span in self.gpu.values())
-        for key, host in sorted(self.host.items(), key=lambda item: item[1].start):
-            span = self.gpu.get(key)
-            if span is None and not host.action.kind.is_transfer:
-                span = RawSpan(host.action, host.rank, host.step, last, last, 0)
-            if span is not None:
-                found.append(span)
-                last = max(last, span.end) if not span.action.kind.is_transfer else last
-        found += [span for key, span in self.gpu.items() if key not in self.host]
-        return sorted(found, key=lambda span: (span.start, span.end))
-
-
-def read_rank_file(path: Path) -> RankFile:
-    """Read a file as far as possible. If its text does not name rank and window, its name does."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None, "callers list files by this pattern"
-    found = RankFile(path, int(match[1]), match[2])
-    try:
-        trace = read_trace(path)
-    except TraceError as error:
-        found.problem = f"{path.name}: {error}"
-        return found
-    except OSError as error:
-        found.problem = f"{path.name} cannot be read: {error.strerror}"
-        return found
-    if trace.problem:
-        found.problem = f"{path.name}: {trace.problem}"
-    if isinstance(trace.baseTimeNanoseconds, int):
-        found.base = trace.baseTimeNanoseconds
-    if isinstance(trace.pipegraph, dict):
-        _read_header(found, trace.pipegraph)
-    for event in trace.events():
-        _read_event(found, event)
-    if not found.problem and not found.host and not found.gpu:
-        found.problem = f"{path.name} holds no action of a pipeline"
-    return found
-
-
-def _read_header(found: RankFile, header: Mapping[str, Any]) -> None:
-    try:
-        found.run, found.rank = str(header["run"]), int(header["rank"])
-        found.window, found.ranks = str(header["digits"]), int(header["ranks"])
-        clock = header["clock"]
-        found.clock = RankClock(float(clock["offset_ns"]) / 1e9, float(clock["error_ns"]) / 1e9)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        found.problem = f"{found.path.name}: its entry of pipegraph is damaged"
-
-
-def _read_event(found: RankFile, event: Mapping[str, Any]) -> None:
-    """Store an event if it is an action or a step."""
-    if event.get("ph") != "X" or event.get("cat") not in (_HOST, _GPU):
-        return
-    try:
-        start = round(float(event["ts"]) * 1000)
-        end = start + round(float(event["dur"]) * 1000)
-        if match := _STEP.fullmatch(str(event.get("name"))):
-            if event["cat"] == _HOST:
-                found.steps[int(match[1])] = (start, end)
-            return
-        given = event.get("args", {})
-        if "kind" not in given or "microbatch" not in given:
-            return
-        action = Action(int(given["stage"]), Kind(given["kind"]), int(given["microbatch"]), given.get("peer"))
-        span = RawSpan(action, int(given["rank"]), int(given["step"]), start, end, int(given.get("bytes", 0)))
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, ScheduleError):
-        return  # another program's event
-    key = (span.step, action)
-    if event["cat"] == _HOST:
-        found.host[key] = span
-    elif (earlier := found.gpu.get(key)) is None:
-        found.gpu[key] = span
-    else:  # a GPU has a span for each stream that worked on it
-        found.gpu[key] = replace(span, start=min(earlier.start, span.start), end=max(earlier.end, span.end))

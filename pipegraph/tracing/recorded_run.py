@@ -16,7 +16,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest
 from pipegraph.planner.step_prediction import StepPrediction, predict_step
 from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
-from pipegraph.schedule import Action, Schedule
+from pipegraph.schedule import Action, Collective, Schedule
 from pipegraph.units import format_bytes
 
 _GZIP = b"\x1f\x8b"
@@ -97,6 +97,16 @@ class RecordedSpan(NamedTuple):
     bytes: int = 0
 
 
+class RecordedCollective(NamedTuple):
+    """A collective of a step, likewise: from when it was started to its last message, beside the rank's actions."""
+
+    rank: int
+    collective: Collective
+    step: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class RankClock:
     """Rank 0's clock is this rank's clock + ``offset`` ± ``error``, in seconds. An error of None was not measured."""
@@ -134,6 +144,7 @@ class RankTrace:
         steps: step → (start, end), as torch.profiler has them: with the optimizer and the data.
         files: one per window.
         on_gpu: whether the spans that compute are the GPU's.
+        collectives: in the order of their starts.
     """
 
     rank: int
@@ -141,6 +152,7 @@ class RankTrace:
     steps: Mapping[int, tuple[float, float]]
     files: tuple[TraceFile, ...] = ()
     on_gpu: bool = False
+    collectives: tuple[RecordedCollective, ...] = ()
 
     @property
     def clock(self) -> RankClock:

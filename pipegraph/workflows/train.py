@@ -1,66 +1,72 @@
-"""Training steps on a package, and what they took: the work of ``pipegraph run``."""
+"""Training steps on a package: the work of ``pipegraph run``."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import Final, TypeVar
 
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.model_output import mean_square, output_tensors
+from pipegraph.errors import BatchError, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.kernels.sharded import local
 from pipegraph.package import Package
-from pipegraph.progress import track
-from pipegraph.runtime.measurements import COMPUTING, ActionTimes, MeasuredRun, SavedBytes
+from pipegraph.progress import report_progress
+from pipegraph.runtime.measurements import MeasuredRun
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.group import TIMEOUT
-from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, RankGrid
-from pipegraph.runtime.processes.world import local_device, make_mesh
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, REPLICATE, SHARD, RankGrid
+from pipegraph.runtime.processes.world import make_mesh
 from pipegraph.schedule import Schedule
 from pipegraph.tracing.recording.profiler import LoopProfiler
-from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, explain_model_mismatch, source_loss
+from pipegraph.tracing.recording.step_figures import batch_sizes
+from pipegraph.workflows.batch import Batch, batch_from_manifest, batch_from_source, explain_model_mismatch
+from pipegraph.workflows.pace import Pace
 from pipegraph.workflows.profile import profile
+from pipegraph.workflows.run_checkpoints import CheckpointOptions, RunCheckpoints, Termination
+from pipegraph.workflows.run_measurement import RunMeasurement
+from pipegraph.workflows.training_data import TrainingData, fingerprint
+from pipegraph.workflows.training_functions import loss_with_metrics, make_optimizer
+from pipegraph.workflows.training_log import Evaluation, TrainingLog, TrainingStep
 
-_NONE = -1.0  # for an unknown figure, when processes exchange them
+_RECORDED_STEPS: Final = 3  # of a run with data, because no viewer takes a trace of days
 
-
-@dataclass(frozen=True)
-class TrainingStep:
-    """The loss of a step, and its seconds until the last rank was done, without the optimizer."""
-
-    index: int
-    loss: float
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"step {self.index}   loss {self.loss:.6f}   {self.seconds:.3f} s"
+_Entry = TypeVar("_Entry", TrainingStep, Evaluation)
 
 
 class Training:
-    """Training on one batch with AdamW. Collective: every process makes one, and all make the same calls.
+    """Training on the data of a model file, or on one batch. Collective: every process makes one, and all make the
+    same calls.
 
     Recompute is as the package was planned.
 
     Args:
         package: what to train.
         schedule: the order of the work.
-        source: the model whose example batch and loss to use; by default seeded inputs and the outputs' mean square.
+        source: the model file whose loss, metrics, data or else example, optimizer and scheduler to use; by default
+            seeded inputs, the outputs' mean square and AdamW.
         device: ``cpu`` or ``cuda``.
-        learning_rate: AdamW's.
+        learning_rate: AdamW's, 1e-3 by default. Not beside the optimizer of a model file.
         kernels: as in `Pipeline`.
         timeout: seconds that a rank waits for another one.
         weights: folder of a Hugging Face checkpoint to read weights from; by default the package's own.
         check_weights: as in `Pipeline`.
         strict: whether it is an error if a stage is left to autograd.
-        grid: the processes; by default those of one pipeline. Every data-parallel rank trains on the same batch.
+        grid: the processes; by default those of one pipeline. Without data, every data-parallel rank trains on the same
+            batch.
+        checkpoints: where the run is saved and goes on from; by default nowhere.
+        seed, precision: as in `Pipeline`.
+
+    Attributes:
+        done: the steps that are done, those before the checkpoint included.
+        went_on_from: the checkpoint that was read; None if the run began anew.
+        has_data: whether the model file gives data.
+        was_terminated: whether SIGTERM ended `steps`.
+
+    Raises:
+        SourceError: a function of the model file raises, or returns what cannot be trained with.
+        CheckpointError: the run cannot go on from its checkpoints.
     """
 
     def __init__(
@@ -69,142 +75,246 @@ class Training:
         schedule: Schedule,
         source: ModelSource | None = None,
         device: str = "cpu",
-        learning_rate: float = 1e-3,
+        learning_rate: float | None = None,
         kernels: str = "inductor",
         timeout: float | None = None,
         weights: Path | None = None,
         check_weights: bool = True,
         strict: bool = False,
         grid: RankGrid | None = None,
+        checkpoints: CheckpointOptions | None = None,
+        seed: int | None = None,
+        precision: str | None = None,
     ) -> None:
-        manifest, microbatches = package.manifest, schedule.microbatches
+        manifest = package.manifest
         self._source = source
-        if source is None:
-            self._batch = batch_from_manifest(manifest, microbatches)
-        else:
-            self._batch = batch_from_source(source, microbatches)
         seconds = TIMEOUT if timeout is None else timeout
         is_mesh = grid is not None and grid.size > grid.length(PIPELINE)
         mesh = make_mesh(grid, device, seconds) if grid is not None and is_mesh else None
         self._prints = mesh is None or not any(mesh.get_local_rank(name) for name in DIMENSIONS if name != PIPELINE)
+        self._share = (0, 1)  # this data-parallel rank, and how many there are
+        if grid is not None and mesh is not None:
+            place = mesh.get_local_rank(REPLICATE) * grid.length(SHARD) + mesh.get_local_rank(SHARD)
+            self._share = place, grid.length(REPLICATE, SHARD)
         self._pipeline = Pipeline(
             package,
             schedule,
-            loss_fn=mean_square if source is None else source_loss(source),
+            loss_fn=loss_with_metrics(source),
             device=device,
             kernels=kernels,
-            recompute=manifest.prediction.recompute if manifest.prediction else "min-cut",
             timeout=seconds,
             weights=weights,
             check_weights=check_weights,
             strict=strict,
             mesh=mesh,
+            seed=seed,
+            precision=precision,
         )
-        self._device = local_device(device)
-        self._optimizer = torch.optim.AdamW([{"params": list(self._pipeline.parameters())}], lr=learning_rate)
-        modules = self._pipeline.stages.values()
-        state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        batch = output_tensors([self._batch.args, self._batch.kwargs, self._batch.target]).values()
-        self._saved = SavedBytes(
-            [*map(local, state), *batch],
-            lambda: [local(parameter.detach()) for module in modules for parameter in module.parameters()],
-        )
-        self._times = ActionTimes(self._device)
-        self._kernels = kernels
-        self._seconds: list[float] = []
-        self._bubbles: list[float] = []
+        self._optimizer, self._scheduler = make_optimizer(self._pipeline, source, learning_rate)
+        data = TrainingData.of(source, "data", *self._share)
+        self.has_data = data is not None
+        if data is None:
+            count = schedule.microbatches
+            example = batch_from_manifest(manifest, count) if source is None else batch_from_source(source, count)
+            data = TrainingData.repeated(example)
+        self._data = data
+        self._measurement = RunMeasurement(self._pipeline, self._optimizer, kernels)
+        self._pace = Pace()
         self._profile: LoopProfiler | None = None
+        self.done, self._evaluated = 0, 0
+        self.went_on_from: Path | None = None
+        self._termination = Termination()
+        self.was_terminated = False
+        self._checkpoints: RunCheckpoints | None = None
+        self._log: TrainingLog | None = None
+        if checkpoints is not None:
+            self._go_on(checkpoints)
 
     @property
     def knows_loss(self) -> bool:
         """Return whether this process knows the loss and is the one that prints it: the first of those that do."""
         return self._prints and self._pipeline.package.manifest.stages[-1].index in self._pipeline.stages
 
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule with the collectives of its stages."""
+        return self._pipeline.schedule_with_collectives
+
     @contextmanager
-    def profiled(self, folder: Path, steps: int, hardware: Hardware | None = None) -> Iterator[Path]:
+    def profiled(self, folder: Path, steps: int | None, hardware: Hardware | None = None) -> Iterator[Path]:
         """Record the next ``steps`` steps, without the first, into a new folder inside ``folder``, and yield that one.
 
-        A step is predicted with the links of ``hardware``.
+        With data, three steps are recorded, and the scalars of all. A step is predicted with the links of ``hardware``.
         """
-        with profile(self._pipeline, folder, warmup=1, active=steps - 1, hardware=hardware) as self._profile:
+        active = _RECORDED_STEPS if steps is None or self.has_data else steps - 1
+        with profile(self._pipeline, folder, warmup=1, active=active, hardware=hardware) as self._profile:
             yield self._profile.folder
         self._profile = None
 
-    def steps(self, count: int) -> Iterator[TrainingStep]:
-        """Run so many steps, and yield each in the process that knows the loss.
+    def steps(self, count: int | None = None) -> Iterator[TrainingStep | Evaluation]:
+        """Run so many steps, or until the data ends, and yield each in the process that knows the loss.
 
-        The first step compiles, and measures saved bytes; in the others every action is timed.
+        With checkpoints the run is saved on its way and at its end, and SIGTERM ends it after the step that is running.
+
+        Raises:
+            BatchError: the capture does not allow a batch.
+            SourceError: the data ends before.
+            CheckpointError: the run cannot be saved.
         """
-        for index in track("training steps", range(len(self._seconds), len(self._seconds) + count)):
-            self._optimizer.zero_grad()
-            self._times.begin_step()
-            start = time.perf_counter()
-            observed = self._pipeline.observe(self._times if index else self._saved)
-            with observed, explain_model_mismatch(self._pipeline.package.manifest, self._source):
-                result = self._pipeline.step(*self._batch.args, target=self._batch.target, **self._batch.kwargs)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            seconds = time.perf_counter() - start
-            self._optimizer.step()
-            times = self._times.end_step()
-            busy = statistics.fmean(map(times.busy, self._pipeline.ranks))
-            # This synchronizes the ranks: they begin the next step together.
-            by_rank = self._pipeline.gather([seconds, busy])
-            self._seconds.append(max(each for each, _ in by_rank))
-            if index:
-                self._bubbles.append(1 - statistics.fmean(each for _, each in by_rank) / self._seconds[-1])
-            if index == 0 and self._device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self._device)
-            if self._profile is not None:
-                self._profile.step(result)
-            if result.loss is not None and self._prints:
-                yield TrainingStep(index, float(result.loss), self._seconds[-1])
+        last = None if count is None else self.done + count
+        with self._termination.awaited() if self._checkpoints else nullcontext():
+            while self.done != last and not self.was_terminated:
+                self._report(last)
+                batch = self._next_batch()
+                if batch is None:
+                    break
+                step = self._step(batch, last)
+                if step is not None:
+                    yield self._logged(step)
+                is_due = self._checkpoints is not None and self._checkpoints.is_due(self.done)
+                if is_due and self.done != last and not self.was_terminated:
+                    yield from self._evaluate()
+                    self._save(background=True)
+            self._report(last)
+            if not self.was_terminated:  # its sender waits for no evaluation
+                yield from self._evaluate()
+            self._save(background=False)
+        if self.done < (last or 1) and not self.was_terminated:
+            raise SourceError(self._too_few_batches(last or 1))
 
     def measured(self) -> MeasuredRun:
         """Return what the steps of all ranks took so far. Collective: every process must call it."""
-        schedule = self._pipeline.schedule
-        keys = [(stage, kind) for stage in range(schedule.stages) for kind in COMPUTING]
-        ranks = range(schedule.ranks)
-        medians = self._times.medians()
-        saved = [self._saved.peak(rank) if self._holds(rank) else None for rank in ranks]
-        row = [medians.get(key, _NONE) for key in keys]
-        row += [self._state(rank) if self._holds(rank) else _NONE for rank in ranks]
-        row += [_NONE if each is None else each for each in saved]
-        gpu = self._device.type == "cuda"
-        row.append(torch.cuda.max_memory_allocated(self._device) if gpu else _NONE)
-        rows = self._pipeline.gather(row)
-        known = list(map(max, zip(*rows, strict=True)))
-        times, state, kept = known[: len(keys)], known[len(keys) : -1 - len(ranks)], known[-1 - len(ranks) : -1]
-        counted = self._seconds[1:]
-        return MeasuredRun(
-            steps=len(counted),
-            times={key: figure for key, figure in zip(keys, times, strict=True) if figure != _NONE},
-            step=statistics.median(counted) if counted else None,
-            state=tuple(map(int, state)),
-            saved=tuple(None if each == _NONE else int(each) for each in kept),
-            allocated=tuple(int(each[-1]) for each in rows) if gpu else (),
-            processes=len(rows),
-            kernels=self._kernels,
-            bubble=statistics.median(self._bubbles) if self._bubbles else None,
-        )
+        return self._measurement.measured()
 
     def kernels(self) -> tuple[list[str], bool]:
         """Return for each stage and block what is compiled, and whether all is. Collective: every process calls it."""
-        counts = self._pipeline.kernels_report()
-        own = json.dumps([[str(count), not (count.autograd or count.inlined)] for count in counts])
-        rows = [row for text in self._pipeline.gather_text(own) for row in json.loads(text)]
-        return [line for line, _ in rows], all(is_compiled for _, is_compiled in rows)
+        return self._measurement.kernels()
 
-    def _holds(self, rank: int) -> bool:
-        return any(self._pipeline.schedule.placement[stage] == rank for stage in self._pipeline.stages)
+    def _go_on(self, options: CheckpointOptions) -> None:
+        """Read the newest checkpoint, if there is one."""
+        extra = {"scheduler": self._scheduler, "data": self._data.stateful}
+        given = {name: each for name, each in extra.items() if each is not None}
+        self._checkpoints = RunCheckpoints(options, self._pipeline, self._optimizer, given)
+        self.went_on_from = self._checkpoints.go_on()
+        self.done = self._evaluated = self._checkpoints.saved
+        self._data.go_on_from(self.done)
+        if self.knows_loss:
+            self._log = TrainingLog(options.folder, self.done)
 
-    def _state(self, rank: int) -> int:
-        """Return the bytes of a rank's parameters, buffers, gradients and optimizer state."""
-        pipeline = self._pipeline
-        modules = [each for stage, each in pipeline.stages.items() if pipeline.schedule.placement[stage] == rank]
-        parameters = {parameter: None for module in modules for parameter in module.parameters()}
-        held: list[Tensor] = [*parameters, *dict.fromkeys(buffer for module in modules for buffer in module.buffers())]
-        held += [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for parameter in parameters:
-            held += output_tensors(self._optimizer.state.get(parameter, {})).values()
-        return sum(local(tensor).nbytes for tensor in held)
+    def _save(self, background: bool) -> None:
+        if self._checkpoints is not None and self.done:
+            self._checkpoints.save(self.done, background)
+
+    def _report(self, last: int | None) -> None:
+        pace = self._pace.text(None if last is None else last - self.done)
+        report_progress("training steps" + (f", {pace}" if pace else ""), self.done, last or 0)
+
+    def _next_batch(self) -> Batch | None:
+        """The next batch of this process; None on all of them if one has none left."""
+        batch = self._data.take()
+        if not self.has_data:
+            return batch
+        is_first = batch is not None and self._pace.steps == 0
+        own = [batch is not None, *self._share[:1], fingerprint(batch) if batch is not None and is_first else 0]
+        rows = self._pipeline.gather(own, everywhere=True)
+        if not all(row[0] for row in rows):
+            return None
+        marks = {(place, mark) for _, place, mark in rows}
+        if len(marks) > self._share[1]:
+            raise SourceError(
+                f"{self._data.last} is not the same on all ranks of a pipeline, which each read it: what is random in "
+                "it has to be seeded.\nTry: generator=torch.Generator().manual_seed(rank)"
+            )
+        return batch
+
+    def _step(self, batch: Batch, last: int | None) -> TrainingStep | None:
+        self._optimizer.zero_grad()
+        with self._measurement.step(batch), self._explained(self._data):
+            result = self._pipeline.step(*batch.args, target=batch.target, **batch.kwargs)
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        # This synchronizes the ranks: they begin the next step together.
+        own = [*self._measurement.own_figures(), self._tokens(), self._termination.asked]
+        rows = self._pipeline.gather(own, everywhere=True)
+        seconds = self._measurement.end_step([row[:2] for row in rows])
+        self._pace.step_done(statistics.fmean(row[2] for row in rows) * self._share[1])
+        self.was_terminated = any(row[3] for row in rows)
+        self.done += 1
+        if self._profile is not None:
+            self._profile.step(result)
+        if result.loss is None or not self._prints:
+            return None
+        return TrainingStep(
+            self.done - 1,
+            float(result.loss),
+            seconds,
+            {name: float(each) for name, each in (result.metrics or {}).items()},
+            self._pace.tokens_per_second,
+            self._pace.seconds_left(last - self.done) if last is not None and self.has_data else None,
+        )
+
+    def _tokens(self) -> int:
+        """The tokens of the step that is done, of this process's share; 0 if they are not counted."""
+        sizes = self._pipeline.last_sizes
+        if not self.has_data or sizes is None:
+            return 0
+        return batch_sizes(self._pipeline.package.manifest, sizes)[1] or 0
+
+    def _evaluate(self) -> Iterator[Evaluation]:
+        """Yield the mean loss of the evaluation data, if the file has some, in the process that knows it."""
+        data = None if self._evaluated == self.done else TrainingData.of(self._source, "evaluation_data", *self._share)
+        self._evaluated = self.done
+        if data is None:
+            return
+        losses = []
+        with evaluating(self._pipeline), self._explained(data):
+            batch = data.take()
+            while all(row[0] for row in self._pipeline.gather([batch is not None], everywhere=True)):
+                assert batch is not None, "all ranks have one"
+                losses.append(self._pipeline.evaluate(*batch.args, target=batch.target, **batch.kwargs).loss)
+                batch = data.take()
+        if not losses:
+            raise SourceError(f"{data.named} has no batch.\nTry: one or more for every data-parallel rank.")
+        known = [float(loss) for loss in losses if loss is not None]
+        if known and self._prints:
+            yield self._logged(Evaluation(self.done - 1, statistics.fmean(known)))
+
+    def _logged(self, entry: _Entry) -> _Entry:
+        if self._log is not None:
+            self._log.write(entry)
+        return entry
+
+    @contextmanager
+    def _explained(self, data: TrainingData) -> Iterator[None]:
+        """Name the batch in the error of one that does not fit."""
+        try:
+            with explain_model_mismatch(self._pipeline.package.manifest, self._source):
+                yield
+        except BatchError as error:
+            if not self.has_data:
+                raise
+            problem, _, advice = str(error).partition("\nTry: ")
+            advice = advice or "batches of the shapes that were captured; or the model split anew, with dynamic_shapes"
+            raise BatchError(f"{data.last}: {problem}\nTry: {advice}") from error
+
+    def _too_few_batches(self, last: int) -> str:
+        kept = f" What is done is saved as step {self.done}." if self._checkpoints is not None and self.done else ""
+        fewer = f"--steps {self.done}; or " if self.done else ""
+        return (
+            f"{self._data.named} ended after {self.done} of {last} steps.{kept}\n"
+            f"Try: {fewer}data that begins anew at its end: while True: yield from loader"
+        )
+
+
+@contextmanager
+def evaluating(pipe: Pipeline) -> Iterator[None]:
+    """Have the stages of this process in evaluation mode while the body runs."""
+    modes = {module: module.training for stage in pipe.stages.values() for module in stage.modules()}
+    for stage in pipe.stages.values():
+        stage.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -182,7 +182,7 @@ def test_show_prints_predictions_and_reasons(pipegraph: Command, tmp_path: Path)
     svg, page = tmp_path / "package.svg", tmp_path / "package.html"
     drawn = pipegraph("show", out, "--svg", svg, "--html", page)
     assert (drawn.code, drawn.out.splitlines()) == (0, shown)
-    assert svg.read_text() in page.read_text()
+    assert "<svg" in svg.read_text() and "<canvas" in page.read_text()
     assert pipegraph("show", out, "--svg", tmp_path / "none" / "a.svg").code == 2
     manifest = json.loads((out / "pipeline.json").read_text())
     (cut,) = manifest["plan"]["prediction"]["cuts"]
@@ -230,13 +230,13 @@ PLAN: dict[str, Any] = {
         ({"value": float("nan")}, 2, "value: NaN must be 0 or more"),
         ({"value": -1}, 2, "value: -1 must be 0 or more"),
         ({"lower_bound": 2.0}, 2, "lower_bound: it is more than value"),
-        ({"recompute": "all"}, 2, 'recompute: "all" must be one of none, min-cut, block'),
+        ({"recompute": "all"}, 2, 'recompute: it cannot be "all"'),
         ({"schedule": "1f1c"}, 2, 'There is no schedule "1f1c". Did you mean "1f1b"?'),
         ({"placement": [0, 7]}, 2, "placement: it is on ranks [0, 7], and memory is of 2 ranks"),
         ({"memory": [1, 1, 1]}, 2, "placement: it is on ranks [0, 1], and memory is of 3 ranks"),
         ({"unit": "miles"}, 2, 'unit: "miles" must be one of s, FLOP'),
         ({"cuts": []}, 2, "cuts: they are at other points"),
-        ({"inputs": [{"name": "x", "shape": [2, 8], "dtype": "float32"}]}, 3, "is for the inputs x float32[2, 8], and"),
+        ({"inputs": [{"name": "x", "shape": [2, 9], "dtype": "float32"}]}, 3, "is for the inputs x float32[2, 9], and"),
         ({"points": ["layers.9"], "cuts": [{**PLAN["cuts"][0], "point": "layers.9"}]}, 3, "layers.9"),
         ({"model": {"class": "Chain", "parameters": 307}}, 3, "with 307 parameters, and this one has 306"),
         ({"model": {"class": "Train", "parameters": 306}}, 3, "is of a Train, and this model is a Chain"),

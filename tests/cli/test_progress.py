@@ -68,7 +68,7 @@ def test_run_shows_its_children_and_prints_their_lines_above(chain: Path) -> Non
     assert [line.split("   ")[0] for line in shown if line.startswith("step ")][:40] == [f"step {n}" for n in range(40)]
     assert any("AdamW's moments" in line for line in shown)
     assert any(re.fullmatch(r"\S starting 2 processes … +0:\d\d *", line) for line in shown)
-    assert any(re.fullmatch(r"\S training steps +━[━╸╺]+ \d+ of 40 0:\d\d *", line) for line in shown)
+    assert any(re.fullmatch(r"\S training steps(, \d+ s left)? +━[━╸╺]+ \d+ of 40 0:\d\d *", line) for line in shown)
     assert not any("━" in line and "step " in line.replace("training steps", "") for line in shown)
 
 
@@ -113,6 +113,20 @@ def test_lines_and_warnings_stand_above_the_bar(
     report_progress("counting", 5, 7)
     progress_bar.print_warning("warning: later")
     assert terminal.getvalue() == f"{so_far}warning: later\n"
+
+
+def test_a_bar_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another round of the same work goes on from the one before; within a round a late report changes nothing."""
+    bar, seen = progress_bar._TerminalBar("beginning"), []
+    rounds = [("one", 0, 2), ("one", 1, 2), ("one", 2, 2), ("two", 0, 3), ("one", 0, 2), ("one", 2, 2), ("one", 1, 2)]
+    for what, done, total in [*rounds, ("one", 0, 4), ("one", 3, 4), ("one", 2, 4)]:
+        bar.update(what, done, total)
+        seen.append((bar._what, bar._done, bar._total))
+    assert [(done, total) for what, done, total in seen if what == "one"] == [
+        *((0, 2), (1, 2), (2, 2), (2, 4), (4, 4), (5, 6), (5, 9), (8, 9), (8, 9)),
+    ]
+    bars = [done for what, done, _ in seen if what == "one"]
+    assert bars == sorted(bars)
 
 
 def test_ctrl_c_while_the_bar_is_drawn_anew_leaves_the_terminal_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,8 @@ def test_a_mesh_trains_as_one_pipeline(pipegraph: Command, chain: Path) -> None:
     ("options", "message"),
     [
         (["--nproc", 3, "--tp", 2], "3 processes are no mesh of pp × tp 2"),
-        (["--dp-shard", 2, "--mesh-order", "pp,tp"], "--mesh-order pp,tp has to name"),
+        (["--dp-shard", 2, "--mesh-order", "pp,tp"], "Try: --mesh-order pp,tp,dp_replicate,dp_shard"),
+        (["--tp", 2], "in the model's file, and split it anew"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(
@@ -203,7 +204,7 @@ def test_recalibrate(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
     ("options", "said"),
     [
         (("--kernels", "eager", "--steps", 3), "eager kernels cannot correct it"),
-        (("--steps", 1), "Try --steps 5"),
+        (("--steps", 1), "Try: --steps 5"),
         (("--steps", 3), "No profile predicted this package's times"),
         (("--steps", 3, "--hardware", "h1000"), 'No hardware profile is called "h1000". Did you mean "h100"?'),
     ],

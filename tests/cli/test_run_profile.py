@@ -91,7 +91,7 @@ def test_without_steps_three_are_recorded(pipegraph: Command, chain: Path, tmp_p
 def test_too_few_steps(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
     done = pipegraph("run", chain, *EAGER, "--profile", tmp_path, "--steps", 1)
     assert done.code == 2
-    assert "1 step is too few: the first one warms up and is not recorded. Try --steps 4." in " ".join(done.err.split())
+    assert "1 step is too few: the first one warms up and is not recorded. Try: --steps 4" in " ".join(done.err.split())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -83,3 +83,30 @@ def test_a_number_is_that_of_the_function_to_which_the_source_gives_it(tmp_path:
     assert "dilation=[self.dilation]" in text
     assert ".chunk(2, dim=1)" in text
     assert differences(package, model, (x,), train=True) == []
+
+
+class Transposed(nn.Module):
+    """Has as many heads as the number of a dimension, and as many rows of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width = 4, 3
+        self.linear = nn.Linear(24, 72)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.linear(x).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        h = (q * k + v).transpose(3, 1).reshape(rows, self.width * 2, self.heads, length)
+        return x + h.permute(0, 3, 2, 1).reshape(rows, length, -1)
+
+
+def test_a_dimension_is_no_number_of_an_attribute(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Row([Transposed(), Transposed()]), batch(2, 7, 24)
+    package = split(tmp_path, model, (x,))
+    text = written(tmp_path)
+    assert ".permute(2, 0, 3, 1, 4)" in text
+    assert ".transpose(3, 1)" in text
+    assert ".permute(0, 3, 2, 1)" in text
+    assert "self.heads" in text
+    assert differences(package, model, (x,), train=True) == []

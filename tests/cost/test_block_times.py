@@ -19,6 +19,7 @@ from pipegraph.cost.segments.chain import find_chain
 from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, group_segments
 from pipegraph.errors import PlanError
 from pipegraph.progress import listen
+from pipegraph.recompute import Recompute
 from tests.cost.models import model
 
 QUICK = MeasureOptions(kernels="eager", seconds=0.02)
@@ -26,7 +27,9 @@ QUICK = MeasureOptions(kernels="eager", seconds=0.02)
 
 @cache
 def blocks(recompute: str = "min-cut") -> tuple[Block, ...]:
-    return group_segments(find_chain(model("tests.models.chain")), BlockOptions(recompute=recompute)).blocks()
+    return group_segments(
+        find_chain(model("tests.models.chain")), BlockOptions(recompute=Recompute.parse(recompute))
+    ).blocks()
 
 
 @pytest.fixture

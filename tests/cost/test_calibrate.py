@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipegraph.cost import calibrate, machine_rates
+from pipegraph.cost import calibrate, machine_links, machine_rates
 from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks
+from pipegraph.cost.machine_links import LinkRates
 from pipegraph.cost.machine_rates import Stopwatch
+from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import RuntimeFault
 from pipegraph.kernels import internals
 
@@ -68,24 +70,29 @@ def test_functions_have_rates(quick: None) -> None:
 
 @pytest.mark.slow
 def test_links_between_processes() -> None:
-    found = calibrate.measure_links(2, "cpu")
+    rates = machine_links.measure_links(3, "cpu")
+    found = rates.links
     assert found.name == "gloo"
     for rank, other in ((0, 1), (1, 0)):
         assert 0 <= (found.latency[rank][other] or 0.0) < 1
         assert (found.bandwidth[rank][other] or 0.0) > 1e6
+    assert set(rates.collectives) == {"gather", "reduce", "all_reduce"}
+    for table in rates.collectives.values():
+        assert table.axes == {"ranks": (2.0, 3.0), "bytes": tuple(map(float, machine_links._SIZES))}
+        assert table.at(ranks=2, bytes=2**24) > 10 * table.at(ranks=2, bytes=2**10)  # latency counts for less
     assert multiprocessing.active_children() == []
 
 
 def test_links_that_take_too_long_leave_no_process() -> None:
     with pytest.raises(RuntimeFault, match=r"the links between 2 ranks were not measured within 0\.01 s"):
-        calibrate.measure_links(2, "cpu", timeout=0.01)
+        machine_links.measure_links(2, "cpu", timeout=0.01)
     assert multiprocessing.active_children() == []
 
 
 def test_latency_and_bandwidth_are_those_that_explain_the_times() -> None:
-    sizes = np.array(calibrate._SIZES)
-    assert calibrate.fit((2 * 5e-5 + sizes / 1e9).tolist()) == pytest.approx((5e-5, 1e9))
-    latency, bandwidth = calibrate.fit([1e-3] * len(sizes))  # a link faster than the clock
+    sizes = np.array(machine_links._SIZES)
+    assert machine_links.fit((2 * 5e-5 + sizes / 1e9).tolist()) == pytest.approx((5e-5, 1e9))
+    latency, bandwidth = machine_links.fit([1e-3] * len(sizes))  # a link faster than the clock
     assert latency == pytest.approx(5e-4)
     assert bandwidth > 1e9
 
@@ -93,14 +100,15 @@ def test_latency_and_bandwidth_are_those_that_explain_the_times() -> None:
 @pytest.mark.slow
 def test_a_whole_profile(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = MeasuredLinks(((None, 1e-5), (3e-5, None)), ((None, 1e9), (3e9, None)), "gloo")
-    monkeypatch.setattr(calibrate, "measure_links", lambda ranks, device: measured)
+    gather = SizeTable({"bytes": (1e3, 1e6)}, (1e6, 1e8))
+    monkeypatch.setattr(calibrate, "measure_links", lambda ranks, device: LinkRates(measured, {"gather": gather}))
     before = torch.get_num_threads()
     found = calibrate.calibrate(threads=1, name="mine")
     assert torch.get_num_threads() == before
     assert Hardware.from_json(found.to_json()) == found
     assert found.name == "mine"
     assert "1 thread a rank" in found.device
-    assert found.links == Links(2, Link(2e-5, 2e9, "gloo"), measured=measured)
+    assert found.links == Links(2, Link(2e-5, 2e9, "gloo", gather), measured=measured)
     assert found.attained_flops["matmul"]["float32"].axes["footprint"] == (2.0**20, 2.0**22)
     assert max(table["float32"].largest for table in found.attained_flops.values()) == 1
     assert found.attained_bandwidth.largest == 1

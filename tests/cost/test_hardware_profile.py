@@ -101,6 +101,23 @@ def test_a_measured_table_goes_before_the_usual_link() -> None:
     assert hardware.link(1, 2) == hardware.links.intra_node
 
 
+def test_a_collective_is_that_of_a_ring_unless_it_was_measured() -> None:
+    link = Link(1e-5, 1e9)
+    assert link.gather_seconds(4e9, 4) == link.reduce_seconds(4e9, 4) == pytest.approx(3 * (1e-5 + 1))
+    assert link.all_reduce_seconds(4e9, 4) == pytest.approx(6 * (1e-5 + 1))
+    assert link.gather_seconds(4e9, 1) == 0
+    table = {"axes": {"ranks": [2, 8], "bytes": [1e3, 1e6]}, "values": [[1e6, 1e9], [1e6, 1e8]]}
+    ends = {"intra_node": LINKS["intra_node"] | {"gather": table, "reduce": 2e9}, "inter_node": LINKS["inter_node"]}
+    measured = Hardware.from_json(profile(links=LINKS | ends))
+    assert Hardware.from_json(measured.to_json()) == measured
+    inside, across = measured.links.among((0, 1)), measured.links.among((0, 8))
+    assert inside.gather_seconds(1e9, 2) == pytest.approx(1.0)  # beyond the table at the last rate
+    assert inside.gather_seconds(1e6, 8) == pytest.approx(1e-2)
+    assert inside.reduce_seconds(4e9, 8) == pytest.approx(2.0)
+    assert across == measured.links.inter_node and across.gather is None
+    assert "gather in a node" in render_hardware(measured)
+
+
 def test_an_unknown_name() -> None:
     with pytest.raises(PipegraphError) as error:
         Hardware.load("h10")
@@ -141,6 +158,7 @@ def matmul(attained: Any) -> dict[str, Any]:
     return {"matmul": {"any": attained}}
 
 
+OVER_M = {"links": LINKS | {"intra_node": LINKS["intra_node"] | {"gather": {"axes": {"m": [1]}, "values": [1]}}}}
 OVER_Q = {"attained_flops": matmul({"axes": {"q": [1]}, "values": [1]})}
 TOO_FEW = {"attained_flops": matmul({"axes": {"m": [1, 2]}, "values": [1]})}
 RATIOS = ("forward", "input_grad", "weight_grad")
@@ -160,6 +178,7 @@ RATIOS = ("forward", "input_grad", "weight_grad")
         ({"links": LINKS | {"intra_node": {"name": "x", "latency": 0}}}, "here: links.intra_node: it lacks bandwidth."),
         ({"links": LINKS | {"inter_nod": 1}}, 'here: links: "inter_nod" is not a key here. Did you mean "inter_node"?'),
         ({"attained_flops": matmul(1.5)}, "here: attained_flops.matmul.any: 1.5 must be more than 0, and 1 or less"),
+        (OVER_M, 'here: links.intra_node.gather.axes: "m" is not a size.'),
         (OVER_Q, 'here: attained_flops.matmul.any.axes: "q" is not a size.'),
         (TOO_FEW, "here: attained_flops.matmul.any.values: it has 1 entries, and there are 2 sizes along m"),
         ({"measured_ratio": {"forward": 1.1}}, "here: measured_ratio: it lacks input_grad."),

@@ -20,6 +20,7 @@ from pipegraph.graph.captured import Captured
 from pipegraph.kernels.compilers import compiler, options
 from pipegraph.kernels.traced import TracedKernels
 from pipegraph.package import CALLER
+from pipegraph.recompute import Recompute
 from pipegraph.workflows.batch import batch_from_manifest
 from tests.cost.models import model
 from tests.planner.machine import MACHINE
@@ -107,7 +108,7 @@ def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path) -> tuple
             [value.requires_grad for value in described[1]],
             distinct_blocks.mean_square if last else None,
             compiler=compiler("eager"),
-            options=options("inductor", recompute),
+            options=options("inductor", Recompute.parse(recompute)),
             max_variants=1,
         )
         forward = kernels.forward([values[name] for name in stage.inputs], target=None, with_loss=last)

@@ -13,7 +13,20 @@ ROOT = Path(__file__).parents[2]
 def test_make_alone_lists_what_can_be_done() -> None:
     done = subprocess.run(["make", "-C", str(ROOT), "--no-print-directory"], capture_output=True, text=True, check=True)
     targets = [line.split()[1] for line in done.stdout.splitlines()]
-    assert targets == ["help", "setup", "demo", "test", "test-all", "lint", "format", "docs", "survey", "clean"]
+    assert targets == [
+        "help",
+        "setup",
+        "demo",
+        "train",
+        "train-killed",
+        "test",
+        "test-all",
+        "lint",
+        "format",
+        "docs",
+        "survey",
+        "clean",
+    ]
     assert all(len(line.split(None, 2)) == 3 for line in done.stdout.splitlines())
 
 

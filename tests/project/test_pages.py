@@ -107,16 +107,17 @@ def test_the_pictures_are_there_and_say_nothing_of_a_machine() -> None:
         assert not re.search(rb"/(?:home|root|tmp|Users)/", data)
 
 
-def test_links_of_readme_lead_somewhere() -> None:
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_of_pages_outside_of_docs_lead_somewhere(name: str) -> None:
     """Sphinx looks at those of docs/."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / name).read_text()
     links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
     assert links
     for link in links:
         path, _, anchor = link.partition("#")
         assert (ROOT / path).exists(), link
         if anchor:
-            headings = re.findall(r"^#+ (.+)$", (ROOT / path or "README.md").read_text(), re.MULTILINE)
+            headings = re.findall(r"^#+ (.+)$", (ROOT / (path or name)).read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, link
 
 

@@ -23,7 +23,13 @@ class Opened:
 
 
 def opened(
-    file: Path, width: int = 1200, height: int = 900, profile: Path | None = None, until: str = "", tries: int = 3
+    file: Path,
+    width: int = 1200,
+    height: int = 900,
+    profile: Path | None = None,
+    until: str = "",
+    tries: int = 3,
+    fragment: str = "",
 ) -> Opened:
     """Open a file, without a network, and wait until nothing is to be done any more.
 
@@ -42,8 +48,9 @@ def opened(
         "--virtual-time-budget=4000",
         "--dump-dom",
     ]
-    done = subprocess.run([CHROMIUM, *switches, file.as_uri()], capture_output=True, text=True, timeout=90, check=False)
+    address = f"{file.as_uri()}#{fragment}" if fragment else file.as_uri()
+    done = subprocess.run([CHROMIUM, *switches, address], capture_output=True, text=True, timeout=90, check=False)
     found = Opened(done.stdout, tuple(re.findall(r"CONSOLE[^\n]*", done.stderr)))
     if until in found.dom or tries == 1:
         return found
-    return opened(file, width, height, profile, until, tries - 1)
+    return opened(file, width, height, profile, until, tries - 1, fragment)

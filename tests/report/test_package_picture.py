@@ -14,10 +14,11 @@ from msgspec import structs
 from pipegraph.package import Manifest, ModelEntry, Package, PlanEntry, StageCost, StageEntry, Value
 from pipegraph.package.prediction import Cut
 from pipegraph.planner.step_prediction import memory_by_kind
-from pipegraph.report.html_pages import package_page
-from pipegraph.report.package_picture import package_svg
+from pipegraph.report.package_page import package_page
+from pipegraph.report.package_picture import package_picture
 from pipegraph.schedule import build
 from tests.package.predictions import prediction
+from tests.report.browser import needs_chromium, opened
 
 MIB = 2**20
 SVG = "{http://www.w3.org/2000/svg}"
@@ -62,7 +63,7 @@ def package(stages: int, cost: StageCost, skips: tuple[tuple[int, int], ...] = (
 
 
 def drawn(made: Package, schedule: str = "1f1b", ranks: int | None = None) -> Element:
-    return ElementTree.fromstring(package_svg(made, build(schedule, ranks or len(made.manifest.stages), 4)))
+    return ElementTree.fromstring(package_picture(made, build(schedule, ranks or len(made.manifest.stages), 4)).package)
 
 
 def said(root: Element) -> list[str]:
@@ -123,7 +124,7 @@ def test_without_costs_it_is_said_what_would_give_them() -> None:
 def test_nothing_lies_outside(stages: int, schedule: str, ranks: int, cost: StageCost) -> None:
     made = package(stages, cost, tuple((0, last) for last in range(2, stages, 3)), name="layer")
     order = build(schedule, ranks, 16)
-    root = ElementTree.fromstring(package_svg(made, order))
+    root = ElementTree.fromstring(package_picture(made, order).package)
     width = float(root.get("width", ""))
     assert width < 1700
     for box in root.iter(f"{SVG}rect"):
@@ -141,7 +142,8 @@ def test_a_name_breaks_neither_picture_nor_page() -> None:
     assert root.find(f".//{SVG}script") is None
     assert not any("long" * 30 in text for text in said(root))  # clipped everywhere
     page = package_page(made, build("1f1b", 3, 4))
-    assert "<script" not in page
+    assert _Page(page).tags.count("script") == 2
+    assert "alert(" not in page.replace("&lt;script&gt;alert(&#34;1&#34;)", "")
     assert "\x00" not in page
 
 
@@ -157,12 +159,46 @@ class _Page(HTMLParser):
         self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
 
 
-def test_the_page_holds_the_picture_and_tables_and_loads_nothing() -> None:
+def test_the_page_holds_cards_timeline_and_tables_and_loads_nothing() -> None:
     made = package(2, PRICED)
     text = package_page(made, build("1f1b", 2, 4))
     page = _Page(text)
-    assert page.loaded == [] and not re.search(r"url\(|@import", text)
-    assert page.tags.count("svg") == 1 and page.tags.count("table") == 3
+    assert page.loaded == ["data:,"] and not re.search(r"url\(|@import|https?://", text)
+    assert "default-src 'none'" in text
+    assert (page.tags.count("canvas"), page.tags.count("ol"), page.tags.count("table")) == (1, 1, 3)
+    assert text.count('<span class="badge">rank') == 2
+    assert "<b>rank 0 to rank 1</b>: h0 float32[8, 128, 512] → stage 1 · 2.0 MiB, 2.0 MiB back" in text
     assert f"stage 1 begins at layers.1: {REASON}" in text
     assert "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3" in text
     assert text == package_page(made, build("1f1b", 2, 4))
+
+
+def test_what_stays_on_a_rank_says_so_first() -> None:
+    made, order = package(4, PRICED), build("zb-v", 2, 4)
+    assert "<b>same rank, no transfer</b>: h1 float32[8, 128, 512] → stage 2" in package_page(made, order)
+    texts = said(ElementTree.fromstring(package_picture(made, order).package))
+    (stays,) = (text for text in texts if "same rank" in text)
+    assert stays == "same rank, no transfer  ·  h1  ·  2.0 MiB"
+
+
+def test_a_timeline_that_would_shrink_has_a_picture_of_its_own() -> None:
+    narrow, wide = (package_picture(package(4, PRICED), build("1f1b", 4, count)) for count in (4, 64))
+    assert narrow.timeline is None and "time in ms" in narrow.package
+    assert wide.timeline is not None and "time in ms" in wide.timeline
+    assert "time in ms" not in wide.package and "in a picture of its own" in wide.package
+    assert float(ElementTree.fromstring(wide.timeline).get("width", "")) > 1900
+
+
+def test_times_that_are_not_known_are_no_seconds() -> None:
+    page = package_page(package(2, SIZES), build("1f1b", 2, 4))
+    assert '"unitless":true' in page and "No times are known" in page
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [390, 700, 1280])
+def test_a_browser_draws_the_page(width: int, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(package_page(package(4, PRICED, skips=((0, 2),)), build("zb-v", 2, 4)))
+    found = opened(file, width, until=' data-drawn="')
+    assert found.console == ()
+    assert 'data-drawn="48"' in found.dom  # F, I and W of 4 stages and 4 microbatches

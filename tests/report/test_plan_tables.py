@@ -43,6 +43,11 @@ def test_summary() -> None:
         .endswith("; no other cuts at the 40 places looked at are better")
     )
     assert (
+        render_prediction_summary(replace(PREDICTION, lower_bound=0.24995))
+        .splitlines()[0]
+        .endswith("; other cuts at the 40 places looked at are better by less than 0.1 %")
+    )
+    assert (
         render_prediction_summary(replace(PREDICTION, lower_bound=None))
         .splitlines()[0]
         .endswith("8 microbatches on h100")

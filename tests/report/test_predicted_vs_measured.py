@@ -13,8 +13,8 @@ from pipegraph.cost.hardware import Hardware, Link, Links
 from pipegraph.package import Manifest, ModelEntry, PlanEntry, StageCost, StageEntry, Value
 from pipegraph.planner.run_comparison import compare_run
 from pipegraph.report.text.predicted_vs_measured import render_run_comparison, run_comparison_dict
-from pipegraph.runtime.measurements import MeasuredRun
-from pipegraph.schedule import Kind, build
+from pipegraph.runtime.measurements import MeasuredCollective, MeasuredRun, Message
+from pipegraph.schedule import CollectiveKind, Kind, build, lower, without_transfers
 from tests.package.predictions import prediction
 
 MIB = 2**20
@@ -73,7 +73,7 @@ def test_tables() -> None:
         "",
         "        predicted  measured    error",
         "step     50.00 ms  40.00 ms  +25.0 %",
-        "bubble     46.0 %    15.0 %",
+        "bubble   46.0 %    15.0 %",
         "",
         "rank  state predicted  measured  saved predicted  measured  buffers predicted",
         "   0          4.0 MiB   4.0 MiB          6.0 MiB   6.0 MiB            2.0 MiB",
@@ -178,7 +178,7 @@ def test_a_package_without_prices() -> None:
         "",
         "        predicted  measured  error",
         "step            —  40.00 ms",
-        "bubble          —    15.0 %",
+        "bubble          —  15.0 %",
         "",
         "rank  state predicted  measured  saved predicted  measured  buffers predicted",
         "   0                —   4.0 MiB                —   6.0 MiB                  —",
@@ -232,3 +232,30 @@ def test_data() -> None:
     assert (found["step"], found["allocated"]) == ({"predicted": 0.05, "measured": 0.04}, None)
     assert (found["bubble"]["measured"], found["hints"]) == (0.15, [])
     assert found["memory"][0]["saved"] == {"predicted": 6 * MIB, "measured": 6 * MIB}
+
+
+def test_collectives_are_priced_by_their_messages() -> None:
+    """Two ranks share each stage; a link takes 1 ms and 1 GB/s within a node of 8."""
+    plain = build("1f1b", 2, 2)
+    collectives = without_transfers(lower(plain, sharded=range(2))).collectives
+    gather, reduce = Message("gather", MIB, (0, 1)), Message("all_reduce", MIB, (0, 1))
+    taken = {
+        (0, CollectiveKind.UNSHARD): MeasuredCollective(0.004, (gather, gather)),
+        (0, CollectiveKind.REDUCE_GRAD): MeasuredCollective(0.001, (reduce,)),
+        (0, CollectiveKind.RESHARD): MeasuredCollective(0.0, ()),
+    }
+    measured = replace(MEASURED, collectives=taken)
+    found = compare_run(PRICED, plain.changed(collectives=collectives), measured, HERE)
+    half = 0.001 + MIB / 2 / 1e9
+    (first, second) = found.collectives
+    assert first[CollectiveKind.UNSHARD].predicted == pytest.approx(2 * half)
+    assert first[CollectiveKind.REDUCE_GRAD].predicted == pytest.approx(2 * half)
+    assert CollectiveKind.RESHARD not in first and second == {}
+    unshared = compare_run(PRICED, plain, MEASURED, HERE)
+    assert (found.step.predicted or 0) > (unshared.step.predicted or 0)  # it waits for the first gather
+    assert [2 * (each.predicted or 0) for each in found.state] == [each.predicted for each in unshared.state]
+    text = render_run_comparison(found)
+    assert "collectives, in ms" in text
+    row = next(line.split() for line in text.splitlines() if line.split()[-2:] == ["+204.9", "%"])
+    assert row == ["0", "0", "3.049", "4.000", "−23.8", "%", "3.049", "1.000", "+204.9", "%"]
+    assert "collectives" not in render_run_comparison(unshared)

@@ -55,7 +55,7 @@ def test_collectives_lie_below_the_actions_of_their_rank() -> None:
         gather = _numbers(found[f"{rank}UNSHARD"][0])
         assert gather["width"] == pytest.approx(2 * _numbers(found["0F0"][0])["width"], abs=1)
     assert _numbers(found["1UNSHARD"][0])["y"] < _numbers(found["1F0"][0])["y"] + 34
-    assert "parameters gathered" in ElementTree.tostring(root, encoding="unicode")
+    assert "that stage gathered" in ElementTree.tostring(root, encoding="unicode")
 
 
 @pytest.mark.parametrize("name", names())

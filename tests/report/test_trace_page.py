@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import force_setattr
 
+from pipegraph.report import html_pages
+from pipegraph.report.colours import MEANING, colour
+from pipegraph.report.colours import ink as ink_on
 from pipegraph.report.html_pages import page_data, script_json, trace_page
 from pipegraph.schedule import Event, Times, build
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis, analyse_run
@@ -118,12 +122,17 @@ PROBE = """
     const before = shown();
     press("ArrowRight"); press("ArrowRight"); press("ArrowDown");
     document.body.dataset.said = document.getElementById("said").textContent;
-    press("+"); press("+");
+    document.body.dataset.docked = document.getElementById("details").textContent;
+    press("m"); press("+"); press("w"); press("d"); press("a");
+    const [from, to] = shown().split(" ").map(Number);
+    document.body.dataset.about = String(from < 1700 && 1700 < to);
     frames(() => {
       document.body.dataset.zoomed = String(shown() !== before);
       const box = canvas.getBoundingClientRect();
       canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: box.x + 400, clientY: box.y + 40 }));
       document.body.dataset.tip = document.getElementById("tip").textContent;
+      document.body.dataset.measured = document.getElementById("details").textContent;
+      document.body.dataset.address = location.hash;
       press("Escape"); press("0");
       const wheel = new WheelEvent("wheel", { deltaY: -200, ctrlKey: true, cancelable: true });
       canvas.dispatchEvent(wheel);
@@ -154,7 +163,19 @@ def test_a_browser_draws_it_and_its_controls_work(tmp_path: Path) -> None:
     assert body["drawn"] == "48"  # F, I and W of 4 stages and 4 microbatches
     assert body["said"].startswith("Rank 1, forward: stage 1, microbatch 0; from 1.200 ms to 2.200 ms")
     assert body["tip"].startswith(("forward", "input gradient", "weight gradient"))
-    assert (body["zoomed"], body["wheel"], body["done"]) == ("true", "true", "yes")
+    assert (body["zoomed"], body["about"], body["wheel"], body["done"]) == ("true", "true", "true", "yes")
+    assert body["docked"].startswith("Rank 1, forward: stage 1, microbatch 0")
+    assert "Measured: 1.000 ms" in body["measured"]
+    assert "action=1-0" in body["address"] and "span=1200.000-2200.000" in body["address"]
+
+
+@needs_chromium
+def test_what_is_seen_stands_in_the_address(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(trace_page(analysed(tmp_path, "zb-v", 2, 4)))
+    found = opened(file, until=' data-drawn="', fragment="view=1000.000-3000.000&critical=1&action=1-0")
+    assert 'data-shown="1000.000 3000.000"' in found.dom
+    assert "Rank 1, forward: stage 1, microbatch 0" in found.dom
 
 
 @needs_chromium
@@ -185,3 +206,51 @@ def test_a_broken_script_fails_the_check(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text("<script>nonsense()</script>")
     assert "nonsense is not defined" in opened(file).console[0]
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 has it."""
+    darker, lighter = sorted((_luminance(one), _luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_text_can_be_read_in_both_themes() -> None:
+    style = (Path(html_pages.__file__).parent / "pages" / "page.css").read_text()
+    light, dark = (
+        dict(re.findall(r"--(\w+): (#\w{6})", theme)) for theme in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    )
+    for theme in (light, dark):
+        for ink in ("text", "quiet", "good", "warn"):
+            for ground in ("card", "ground", "lane"):
+                assert contrast(theme[ink], theme[ground]) >= 4.5, (ink, ground)
+        assert contrast(theme["accent"], theme["card"]) >= 3  # a line
+    for kind in MEANING:
+        for tone in (colour(kind), colour(kind, 0, 2), colour(kind, 1, 2)):
+            assert contrast(tone, ink_on(tone)) >= 4.5
+
+
+def test_causes_and_kinds_are_told_apart_without_colour(tmp_path: Path) -> None:
+    page = trace_page(analysed(tmp_path, "zb-h1", 2, 4))
+    assert {"#0072b2", "#f0e442", "#d55e00", "#009e73", "#cc79a7"} <= set(re.findall(r"#\w{6}", page))
+    for kind in ("F", "I", "W"):
+        assert f'class="kind-{kind}"' in page
+    style = (Path(html_pages.__file__).parent / "pages" / "page.css").read_text()
+    assert ".kind-I" in style and ".kind-W" in style and ".kind-F" not in style
+
+
+def test_wide_tables_scroll_by_themselves(tmp_path: Path) -> None:
+    regions = [each for tag, each in Outline(trace_page(analysed(tmp_path))).elements if each.get("class") == "scroll"]
+    assert len([each for each in regions if each.get("role") == "region"]) == 3
+    assert all(each["tabindex"] == "0" for each in regions)
+
+
+def test_the_page_has_the_commands_of_the_advice(tmp_path: Path) -> None:
+    analysis = analysed(tmp_path)
+    assert analysis.advice.commands
+    assert all(html.escape(command) in trace_page(analysis) for command in analysis.advice.commands)

@@ -38,10 +38,11 @@ rank  computes  idle  of the step  warm-up and drain  imbalance  transfers  over
    1      8.00  3.67       31.4 %               3.00       0.00       0.67      0.00
 
 critical path of step 3
-  0F0 → 1F0 → 1B1 → 0B1: rank 1 60%, rank 0 30%, transfers and overhead 10%
+  0F0 → 1F0 → 1B1 → 0B1: rank 1 60 %, rank 0 30 %, transfers and overhead 10 %
 
 advice
-  Running zb-h1 instead of 1f1b would save 23.3 % of a step (I and W taken as predicted shares of B).
+  Run zb-h1 instead of 1f1b: step time −23.3 % (I and W taken as predicted shares of B).
+    pipegraph run OUT --schedule zb-h1 --microbatches 2
 
 note: the ranks' clocks agree to ± 2 µs
 note: the links of the profile that priced the package are not known: predicted messages take no time"""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.processes.group import Group
 from pipegraph.schedule import Collective
 from tests.runtime.packages import Reference, Sketch, Stage, loss
 
@@ -278,6 +280,25 @@ def count_messages(rank: int, folder: str, resident: int | None) -> tuple[dict[s
         whole_bytes,
         sum(parts.values()),
     )
+
+
+def sent_bytes(rank: int, folder: str) -> list[int]:
+    """What values take that this rank sends in a step: with whole boundaries, and with parts of the sequence."""
+    found, sizes, send = [], list[int](), Group.send
+
+    def count(group: Group, tensor: Tensor, receiver: int) -> Any:
+        sizes.append(tensor.nbytes if tensor.is_floating_point() else 0)  # the first message of a step has sizes
+        return send(group, tensor, receiver)
+
+    for plan in (TP_PLAN, sequence_plan()):
+        pipe, _ = make(folder, {"pp": 2, "tp": 2}, "1f1b", tp_plan=plan)
+        tokens, target = torch.zeros(8, LENGTH, dtype=torch.int64), torch.zeros(8)
+        sizes.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Group, "send", count)
+            pipe.step(tokens, target=target)
+        found.append(sum(sizes))
+    return found
 
 
 def mixed_precision(rank: int, folder: str) -> str:

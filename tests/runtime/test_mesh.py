@@ -116,11 +116,20 @@ def test_sequence_parallel_boundaries(shape: meshes.Shape, schedule: str, tmp_pa
     assert said == [[]] * len(said), said[0]
 
 
+def test_parts_of_the_sequence_take_as_much_less_on_each_link(tmp_path: Path) -> None:
+    """Two ranks divide the sequence, so that each sends half of a value, and of its gradient."""
+    folder = str(write(meshes.perceptrons(2), tmp_path / "perceptrons"))
+    for whole, part in ranks.run(meshes.sent_bytes, 4, folder):
+        assert whole == 2 * part == 4 * 8 * meshes.LENGTH * meshes.WIDTH
+
+
 def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     cases: list[tuple[Any, str]] = [
         ({"layer0.*.0": "colwise"}, r'style for layer0\.\*\.0, and the model has no such module.*"layers0'),
         ({"layers*.*.0": "columnwise"}, 'the style "columnwise", which there is not. Did you mean "colwise"'),
-        ({"layers*.*.0": "packed_colwise"}, 'the style "packed_colwise", which torch does not have'),
+        ({"layers*.*.0": "mla_kv_a_proj"}, 'the style "mla_kv_a_proj", which is not supported: the part of its output'),
+        ({"norms*.*": "packed_colwise"}, "of the class LayerNorm, a style not for it: packed_colwise is for linear"),
+        ({"embed.weight": "moe_tp_experts"}, "embed.weight the style 'moe_tp_experts', which is for modules"),
         ({"norms1.*": "colwise"}, "norms1.0, of the class LayerNorm, a style not for it"),
         (["colwise"], "tp_plan has a style for each pattern"),
         (None, "nothing says how they divide the model"),
@@ -195,7 +204,8 @@ def test_messages_are_those_of_the_schedule_and_rest_takes_no_more_than_parts(
     whole = sum(4 * parameter.numel() for parameter in Reference(Package.open(folder)).parameters.values())
     for messages, placed, whole_bytes, parts in ranks.run(meshes.count_messages, 4, folder, resident):
         assert messages["_allgather_base_"] == placed["UNSHARD"]
-        assert messages["_reduce_scatter_base_"] == placed["REDUCE_GRAD"] == 6
+        assert messages["allreduce_"] == placed["REDUCE_GRAD"] == 6  # by which gloo reduces, of ours as of torch's
+        assert messages.keys() == {"_allgather_base_", "allreduce_"}
         assert gathers is None or placed["UNSHARD"] == 3 * gathers
         assert whole_bytes == 0
         assert parts <= whole / 4 * 1.2  # half of half the stages; the first and the last one have more than others

@@ -105,7 +105,7 @@ def test_critical_path() -> None:
         ["0F0", "1F0", "2F0", "2B0", "2F1", "2B1", "1B1", "0B1"]
     )
     assert timeline.describe_critical_path() == (
-        "0F0 → 2F0 → 2B1 → 0B1: rank 2 75%, rank 0 9%, rank 1 9%, transfers 6%"
+        "0F0 → 2F0 → 2B1 → 0B1: rank 2 75 %, rank 0 9 %, rank 1 9 %, transfers 6 %"
     )
 
 

@@ -39,7 +39,7 @@ def test_collectives_run_beside_actions_and_one_after_the_other() -> None:
     assert (timeline.makespan, timeline.span, timeline.busy) == (11, 6.5, (6,))
     assert timeline.bubble == 1 - 6 / 11
     assert (timeline.gather_waits, timeline.peak_whole) == ((2,), (2,))
-    assert timeline.describe_critical_path() == "1F0 → 1B0: collectives 73%, rank 0 27%"
+    assert timeline.describe_critical_path() == "1F0 → 1B0: collectives 73 %, rank 0 27 %"
 
 
 def test_a_schedule_without_collectives_has_none() -> None:

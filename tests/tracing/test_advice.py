@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from msgspec.structs import force_setattr
 
@@ -30,12 +32,30 @@ def test_a_layer_moves_away_from_the_longest_stage() -> None:
     force_setattr(stages[0], "parameters", tuple(names[:3]))
     force_setattr(stages[1], "parameters", tuple(names[3:]))
     advice = advise(schedule, times, made)
-    assert changes(advice.changes)["moving layers.3 to stage 0"] == pytest.approx(gain)
-    assert changes(advice.changes)["moving layers.2 to stage 1"] < 0
-    moved = next(each for each in advice.changes if each.change.startswith("moving layers.3"))
-    assert str(moved) == (
-        f"moving layers.3 to stage 0 would save {gain * 100:.1f} % of a step (a layer taken as 1/3 of stage 0)"
-    )
+    assert changes(advice.changes)["move layers.3 to stage 0"] == pytest.approx(gain)
+    assert changes(advice.changes)["move layers.2 to stage 1"] < 0
+    moved = next(each for each in advice.changes if each.change.startswith("move layers.3"))
+    assert str(moved) == (f"move layers.3 to stage 0: step time −{gain * 100:.1f} % (a layer taken as 1/3 of stage 0)")
+
+
+def test_a_moved_cut_has_a_command() -> None:
+    made = manifest(2, layers=4)
+    force_setattr(made.plan, "points", ("layers.4",))
+    advice = advise(with_edges(build("1f1b", 2, 8)), Times((1.0, 5.0), (1.0, 5.0), (1.0, 5.0)), made)
+    assert advice.best is not None and advice.best.change.startswith("move layers.4")
+    last = advice.best.change.split()[-4]
+    assert f"pipegraph split MODEL --points {last}:end --overwrite" in advice.commands
+
+
+def test_predictions_that_are_far_off_come_first() -> None:
+    advice = advise(with_edges(build("1f1b", 2, 4)), Times.equal(2))
+    short, long, near = (replace(advice, mispredicted=factor) for factor in (3.7, 0.5, 1.2))
+    assert short.sentence.startswith("Predictions are 3.7 × too short: calibrate, then split again. Run zb-h1 ")
+    assert long.sentence.startswith("Predictions are 2 × too long: calibrate, then split again. Run zb-h1 ")
+    assert near.sentence == advice.sentence
+    assert short.commands[0] == "pipegraph calibrate -o hardware.json"
+    assert short.commands[2:] == advice.commands == ["pipegraph run OUT --schedule zb-h1 --microbatches 4"]
+    assert replace(advice, changes=(), mispredicted=3.7).sentence.endswith("calibrate, then split again.")
 
 
 def test_overhead_is_not_saved() -> None:
@@ -57,16 +77,14 @@ def test_as_many_layers_move_as_it_takes() -> None:
     force_setattr(made.stages[1], "parameters", tuple(names[6:]))
     best = advise(schedule, Times((6.0, 2.0), (6.0, 2.0), (6.0, 2.0)), made).best
     assert best is not None
-    assert best.change == "moving layers.4 – layers.5 to stage 1"
+    assert best.change == "move layers.4 – layers.5 to stage 1"
 
 
 def test_another_schedule_says_what_it_holds_and_how_i_and_w_were_divided() -> None:
     schedule = with_edges(build("1f1b", 2, 4))
     advice = advise(schedule, Times.equal(2), shares="I and W taken as halves of B")
     assert advice.best is not None
-    assert advice.sentence == (
-        "Running zb-h1 instead of 1f1b would save 13.3 % of a step (I and W taken as halves of B)."
-    )
+    assert advice.sentence == ("Run zb-h1 instead of 1f1b: step time −13.3 % (I and W taken as halves of B).")
     # interleaved-zb is the same with one stage on a rank, and zb-h2 holds more: one of equals is told.
     assert [each.change.split()[1] for each in advice.changes if each.gain > 0.1] == ["zb-h1"]
 
@@ -75,12 +93,10 @@ def test_more_microbatches_and_the_best_change_that_keeps_the_batch() -> None:
     schedule = with_edges(build("gpipe", 4, 4))
     times = Times((1.0,) * 4, (0.0,) * 4, (0.0,) * 4)
     advice = advise(build("forward", 4, 4), times)
-    assert advice.sentence == (
-        "8 microbatches of this size instead of 4 would save 21.4 % of the time of a microbatch."
-    )
+    assert advice.sentence == ("Take 8 microbatches of this size instead of 4: time of a microbatch −21.4 %.")
     advice = advise(schedule, Times.equal(4, 1.0, 1.9, 0.1))
-    assert advice.sentence.startswith("8 microbatches of this size instead of 4 would save ")
-    assert "; with the batch as it is, running zb-h" in advice.sentence
+    assert advice.sentence.startswith("Take 8 microbatches of this size instead of 4: time of a microbatch −")
+    assert "; or with the batch as it is, run zb-h" in advice.sentence
 
 
 def test_nothing_helps() -> None:
@@ -88,13 +104,13 @@ def test_nothing_helps() -> None:
     advice = advise(schedule, Times.equal(2))
     assert advice.best is None
     assert advice.sentence == (
-        "Nothing that was tried would save more than 1%: other cuts, schedules, more microbatches."
+        "Nothing that was tried would save more than 1 %: other cuts, schedules, more microbatches."
     )
 
 
 def test_ranks_of_one_process_are_advised_for_a_process_each() -> None:
     advice = advise(with_edges(build("1f1b", 2, 4)), Times.equal(2), shared_process=True)
-    assert advice.sentence.startswith("With a process for each rank, running zb-h1")
+    assert advice.sentence.startswith("With a process for each rank: run zb-h1")
 
 
 @pytest.mark.parametrize("times", [Times.equal(1), Times.equal(1, 0.0, 0.0, 0.0)])

@@ -60,14 +60,14 @@ def test_the_longest_stage_is_on_the_critical_path(tmp_path: Path) -> None:
     analysis = analysed(tmp_path, UNEVEN)
     assert analysis.critical is not None
     assert path(analysis.critical.critical_path) == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
-    assert analysis.critical_path.endswith("rank 1 80%, rank 0 20%")
+    assert analysis.critical_path.endswith("rank 1 80 %, rank 0 20 %")
 
 
 def test_the_critical_path_includes_the_time_between_its_actions(tmp_path: Path) -> None:
-    assert analysed(tmp_path, SLOW_HOST).critical_path.endswith("transfers and overhead 3%")
+    assert analysed(tmp_path, SLOW_HOST).critical_path.endswith("transfers and overhead 3 %")
 
 
 def test_ranks_that_take_turns_have_the_critical_path_of_the_simulated_step(tmp_path: Path) -> None:
     analysis = analyse_run(read_run(write_run(tmp_path / "run", SCHEDULE, {3: UNEVEN}, processes=1)))
     assert analysis.critical is None
-    assert analysis.critical_path.endswith("rank 1 80%, rank 0 20%")
+    assert analysis.critical_path.endswith("rank 1 80 %, rank 0 20 %")

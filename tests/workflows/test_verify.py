@@ -75,7 +75,7 @@ def test_report_names_the_worst_first() -> None:
     assert str(found).splitlines() == [
         "what      compared  largest difference  at",
         "loss             1             0.0e+00",
-        "gradient         3                 nan  worse",
+        "gradient         3           nan        worse",
         "",
         "DIFFERENT:",
         "  gradient worse: nan",

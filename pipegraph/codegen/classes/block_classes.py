@@ -14,14 +14,8 @@ from pipegraph.codegen.classes.helper_functions import HelperFunctions
 from pipegraph.codegen.expressions.module_tree import ModuleTree, build_tree, init_statements, sequence
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.expressions.torch_modules import CallArguments, module_constructor, torch_module_call
-from pipegraph.codegen.forward.items import (
-    ClassContents,
-    ModuleCall,
-    Operation,
-    Step,
-    conflicts,
-    modules_in,
-)
+from pipegraph.codegen.forward.item_modules import conflicts, modules_in
+from pipegraph.codegen.forward.items import ClassContents, ModuleCall, Modules, Operation, Step
 from pipegraph.codegen.forward.mode_branches import group_branches
 from pipegraph.codegen.forward.roll_loops import roll_loops
 from pipegraph.codegen.forward.source_numbers import ModuleNumbers, fixed_sizes
@@ -45,10 +39,15 @@ _SMALL = 2
 
 
 class BlockClasses:
-    """Collects the classes of a package, stage by stage. Equal structures share one class."""
+    """Collects the classes of a package, stage by stage. Equal structures share one class.
+
+    Attributes:
+        called: of each stage, the FQNs of the modules that it calls. What other modules do is a part of their callers.
+    """
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
+        self.called: dict[int, frozenset[str]] = {}
         self.source = SourceStatements(captured)
         self._opened = opened_calls(captured)
         self.names = ModelNames(captured, self.source, self._opened)
@@ -76,7 +75,9 @@ class BlockClasses:
         members = StageMembers(stage.nodes, stage.outputs, stage.state)
         root = call_tree(stage.nodes, helpers=True)
         members.learn_results(root)
-        return self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
+        contents, tree = self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
+        self.called[stage.index] = modules_in(contents.items).called
+        return contents, tree
 
     def _contents(
         self,
@@ -150,7 +151,8 @@ class BlockClasses:
             inside = (
                 f"{tree.fqn}.{name}" for name, _ in self._captured.modules[tree.fqn].module.named_modules() if name
             )
-            return self._call(called, torch_call[0], frozenset((tree.fqn, *inside)), torch_call[1])
+            own = frozenset(inside)
+            return self._call(called, torch_call[0], Modules(own, own), torch_call[1])
         constructor, modules = self._sequential(members, called)
         if constructor is None:
             reads_state = any(node.op == "get_attr" for each in called.nodes for node in each.all_input_nodes)
@@ -165,14 +167,14 @@ class BlockClasses:
                 source, modules = self._class(members, called)
             except (UnknownSizeError, UnknownDtypeError):  # the code around the module has the tensor
                 return None
-            return self._call(called, call(source.name), modules | {tree.fqn}, parameters=source.parameters)
-        return self._call(called, constructor, modules | {tree.fqn})
+            return self._call(called, call(source.name), modules, parameters=source.parameters)
+        return self._call(called, constructor, modules)
 
     def _call(
         self,
         called: CallValues,
         constructor: FunctionCall,
-        modules: frozenset[str],
+        modules: Modules,
         arguments: CallArguments | None = None,
         parameters: Sequence[str] = (),
     ) -> ModuleCall:
@@ -183,14 +185,14 @@ class BlockClasses:
             reads=called.reads,
             makes=called.makes,
             nodes=called.nodes,
-            modules=modules,
+            modules=Modules(*(each | {called.tree.fqn} for each in modules)),
             arguments=arguments,
             parameters=tuple(parameters),
         )
 
-    def _sequential(self, members: StageMembers, called: CallValues) -> tuple[FunctionCall | None, frozenset[str]]:
+    def _sequential(self, members: StageMembers, called: CallValues) -> tuple[FunctionCall | None, Modules]:
         """The constructor and modules of a ``nn.Sequential``, or of a subclass that only adds a name; else None."""
-        nothing = None, frozenset[str]()
+        nothing = None, Modules()
         fqn = called.tree.fqn
         module = self._captured.modules[fqn].module
         if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
@@ -214,12 +216,13 @@ class BlockClasses:
             children[name] = constructor
         if calls or passed != called.makes:
             return nothing
-        inside = {f"{fqn}.{name}" for name, _ in module.named_children()}.union(*map(modules_in, items))
+        made, run = modules_in(items)
+        inside = Modules(made.union(f"{fqn}.{name}" for name, _ in module.named_children()), run)
         modules = sequence(children)
         if type(module) is nn.Sequential:
-            return call("nn.Sequential", *modules), frozenset(inside)
+            return call("nn.Sequential", *modules), inside
         parts = {"base": "nn.Sequential", "children": modules}
-        return call(self._add(called, ("nn.Sequential", *modules), lambda: parts).name), frozenset(inside)
+        return call(self._add(called, ("nn.Sequential", *modules), lambda: parts).name), inside
 
     def _does_nothing(self, fqn: str) -> bool:
         """Return whether a module runs no operation. The whole model counts: of a Sequential that is cut in two, the
@@ -228,7 +231,7 @@ class BlockClasses:
 
     # ---- classes -----------------------------------------------------------------------------------------------------
 
-    def _class(self, members: StageMembers, called: CallValues) -> tuple[ClassSource, frozenset[str]]:
+    def _class(self, members: StageMembers, called: CallValues) -> tuple[ClassSource, Modules]:
         """The class of a call, and the modules in it."""
         tree = called.tree
         outer_regions = len(common_regions(called.nodes))
@@ -245,7 +248,8 @@ class BlockClasses:
             kept = (Assign((Attribute(SELF, name),), value) for name, value in numbers.used.items())
             return {"init": (*kept, *init), "parameters": tuple(parameters), "forward": forward}
 
-        return self._add(called, structure, parts), modules_of(contents, modules)
+        own = Modules(modules_of(contents, modules), modules_in(contents.items).called)
+        return self._add(called, structure, parts), own
 
     def _add(
         self, called: CallValues, structure: tuple[object, ...], parts: Callable[[], Mapping[str, object]]
@@ -321,7 +325,7 @@ class BlockClasses:
 def modules_of(contents: ClassContents, tree: ModuleTree) -> frozenset[str]:
     """The FQNs of all modules of a class, directly or inside others."""
     paths = (_join(contents.prefix, path) for path in tree.paths())
-    return frozenset(paths).union(*map(modules_in, contents.items))
+    return modules_in(contents.items).made.union(paths)
 
 
 def _join(prefix: str, name: str) -> str:

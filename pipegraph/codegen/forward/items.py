@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from pipegraph.codegen.expressions.torch_modules import CallArguments
-from pipegraph.codegen.names.identifiers import outer_names
 from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.syntax.expressions import Argument, Expression, FunctionCall, ModuleInvocation, call
 from pipegraph.codegen.syntax.loop_index import IndexTest
@@ -38,6 +38,13 @@ class Operation:
         return (self.node,)
 
 
+class Modules(NamedTuple):
+    """FQNs of modules: of all that are made, and of those among them that are called."""
+
+    made: frozenset[str] = frozenset()
+    called: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
     """A call of a module: ``makes = self.fqn(reads…)``.
@@ -49,7 +56,7 @@ class ModuleCall:
         reads: the values that it takes, in the order of the arguments.
         makes: the values that it returns, in the order of the results.
         nodes: the operations in it.
-        modules: the FQNs of all modules that ``constructor`` makes.
+        modules: the modules that ``constructor`` makes, its own included.
         arguments: the arguments of the call, if they are more than the values one after the other.
         parameters: the parameters of ``forward``, if the class is generated.
     """
@@ -60,7 +67,7 @@ class ModuleCall:
     reads: tuple[fx.Node, ...]
     makes: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
-    modules: frozenset[str]
+    modules: Modules
     arguments: CallArguments | None = None
     parameters: tuple[str, ...] = ()
 
@@ -281,28 +288,6 @@ def fqn_of(item: Item) -> str | None:
     if isinstance(item, (Operation, HelperCall, ModeBranch, StatementLoop)):
         return None
     return item.calls[0].fqn if isinstance(item, ModuleLoop) else item.fqn
-
-
-def modules_in(item: Item) -> frozenset[str]:
-    """The FQNs of the modules that an item needs."""
-    if isinstance(item, ModuleLoop):
-        return frozenset[str]().union(*(call.modules for call in item.calls))
-    if isinstance(item, (ModeBranch, StatementLoop)):
-        inner = item.inner if isinstance(item, ModeBranch) else item.steps
-        return frozenset[str]().union(*map(modules_in, inner))
-    return item.modules if isinstance(item, ModuleCall) else frozenset()
-
-
-def conflicts(items: Iterable[Item]) -> frozenset[str]:
-    """The modules whose calls cannot stay calls: two of them need different classes, or a module inside is called from
-    outside as well."""
-    constructors: dict[str, FunctionCall] = {}
-    modules = set()
-    for item in items:
-        if isinstance(item, ModuleCall) and constructors.setdefault(item.fqn, item.constructor) != item.constructor:
-            modules.add(item.fqn)
-    modules.update(outer for inner in constructors for outer in outer_names(inner) if outer in constructors)
-    return frozenset(modules)
 
 
 def operands(item: Item) -> list[fx.Node]:

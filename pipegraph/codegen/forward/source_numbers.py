@@ -30,7 +30,7 @@ from pipegraph.graph.calls import argument_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.internals import pytree
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
-from pipegraph.graph.nodes import path_of, shape_of
+from pipegraph.graph.nodes import dimensions_of, path_of, shape_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 
 Number = int | float
@@ -66,6 +66,7 @@ def fixed_sizes(
     found: dict[fx.Node, dict[int, tuple[int, int]]] = {}
     for node in (item.node for item in items if isinstance(item, Operation)):
         numbers = {leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if type(leaf) is int}
+        numbers -= dimensions_of(node)
         if not any(size in numbers for size, _ in known):
             continue
         dims = source.dimensions_mentioned(node)
@@ -125,7 +126,7 @@ class ModuleNumbers:
 
         An attribute in the statement that led to the operation is what the number was. So is one in another statement
         of the same ``forward``, if no other has its value; a function that ``forward`` calls has whole numbers of its
-        own, however.
+        own, however, and a dimension is a number by itself: ``.permute(2, 0, 1)``.
 
         Args:
             expression: of the operation.
@@ -133,7 +134,8 @@ class ModuleNumbers:
             operands: the parts of the expression that other operations made.
             variables: variable → the value in it now.
         """
-        numbers = dict(self._in_forward)
+        dims = {literal(dim).text for dim in dimensions_of(node)}
+        numbers = {text: found for text, found in self._in_forward.items() if text not in dims}
         if self._source.of_helpers(node):
             numbers = {text: found for text, found in numbers.items() if not text.lstrip("-").isdigit()}
         statements = self._source.of_operation(node)

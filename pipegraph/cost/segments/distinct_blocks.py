@@ -9,7 +9,7 @@ import hashlib
 import operator
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -22,14 +22,17 @@ from pipegraph.cost.roofline.fused_kernels import fused_attention
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.cost.segments.subgraph import Subgraph, SubgraphModule, empty_like_value, subgraph_of
 from pipegraph.graph.internals import pytree
+from pipegraph.graph.nodes import path_of
 from pipegraph.kernels import Loss, internals
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.compilers import compiler, options
 from pipegraph.kernels.graphs.division import is_view
 from pipegraph.kernels.graphs.joint_graph import JointGraph
+from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, trace
 from pipegraph.progress import report_progress
+from pipegraph.recompute import DEFAULT, EVERYWHERE, Recompute, Region
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Block:
         key: equal for equal structure and loss, in every process.
         subgraph: the first piece.
         count: how many pieces there are.
-        recompute: what its backward computes again.
+        regions: what its backward computes again.
         loss, target: for the model's last piece.
         derivative: its graphs; None if it cannot be traced by itself.
         refusal: why it cannot be traced.
@@ -64,7 +67,7 @@ class Block:
     key: str
     subgraph: Subgraph
     count: int
-    recompute: str
+    regions: Regions
     loss: Loss | None
     target: Any
     derivative: DividedFunction | None = field(repr=False, default=None)
@@ -149,15 +152,15 @@ class BlockOptions:
 
     Attributes:
         loss: a function of output and target, and a target; None for the mean square of the outputs.
-        recompute: what the backward computes again, as ``pipegraph.kernels.registry`` takes it. In a model with
-            repeated layers "block" holds for these; the code between them keeps what "min-cut" keeps.
+        recompute: what the backward computes again. In a model with repeated layers "block" without a pattern holds
+            for these; the code between them keeps what "min-cut" keeps.
         gpu: whether to trace for a GPU, whatever this machine has.
         traced: what was traced for the same loss and kind of device, by `Subgraph.key`. Only the division depends on
             ``recompute``.
     """
 
     loss: tuple[LossOf, Any] | None = None
-    recompute: str = "min-cut"
+    recompute: Recompute = EVERYWHERE
     gpu: bool = False
     traced: dict[str, DividedFunction] = field(default_factory=dict)
 
@@ -168,19 +171,23 @@ def group_segments(chain: Chain, tracing: BlockOptions) -> SegmentGroups:
     keys = Counter(subgraph_of(chain.captured, chain.nodes(layer.start, layer.stop)).key for layer in whole)
     repeats = len(keys) < len(whole)
     counts: Counter[str] = Counter()
-    blocks: dict[str, Block] = {}
+    blocks: dict[tuple[str, object], Block] = {}
+    regions: dict[range, Regions] = {}
 
     def parts(runs: Iterable[range]) -> tuple[SegmentGroup, ...]:
         subgraphs = [(run, subgraph_of(chain.captured, chain.nodes(run.start, run.stop))) for run in runs]
         counts.update(subgraph.key for _, subgraph in subgraphs)
-        total = len({*blocks, *(subgraph.key for _, subgraph in subgraphs)})
+        total = len({*(key for key, _ in blocks), *(subgraph.key for _, subgraph in subgraphs)})
         for run, subgraph in subgraphs:
-            if subgraph.key not in blocks:
+            between = repeats and not (run in whole and counts[subgraph.key] > 1)
+            regions[run] = _regions(subgraph, tracing.recompute, between)
+            key = subgraph.key, regions[run].signature[1]
+            if key not in blocks:
                 report_progress("pricing distinct blocks", len(blocks), total)
-                between = repeats and not (run in whole and counts[subgraph.key] > 1)
-                recompute = "min-cut" if tracing.recompute == "block" and between else tracing.recompute
-                blocks[subgraph.key] = _block(subgraph, counts[subgraph.key], replace(tracing, recompute=recompute))
-        return tuple(SegmentGroup(run, subgraph, blocks[subgraph.key]) for run, subgraph in subgraphs)
+                blocks[key] = _block(subgraph, counts[subgraph.key], regions[run], tracing)
+        return tuple(
+            SegmentGroup(run, subgraph, blocks[subgraph.key, regions[run].signature[1]]) for run, subgraph in subgraphs
+        )
 
     segments = parts(range(index, index + 1) for index in range(len(chain.segments)))
     layers = parts(layer for layer in chain.layers if len(layer) > 1)
@@ -192,29 +199,53 @@ def group_segments(chain: Chain, tracing: BlockOptions) -> SegmentGroups:
     return SegmentGroups(chain, segments, layers, parts(short))
 
 
-def _block(subgraph: Subgraph, count: int, tracing: BlockOptions) -> Block:
+def _regions(subgraph: Subgraph, recompute: Recompute, between: bool) -> Regions:
+    """Return the regions of a piece, numbered in its order, by the positions of its operations."""
+    default = Region("", DEFAULT if recompute.default == "block" and between else recompute.default)
+    numbers: dict[str, str] = {}
+    places: dict[int, Region] = {}
+    for position, node in enumerate(subgraph.nodes if recompute.rules else ()):
+        found = recompute.region(tuple(fqn for _, fqn in path_of(node)))
+        if found.module:
+            number = numbers.setdefault(found.module, str(1 + len(numbers)))
+            places[position] = Region(number, found.choice)
+    return Regions(default, places)
+
+
+def _block(subgraph: Subgraph, count: int, regions: Regions, tracing: BlockOptions) -> Block:
     function, target = (tracing.loss or (mean_square, None)) if subgraph.last else (None, None)
     packed = None if function is None else loss_of_pieces(subgraph.captured, function)
     try:
-        derivative = _divided(subgraph, packed, target, tracing)
+        derivative = _divided(subgraph, packed, target, tracing, regions)
     except Exception as error:  # whatever an operation raises on a tensor without memory
         reason = str(error).strip().partition("\n")[0] or "no reason given"
-        return Block(
-            subgraph.key, subgraph, count, tracing.recompute, packed, target, None, f"{type(error).__name__}: {reason}"
-        )
-    key = _with_loss(subgraph.key, derivative) if subgraph.last else subgraph.key
-    return Block(key, subgraph, count, tracing.recompute, packed, target, derivative)
+        refusal = f"{type(error).__name__}: {reason}"
+        return Block(_key(subgraph, regions), subgraph, count, regions, packed, target, None, refusal)
+    key = _key(subgraph, regions)
+    key = _with_loss(key, derivative) if subgraph.last else key
+    return Block(key, subgraph, count, regions, packed, target, derivative)
 
 
-def _divided(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: BlockOptions) -> DividedFunction:
+def _key(subgraph: Subgraph, regions: Regions) -> str:
+    """Return a key that is equal for pieces of equal structure and regions. The default is no part of it."""
+    if not regions.places:
+        return subgraph.key
+    return hashlib.sha256(f"{subgraph.key} {regions.signature[1]}".encode()).hexdigest()
+
+
+def _divided(
+    subgraph: Subgraph, loss: Loss | None, target: Any, tracing: BlockOptions, regions: Regions
+) -> DividedFunction:
     found = tracing.traced.get(subgraph.key)
     if found is not None:
-        return found.with_recompute(tracing.recompute)
-    made = tracing.traced[subgraph.key] = _traced(subgraph, loss, target, tracing)
+        return found.with_regions(regions)
+    made = tracing.traced[subgraph.key] = _traced(subgraph, loss, target, tracing, regions)
     return made
 
 
-def _traced(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: BlockOptions) -> DividedFunction:
+def _traced(
+    subgraph: Subgraph, loss: Loss | None, target: Any, tracing: BlockOptions, regions: Regions
+) -> DividedFunction:
     instead = {torch.ops.aten.scaled_dot_product_attention.default: fused_attention} if tracing.gpu else None
     with internals.fake_tensors():
         state = [empty_like_value(node.meta["val"]) for node in subgraph.state]
@@ -224,7 +255,7 @@ def _traced(subgraph: Subgraph, loss: Loss | None, target: Any, tracing: BlockOp
     call = StageCall.of(inputs, target, loss is not None, True)
     stage = StageSpec(module, subgraph.input_gradients, subgraph.output_gradients, loss)
     held = list(module.modules())
-    made = trace(stage, held, ModuleState(held), call, compiler("eager"), options("inductor", tracing.recompute))
+    made = trace(stage, held, ModuleState(held), call, compiler("eager"), options("inductor", regions))
     return made.divided
 
 

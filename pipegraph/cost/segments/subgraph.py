@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from pipegraph.graph.captured import Captured, by_mode, in_training, runs_in_training
 from pipegraph.graph.operators import index_bound
+from pipegraph.kernels.graphs.regions import placed
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +116,8 @@ class SubgraphModule(nn.Module):
     """Run a subgraph on tensors of its own: ``state``, in the order of ``Subgraph.state``.
 
     ``no_grad`` and ``autocast`` blocks of the model are entered as the model does; tensors that the model makes on the
-    device it was captured on are made on ``device``. ``instead`` are functions to run in the place of operations.
+    device it was captured on are made on ``device``. ``instead`` are functions to run in the place of operations. In a
+    graph that is traced of this, the place of an operation is its position in ``Subgraph.nodes``.
     """
 
     def __init__(
@@ -135,9 +137,8 @@ class SubgraphModule(nn.Module):
         self._piece = subgraph
         self._device = device
         self._instead = instead or {}
-        self._runs = [
-            (key, list(nodes)) for key, nodes in groupby(subgraph.nodes, key=lambda node: node.meta["regions"])
-        ]
+        numbered = groupby(enumerate(subgraph.nodes), key=lambda item: item[1].meta["regions"])
+        self._runs = [(key, list(nodes)) for key, nodes in numbered]
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         values: dict[fx.Node, Any] = dict(zip(self._piece.inputs, inputs, strict=True))
@@ -145,12 +146,13 @@ class SubgraphModule(nn.Module):
             values[node] = getattr(self, f"state_{index}")
         for regions, nodes in self._runs:
             with _entered(regions):
-                for node in nodes:
+                for position, node in nodes:
                     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: values[in_training(value)])
                     if self._device is not None and isinstance(kwargs.get("device"), torch.device):
                         kwargs = {**kwargs, "device": self._device}
                     function: Any = self._instead.get(node.target, node.target)
-                    values[node] = function(*args, **kwargs)
+                    with placed(position):
+                        values[node] = function(*args, **kwargs)
         return tuple(values[node] for node in self._piece.outputs)
 
 

@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from functools import partial
 from itertools import product
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.export import ExportedProgram
 
 from pipegraph.arguments import argument
 from pipegraph.errors import CaptureError, current_user_line, user_line
 from pipegraph.graph.calls import ArgumentPlace, ResultPlace
-from pipegraph.graph.captured import plain_containers
+from pipegraph.graph.captured import CHECKPOINTED, plain_containers
 from pipegraph.graph.export.function_calls import CustomFunctions, HelperCalls, LostBackwardError
 from pipegraph.graph.export.isolation import fake_parameters, not_logged, refusals_not_logged
 from pipegraph.graph.internals import (
@@ -242,9 +243,24 @@ def _run_recorded(
     _mark(tracer, "argument_of", call, _argument_places(arguments))
     result = forward(*args, **kwargs)
     helpers.end(tracer)
+    if _is_checkpointed(inspect.currentframe()):
+        _mark(tracer, CHECKPOINTED, call, ((tensor, True) for tensor in _tensors(result)))
     plain = tuple((each.name, _plain(each)) for each in arguments)
     _mark(tracer, "result_of", call, _result_places(result, plain))
     return result
+
+
+def _is_checkpointed(frame: FrameType | None) -> bool:
+    """Return whether the call of a module that runs in a frame was made by ``torch.utils.checkpoint``, not by the call
+    of another module that was."""
+    if frame is None:  # an interpreter without frames
+        return False
+    own, caller = frame.f_code, frame.f_back
+    while caller is not None and caller.f_code is not own:
+        if caller.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        caller = caller.f_back
+    return False
 
 
 def _mark(tracer: Any, key: str, call: str, values: Iterator[tuple[torch.Tensor, Any]]) -> None:

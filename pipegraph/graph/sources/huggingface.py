@@ -33,7 +33,7 @@ def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
         raise SourceError(
             f"{model} needs Hugging Face transformers, which is not installed.\nTry: pip install 'pipegraph[hf]'."
         ) from error
-    config = _read_config(path)
+    config, fields = _read_config(path)
     # A cache of past keys is state between calls: a training step has none, and it would cross every boundary.
     for part in (config, config.get_text_config()):
         if hasattr(part, "use_cache"):
@@ -64,6 +64,7 @@ def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
         args=(),
         kwargs=_example_inputs(built, config, path, batch, seq),
         rebuild=lambda: load_config(model, weights, batch, seq).model,
+        config={**fields, "architectures": [builder.__name__]},
     )
 
 
@@ -92,7 +93,8 @@ def _config_file(model: str) -> Path:
     return path
 
 
-def _read_config(path: Path) -> Any:
+def _read_config(path: Path) -> tuple[Any, dict[str, Any]]:
+    """The configuration, and its fields as they are in the file."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
@@ -105,7 +107,7 @@ def _read_config(path: Path) -> Any:
             f"{path}: model_type {kind!r} is not an architecture of the installed transformers."
             f"{nearest(str(kind), CONFIG_MAPPING)}\nTry: a model_type that transformers knows, such as llama."
         )
-    return AutoConfig.from_pretrained(path)
+    return AutoConfig.from_pretrained(path), fields
 
 
 def _architecture(transformers: Any, config: Any, path: Path) -> Any:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from pipegraph.arguments import require_path
 from pipegraph.errors import SourceError, nearest
 from pipegraph.graph.initialisation import initialisation_recorded
-from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
+from pipegraph.graph.sources.model_source import ModelSource, TrainingFunctions, parameters_on_meta
 
 
 def load_file(model: str, weights: bool) -> ModelSource:
@@ -45,6 +46,9 @@ def load_file(model: str, weights: bool) -> ModelSource:
         dynamic_shapes=getattr(module, "dynamic_shapes", None),
         tp_plan=_tp_plan(module, path),
         rebuild=lambda: load_file(model, weights).model,
+        training=TrainingFunctions(
+            **{each.name: getattr(module, each.name, None) for each in fields(TrainingFunctions)}
+        ),
     )
 
 

@@ -16,6 +16,25 @@ _META_TWIN = "_pipegraph_meta_twin"
 
 
 @dataclass(frozen=True)
+class TrainingFunctions:
+    """What a model file may say of its training, as it is there; None for what it leaves out.
+
+    Attributes:
+        data: ``data(rank, world)``, the batches of data-parallel rank ``rank`` of ``world``.
+        evaluation_data: the same for the batches whose loss is taken without training on them.
+        optimizer: ``optimizer(parameters)``.
+        scheduler: ``scheduler(optimizer)``, whose ``step()`` is called after each step.
+        metrics: ``metrics(output, target)``, a dict of tensors that are averaged as the loss is.
+    """
+
+    data: Any = None
+    evaluation_data: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    metrics: Any = None
+
+
+@dataclass(frozen=True)
 class ModelSource:
     """A model and what is needed to capture, check and train it.
 
@@ -24,6 +43,7 @@ class ModelSource:
         tp_plan: pattern of module names → style of tensor parallelism.
         batch, seq: rows and tokens of a microbatch, if they are not to be the example's.
         rebuild: builds the same model anew.
+        config: the fields of a Hugging Face configuration that the model was built from.
     """
 
     name: str
@@ -38,6 +58,8 @@ class ModelSource:
     batch: int | None = None
     seq: int | None = None
     rebuild: Callable[[], nn.Module] | None = field(default=None, repr=False)
+    training: TrainingFunctions = field(default=TrainingFunctions(), repr=False)
+    config: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 @contextmanager

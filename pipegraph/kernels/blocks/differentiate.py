@@ -16,11 +16,14 @@ from pipegraph.kernels.autocast import autocast_as
 from pipegraph.kernels.blocks.divided_function import DividedFunction, reason_of
 from pipegraph.kernels.blocks.repeated_modules import Layout, RecordedCall, RepeatedModules
 from pipegraph.kernels.graphs import joint_graph
+from pipegraph.kernels.graphs.regions import ModuleRegions, Regions
 from pipegraph.kernels.internals import tree_leaves, tree_unflatten
 from pipegraph.kernels.module_state import ModuleState
+from pipegraph.kernels.random.draws import Draws
 from pipegraph.kernels.sharded import local
 from pipegraph.kernels.symbolic.internals import is_symbolic, number_of
 from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes, dimensions
+from pipegraph.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,17 @@ class TraceOptions:
     """Options of tracing and division.
 
     Attributes:
-        recompute: one of `registry.RECOMPUTE`.
+        recompute: what backwards compute again: choices by names of modules, or the regions of a function whose
+            operations have places of their own.
         decompositions: returns those of operations.
+        is_seeded: whether random operations are functions of keys, as in `random/draws.py`.
         blocks: the blocks made with these options, by signature. A signature says nothing of what a module reads from
             its class or from globals, so only the stages of one pipeline share blocks.
     """
 
-    recompute: str
+    recompute: Recompute | Regions
     decompositions: Callable[[], Mapping[Any, Any]]
+    is_seeded: bool = False
     blocks: weakref.WeakValueDictionary[Any, DividedFunction] = field(default_factory=weakref.WeakValueDictionary)
 
 
@@ -47,6 +53,8 @@ def differentiate(
     has_gradient: Callable[[int, Tensor], bool],
     options: TraceOptions,
     sizes: SymbolicSizes,
+    regions: ModuleRegions,
+    outside: str = "",
 ) -> DividedFunction:
     """Differentiate and divide a function, in the caller's grad mode and autocast.
 
@@ -58,15 +66,19 @@ def differentiate(
         has_gradient: of an output that requires one (its position, the output), whether a gradient arrives.
         options: how graphs are made.
         sizes: the symbols in the shapes of the primals.
+        regions: of the modules inside `root`.
+        outside: the name of a draw outside all modules.
 
     Raises:
         Exception: whatever the function raises on fake tensors.
     """
+    draws = None
     expressions: Any = None
     while expressions != (now := dimensions(sizes.values)):  # two symbols may turn out to be one
-        expressions, blocks = now, RepeatedModules(root)
+        expressions, blocks = now, RepeatedModules(root, regions)
         leaves = [_new_leaf(primal) for primal in primals]
-        with internals.python_dispatch(), blocks.recording(), state.replaced(leaves[: len(state)]):
+        draws = Draws(root, outside) if options.is_seeded else None
+        with internals.python_dispatch(), blocks.recording(draws), state.replaced(leaves[: len(state)]):
             outputs = function(leaves)
     inlined: dict[str, str] = {}
     while waiting := [record for record in blocks.outermost() if record.block is None]:
@@ -82,12 +94,16 @@ def differentiate(
         else None
         for index, output in enumerate(outputs)
     ]
+    leaves = [_new_leaf(primal) for primal in primals]
+    if draws is not None and draws.modules:
+        leaves.append(torch.empty(len(draws.modules), dtype=torch.int64, device=draws.device))
+        function = blocks.with_keys(function, outside)
     with blocks.calling():
-        leaves = [_new_leaf(primal) for primal in primals]
         joint = joint_graph.trace(function, state, leaves, tangents, options.decompositions(), sizes)
     called = [record.block for record in blocks.records.values() if record.block is not None]
-    is_input = [index >= len(state) for index in range(len(primals))]
-    return DividedFunction(type(root).__name__, joint, is_input, options.recompute, called, inlined)
+    is_input = [index >= len(state) for index in range(len(leaves))]
+    own = options.recompute if isinstance(options.recompute, Regions) else regions.of_graph
+    return DividedFunction(type(root).__name__, joint, is_input, own, called, inlined, blocks.drawn)
 
 
 def block_of(record: RecordedCall, options: TraceOptions) -> DividedFunction:
@@ -127,7 +143,9 @@ def _differentiate_call(record: RecordedCall, options: TraceOptions) -> DividedF
                 if isinstance(leaf, Tensor)
             ),
         ]
-        return differentiate(function, state, primals, record.module, lambda index, output: True, options, sizes)
+        return differentiate(
+            function, state, primals, record.module, lambda index, output: True, options, sizes, record.regions
+        )
 
 
 def _laid_out(tensor: Tensor, layout: Layout) -> Tensor:

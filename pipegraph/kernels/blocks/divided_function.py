@@ -15,6 +15,7 @@ from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, Ke
 from pipegraph.kernels.graphs.checks import check_division, runs_as_traced
 from pipegraph.kernels.graphs.division import BackwardGraphs, backward_graphs, forward_graph, saved_values
 from pipegraph.kernels.graphs.joint_graph import JointGraph
+from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.module_state import with_strides
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, dimensions
 
@@ -32,10 +33,12 @@ class DividedFunction:
         name: of its class.
         joint: the joint graph.
         is_input: of each primal, whether its gradient belongs to I.
-        recompute: what the backward computes again, one of `registry.RECOMPUTE`.
+        regions: what the backward computes again.
         blocks: the blocks that the graph calls by number. They live as long as this does.
         inlined: the repeated modules that could not be traced by themselves and are part of this graph, and why: by
             their classes.
+        draws: the modules that draw random numbers, by their names in this one, once for each draw. If there are any,
+            the last primal holds their keys.
 
     Attributes:
         sizes: those that may differ between calls.
@@ -47,9 +50,10 @@ class DividedFunction:
         name: str,
         joint: JointGraph,
         is_input: Sequence[bool],
-        recompute: str,
+        regions: Regions,
         blocks: Sequence[DividedFunction],
         inlined: Mapping[str, str],
+        draws: Sequence[str] = (),
     ) -> None:
         self.name, self.joint, self.sizes = name, joint, joint.sizes
         self.number = block_operation.register(self)
@@ -59,14 +63,15 @@ class DividedFunction:
         self._runs_with_ones: dict[tuple[bool, ...], bool] = {}  # by which sizes are 1
         self.blocks = tuple(blocks)
         self.inlined = dict(inlined)
+        self.draws = tuple(draws)
         self._is_input = tuple(is_input)
-        self._saved = saved_values(joint, recompute)
+        self._saved = saved_values(joint, regions)
         self._backward: dict[GradientMask, BackwardGraphs] = {}
         self._dump("joint", joint.module)
 
-    def with_recompute(self, recompute: str) -> DividedFunction:
+    def with_regions(self, regions: Regions) -> DividedFunction:
         """The same joint graph, divided so that the backward computes something else again."""
-        return DividedFunction(self.name, self.joint, self._is_input, recompute, self.blocks, self.inlined)
+        return DividedFunction(self.name, self.joint, self._is_input, regions, self.blocks, self.inlined, self.draws)
 
     @cached_property
     def full_mask(self) -> GradientMask:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from pipegraph.kernels.autocast import AutocastState, autocast_state
 from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.graphs.regions import ModuleRegions, placed
 from pipegraph.kernels.internals import storage_identity, tree_flatten, tree_unflatten, version
 from pipegraph.kernels.module_state import ModuleState
+from pipegraph.kernels.random.draws import Draws
 from pipegraph.kernels.sharded import differentiable_local, is_sharded, local
 from pipegraph.kernels.symbolic.internals import evaluate, expression, is_symbolic, placeholder_symbol
 from pipegraph.kernels.symbolic.symbolic_sizes import contiguous_strides, dimensions
@@ -33,11 +35,13 @@ class RecordedCall:
         sizes: those of its arguments.
         state: the module's parameters and buffers.
         leaves, spec: the flattened arguments.
+        regions: what its backward computes again, in the modules inside.
         inside: the call around this one.
         count: how many calls have this signature.
         results, results_spec: the flattened result: the position of an argument, a tensor, or a constant in a tuple.
         grad_enabled, autocast: the modes of the call.
         is_refused: it cannot be a block.
+        draws: how many random numbers' keys it takes.
         block: its graphs, once traced.
     """
 
@@ -48,6 +52,7 @@ class RecordedCall:
     state: list[Tensor]
     leaves: list[Any]
     spec: Any
+    regions: ModuleRegions
     inside: RecordedCall | None
     count: int = 1
     results: list[int | Tensor | tuple[Any]] = field(default_factory=list)
@@ -55,6 +60,7 @@ class RecordedCall:
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
     autocast: AutocastState = field(default_factory=autocast_state)
     is_refused: bool = False
+    draws: int = 0
     block: DividedFunction | None = None
 
     @property
@@ -112,31 +118,60 @@ class RepeatedModules:
         records: the first call with each signature and sizes.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = [module for module in root.modules() if module is not root and _may_be_block(module)]
+    def __init__(self, root: nn.Module, regions: ModuleRegions) -> None:
+        """``regions`` are those of the modules inside."""
+        self._root = root
+        named = {module: name for name, module in root.named_modules() if module is not root}
+        self._modules = [module for module in named if _may_be_block(module)]
+        self._regions = {module: regions.within(named[module]) for module in self._modules}
+        self._placed = {root.get_submodule(name): regions.of(name) for name in regions.names}
         self._states = {module: ModuleState(module.modules()) for module in self._modules}
         self._signatures = {module: module_signature(module) for module in self._modules}
         self.records: dict[Any, RecordedCall] = {}
         self._around: RecordedCall | None = None
         self._calls = 0
+        self._draws: Draws | None = None
+        self._keys: Tensor | None = None
 
     def outermost(self) -> list[RecordedCall]:
         """Return the blocks to trace."""
         return [record for record in self.records.values() if record.is_block and record.is_outermost]
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Record the calls of modules while the function runs the first time."""
-        return self._with_forwards(self._record)
-
-    def calling(self) -> AbstractContextManager[None]:
-        """Call blocks as operations while the function is traced."""
-        self._calls = 0
-        return self._with_forwards(self._call)
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """The names of the modules of all draws of the function, in order; none if they have no keys."""
+        return () if self._draws is None else tuple(self._draws.modules)
 
     @contextmanager
-    def _with_forwards(self, called: Callable[..., Any]) -> Iterator[None]:
-        before = [(module, vars(module).get("forward")) for module in self._modules]
-        for module in self._modules:
+    def recording(self, draws: Draws | None) -> Iterator[None]:
+        """Record the calls of modules, and the draws in them, while the function runs the first time."""
+        self._draws = draws
+        with self._with_forwards(self._record, self._modules), nullcontext() if draws is None else draws.found():
+            yield
+
+    def with_keys(self, function: Callable[..., Any], outside: str) -> Callable[..., Any]:
+        """The function with one more argument, the last: the keys of its draws. A block takes those of its own."""
+
+        def seeded(primals: Sequence[Tensor]) -> Any:
+            *own, keys = primals
+            self._keys = keys
+            self._draws = Draws(self._root, outside, key=lambda position: keys[position])
+            with self._draws.found():
+                return function(own)
+
+        return seeded
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Call blocks as operations while the function is traced, and mark all others with their regions."""
+        self._calls = 0
+        with self._with_forwards(self._mark, [*self._placed]), self._with_forwards(self._call, self._modules):
+            yield
+
+    @contextmanager
+    def _with_forwards(self, called: Callable[..., Any], modules: Sequence[nn.Module]) -> Iterator[None]:
+        before = [(module, vars(module).get("forward")) for module in modules]
+        for module in modules:
             module.forward = partial(called, module, module.forward)
         try:
             yield
@@ -157,7 +192,8 @@ class RepeatedModules:
         state = tuple(map(tensor_signature, self._states[module].tensors()))
         modes = torch.is_grad_enabled(), autocast_state()
         numbers = tuple(leaf for leaf in leaves if type(leaf) is int)
-        return ((self._signatures[module], state, kinds, same, spec, modes), sizes.layouts, numbers), sizes
+        family = (self._signatures[module], self._regions[module].signature, state, kinds, same, spec, modes)
+        return (family, sizes.layouts, numbers), sizes
 
     def _record(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -168,19 +204,28 @@ class RepeatedModules:
             return original(*args, **kwargs)
         if record is not None:
             record.count += 1
+            if self._draws is not None:
+                self._draws.take([""] * record.draws)
             return record.result(leaves, iter([_like(each) for each in record.results if isinstance(each, Tensor)]))
         state = self._states[module].tensors()
-        record = RecordedCall(module, original, signature, sizes, state, leaves, spec, self._around)
+        regions = self._regions[module]
+        record = RecordedCall(module, original, signature, sizes, state, leaves, spec, regions, self._around)
         self.records[key] = record
         versions = [version(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        drawn_before = len(self.drawn)
         self._around = record
         try:
             returned = original(*args, **kwargs)
         finally:
             self._around = record.inside
         record.set_results(returned)
+        record.draws = len(self.drawn) - drawn_before
         record.is_refused |= versions != [version(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         return returned
+
+    def _mark(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with placed(self._placed[module]):
+            return original(*args, **kwargs)
 
     def _call(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -191,6 +236,9 @@ class RepeatedModules:
         self._calls += 1
         state = map(differentiable_local, self._states[module].tensors())
         tensors = [*state, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        if record.block.draws:
+            assert self._draws is not None and self._keys is not None
+            tensors.append(self._keys[self._draws.take(record.block.draws)])
         results = record.block.call(self._calls, tensors, sizes.values)
         written = record.block.joint.written
         with torch.no_grad():

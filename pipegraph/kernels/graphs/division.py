@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from pipegraph.errors import PipegraphError
 from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph, is_random
 from pipegraph.kernels.graphs.internals import min_cut
 from pipegraph.kernels.graphs.joint_graph import JointGraph
+from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.symbolic.symbolic_sizes import is_size, same, size_nodes
 
 aten = torch.ops.aten
@@ -54,29 +57,58 @@ class BackwardGraphs:
         return [graph for graph in (self.input, self.weight, self.whole) if graph is not None]
 
 
-def saved_values(joint: JointGraph, recompute: str) -> set[fx.Node]:
+def saved_values(joint: JointGraph, regions: Regions) -> set[fx.Node]:
     """Return the values that F keeps for the backward, besides primals.
 
     Always kept are random values, results of blocks and of collectives: the backward does not compute them again. Never
     kept are views, instead of which what they view is kept, and constants, such as the zeros that a gradient starts as.
+    In a region of "block" nothing else is kept but what goes into it and comes out, and with a policy what that says.
 
     Args:
         joint: the graph.
-        recompute: one of `registry.RECOMPUTE`. "block" counts as "min-cut" for a graph that calls blocks.
+        regions: those of its operations. "block" counts as "min-cut" for a region that calls blocks.
     """
     forward = _forward_nodes(joint)
-    if recompute == "none":
-        return {node for node in forward if is_random(node) or (node.all_input_nodes and not is_view(node))}
+    of = {node: regions.of(node) for node in forward}
+    calling = {of[node] for node in forward if node.target is OPERATION}
+    choice = {
+        region: "min-cut" if region.choice == "block" and region in calling else region.choice for region in of.values()
+    }
     kept = {node for node in forward if is_random(node) or node.target is OPERATION or _is_collective_result(node)}
     kept |= {user for index in joint.written for user in joint.primals[index].users}  # the values from before
     kept |= {user for node in list(kept) for user in node.users if user.target is operator.getitem}
-    if recompute == "block" and not any(node.target is OPERATION for node in forward):
-        return kept
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(joint.module.graph, {}))
-    names = min_cut(fx.GraphModule(joint.module, copy), len(joint.outputs) + len(joint.written))
-    bases = {base_of(node) for node in forward if node.name in names}
-    return kept | {node for node in bases if node.op == "call_function"}
+    kept |= {node for node in forward if choice[of[node]] == "none" and node.all_input_nodes and not is_view(node)}
+    for node in forward:
+        for base in {base_of(each) for each in node.all_input_nodes} & of.keys():
+            ends = choice[of[base]], choice[of[node]]
+            if of[base] != of[node] and base.all_input_nodes and ("block" in ends or any(map(callable, ends))):
+                kept.add(base)
+    if "min-cut" in choice.values():
+        copy = fx.Graph()
+        copy.output(copy.graph_copy(joint.module.graph, {}))
+        names = min_cut(fx.GraphModule(joint.module, copy), len(joint.outputs) + len(joint.written))
+        bases = {base_of(node) for node in forward if node.name in names and choice[of[node]] == "min-cut"}
+        kept |= {node for node in bases if node.op == "call_function"}
+    chosen = (node for node in forward if callable(choice[of[node]]))
+    return kept | {base_of(node) for node in chosen if _is_saved_by(choice[of[node]], node)} & of.keys()
+
+
+def _is_saved_by(policy: Any, node: fx.Node) -> bool:
+    """Return whether a policy saves the result of an operation. It is given the operation's arguments without memory.
+
+    As in `torch.utils.checkpoint`, True and False are short for saving and recomputing.
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+    answer = policy(SelectiveCheckpointContext(is_recompute=False), node.target, *args, **kwargs)
+    if isinstance(answer, bool):
+        return answer
+    name = answer.name if isinstance(answer, CheckpointPolicy) else repr(answer)
+    if not name.endswith(("_SAVE", "_RECOMPUTE")):
+        raise PipegraphError(
+            f"the policy of recompute answers {name} for {node.target}: what F keeps stays on its device.\n"
+            "Try: CheckpointPolicy.MUST_SAVE, or MUST_RECOMPUTE."
+        )
+    return name.endswith("_SAVE")
 
 
 def forward_graph(joint: JointGraph, kept: Collection[fx.Node], backward: Iterable[KernelGraph]) -> KernelGraph:

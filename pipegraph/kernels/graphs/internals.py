@@ -11,13 +11,13 @@ from torch import fx
 from pipegraph.kernels.internals import is_collective
 
 
-def graph_so_far() -> fx.Graph:
-    """Return the graph that `trace` has made until now. Public torch gives a graph only once it is done."""
+def graph_so_far() -> fx.Graph | None:
+    """Return the graph that `trace` has made until now, or None if nothing is traced. Public torch gives a graph only
+    once it is done."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode = get_proxy_mode()
-    assert mode is not None
-    graph: fx.Graph = mode.tracer.graph
+    graph: fx.Graph | None = None if mode is None else mode.tracer.graph
     return graph
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import is_random
 from pipegraph.kernels.graphs.internals import graph_so_far, without_duplicates
+from pipegraph.kernels.graphs.regions import inherit_places
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes, compute_from_sizes
 
@@ -75,11 +76,15 @@ def trace(
             leaves = [internals.to_functional(primal) for primal in primals]
             with state.replaced(leaves[: len(state)]):
                 outputs = function(leaves)
-                forward = set(graph_so_far().nodes)
+                graph = graph_so_far()
+                assert graph is not None
+                forward = set(graph.nodes)
                 values = [internals.from_functional(leaf) for leaf in leaves]
                 written[:] = [index for index, primal in enumerate(primals) if values[index] is not primal]
                 gradients = _gradients(leaves, outputs, tangents, [internals.to_functional(each) for each in arriving])
-            _check_backward(node for node in graph_so_far().nodes if node not in forward)
+            backward = [node for node in graph.nodes if node not in forward]
+            _check_backward(backward)
+            inherit_places(backward)
             results = [*outputs, *(leaves[index] for index in written), *gradients]
             return [None if each is None else internals.from_functional(each) for each in results]
 

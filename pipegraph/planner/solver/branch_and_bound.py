@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipegraph.planner.solver.cut_space import CutSpace
-from pipegraph.planner.solver.local_search import EQUAL, Incumbents, hill_climb, without_empty_stages
+from pipegraph.planner.solver.local_search import EQUAL, Incumbents, Moves, hill_climb
 from pipegraph.planner.solver.prefix_sums import Floats, Integers, LinearBound
 
 _PRECISION = 0.02  # part of the distance from the bound to its target
@@ -65,7 +65,7 @@ def _relax(
     bound, mixed, least = -np.inf, known[0], np.inf
     for _ in range(_ROUNDS):
         of_bounds, of_cuts = equilibrium(payoff)
-        incumbents.spent += _GAME_STEPS
+        incumbents.spent += _GAME_STEPS + space.steps
         latest = _mix(known, of_bounds)
         lowest, answer = space.minimum(latest)
         if lowest > bound:
@@ -121,9 +121,11 @@ def _normalised(weights: Floats) -> Floats:
 
 
 def _mix(linear_bounds: Sequence[LinearBound], shares: Floats) -> LinearBound:
-    used = [(linear_bounds[number], shares[number]) for number in np.flatnonzero(shares).tolist()]
-    table = np.sum([share * linear.table for linear, share in used], axis=0)
-    return LinearBound(table, float(sum(share * linear.constant for linear, share in used)))
+    first, *others = [(linear_bounds[number], float(shares[number])) for number in np.flatnonzero(shares).tolist()]
+    mixed = first[0].times(first[1])
+    for linear, share in others:
+        mixed = mixed.plus(linear, share)
+    return mixed
 
 
 class _Branch(NamedTuple):
@@ -140,9 +142,16 @@ class _Branch(NamedTuple):
 class BranchAndBound:
     """Proves how much better than the incumbents the cuts of a space can be, and finds better ones on the way."""
 
-    def __init__(self, incumbents: Incumbents, space: CutSpace, start: Integers, bound: float) -> None:
-        """Begin with some cuts of the space, and a lower bound of all."""
-        self._incumbents, self._segments = incumbents, space.last[-1]
+    def __init__(
+        self,
+        incumbents: Incumbents,
+        space: CutSpace,
+        start: Integers,
+        bound: float,
+        moves: Moves | None = None,
+    ) -> None:
+        """Begin with some cuts of the space, and a lower bound of all. ``moves`` lead to better ones nearby."""
+        self._incumbents, self._segments, self._moves = incumbents, space.last[-1], moves
         self._branches = [_Branch(bound, 0, space, incumbents.objective.initial_bounds(), start[None])]
         self._made = 0
 
@@ -165,12 +174,11 @@ class BranchAndBound:
             branch = heapq.heappop(self._branches)
             relaxed = _relax(incumbents, branch.space, branch.linear_bounds, branch.cuts, incumbents.target)
             if not self._made:
-                middle = np.rint(relaxed.mean).astype(np.int64)
-                hill_climb(incumbents, without_empty_stages(middle, segments), segments)
+                hill_climb(incumbents, branch.space.nearest(relaxed.mean), segments, self._moves)
             best = incumbents.best_value
             incumbents.add(relaxed.tried)
             if incumbents.best_value < best:
-                hill_climb(incumbents, incumbents.best_cuts, segments)
+                hill_climb(incumbents, incumbents.best_cuts, segments, self._moves)
             if relaxed.bound < incumbents.target:
                 for half in _halves(branch.space.restrict_below(relaxed.linear, incumbents.target), relaxed):
                     self._add(half, max(branch.bound, relaxed.bound), relaxed)
@@ -186,12 +194,14 @@ class BranchAndBound:
 
 def _halves(space: CutSpace, relaxed: Relaxation) -> list[CutSpace]:
     """Divide the space at the mean position of the cut that varies the most in the relaxation."""
+    first, last = np.array(space.first[1:-1]), np.array(space.last[1:-1])
     mean = relaxed.mean
     spread = relaxed.shares @ (relaxed.cuts - mean) ** 2
-    first, last = np.array(space.first[1:-1]), np.array(space.last[1:-1])
-    if space.empty or not (last > first).any():
-        return [] if space.empty or (relaxed.tried == first).all(axis=1).any() else [space]
-    cut = int(np.where(last > first, spread, -1.0).argmax())
+    if space.empty:
+        return []
+    if not (last > first).any():
+        return list(space.with_one_place(mean, spread, relaxed.tried))
+    cut = int(np.where(last > first, spread[: len(first)], -1.0).argmax())
     at = int(np.clip(np.floor(mean[cut]), first[cut], last[cut] - 1))
     halves = (
         space.restrict_edge(cut + 1, space.first[cut + 1], at),

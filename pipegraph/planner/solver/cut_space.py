@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 
+from pipegraph.planner.solver.local_search import without_empty_stages
 from pipegraph.planner.solver.prefix_sums import Booleans, Floats, Integers, LinearBound
 
 StageFilter = Callable[[int, Integers, Integers], Booleans]
@@ -33,12 +35,17 @@ class CutSpace:
     allowed: tuple[Booleans, ...]
 
     @classmethod
-    def all_cuts(cls, segments: int, stages: int) -> CutSpace:
+    def all_cuts(cls, segments: int, stages: int) -> Self:
         """Return all cuts that leave each stage a segment or more."""
         first = (*range(stages), segments)
         last = (0, *range(segments - stages + 1, segments + 1))
         ranges = [np.arange(low, high + 1) for low, high in zip(first, last, strict=True)]
         return cls(first, last, tuple(end[:, None] > begin for begin, end in pairwise(ranges)))
+
+    @property
+    def steps(self) -> int:
+        """About how many steps `minimum` takes beyond what a call takes in any case."""
+        return 0
 
     @property
     def windows(self) -> list[Integers]:
@@ -48,22 +55,26 @@ class CutSpace:
     def empty(self) -> bool:
         return any(low > high for low, high in zip(self.first, self.last, strict=True))
 
-    def restrict(self, stage_filter: StageFilter) -> CutSpace:
+    def restrict(self, stage_filter: StageFilter) -> Self:
         """Return the cuts of which the filter allows every stage."""
         both = [
             kept & stage_filter(stage, *edges)
             for stage, (kept, edges) in enumerate(zip(self.allowed, pairwise(self.windows), strict=True))
         ]
-        return CutSpace(self.first, self.last, tuple(both))._trimmed()
+        return self._made(self.first, self.last, tuple(both))._trimmed()
 
-    def restrict_edge(self, edge: int, first: int, last: int) -> CutSpace:
+    def restrict_edge(self, edge: int, first: int, last: int) -> Self:
         """Return the cuts of which this edge lies from ``first`` to ``last``."""
         kept = slice(first - self.first[edge], last + 1 - self.first[edge])
         allowed = list(self.allowed)
         allowed[edge - 1], allowed[edge] = allowed[edge - 1][kept], allowed[edge][:, kept]
         firsts, lasts = list(self.first), list(self.last)
         firsts[edge], lasts[edge] = first, last
-        return CutSpace(tuple(firsts), tuple(lasts), tuple(allowed))._trimmed()
+        return self._made(tuple(firsts), tuple(lasts), tuple(allowed))._trimmed()
+
+    def nearest(self, mean: Floats) -> Integers:
+        """Return the cuts nearest to these positions (cuts,), of all cuts of the chain."""
+        return without_empty_stages(np.rint(mean).astype(np.int64), self.last[-1])
 
     def contains(self, cuts: Integers) -> Booleans:
         """Return for cuts (candidates, cuts) whether they are in the space: (candidates,)."""
@@ -86,6 +97,15 @@ class CutSpace:
             best = totals.min(axis=1)
         return self._backtrack(choices)
 
+    def with_one_place(self, mean: Floats, spread: Floats, tried: Integers) -> Sequence[Self]:
+        """Return what is left of a space in which each cut has one place.
+
+        Args:
+            mean, spread: of a relaxation's candidates: (cuts,).
+            tried: candidates that were valued: (candidates, cuts).
+        """
+        return [] if (tried == np.array(self.first[1:-1])).all(axis=1).any() else [self]
+
     def minimum(self, linear: LinearBound) -> tuple[float, Integers]:
         """Return the least bound of all cuts, and cuts that have it."""
         best, choices = np.zeros(1), []
@@ -95,7 +115,7 @@ class CutSpace:
             best = totals[np.arange(len(totals)), choices[-1]] + self._row(linear, stage)
         return float(best[0]) + linear.constant, self._backtrack(choices)
 
-    def restrict_below(self, linear: LinearBound, limit: float) -> CutSpace:
+    def restrict_below(self, linear: LinearBound, limit: float) -> Self:
         """Return the space without stages that occur only in cuts whose bound is ``limit`` or more."""
         before = [np.zeros(1)]  # for each edge and position, the least sum of what comes before it
         for stage, kept in enumerate(self.allowed):
@@ -106,7 +126,10 @@ class CutSpace:
             onward = after + self._row(linear, stage)
             allowed.append(self.allowed[stage] & (before[stage] + onward[:, None] < limit))
             after = np.where(self.allowed[stage], onward[:, None], np.inf).min(axis=0)
-        return CutSpace(self.first, self.last, tuple(allowed[::-1]))._trimmed()
+        return self._made(self.first, self.last, tuple(allowed[::-1]))._trimmed()
+
+    def _made(self, first: tuple[int, ...], last: tuple[int, ...], allowed: tuple[Booleans, ...]) -> Self:
+        return type(self)(first, last, allowed)
 
     def _backtrack(self, choices: Sequence[Integers]) -> Integers:
         """Follow the choices from the last stage: for each position of a stage's end, the best one of its begin."""
@@ -123,7 +146,7 @@ class CutSpace:
         row: Floats = linear.table[stage, self.first[stage + 1] : self.last[stage + 1] + 1]
         return row
 
-    def _trimmed(self) -> CutSpace:
+    def _trimmed(self) -> Self:
         """Return the same cuts without positions at both ends of windows that no cuts use."""
         reached = [np.ones(1, bool)]
         for kept in self.allowed:
@@ -133,7 +156,7 @@ class CutSpace:
             alive.append(np.any(kept & alive[-1][:, None], axis=0) & before)
         alive.reverse()
         if not all(edge.any() for edge in alive):
-            return CutSpace((0,), (-1,), ())
+            return self._made((0,), (-1,), ())
         rims = [np.flatnonzero(edge)[[0, -1]] for edge in alive]
         allowed = tuple(
             (kept & begin & end[:, None])[low_end : high_end + 1, low : high + 1]
@@ -143,4 +166,4 @@ class CutSpace:
         )
         first = tuple(own + int(low) for own, (low, _) in zip(self.first, rims, strict=True))
         last = tuple(own + int(high) for own, (_, high) in zip(self.first, rims, strict=True))
-        return CutSpace(first, last, allowed)
+        return self._made(first, last, allowed)

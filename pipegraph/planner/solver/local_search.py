@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -91,14 +92,24 @@ class Incumbents:
         return _CALL_STEPS + (_CANDIDATE_STEPS + candidates) * self.objective.steps
 
 
-def hill_climb(incumbents: Incumbents, cuts: Integers, segments: int) -> tuple[Integers, float]:
+class Moves(NamedTuple):
+    """What a search tries: the neighbours (candidates, cuts) of cuts (cuts,), and cuts some random moves away."""
+
+    near: Callable[[Integers, int], Integers]
+    at_random: Callable[[Random, Integers, int], Integers]
+
+
+def hill_climb(
+    incumbents: Incumbents, cuts: Integers, segments: int, moves: Moves | None = None
+) -> tuple[Integers, float]:
     """Move from cuts (cuts,) to better neighbours for as long as there is one. Returns the last cuts and their value.
 
     Neighbours that remembered linear bounds show to be no better are left out. Of the others, the most promising ones
     come first.
     """
+    neighbours_of = neighbours if moves is None else moves.near
     value = float(incumbents.add(cuts[None])[0])
-    near = neighbours(cuts, segments)
+    near = neighbours_of(cuts, segments)
     incumbents.remember_bound(cuts)
     while True:
         bounds = incumbents.lower_bounds(near)
@@ -110,20 +121,23 @@ def hill_climb(incumbents: Incumbents, cuts: Integers, segments: int) -> tuple[I
         incumbents.remember_bound(near[best])
         if values[best] < value * (1 - EQUAL):
             cuts, value = near[best], float(values[best])
-            near = neighbours(cuts, segments)
+            near = neighbours_of(cuts, segments)
         else:
             near = near[_TRIED:]
 
 
-def iterated_local_search(incumbents: Incumbents, cuts: Integers, segments: int, until: int) -> None:
+def iterated_local_search(
+    incumbents: Incumbents, cuts: Integers, segments: int, until: int, moves: Moves | None = None
+) -> None:
     """Climb again and again from the best cuts after random moves, until so many steps are spent.
 
     Source: Lourenço, Martin and Stützle, 2003.
     """
     random = Random(0)
-    cuts, value = hill_climb(incumbents, cuts, segments)
+    at_random = moved_at_random if moves is None else moves.at_random
+    cuts, value = hill_climb(incumbents, cuts, segments, moves)
     while incumbents.spent < until:
-        other, other_value = hill_climb(incumbents, _moved_at_random(random, cuts, segments), segments)
+        other, other_value = hill_climb(incumbents, at_random(random, cuts, segments), segments, moves)
         if other_value <= value:
             cuts, value = other, other_value
 
@@ -143,7 +157,7 @@ def neighbours(cuts: Integers, segments: int) -> Integers:
     return moved[has_no_empty_stage(moved, segments)]
 
 
-def _moved_at_random(random: Random, cuts: Integers, segments: int) -> Integers:
+def moved_at_random(random: Random, cuts: Integers, segments: int) -> Integers:
     """Move rows of cuts by one or two segments. Moves that empty a stage are left out."""
     for _ in range(_RANDOM_MOVES):
         low, high = sorted(random.choices(range(len(cuts)), k=2))

@@ -131,7 +131,7 @@ class Makespan:
 
     def transfers(self, cuts: Integers) -> Floats:
         """Return the seconds for which a microbatch occupies the link of each boundary: (boundaries, candidates)."""
-        seconds: Floats = self._sums.crossing[cuts.T] * self._per_byte[:, None]
+        seconds: Floats = self._sums.crossing_at(cuts) * self._per_byte[:, None]
         return seconds
 
     def times_of(self, cuts: Integers) -> Times:
@@ -159,8 +159,13 @@ class Makespan:
         return self._linear_bound(path.work, float(path.hops @ self._latency), path.transfers)
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        before, hops = self._sums.before[: len(TIMES)], np.append(0.0, np.cumsum(self._latency))
+        before = self._sums.before[: len(TIMES)]
         own = before[:, ends][:, :, None] - before[:, begins][:, None, :]
+        return self.bound_with(own, stage, begins, ends)
+
+    def bound_with(self, own: Floats, stage: int, begins: Integers, ends: Integers) -> Floats:
+        """Return `stage_bound` for a stage that takes ``own`` F, I and W: (3, ends, begins), which are changed."""
+        before, hops = self._sums.before[: len(TIMES)], np.append(0.0, np.cumsum(self._latency))
         if stage == 0:
             own[WEIGHT_GRAD] += own[INPUT_GRAD]
             own[INPUT_GRAD] = 0.0

@@ -82,7 +82,7 @@ class MemoryNeed:
 
     def parts(self, cuts: Integers) -> MemoryParts:
         """Return what cuts (candidates, cuts) need, in its parts."""
-        stages, crossing = self._sums.stages(cuts), self._sums.crossing[cuts.T]
+        stages, crossing = self._sums.stages(cuts), self._sums.crossing_at(cuts)
         return MemoryParts(
             self._state(stages),
             np.maximum.reduceat(self._kept(stages, crossing), self._first),
@@ -110,7 +110,7 @@ class MemoryNeed:
         return [self._linear_bound(moment) for moment in self._first.tolist()]
 
     def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
-        stages, crossing = self._sums.stages(cuts) @ mixture, self._sums.crossing[cuts.T] @ mixture
+        stages, crossing = self._sums.stages(cuts) @ mixture, self._sums.crossing_at(cuts) @ mixture
         of_rank = self._state(stages) + self._buffers @ crossing + self._spare
         return self._linear_bound(int((self._kept(stages, crossing) + of_rank[self._rank]).argmax()))
 

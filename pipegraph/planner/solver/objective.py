@@ -100,5 +100,4 @@ class MemoryLimited:
         linear, needed = self._objective.tightest_bound(cuts, mixture), self._memory.tightest_bound(cuts, mixture)
         if needed.at(cuts) @ mixture <= self._memory.limit:
             return linear
-        missing = self._slope * (needed.constant - self._memory.limit)
-        return LinearBound(linear.table + self._slope * needed.table, linear.constant + missing)
+        return linear.plus(needed, self._slope, -self._slope * self._memory.limit)

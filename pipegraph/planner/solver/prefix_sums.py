@@ -33,6 +33,14 @@ class LinearBound(NamedTuple):
         """Return the bound (candidates,) of cuts (candidates, cuts)."""
         return self.constant + self.table[np.arange(cuts.shape[1]), cuts].sum(axis=1)
 
+    def times(self, factor: float) -> LinearBound:
+        """Return ``factor`` × this."""
+        return LinearBound(factor * self.table, factor * self.constant)
+
+    def plus(self, other: LinearBound, factor: float, constant: float = 0.0) -> LinearBound:
+        """Return this + ``factor`` × the other one + ``constant``."""
+        return LinearBound(self.table + factor * other.table, self.constant + factor * other.constant + constant)
+
 
 class PrefixSums:
     """The costs of a chain of segments.
@@ -54,6 +62,11 @@ class PrefixSums:
         """Return the quantities of the stages that cuts (candidates, cuts) make: (quantities, stages, candidates)."""
         edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.segments)))
         return np.diff(self.before[:, edges], axis=2).swapaxes(1, 2)
+
+    def crossing_at(self, cuts: Integers) -> Floats:
+        """Return the bytes that cross at cuts (candidates, cuts): (cuts, candidates)."""
+        crossing: Floats = self.crossing[cuts.T]
+        return crossing
 
     def linear_bound(self, weights: Floats, crossing: Floats, constant: float = 0.0) -> LinearBound:
         """Return Σ ``weights`` × the quantities of stages + Σ ``crossing`` × the bytes at cuts + ``constant``.

@@ -1,9 +1,11 @@
-"""Text for terminals and for Markdown: its tables, and names that are safe in them."""
+"""Text for terminals and for Markdown: tables as wide as there is room, prose broken at words, and safe names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Collection, Sequence
+from itertools import groupby
 
 from pipegraph.errors import one_line
 from pipegraph.units import UNKNOWN
@@ -11,26 +13,146 @@ from pipegraph.units import UNKNOWN
 Table = tuple[list[str], list[list[str]]]
 """Headers and rows."""
 
+_NUMBER = re.compile(r"([+−]?\d+|[^\d+−]*)(.*)", re.DOTALL)
+_LAYER = re.compile(r"((?:[^.]+\.)*?[0-9]+)\.(.+)")
+_LABEL = re.compile(r" *\S+(?: \S+)*  +")
+_LEAST_TEXT = 18  # columns of a cell of words that is cut off, before a column is left out
+_LEAST_WIDTH = 40  # columns of a terminal; a narrower one breaks lines itself
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns of equal width, two spaces apart; a column of numbers is set right.
 
-    >>> print(table(["stage", "size"], [["0", "9 B"], ["1", "12 B"]]))
-    stage  size
+def table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int | None = None,
+    less: Collection[str] = (),
+) -> str:
+    """Return columns two spaces apart; numbers of a column have their decimal points one below the other.
+
+    >>> print(table(["stage", "size"], [["0", "9 B"], ["1", "12.5 KiB"]]))
+    stage      size
         0   9 B
-        1  12 B
+        1  12.5 KiB
+
+    Args:
+        headers: the names of the columns.
+        rows: the cells, as many in each as headers.
+        width: columns of the terminal; None: as many as the table takes. In a narrower one, cells of words are cut off
+            and columns are left out, which a line below the table names.
+        less: the headers of columns that are left out where they would be cut off, first the first.
     """
-    lines = [list(headers), *map(list, rows)]
-    columns = list(zip(*lines, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    right = [any(column[1:]) and all(map(is_number, column[1:])) for column in columns]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in lines
+    columns = [_Column(name, [row[index] for row in rows], name in less) for index, name in enumerate(headers)]
+    room, dropped = _room(width), list[str]()
+    for name in less:
+        if room is None or _least(columns) <= room:
+            break
+        dropped += [name] if any(column.header == name for column in columns) else []
+        columns = [column for column in columns if column.header != name]
+    if room is not None:
+        _clip_words(columns, room)
+    lines = ["  ".join(cells).rstrip() for cells in zip(*(column.lines() for column in columns), strict=True)]
+    if dropped:
+        lines.append(f"left out: {', '.join(dropped)}; --wide shows all")
+    return "\n".join(lines)
+
+
+def fits(text: str, width: int | None) -> bool:
+    """Return whether no line is wider than the terminal."""
+    room = _room(width)
+    return room is None or all(len(line) <= room for line in text.split("\n"))
+
+
+def bar_width(used: int, width: int | None, wanted: int) -> int:
+    """Return the columns of the longest bar behind ``used`` ones: ``wanted`` if there is room, 0 if there is none."""
+    room = _room(width)
+    left = wanted if room is None else min(wanted, room - used)
+    return left if left >= 6 else 0
+
+
+def wrap(text: str, width: int | None) -> str:
+    """Return ``text`` with lines that are too long broken between words; what follows a label goes on below itself.
+
+    >>> print(wrap("predicted  250 ms a step of 1f1b with 8 microbatches on h100", 40))
+    predicted  250 ms a step of 1f1b with 8
+               microbatches on h100
+    """
+    room = _room(width)
+    if room is None:
+        return text
+    return "\n".join(line if len(line) <= room else _broken(line, room) for line in text.split("\n"))
+
+
+def _broken(line: str, room: int) -> str:
+    label = _LABEL.match(line)
+    margin = len(line) - len(line.lstrip()) + 2 if label is None or label.end() > room // 2 else label.end()
+    return textwrap.fill(
+        line, room, subsequent_indent=" " * margin, break_long_words=False, break_on_hyphens=False, tabsize=1
     )
+
+
+def _room(width: int | None) -> int | None:
+    return None if width is None else max(width, _LEAST_WIDTH)
+
+
+class _Column:
+    """A column of a table: of numbers, whose points are one below the other, or of words, which may be cut off."""
+
+    def __init__(self, header: str, cells: Sequence[str], is_whole: bool) -> None:
+        self.header, self.is_whole = header, is_whole
+        self.is_number = any(cells) and all(map(is_number, cells))
+        self.cells = _aligned(cells) if self.is_number else list(cells)
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (self.header, *self.cells)))
+
+    @property
+    def least(self) -> int:
+        return self.width if self.is_number or self.is_whole else max(len(self.header), min(self.width, _LEAST_TEXT))
+
+    def lines(self) -> list[str]:
+        lines = [self.header, *self.cells]
+        return [line.rjust(self.width) if self.is_number else line.ljust(self.width) for line in lines]
+
+
+def _aligned(cells: Sequence[str]) -> list[str]:
+    parts = [match.groups() for match in map(_NUMBER.fullmatch, cells) if match is not None]
+    whole, rest = (max(map(len, column)) for column in zip(*parts, strict=True))
+    return [f"{left:>{whole}}{right:<{rest}}" if left else "" for left, right in parts]
+
+
+def _least(columns: Sequence[_Column]) -> int:
+    return sum(column.least for column in columns) + 2 * (len(columns) - 1)
+
+
+def _clip_words(columns: Sequence[_Column], room: int) -> None:
+    """Cut off the cells of the widest columns of words until the table fits, or they are as narrow as they may be."""
+    while True:
+        excess = sum(column.width for column in columns) + 2 * (len(columns) - 1) - room
+        wide = [column for column in columns if column.width > column.least]
+        if excess <= 0 or not wide:
+            return
+        widest = max(wide, key=lambda column: column.width)
+        target = max(widest.least, widest.width - excess)
+        widest.cells = [clip(cell, target) for cell in widest.cells]
+
+
+def short_modules(modules: str) -> str:
+    """Return the modules of a stage with the parts of one layer together.
+
+    >>> short_modules("layers.2.multihead_attn, layers.2.norm2, layers.2.norm3, layers.3 – layers.5, norm")
+    'layers.2[multihead_attn…norm3], layers.3 – layers.5, norm'
+    """
+    short = []
+    for layer, group in groupby(modules.split(", "), key=_layer):
+        names = list(group)
+        ends = names[0].removeprefix(f"{layer}."), names[-1].removeprefix(f"{layer}.")
+        short += [f"{layer}[{ends[0]}…{ends[1]}]"] if layer and len(names) > 1 else names
+    return ", ".join(short)
+
+
+def _layer(name: str) -> str:
+    match = None if " – " in name else _LAYER.fullmatch(name)
+    return match[1] if match else ""
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -63,4 +185,4 @@ def is_number(cell: str) -> bool:
 def clip(text: str, width: int = 60) -> str:
     """Return ``text`` on one line of at most ``width`` characters."""
     line = one_line(text)
-    return line if len(line) <= width else f"{line[: width - 1]}…"
+    return line if len(line) <= width else f"{line[: width - 1].rstrip('…')}…"

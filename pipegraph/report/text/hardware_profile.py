@@ -8,11 +8,11 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import one_line
 from pipegraph.package.prediction import UNCORRECTED
-from pipegraph.report.text import table
+from pipegraph.report.text import table, wrap
 from pipegraph.units import format_bytes, format_count, format_seconds
 
 
-def render_hardware(hardware: Hardware) -> str:
+def render_hardware(hardware: Hardware, width: int | None = None) -> str:
     """Return the device, a line for each kind of figure, and where they are from."""
     links = hardware.links
     rows = [
@@ -33,16 +33,20 @@ def render_hardware(hardware: Hardware) -> str:
         if link is not None:
             figures = f"{format_seconds(link.latency)}, {format_count(link.bandwidth, 'B/s')}"
             rows.append((f"link {where}", f"{figures} ({link.name})"))
+    for where, link in (("in a node", links.intra_node), ("between nodes", links.inter_node)):
+        tables = {} if link is None else {"gather": link.gather, "reduce": link.reduce, "all-reduce": link.all_reduce}
+        rows += [(f"{what} {where}", _span(each, 1.0, "B/s")) for what, each in tables.items() if each is not None]
     ratio = hardware.measured_ratio
     if ratio != UNCORRECTED:
         factors = zip("FIW", (ratio.forward, ratio.input_grad, ratio.weight_grad), strict=True)
         rows.append(("measured ÷ predicted", ", ".join(f"{kind} {factor:.3g}" for kind, factor in factors)))
-    sources = [(place, one_line(source)) for place, source in hardware.sources.items()]
+    longest = max((len(place) for place in hardware.sources), default=0)
+    sources = [f"{place:<{longest}}  {one_line(source)}" for place, source in hardware.sources.items()]
     return "\n\n".join(
         [
             f"{hardware.name}: {one_line(hardware.device)}",
-            table(["what", "attained"], rows),
-            table(["figure", "source"], sources),
+            table(["what", "attained"], rows, width),
+            wrap("\n".join([f"{'figure':<{longest}}  source", *sources]), width),
         ]
     )
 

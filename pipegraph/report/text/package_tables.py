@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pipegraph.errors import one_line
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
-from pipegraph.report.text import Table, clip, table
+from pipegraph.report.text import Table, clip, short_modules, table
 from pipegraph.report.text.plan_tables import render_prediction_summary
 from pipegraph.report.text.schedule_report import render_grid, render_legend, schedule_title
 from pipegraph.schedule import Schedule, Times, simulate
@@ -28,7 +28,11 @@ def render_package(
 ) -> Text:
     """Return the text of ``pipegraph show``. The grid is drawn as if F, I and W took the same time on every stage."""
     manifest = package.manifest
-    parts = [package_title(manifest), table(*stage_table(package)), table(*boundary_table(manifest))]
+    parts = [
+        package_title(manifest),
+        table(*stage_table(package), width, ("weights", "keeps", "I", "W", "F", "forward")),
+        table(*boundary_table(manifest), width, ("gradient", "from")),
+    ]
     parts += ["\n".join(explain_cuts(manifest))]
     parts += ["\n".join(f"tied: {group}" for group in tied_groups(manifest))]
     changes = {**_changes(package), "damaged, or changed since it was written": damaged}
@@ -36,7 +40,7 @@ def render_package(
     timeline = simulate(schedule, Times.equal(schedule.stages))
     text = Text("\n\n".join([*filter(None, parts), f"{schedule_title(schedule)}\n"]))
     text.append(render_grid(schedule, timeline, width, coloured))
-    return text.append("\n\n").append(render_legend(schedule)) if coloured else text
+    return text.append("\n\n").append(render_legend(schedule, width)) if coloured else text
 
 
 def package_dict(package: Package, schedule: Schedule, damaged: Sequence[str] = ()) -> dict[str, Any]:
@@ -113,7 +117,7 @@ def stage_table(package: Package) -> Table:
     """Return headers and rows: what each stage holds, and what it costs as far as that is known."""
     manifest = package.manifest
     rows = [
-        [str(stage.index), clip(held_modules(manifest, stage.index)), *_costs(package, stage)]
+        [str(stage.index), clip(short_modules(held_modules(manifest, stage.index))), *_costs(package, stage)]
         for stage in manifest.stages
     ]
     headers = ["stage", "holds", "parameters", "forward", "weights"]

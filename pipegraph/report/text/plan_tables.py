@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.style import Style
@@ -13,7 +14,7 @@ from pipegraph.planner.comparison import SAME_MEMORY, SAME_TIME, PlanComparison
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.report.colours import colour
-from pipegraph.report.text import clip, table
+from pipegraph.report.text import bar_width, clip, short_modules, table, wrap
 from pipegraph.schedule import Kind
 from pipegraph.schedule.recipes import trains
 from pipegraph.units import (
@@ -27,7 +28,9 @@ from pipegraph.units import (
 
 _BAR = 40  # columns of the longest bar
 _PARTS = ((Kind.F, "forward", "█"), (Kind.I, "input_grad", "▓"), (Kind.W, "weight_grad", "░"))
+_PROSE = 120  # columns of a paragraph in a file
 _PROVED = 5e-5  # a smaller gap is none
+_SMALLEST = 1e-3  # a smaller one would be 0.0 % or 0.1 %
 
 
 def render_prediction_summary(prediction: Prediction) -> str:
@@ -36,7 +39,7 @@ def render_prediction_summary(prediction: Prediction) -> str:
     if not prediction.in_seconds:
         return f"largest stage  {prediction.amount(prediction.value)}{sureness}"
     microbatches = format_number_of("microbatch", prediction.microbatches)
-    again = f" with recompute {prediction.recompute}" if trains(prediction.schedule) else ""
+    again = f" with recompute {one_line(prediction.recompute_text)}" if trains(prediction.schedule) else ""
     return (
         f"predicted  {format_seconds(prediction.value)} a step of {one_line(prediction.schedule)} with {microbatches} "
         f"on {one_line(prediction.hardware)}{sureness}\n"
@@ -44,33 +47,40 @@ def render_prediction_summary(prediction: Prediction) -> str:
     )
 
 
-def render_plan(plan: Plan, coloured: bool = False) -> Text:
+def stage_lines(described: Sequence[str]) -> list[str]:
+    """Return the lines of `Plan.describe` for a terminal: ``stage 1: layers.2[norm1…norm3], layers.3``."""
+    halves = (line.partition(": ") for line in map(one_line, described))
+    return [f"{stage}{colon}{short_modules(modules)}" for stage, colon, modules in halves]
+
+
+def render_plan(plan: Plan, width: int | None = None, coloured: bool = False) -> Text:
     """Return a plan that was priced: what a step takes, what the stages hold, and its tables."""
     assert plan.prediction is not None
-    opening = [render_prediction_summary(plan.prediction), "", *map(one_line, plan.describe()), "", ""]
-    return Text("\n".join(opening)).append(render_prediction(plan.prediction, coloured))
+    opening = [render_prediction_summary(plan.prediction), "", *stage_lines(plan.describe()), "", ""]
+    return Text("\n".join(opening)).append(render_prediction(plan.prediction, width, coloured))
 
 
-def render_prediction(prediction: Prediction, coloured: bool = False) -> Text:
+def render_prediction(prediction: Prediction, width: int | None = None, coloured: bool = False) -> Text:
     """Return the stages with a bar each, the memory of each rank, and each cut with its next places."""
-    parts = [_stages(prediction, coloured), Text(_memory(prediction))]
+    parts = [_stages(prediction, width, coloured), Text(_memory(prediction, width))]
     if prediction.cuts:
-        parts.append(Text(_cuts(prediction)))
+        parts.append(Text(_cuts(prediction, width)))
     return Text("\n\n").join(parts)
 
 
-def render_plan_comparison(comparison: PlanComparison) -> str:
+def render_plan_comparison(comparison: PlanComparison, width: int | None = None) -> str:
     """Return the plans worth choosing from, fastest first, each compared with the first, the best."""
     best = comparison.best
     unit = TimeFormat.of_column(choice.per_microbatch for choice in comparison.choices)
     headers = ["", "schedule", "stages", "microbatches", "recompute", "step", "a microbatch", "slower", "memory"]
+    less = "saves", "step", "stages", "recompute"
     rows = [
         [
             "*" if choice is best else "",
             choice.schedule.name,
             str(choice.schedule.stages),
             str(choice.schedule.microbatches),
-            choice.options.recompute,
+            choice.options.recompute_text,
             format_seconds(choice.value),
             unit.text(choice.per_microbatch),
             "" if choice is best else format_percent(choice.per_microbatch / best.per_microbatch - 1),
@@ -79,13 +89,12 @@ def render_plan_comparison(comparison: PlanComparison) -> str:
         ]
         for choice in comparison.choices
     ]
-    return (
-        f"{table([*headers, 'saves'], rows)}\n\n"
+    note = (
         f"* the best of {comparison.considered} plans, by the time of a microbatch. The others here need less memory; "
-        "none found\n"
-        f"that is not here is faster with as little. {format_percent(SAME_TIME)} of time and "
+        f"none found that is not here is faster with as little. {format_percent(SAME_TIME)} of time and "
         f"{format_percent(SAME_MEMORY)} of memory count as equal."
     )
+    return f"{table([*headers, 'saves'], rows, width, less)}\n\n{wrap(note, width or _PROSE)}"
 
 
 def plan_comparison_dict(comparison: PlanComparison, plan: Plan) -> dict[str, Any]:
@@ -102,7 +111,7 @@ def plan_comparison_dict(comparison: PlanComparison, plan: Plan) -> dict[str, An
                 "ranks": choice.schedule.ranks,
                 "stages": choice.schedule.stages,
                 "microbatches": choice.schedule.microbatches,
-                "recompute": choice.options.recompute,
+                "recompute": choice.options.recompute_text,
                 "points": [str(point) for point in choice.points],
                 "step": choice.value,
                 "per_microbatch": choice.per_microbatch,
@@ -120,10 +129,12 @@ def _sureness(prediction: Prediction) -> str:
     if gap is None:
         return ""
     where = f"other cuts at the {prediction.places} places looked at are better"
-    return f"; no {where}" if gap < _PROVED else f"; {where} by {format_percent(gap)} at most"
+    if gap < _PROVED:
+        return f"; no {where}"
+    return f"; {where} by less than 0.1 %" if gap < _SMALLEST else f"; {where} by {format_percent(gap)} at most"
 
 
-def _stages(prediction: Prediction, coloured: bool) -> Text:
+def _stages(prediction: Prediction, width: int | None, coloured: bool) -> Text:
     """Times or weights of each stage, with a bar."""
     longest = max(stage.total for stage in prediction.stages) or 1.0
     headers, rows = ["stage", "rank"], [[str(n), str(rank)] for n, rank in enumerate(prediction.placement)]
@@ -135,31 +146,37 @@ def _stages(prediction: Prediction, coloured: bool) -> Text:
     for row, stage in zip(rows, prediction.stages, strict=True):
         figures = [stage.forward, stage.input_grad, stage.weight_grad, stage.total] if trained else [stage.forward]
         row += map(unit.number, figures) if prediction.in_seconds else [prediction.amount(stage.total)]
-    lines = [Text(line) for line in table(headers, rows).split("\n")]
-    width = max(len(line) for line in lines) + 2
+    lines = [Text(line) for line in table(headers, rows, width).split("\n")]
+    used = max(len(line) for line in lines) + 2
+    longest_bar = bar_width(used, width, _BAR)
     for line, stage in zip(lines[1:], prediction.stages, strict=True):
-        line.pad_right(width - len(line))
+        line.pad_right(used - len(line))
         done, end = 0.0, 0
         for kind, name, sign in _PARTS:
             done += getattr(stage, name)
-            start, end = end, round(_BAR * done / longest)
+            start, end = end, round(longest_bar * done / longest)
             style = Style(color=colour(kind)) if coloured else ""
             line.append(("█" if coloured else sign) * (end - start), style)
+        line.rstrip()
     return Text("\n").join(lines)
 
 
-def _memory(prediction: Prediction) -> str:
+def _memory(prediction: Prediction, width: int | None) -> str:
     rows, trained = [], trains(prediction.schedule)
     for rank, needed in enumerate(prediction.memory):
         held = [prediction.stages[n] for n, where in enumerate(prediction.placement) if where == rank]
         kept = [format_bytes(sum(stage.saved_bytes for stage in held))] if trained else []
         parameters = format_bytes(sum(stage.parameter_bytes for stage in held))
-        bar = "█" * round(_BAR / 2 * needed / (prediction.peak or 1))
-        rows.append([str(rank), format_bytes(needed), parameters, *kept, bar])
-    return table(["rank", "memory", "parameters", *(["a microbatch keeps"] if trained else []), ""], rows)
+        rows.append([str(rank), format_bytes(needed), parameters, *kept])
+    headers = ["rank", "memory", "parameters", *(["a microbatch keeps"] if trained else [])]
+    head, *lines = table(headers, rows, width).split("\n")
+    used = max(map(len, (head, *lines))) + 2
+    longest = bar_width(used, width, _BAR // 2) / (prediction.peak or 1)
+    bars = ("█" * round(longest * needed) for needed in prediction.memory)
+    return "\n".join([head, *(f"{line:<{used}}{bar}".rstrip() for line, bar in zip(lines, bars, strict=True))])
 
 
-def _cuts(prediction: Prediction) -> str:
+def _cuts(prediction: Prediction, width: int | None) -> str:
     def shifted(cut: ShiftedCut | None) -> str:
         return UNKNOWN if cut is None else f"{prediction.change(cut)} ({clip(cut.point, 44)})"
 
@@ -167,4 +184,5 @@ def _cuts(prediction: Prediction) -> str:
         [str(number), clip(cut.point, 44), format_bytes(cut.boundary_bytes), shifted(cut.earlier), shifted(cut.later)]
         for number, cut in enumerate(prediction.cuts, 1)
     ]
-    return table(["stage", "begins at", "crosses", "one segment earlier", "one later"], rows)
+    less = "one later", "one segment earlier"
+    return table(["stage", "begins at", "crosses", "one segment earlier", "one later"], rows, width, less)

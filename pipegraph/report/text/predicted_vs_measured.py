@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from pipegraph.planner.run_comparison import PredictedAndMeasured, RunComparison
-from pipegraph.report.text import Table, table
-from pipegraph.schedule import Kind
+from pipegraph.report.text import Table, fits, table
+from pipegraph.schedule import CollectiveKind, Kind
 from pipegraph.units import TimeFormat, format_bytes, format_number_of, format_percent
 
 
-def render_run_comparison(compared: RunComparison) -> str:
+def render_run_comparison(compared: RunComparison, width: int | None = None) -> str:
     """Return tables of stages, step and memory, and the hints."""
     unit = stage_time_format(compared.stages)
     parts = [f"predicted ({compared.basis})" if compared.basis else "nothing was predicted"]
@@ -22,8 +22,10 @@ def render_run_comparison(compared: RunComparison) -> str:
     else:
         parts[0] += "; memory as measured"
     if compared.measured.step is not None:
-        parts += [table(*stage_time_table(compared.stages, compared.schedule.placement)), _steps(compared)]
-    return "\n\n".join(filter(None, [*parts, _memory(compared), "\n".join(compared.hints)]))
+        placement = compared.schedule.placement
+        parts += [render_stage_times(compared.stages, placement, width), _collectives(compared, width)]
+        parts += [_steps(compared)]
+    return "\n\n".join(filter(None, [*parts, _memory(compared, width), "\n".join(compared.hints)]))
 
 
 def run_comparison_dict(compared: RunComparison) -> dict[str, Any]:
@@ -41,6 +43,10 @@ def run_comparison_dict(compared: RunComparison) -> dict[str, Any]:
             }
             for number, stage in enumerate(compared.stages)
         ],
+        "collectives": [
+            {"stage": number, **{str(kind): asdict(each) for kind, each in stage.items()}}
+            for number, stage in enumerate(compared.collectives)
+        ],
         "step": asdict(compared.step),
         "bubble": None if compared.bubble is None else asdict(compared.bubble),
         "memory": [
@@ -52,17 +58,41 @@ def run_comparison_dict(compared: RunComparison) -> dict[str, Any]:
     }
 
 
-def stage_time_format(stages: Sequence[Mapping[Kind, PredictedAndMeasured]]) -> TimeFormat:
+def stage_time_format(stages: Sequence[Mapping[Any, PredictedAndMeasured]]) -> TimeFormat:
     """Return the format of all times of stages."""
     return TimeFormat.of_column(
         figure for stage in stages for each in stage.values() for figure in (each.predicted, each.measured)
     )
 
 
-def stage_time_table(stages: Sequence[Mapping[Kind, PredictedAndMeasured]], placement: Sequence[int]) -> Table:
+def render_stage_times(
+    stages: Sequence[Mapping[Any, PredictedAndMeasured]],
+    placement: Sequence[int],
+    width: int | None = None,
+    of: type[Kind] | type[CollectiveKind] = Kind,
+) -> str:
+    """Return `stage_time_table` if the terminal is wide enough for it; else with a line for each kind of a stage."""
+    side_by_side = table(*stage_time_table(stages, placement, of))
+    if fits(side_by_side, width):
+        return side_by_side
+    unit, rows = stage_time_format(stages), []
+    for number, (stage, rank) in enumerate(zip(stages, placement, strict=True)):
+        names = [str(number), str(rank)]
+        for kind, each in stage.items():
+            figures = [unit.number(each.predicted), unit.number(each.measured), prediction_error(each)]
+            rows.append([*names, str(kind), *figures])
+            names = ["", ""]
+    return table(["stage", "rank", "", "predicted", "measured", "error"], rows, width)
+
+
+def stage_time_table(
+    stages: Sequence[Mapping[Any, PredictedAndMeasured]],
+    placement: Sequence[int],
+    of: type[Kind] | type[CollectiveKind] = Kind,
+) -> Table:
     """Return headers and rows: the times of each stage, and the error of each prediction."""
     unit = stage_time_format(stages)
-    kinds = [kind for kind in Kind if any(kind in stage for stage in stages)]
+    kinds = [kind for kind in of if any(kind in stage for stage in stages)]
     headers, rows = ["stage", "rank"], []
     for kind in kinds:
         headers += [f"{kind} predicted", "measured", "error"]
@@ -72,6 +102,15 @@ def stage_time_table(stages: Sequence[Mapping[Kind, PredictedAndMeasured]], plac
             row += [unit.number(each.predicted), unit.number(each.measured), prediction_error(each)]
         rows.append(row)
     return headers, rows
+
+
+def _collectives(compared: RunComparison, width: int | None) -> str:
+    """Return the table of collectives, which run beside the stages; empty if there are none."""
+    stages = compared.collectives
+    if not stages:
+        return ""
+    unit = stage_time_format(stages).unit
+    return f"collectives, in {unit}\n{render_stage_times(stages, compared.schedule.placement, width, CollectiveKind)}"
 
 
 def _steps(compared: RunComparison) -> str:
@@ -84,7 +123,7 @@ def _steps(compared: RunComparison) -> str:
     return table(["", "predicted", "measured", "error"], rows)
 
 
-def _memory(compared: RunComparison) -> str:
+def _memory(compared: RunComparison, width: int | None) -> str:
     headers = ["rank", "state predicted", "measured", "saved predicted", "measured", "buffers predicted"]
     ranks = zip(compared.state, compared.saved, compared.buffers, strict=True)
     rows = [
@@ -98,7 +137,8 @@ def _memory(compared: RunComparison) -> str:
     elif allocated:
         notes = [f"allocated on the GPU by all ranks together, at the most: {format_bytes(sum(allocated))}"]
     legend = "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most"
-    return "\n".join([table(headers, rows), legend, *notes])
+    less = "buffers predicted", "allocated"
+    return "\n".join([table(headers, rows, width, less), legend, *notes])
 
 
 def prediction_error(each: PredictedAndMeasured) -> str:

@@ -40,19 +40,18 @@ def schedule_title(schedule: Schedule) -> str:
 def _render_figures(simulated: SimulatedSchedule) -> str:
     """Return a line for each figure."""
     timeline, unit = simulated.timeline, simulated.time_format
-    times = [unit.text(time) for time in (timeline.makespan, timeline.span, simulated.lower_bound)]
+    times = [unit.text(time) for time in (timeline.makespan, simulated.lower_bound)]
     width = max(map(len, times))
     lines = [
         ("makespan", f"{times[0]:<{width}}   bubble {format_percent(timeline.bubble)}"),
-        ("span", f"{times[1]:<{width}}   bubble {format_percent(timeline.span_bubble)}"),
-        ("lower bound", f"{times[2]:<{width}}   {_gap(simulated)}"),
+        ("lower bound", f"{times[1]:<{width}}   {_gap(simulated)}"),
         ("peak activations", _peaks(timeline.peak_activations, simulated.memory_limit)),
         ("critical path", timeline.describe_critical_path()),
     ]
     if timeline.collectives:
         gathers = _per_rank(simulated.schedule.gathers)
         waits = unit.text(max(timeline.gather_waits))
-        lines[4:4] = [
+        lines[3:3] = [
             ("gathers", f"{gathers}; a rank waits {waits} for them at most"),
             ("reductions", _per_rank(simulated.schedule.reductions)),
             ("whole stages", f"at most {_per_rank(timeline.peak_whole)}"),
@@ -157,7 +156,7 @@ def render_schedule(simulated: SimulatedSchedule, width: int | None = None, colo
     text = Text(f"{schedule_title(schedule)}\n")
     text.append(render_grid(schedule, simulated.timeline, width, coloured, simulated.time_format))
     if coloured:
-        text.append("\n\n").append(render_legend(schedule))
+        text.append("\n\n").append(render_legend(schedule, width))
     return text.append(f"\n\n{_render_figures(simulated)}")
 
 
@@ -198,18 +197,25 @@ def render_grid(
     return Text("\n").join(lines)
 
 
-def render_legend(schedule: Schedule) -> Text:
-    """Return what the colours of a coloured grid mean."""
+def render_legend(schedule: Schedule, width: int | None = None) -> Text:
+    """Return what the colours of a coloured grid mean, in as many lines as the width needs."""
     colours = ActionColours.of(schedule)
-    line = Text()
+    entries = []
     for kind, fills in colours.legend():
-        for fill in fills:
-            line.append(f" {kind.value} ", _style(fill))
-        line.append(f" {MEANING[kind]}   ")
+        signs = ((f" {kind.value} ", _style(fill)) for fill in fills)
+        entries.append(Text.assemble(*signs, f" {MEANING[kind]}"))
     for collective, fill in COLLECTIVES.items() if schedule.collectives else ():
-        line.append(f" {_LETTER[collective]} ", _style(fill)).append(f" {COLLECTIVE_MEANING[collective]}   ")
-    line.append("0", Style(underline=True)).append(" critical path")
-    return line.append(f"   {colours.tones}") if colours.tones else line
+        sign = (f" {_LETTER[collective]} ", _style(fill))
+        entries.append(Text.assemble(sign, f" {COLLECTIVE_MEANING[collective]}"))
+    entries.append(Text.assemble(("0", Style(underline=True)), " critical path"))
+    entries += [Text(colours.tones)] if colours.tones else []
+    lines = [entries[0]]
+    for entry in entries[1:]:
+        if width is None or len(lines[-1]) + 3 + len(entry) <= width:
+            lines[-1].append("   ").append(entry)
+        else:
+            lines.append(entry)
+    return Text("\n").join(lines)
 
 
 def _scale(schedule: Schedule, timeline: Timeline, coloured: bool) -> tuple[float, int]:

@@ -10,8 +10,8 @@ from typing import Any
 from pipegraph.errors import one_line
 from pipegraph.planner.step_prediction import describe_step, pricing_profile
 from pipegraph.report.text import Table, table
-from pipegraph.report.text.predicted_vs_measured import stage_time_format, stage_time_table
-from pipegraph.schedule import Timeline
+from pipegraph.report.text.predicted_vs_measured import render_stage_times, stage_time_format
+from pipegraph.schedule import CollectiveKind, Timeline
 from pipegraph.tracing.analysis.idle_causes import RankIdleTime
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis
 from pipegraph.tracing.merged_trace import MergedTrace, describe_rank
@@ -29,20 +29,36 @@ CAUSES = {
 """Name → meaning, in the order of `IdleCauses`."""
 
 
-def render_trace_report(analysis: RunAnalysis) -> str:
+def render_trace_report(analysis: RunAnalysis, width: int | None = None) -> str:
     """Return the text of ``pipegraph trace report``."""
     parts = [heading(analysis), _step_line(analysis)]
-    stages = stage_time_table(analysis.stages, analysis.run.schedule.placement)
-    parts += [f"a microbatch of each stage, in {stage_time_format(analysis.stages).unit} (medians)\n{table(*stages)}"]
+    stages = render_stage_times(analysis.stages, analysis.run.schedule.placement, width)
+    parts += [f"a microbatch of each stage, in {stage_time_format(analysis.stages).unit} (medians)\n{stages}"]
+    if analysis.collectives:
+        parts.append(_collectives(analysis, width))
     if analysis.idle:
         of = "the simulated step" if analysis.run.shares_process else "a step (mean)"
         unit = idle_times(analysis).unit
-        parts.append(f"what each rank does in {of}, in {unit}, and why it is idle\n{table(*idle_table(analysis))}")
+        idle = table(*idle_table(analysis), width, ("of the step", "computes", "idle"))
+        parts.append(f"what each rank does in {of}, in {unit}, and why it is idle\n{idle}")
     else:
         parts.append("no rank was recorded whole, so that its idle time is not known")
     parts += [f"critical path of {critical_step(analysis)}\n  {analysis.critical_path}"]
-    parts += [f"advice\n  {one_line(analysis.advice.sentence)}", "\n".join(map(one_line, remarks(analysis)))]
+    advice = analysis.advice
+    lines = [f"  {one_line(advice.sentence)}", *(f"    {one_line(command)}" for command in advice.commands)]
+    parts += ["\n".join(["advice", *lines]), "\n".join(map(one_line, remarks(analysis)))]
     return "\n\n".join(filter(None, parts))
+
+
+def _collectives(analysis: RunAnalysis, width: int | None) -> str:
+    unit = TimeFormat.of_column(analysis.collectives.values())
+    kinds = [kind for kind in CollectiveKind if any(kind is found for _, found in analysis.collectives)]
+    rows = [
+        [str(stage), str(rank), *(unit.number(analysis.collectives.get((stage, kind))) for kind in kinds)]
+        for stage, rank in enumerate(analysis.run.schedule.placement)
+    ]
+    found = table(["stage", "rank", *map(str, kinds)], rows, width)
+    return f"collectives of each stage, beside its actions, in {unit.unit} (medians)\n{found}"
 
 
 def heading(analysis: RunAnalysis) -> str:
@@ -149,6 +165,10 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
             for stage, kinds in enumerate(analysis.stages)
             for kind, times in kinds.items()
         ],
+        "collectives": [
+            {"stage": stage, "kind": str(kind), "measured": seconds}
+            for (stage, kind), seconds in analysis.collectives.items()
+        ],
         "hops": [{"from": a, "to": b, "seconds": hop} for (a, b), hop in analysis.times.hops.items()],
         "bubble": [_idle_dict(each) for each in analysis.idle],
         "steps": [
@@ -171,6 +191,7 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
         },
         "advice": {
             "sentence": analysis.advice.sentence,
+            "commands": analysis.advice.commands,
             "candidates": [
                 {
                     "change": each.change,
@@ -184,7 +205,9 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
     }
 
 
-def render_merge(run: RecordedRun, file: Path, merged: MergedTrace, expected: Timeline | None) -> str:
+def render_merge(
+    run: RecordedRun, file: Path, merged: MergedTrace, expected: Timeline | None, width: int | None = None
+) -> str:
     """Return the text of ``pipegraph trace merge``: what was written, and how well the clocks agree."""
     parts = [f"wrote {file}: {merged.slices} slices, {merged.flows} messages"]
     if expected is None:
@@ -194,7 +217,7 @@ def render_merge(run: RecordedRun, file: Path, merged: MergedTrace, expected: Ti
         error = "not known" if trace.clock.error is None else f"± {format_seconds(trace.clock.error)}"
         offset = format_seconds(trace.clock.offset)
         rows.append([describe_rank(run, rank), str(len(trace.spans)), offset, error if rank else ""])
-    parts.append(table(["", "actions", "clock offset", "error"], rows))
+    parts.append(table(["", "actions", "clock offset", "error"], rows, width))
     notes = [f"note: {note}" for note in run.notes]
     if merged.early:
         notes.append(f"problem: {merged.early} messages arrive before they were sent: the clocks are further off")

@@ -54,10 +54,13 @@ class Checkpointer:
 
     def load(
         self, folder: Path, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
-    ) -> Checkpoint:
+    ) -> tuple[Checkpoint, int]:
+        """Load the newest whole checkpoint. Returns it, and how many steps the pipeline had done."""
         self.wait()
         place, index = loading.find_newest(folder, self._ranks)
-        return loading.load(place, index, optimizer, extra, self._manifest, self._stages, self._device, self._ranks)
+        stages, device, ranks = self._stages, self._device, self._ranks
+        checkpoint = loading.load(place, index, optimizer, extra, self._manifest, stages, device, ranks)
+        return checkpoint, index.step if index.pipeline_steps is None else index.pipeline_steps
 
     def wait(self) -> Path | None:
         saving, self._saving = self._saving, None

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from pipegraph.arguments import for_asker
 from pipegraph.errors import CheckpointError, nearest
 from pipegraph.runtime.checkpoint.folder import SavedExtra
 from pipegraph.runtime.checkpoint.plain_values import encoded
@@ -82,8 +83,9 @@ def version_for(name: str, saved: SavedExtra, before: RankGrid, now: RankGrid, r
     if all(len(each) == 1 for each in by_share.values()) and before.length(*DATA) == now.length(*DATA):
         (version,) = by_share[sorted(by_share)[_place(now, rank)]]
         return version
+    named = for_asker(f'extra["{name}"]', f'the state of "{name}"')
     raise CheckpointError(
-        f'extra["{name}"] was saved with different values on {before.size} ranks ({_text(before)}), and there are '
+        f"{named} was saved with different values on {before.size} ranks ({_text(before)}), and there are "
         f"{now.size} now ({_text(now)}): it cannot be told which rank takes which.\n"
         "Try: as many data-parallel ranks as there were; or load() without extra, which leaves it out."
     )
@@ -94,8 +96,11 @@ def check_names(given: Mapping[str, Any], saved: Mapping[str, SavedExtra]) -> No
     unknown = [name for name in given if name not in saved]
     missing = [name for name, each in saved.items() if each.is_stateful and name not in given]
     plain = [name for name in given if name in saved and is_stateful(given[name]) != saved[name].is_stateful]
-    said = [f'the checkpoint has no extra "{name}".{nearest(name, saved)}' for name in unknown]
-    said += [f'it has the state of "{name}", which extra lacks.{nearest(name, unknown)}' for name in missing]
+    giver = for_asker("extra", "the model file")
+    said = [f'{giver} has "{name}", and the checkpoint does not.{nearest(name, saved)}' for name in unknown]
+    said += [
+        f'the checkpoint has the state of "{name}", and {giver} has none.{nearest(name, unknown)}' for name in missing
+    ]
     said += [
         f'"{name}" {"was an object with a state_dict" if saved[name].is_stateful else "was a plain value"} when it was '
         "saved, and is not now."
@@ -104,8 +109,8 @@ def check_names(given: Mapping[str, Any], saved: Mapping[str, SavedExtra]) -> No
     if said:
         there = ", ".join(saved) or "nothing"
         raise CheckpointError(
-            "\n  ".join(["extra is not what was saved:", *said]) + f"\nIn the checkpoint is: {there}. "
-            "Try: the same extra as for save(), or none, to get all states in the result."
+            "\n  ".join([f"{giver} is not what was saved:", *said]) + f"\nIn the checkpoint is: {there}."
+            "\nTry: the same extra as for save(), or none, to get all states in the result."
         )
 
 

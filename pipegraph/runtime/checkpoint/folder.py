@@ -54,6 +54,8 @@ class CheckpointIndex(Entry, frozen=True, kw_only=True):
 
     Attributes:
         mesh: the dimensions of the ranks that saved, and how many there were along each.
+        pipeline_steps: how many steps the pipeline had done, from which seeded random numbers go on: with accumulation
+            more than `step`. None in a checkpoint of an older version.
     """
 
     schema_version: int = 1
@@ -63,6 +65,7 @@ class CheckpointIndex(Entry, frozen=True, kw_only=True):
     optimizer: Text | None
     extra: dict[Name, SavedExtra]
     files: dict[Name, SavedFile]
+    pipeline_steps: Count | None = None
 
 
 _KIND: Final = FileKind(

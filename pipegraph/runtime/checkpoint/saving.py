@@ -37,6 +37,7 @@ class SaveRequest:
     background: bool
     optimizer: torch.optim.Optimizer | None
     extra: Mapping[str, Any]
+    pipeline_steps: int = 0
 
     @property
     def place(self) -> Path:
@@ -124,6 +125,7 @@ def collect(
                 optimizer=kind,
                 extra=saved,
                 files={},
+                pipeline_steps=request.pipeline_steps,
             ),
         )
 

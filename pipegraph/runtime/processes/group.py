@@ -53,6 +53,9 @@ class ConnectionLost(Exception):
 class Group:
     """Connections between `ranks`, numbered within the pipeline. `rank` is this process's.
 
+    Attributes:
+        ranks: as given.
+
     Every method raises ConnectionLost if a connection is broken, was closed here, or is silent for `timeout` seconds
     while it is waited for.
     """
@@ -60,22 +63,22 @@ class Group:
     def __init__(
         self, store: dist.Store, rank: int, ranks: Sequence[int], device: torch.device, timeout: float
     ) -> None:
-        self._ranks = tuple(ranks)
-        own = self._ranks.index(rank)
-        self._other = self._ranks[1 - own] if len(self._ranks) == 2 else None  # who is lost in a collective
+        self.ranks = tuple(ranks)
+        own = self.ranks.index(rank)
+        self._other = self.ranks[1 - own] if len(self.ranks) == 2 else None  # who is lost in a collective
         with lost_connections(self._other):
-            self._backend: Any = internals.make_backend(store, own, len(self._ranks), device, timeout)
+            self._backend: Any = internals.make_backend(store, own, len(self.ranks), device, timeout)
 
     def send(self, tensor: Tensor, receiver: int) -> dist.Work:
         """Start sending to a rank. The tensor must not change until the work is waited for."""
         with lost_connections(receiver):
-            work: dist.Work = self._open().send([tensor], self._ranks.index(receiver), 0)
+            work: dist.Work = self._open().send([tensor], self.ranks.index(receiver), 0)
             return work
 
     def receive(self, tensor: Tensor, sender: int) -> dist.Work:
         """Start receiving from a rank, into the tensor."""
         with lost_connections(sender):
-            work: dist.Work = self._open().recv([tensor], self._ranks.index(sender), 0)
+            work: dist.Work = self._open().recv([tensor], self.ranks.index(sender), 0)
             return work
 
     def all_reduce(self, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
@@ -98,7 +101,7 @@ class Group:
     def broadcast(self, tensor: Tensor, sender: int) -> None:
         """Overwrite the tensor with that of a rank."""
         options = dist.BroadcastOptions()
-        options.rootRank = self._ranks.index(sender)
+        options.rootRank = self.ranks.index(sender)
         with lost_connections(self._other):
             self._open().broadcast([tensor], options).wait()
 

@@ -54,6 +54,7 @@ def launch(
     debug: bool = False,
     environment: Mapping[str, str] | None = None,
     folders: Sequence[str] = (),
+    grace: float = 0.0,
 ) -> None:
     """Run ``python *arguments`` once per rank on this machine and wait for all of them.
 
@@ -64,19 +65,21 @@ def launch(
     Args:
         environment: added to the environment of each child.
         folders: temporary ones of this process, which the children remove if it is killed.
+        grace: how many seconds the children have to end when a signal ends this process, 5 at least.
 
     Raises:
         PipegraphError: the failure that came first, of the class that the child raised; RuntimeFault if the child died.
     """
     import torch.distributed as dist
 
-    from pipegraph.kernels.threads import threads_per_rank
+    from pipegraph.kernels.cpu import threads_per_rank
     from pipegraph.runtime.internals import launcher_environment
 
     with tempfile.TemporaryDirectory(prefix="pipegraph-run-") as folder:
         common = {**(environment or {}), "OMP_NUM_THREADS": str(threads_per_rank(processes))}
         common[_PARENT] = os.pathsep.join([str(os.getpid()), folder, *folders])
         children: list[_Child] = []
+        seconds = max(grace, _STOP_SECONDS)
         with _signals_raised():
             try:
                 # The ranks meet at a store of this process, at a port that the system chooses.
@@ -85,8 +88,9 @@ def launch(
                     own = launcher_environment(rank, processes, store.port)
                     children.append(_start(arguments, Path(folder, str(rank)), rank, {**common, **own}))
                 _wait(children)
+                seconds = _STOP_SECONDS
             finally:
-                _stop(children)
+                _stop(children, seconds)
         failed = [child for child in children if child.process.returncode]
         if debug or not failed:
             for child in children:
@@ -232,13 +236,13 @@ def _wait(children: Sequence[_Child]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _stop(children: Sequence[_Child]) -> None:
-    """Stop the children that still run; kill those that do not end in time."""
+def _stop(children: Sequence[_Child], seconds: float) -> None:
+    """Stop the children that still run; kill those that do not end in so many seconds."""
     for child in children:
         if child.process.poll() is None:
             child.was_stopped = True
             child.process.terminate()
-    deadline = time.monotonic() + _STOP_SECONDS
+    deadline = time.monotonic() + seconds
     for child in children:
         try:
             child.process.wait(max(0.0, deadline - time.monotonic()))

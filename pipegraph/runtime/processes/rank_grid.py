@@ -69,6 +69,10 @@ class RankGrid:
         """The first rank at a place along `pp`."""
         return next(rank for rank in range(self.size) if self._all_coordinates[rank].get(PIPELINE, 0) == place)
 
+    def crosses_nodes(self, name: str, per_node: int) -> bool:
+        """Whether ranks of one line along a dimension lie in several nodes, each of so many ranks after one another."""
+        return any(len({other // per_node for other in self.line(rank, name)}) > 1 for rank in range(self.size))
+
     def text(self, rank: int) -> str:
         """How messages name a rank: ``rank 5 (pp 1, dp_shard 0, tp 1)``."""
         if len(self.names) == 1 or not 0 <= rank < self.size:
@@ -94,7 +98,12 @@ def grid_of(ranks: int, lengths: Mapping[str, int], order: Sequence[str] = DIMEN
     """
     check_dimensions(order)
     if sorted(order) != sorted(DIMENSIONS):
-        raise ArgumentError(f"{argument('mesh_order', ','.join(order))} has to name {', '.join(DIMENSIONS)} once each.")
+        given = argument("mesh_order", ",".join(order))
+        missing = [name for name in DIMENSIONS if name not in order]
+        raise ArgumentError(
+            f"{given} has to name {', '.join(DIMENSIONS)} once each.\n"
+            f"Try: {argument('mesh_order', ','.join([*dict.fromkeys(order), *missing]))}."
+        )
     return RankGrid(tuple(order), tuple(ranks if name == PIPELINE else lengths.get(name, 1) for name in order))
 
 

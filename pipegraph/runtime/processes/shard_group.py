@@ -22,23 +22,48 @@ class ShardLine:
 
     Args:
         lines: the ranks of every such line, by their numbers in the default group. All of them make theirs together.
+
+    Attributes:
+        size: how many ranks a line has.
+        ranks: of this one.
+        place: this process's among them.
+        scatters: whether a rank gets its part of a sum alone.
     """
 
     def __init__(self, lines: Sequence[Sequence[int]], device: torch.device, timeout: float) -> None:
         self.size = len(lines[0])
+        self.ranks = tuple(next(line for line in lines if dist.get_rank() in line))
+        self.place = self.ranks.index(dist.get_rank())
+        self.scatters = device.type == "cuda"
         self._group: dist.ProcessGroup | None = internals.make_group(lines, device.type, timeout)
 
-    def start_gather(self, received: Tensor, sent: Tensor) -> dist.Work:
-        """Start to gather what each rank sends [elements] into the rows of `received` [ranks, elements]."""
+    def start_gather(self, rows: Tensor) -> dist.Work:
+        """Start to gather the rows [ranks, elements] of which each rank has its own."""
         with lost_connections(None):
-            work: dist.Work = _GATHER(received.view(-1), sent, group=self._group, async_op=True)
+            work: dist.Work = _GATHER(rows.view(-1), rows[self.place], group=self._group, async_op=True)
             return work
 
-    def start_reduce(self, received: Tensor, sent: Tensor) -> dist.Work:
-        """Start to add up the rows of `sent` [ranks, elements] over ranks. Each receives its own [elements]."""
+    def start_reduce(self, rows: Tensor) -> tuple[dist.Work, Tensor]:
+        """Start to add up rows [ranks, elements] over ranks, which uses them up. Each rank gets its own.
+
+        Gloo adds up all of them on every rank whatever it is asked for. So it is asked for that: it then needs no copy
+        of them, and its work says when it is done.
+
+        Returns:
+            The work, and what `own_row` finds the sum in once that is waited for.
+        """
+        work: dist.Work
         with lost_connections(None):
-            work: dist.Work = _REDUCE(received, sent.view(-1), group=self._group, async_op=True)
-            return work
+            if not self.scatters:
+                work = dist.all_reduce(rows, group=self._group, async_op=True)
+                return work, rows
+            received = torch.empty_like(rows[0])
+            work = _REDUCE(received, rows.view(-1), group=self._group, async_op=True)
+            return work, received
+
+    def own_row(self, reduced: Tensor) -> Tensor:
+        """This rank's row of what was reduced, with memory of its own."""
+        return reduced if reduced.dim() == 1 else reduced[self.place].clone()
 
     def wait(self, work: dist.Work) -> None:
         """Wait for what was started; on a GPU the current stream waits."""

@@ -1,33 +1,26 @@
-"""The processes that share a pipeline: joined, and connected. A plain process is a world by itself.
-
-How far the clocks of two processes are apart is measured by the exchange of times that NTP uses (RFC 5905, section 8):
-
-rank r   sent ──────────────▶ received        offset = answer − (sent + received) / 2
-                answer                        error ≤ (received − sent) / 2
-rank 0   ─────────▲─────────
-"""
+"""The processes that share a pipeline: joined, and connected. A plain process is a world by itself."""
 
 from __future__ import annotations
 
 import atexit
 import os
-import time
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 
-from pipegraph.arguments import require_type
+from pipegraph.arguments import argument, require_type
 from pipegraph.errors import ArgumentError, PipegraphError, ScheduleError
 from pipegraph.runtime import internals
+from pipegraph.runtime.processes.clock import ClockOffset, measure_offset
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group, call_within, check_timeout, lost_connections
 from pipegraph.runtime.processes.launch import exit_with_parent
 from pipegraph.runtime.processes.meeting import Meeting, environment_store, restart_count
-from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, SHARD, RankGrid, check_mesh, single
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, SHARD, TENSOR, RankGrid, check_mesh, single
 from pipegraph.runtime.processes.shard_group import ShardLine
 
 if TYPE_CHECKING:
@@ -36,63 +29,13 @@ if TYPE_CHECKING:
 _CLOSING_SECONDS: Final = 10.0
 """How long NCCL may take for what is on its way when everything ends."""
 
-ROUNDS: Final = 16
-"""How often times are exchanged to measure a clock."""
-
-
-@dataclass(frozen=True)
-class ClockOffset:
-    """Rank 0's clock is this rank's clock (`time.time_ns`) + `offset_ns`, to within `error_ns`, both in nanoseconds."""
-
-    offset_ns: int = 0
-    error_ns: int = 0
-
-    def until(self, later: ClockOffset) -> ClockOffset:
-        """The offset between this measurement and a later one: their mean. What the clock drifted adds to the error."""
-        drift = abs(later.offset_ns - self.offset_ns)
-        return ClockOffset((self.offset_ns + later.offset_ns) // 2, max(self.error_ns, later.error_ns) + drift)
-
-
-def measure_offset(group: Group, rank: int, ranks: Sequence[int], now: Callable[[], int] = time.time_ns) -> ClockOffset:
-    """Measure this rank's clock against that of the first of `ranks`, by the quickest of `ROUNDS` exchanges.
-
-    Collective: every rank of `group` must call it. The first one answers one rank after the other. `now` is the clock,
-    in nanoseconds.
-    """
-    first, *others = ranks
-    if rank == first:
-        for other in others:
-            _answer(group, other, now)
-        return ClockOffset()
-    return min((_ask(group, first, now) for _ in range(ROUNDS)), key=lambda offset: offset.error_ns)
-
-
-def _answer(group: Group, other: int, now: Callable[[], int]) -> None:
-    question, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    with lost_connections(other):
-        for _ in range(ROUNDS):
-            group.receive(question, other).wait()
-            answer[0] = now()
-            group.send(answer, other).wait()
-
-
-def _ask(group: Group, first: int, now: Callable[[], int]) -> ClockOffset:
-    question, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    with lost_connections(first):
-        answered = group.receive(answer, first)
-        sent = now()
-        group.send(question, first).wait()
-        answered.wait()
-        received = now()
-    return ClockOffset(int(answer) - (sent + received) // 2, (received - sent + 1) // 2)
-
 
 class LoneProcess:
     """The world of a plain process, which holds all stages. It has the methods of `World` that `Pipeline` offers."""
 
     copies = 1
 
-    def gather(self, figures: Sequence[float]) -> list[list[float]]:
+    def gather(self, figures: Sequence[float], *names: str) -> list[list[float]]:
         return [list(figures)]
 
     def gather_text(self, text: str) -> list[str]:
@@ -306,6 +249,14 @@ def make_mesh(grid: RankGrid, device: str | torch.device, timeout: float) -> Dev
     exit_with_parent()
     if not dist.is_initialized():
         _make_default_group(device, timeout)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", grid.size))
+    if dist.get_rank() == 0 and grid.crosses_nodes(TENSOR, per_node):
+        order = argument("mesh_order", ",".join([*(name for name in grid.names if name != TENSOR), TENSOR]))
+        warnings.warn(
+            f"the {grid.length(TENSOR)} ranks along tp lie in several nodes of {per_node} processes each, and send "
+            f"the most.\nTry: {order}, and a tp that divides {per_node}.",
+            stacklevel=2,
+        )
     return dist.init_device_mesh(torch.device(device).type, grid.shape, mesh_dim_names=grid.names)
 
 
@@ -320,6 +271,15 @@ def _make_default_group(device: str | torch.device, timeout: float) -> None:
     with FaultGuard(rank, single(size), dist.PrefixStore("pipegraph", own)), lost_connections(None):
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     atexit.register(_destroy_default_group)
+
+
+def guard_of(world: World | None) -> FaultGuard:
+    """The guard around what this process does together with others, which closes the world's connections at its end."""
+    if world is None:
+        return FaultGuard(0, single(1), None)
+    guard = FaultGuard(world.rank, world.grid, world.store)
+    guard.closing.callback(lambda: world.close(abort=guard.has_failed))
+    return guard
 
 
 def local_device(device: str | torch.device) -> torch.device:

@@ -15,10 +15,13 @@ from pipegraph.errors import ScheduleError
 from pipegraph.package import Manifest
 from pipegraph.schedule import Kind, Schedule, Times, build, names, peak_activations, simulate
 from pipegraph.schedule.recipes import trains
-from pipegraph.units import format_percent
+from pipegraph.units import format_factor, format_percent
 
 WORTH = 0.01
 """A smaller gain is not worth a change."""
+
+_FAR_OFF = 1.5  # times: predictions that are further off name no good cuts
+_CALIBRATE = ("pipegraph calibrate -o hardware.json", "pipegraph split MODEL --hardware hardware.json --overwrite …")
 _GainOf = Callable[[float], float]  # of a makespan
 
 _LAYER = re.compile(r"((?:[^.]+\.)*?[0-9]+)\.(.+)")
@@ -30,18 +33,23 @@ _StageTimes = tuple[float, float, float]  # F, I, W
 class SimulatedChange:
     """A change, and its ``gain``: the part of a step's time that it saves, or of a microbatch's if there are more.
 
-    The overhead, by which a step takes longer than its simulation, is assumed to stay.
+    The overhead, by which a step takes longer than its simulation, is assumed to stay. ``command`` makes the change.
     """
 
     change: str
     gain: float
     assuming: str
     same_batch: bool = True
+    command: str = ""
+
+    @property
+    def measure(self) -> str:
+        """Return what becomes less, or more."""
+        return "step time" if self.same_batch else "time of a microbatch"
 
     def __str__(self) -> str:
-        what = "of a step" if self.same_batch else "of the time of a microbatch"
         aside = f" ({self.assuming})" if self.assuming else ""
-        return f"{self.change} would save {format_percent(self.gain)} {what}{aside}"
+        return f"{self.change}: {self.measure} {format_percent(-self.gain, signed=True)}{aside}"
 
 
 @dataclass(frozen=True)
@@ -52,11 +60,13 @@ class Advice:
         changes: each with its gain.
         shared_process: whether the ranks of the run shared a process.
         hindrance: why nothing could be tried; empty if something was.
+        mispredicted: how many times as long as predicted a step of compiled kernels took; 1 if that is not known.
     """
 
     changes: tuple[SimulatedChange, ...]
     shared_process: bool = False
     hindrance: str = ""
+    mispredicted: float = 1.0
 
     @property
     def best(self) -> SimulatedChange | None:
@@ -65,20 +75,46 @@ class Advice:
 
     @property
     def sentence(self) -> str:
-        """Return the advice: the best change and, if that enlarges the batch, also the best that keeps it."""
+        """Return the advice: better predictions if these are far off; then the best change and, if that enlarges the
+        batch, also the best that keeps it."""
+        if not self.predictions_are_off:
+            return self._of_changes()
+        factor = format_factor(max(self.mispredicted, 1 / self.mispredicted))
+        off = f"{factor} × too {'short' if self.mispredicted > 1 else 'long'}"
+        rest = "" if self.hindrance or self.best is None else f" {self._of_changes()}"
+        return f"Predictions are {off}: calibrate, then split again.{rest}"
+
+    @property
+    def predictions_are_off(self) -> bool:
+        """Return whether the plan was made with times that are no guide."""
+        return max(self.mispredicted, 1 / self.mispredicted) >= _FAR_OFF
+
+    @property
+    def commands(self) -> list[str]:
+        """Return what to type, in the order of the sentence."""
+        chosen = [each.command for each in (self.best, self._best_of_same_batch) if each is not None]
+        calibrate = list(_CALIBRATE) if self.predictions_are_off else []
+        return list(dict.fromkeys(filter(None, [*calibrate, *chosen])))
+
+    @property
+    def _best_of_same_batch(self) -> SimulatedChange | None:
+        return next((each for each in self.changes if each.same_batch and each.gain >= WORTH), None)
+
+    def _of_changes(self) -> str:
         if self.hindrance:
             return f"There is none: {self.hindrance}."
         if not self.changes:
             return "There is nothing to try: no rank waits for another."
         if self.best is None:
-            return f"Nothing that was tried would save more than {WORTH:.0%}: other cuts, schedules, more microbatches."
+            worth = format_percent(WORTH, decimals=0)
+            return f"Nothing that was tried would save more than {worth}: other cuts, schedules, more microbatches."
         sentences = [str(self.best)]
-        same = next((each for each in self.changes if each.same_batch and each.gain >= WORTH), None)
+        same = self._best_of_same_batch
         if same is not None and same is not self.best:
-            sentences.append(f"with the batch as it is, {same}")
+            sentences.append(f"or with the batch as it is, {same}")
         text = "; ".join(sentences)
         if self.shared_process:
-            text = f"with a process for each rank, {text}"
+            text = f"with a process for each rank: {text}"
         return f"{text[0].upper()}{text[1:]}."
 
 
@@ -122,7 +158,7 @@ def _cuts(schedule: Schedule, times: Times, manifest: Manifest | None, gain_of: 
             gain = gain_of(simulate(schedule, move.times).makespan)
             if best is not None and gain <= best.gain:
                 break
-            best = SimulatedChange(move.change, gain, move.assuming)
+            best = SimulatedChange(move.change, gain, move.assuming, command=_split_at(manifest, move))
         if best is not None:
             yield best
 
@@ -142,7 +178,8 @@ def _schedules(schedule: Schedule, times: Times, gain_of: _GainOf, shares: str) 
     for gain, (peak, number, divides) in fastest.items():
         holds = f"a rank then holds {peak} saved activations, now {held}" if peak != held else ""
         aside = ", and ".join(filter(None, [holds, shares if divides and not divided else ""]))
-        yield SimulatedChange(f"running {names()[number]} instead of {schedule.name}", gain, aside)
+        name = names()[number]
+        yield SimulatedChange(f"run {name} instead of {schedule.name}", gain, aside, command=_run(schedule, name))
 
 
 def _more_microbatches(schedule: Schedule, times: Times, gain_of: _GainOf) -> Iterator[SimulatedChange]:
@@ -150,7 +187,21 @@ def _more_microbatches(schedule: Schedule, times: Times, gain_of: _GainOf) -> It
     other = _rebuilt(schedule.name, schedule, count)
     if other is not None:
         gain = gain_of(simulate(other, times).makespan / 2)
-        yield SimulatedChange(f"{count} microbatches of this size instead of {schedule.microbatches}", gain, "", False)
+        change = f"take {count} microbatches of this size instead of {schedule.microbatches}"
+        yield SimulatedChange(change, gain, "", False, _run(schedule, schedule.name, count))
+
+
+def _run(schedule: Schedule, name: str, microbatches: int | None = None) -> str:
+    return f"pipegraph run OUT --schedule {name} --microbatches {microbatches or schedule.microbatches}"
+
+
+def _split_at(manifest: Manifest, move: CutMove) -> str:
+    """Return the command that splits the model with one cut moved; empty if the package does not name its cuts."""
+    points = list(manifest.plan.points)
+    if len(points) != len(manifest.stages) - 1:
+        return ""
+    points[move.cut - 1] = move.point
+    return f"pipegraph split MODEL --points {','.join(points)} --overwrite"
 
 
 def _divides_backward(schedule: Schedule) -> bool:
@@ -234,11 +285,13 @@ def _layer(name: str, parameters: Sequence[str]) -> Layer | None:
 
 @dataclass(frozen=True)
 class CutMove:
-    """A change of one cut, what it assumes, and the times with it."""
+    """A change of the cut before the stage ``cut``, the point where it then is, what it assumes, and its times."""
 
     change: str
     assuming: str
     times: Times
+    cut: int
+    point: str
 
 
 def cut_moves(manifest: Manifest, times: Times) -> Iterator[Iterator[CutMove]]:
@@ -271,7 +324,8 @@ def _moves(
         times = _moved(times, source, target, taken)
         ends = (border[0], last) if source > target else (last, border[0])
         what = last.name if number == 1 else f"{ends[0].name} – {ends[1].name}"
-        yield CutMove(f"moving {what} to stage {target}", assuming, times)
+        cut, point = (source, f"{last.name}:end") if source > target else (target, last.name)
+        yield CutMove(f"move {what} to stage {target}", assuming, times, cut, point)
 
 
 def _moved(times: Times, source: int, target: int, part: _StageTimes) -> Times:

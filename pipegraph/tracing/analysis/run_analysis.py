@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipegraph.errors import PipegraphError
 from pipegraph.planner.run_comparison import PredictedAndMeasured
-from pipegraph.schedule import Kind, Timeline, Times, simulate
+from pipegraph.schedule import CollectiveKind, Kind, Timeline, Times, simulate
 from pipegraph.tracing.analysis.advice import Advice, advise
 from pipegraph.tracing.analysis.idle_causes import (
     RankIdleTime,
@@ -41,6 +42,7 @@ class RunAnalysis:
         stages: of each stage, seconds of each kind of action that the schedule has; measured: the median.
         simulated: the schedule with the measured times, hops included.
         expected: the same with the predicted times; None if nothing was predicted.
+        collectives: of each stage and kind that was recorded, the median seconds; a RESHARD is left out.
         critical: the shown step, with what waited for what; None if that is not complete, or ranks shared a process.
     """
 
@@ -55,6 +57,7 @@ class RunAnalysis:
     expected: Timeline | None
     critical: Timeline | None
     advice: Advice
+    collectives: Mapping[tuple[int, CollectiveKind], float]
 
     @property
     def step(self) -> MeasuredStep:
@@ -106,15 +109,31 @@ def analyse_run(run: RecordedRun) -> RunAnalysis:
         expected=run.prediction.timeline if run.prediction else None,
         critical=measured_timeline(steps[shown], schedule, times.hops) if has_critical_path else None,
         advice=_advice(run, times, steps),
+        collectives=_collectives(run),
     )
 
 
+def _collectives(run: RecordedRun) -> dict[tuple[int, CollectiveKind], float]:
+    taken: dict[tuple[int, CollectiveKind], list[float]] = defaultdict(list)
+    for trace in run.ranks.values():
+        for each in trace.collectives:
+            if each.collective.kind is not CollectiveKind.RESHARD:
+                taken[each.collective.stage, each.collective.kind].append(each.end - each.start)
+    return {key: statistics.median(found) for key, found in sorted(taken.items())}
+
+
 def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep]) -> Advice:
-    """Advise only if all stages were measured: advice is about how they compare."""
-    if times.assumed:
-        return Advice((), run.shares_process, "it takes the times of all stages, and not all were recorded")
+    """Advise on changes only if all stages were measured: that is about how they compare."""
     step = 0.0 if run.shares_process else _median(steps)
-    return advise(run.schedule, times.times, run.manifest, times.shares, run.shares_process, step)
+    took = step or simulate(run.schedule, times.times).makespan
+    expected = run.prediction.timeline.makespan if run.prediction and run.prediction.timeline else 0.0
+    is_comparable = run.info.kernels in ("", "inductor")  # predictions are of compiled kernels
+    mispredicted = took / expected if is_comparable and expected > 0 and took > 0 else 1.0
+    if times.assumed:
+        hindrance = "it takes the times of all stages, and not all were recorded"
+        return Advice((), run.shares_process, hindrance, mispredicted)
+    made = advise(run.schedule, times.times, run.manifest, times.shares, run.shares_process, step)
+    return replace(made, mispredicted=mispredicted)
 
 
 def _stages(

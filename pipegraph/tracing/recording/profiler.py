@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,12 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from pipegraph.errors import PipegraphError
 from pipegraph.runtime.internals import profiler_is_recording
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.launch import scratch_folder
-from pipegraph.runtime.processes.world import ClockOffset
 from pipegraph.runtime.step_data import StepResult
-from pipegraph.runtime.wiring import stage_wirings, torch_dtype, transfer_of
-from pipegraph.schedule import Action
-from pipegraph.tracing import action_name
+from pipegraph.tracing.recording.action_spans import ActionSpans, action_arguments
 from pipegraph.tracing.recording.run_folder import make_run_folder, run_on_all_ranks, trace_file
 from pipegraph.tracing.recording.step_figures import SinkFactory, StepReporter
 from pipegraph.tracing.recording.tensorboard_plugin import (
@@ -67,7 +64,7 @@ class LoopProfiler:
         self._parent = parent
         self._schedule = schedule
         self._reporter = None if sink is None else StepReporter(pipe, sink)
-        self._spans = ActionSpans()
+        self._spans = ActionSpans(pipe.device)
         self._observer: RemovableHandle | None = None
         self._step = 0  # the one that is running
         self._losses: dict[int, float | None] = {}  # of the steps that are recorded and not yet written
@@ -171,7 +168,8 @@ class LoopProfiler:
         first, last = min(self._losses), max(self._losses)
         trace: dict[str, Any] = {}
         run_on_all_ranks(self._pipe, Path(tempfile.gettempdir()), lambda: trace.update(export_trace(self._torch)))
-        events: list[Event] = events_until(trace.pop("traceEvents"), last)
+        lane = self._spans.take_collectives(trace.get("baseTimeNanoseconds"))
+        events: list[Event] = events_until([*trace.pop("traceEvents"), *lane], last)
         events = adapt_events(events, action_arguments(self._pipe))
         events = match_collectives(events, self._pipe.gather(count_collectives(events)))
         traces = {}
@@ -193,25 +191,6 @@ class LoopProfiler:
             self._reporter.set_clock(clock)
 
 
-class ActionSpans:
-    """An observer that opens a span in torch's profiler when an action begins, and closes it when the action ends."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, record_function] = {}
-
-    def begin(self, rank: int, action: Action) -> None:
-        self._open[rank] = span = record_function(action_name(action))
-        span.__enter__()
-
-    def end(self, rank: int, action: Action, saved: Any) -> None:
-        self._open.pop(rank).__exit__(None, None, None)
-
-    def close(self) -> None:
-        """Close the spans of actions that failed."""
-        while self._open:
-            self._open.popitem()[1].__exit__(None, None, None)
-
-
 def export_trace(profiler: torch.profiler.profile) -> dict[str, Any]:
     """Return what torch's profiler has recorded, as it writes it. Raises OSError if the disk is full."""
     with tempfile.TemporaryDirectory(prefix="pipegraph-profile-", dir=scratch_folder()) as folder:
@@ -222,29 +201,6 @@ def export_trace(profiler: torch.profiler.profile) -> dict[str, Any]:
         except (FileNotFoundError, ValueError) as error:
             raise OSError(errno.ENOSPC, "torch's profiler could not write all of it") from error
     return trace
-
-
-def action_arguments(pipe: Pipeline) -> Callable[[Action], dict[str, Any]]:
-    """Return what gives the arguments of an action's event in a trace.
-
-    They are `stage`, `kind`, `microbatch` and `rank`; of a transfer also `peer` (the stage at its other end),
-    `peer_rank` and `bytes`, which are those of the sizes at capture.
-    """
-    manifest, placement = pipe.package.manifest, pipe.schedule.placement
-    wiring, sizes = stage_wirings(manifest), manifest.captured_sizes
-
-    @cache
-    def arguments(action: Action) -> dict[str, Any]:
-        stage = action.stage
-        found: dict[str, Any] = {"stage": stage, "kind": action.kind.value, "microbatch": action.microbatch}
-        found["rank"] = placement[stage]
-        if action.peer is not None:
-            values = transfer_of(action, wiring, placement).values
-            size = sum(math.prod(value.shape_at(sizes)) * torch_dtype(value).itemsize for value in values)
-            found |= {"peer": action.peer, "peer_rank": placement[action.peer], "bytes": size}
-        return found
-
-    return arguments
 
 
 _profiler_lock = threading.Lock()

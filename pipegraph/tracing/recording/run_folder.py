@@ -3,7 +3,7 @@
 DIR/transformer_1f1b_2026-10-01_12-30-00/
   rank_00.1790857026000000000.pt.trace.json.gz   of each rank and window; all ranks of a window have one number
   pipeline.json                                  the package's manifest
-  schedule.csv                                   what was run
+  schedule.csv                                   what was run, with its collectives
   run.json                                       where, when, and how
   events.out.tfevents…                           what TensorBoard shows by itself
 """
@@ -165,7 +165,7 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
         tempfile.TemporaryFile(dir=folder.path).close()
         if folder.is_first:
             _write(folder.path / MANIFEST, manifest.to_json())
-            _write(folder.path / SCHEDULE, to_csv(schedule))
+            _write(folder.path / SCHEDULE, to_csv(pipe.schedule_with_collectives))
         folder._write_about()
 
     try:

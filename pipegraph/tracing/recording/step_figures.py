@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
 from pipegraph.package import CALLER, Manifest, leaves
 from pipegraph.runtime.measurements import ActionTimes, StepTimes
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.processes.world import ClockOffset
+from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.step_data import StepSizes
 from pipegraph.schedule import Event, Kind, Schedule, Timeline
 from pipegraph.schedule.lifetimes import peak_activations
@@ -36,6 +36,9 @@ PARTS = {
 }
 """What a rank's time goes into. A transfer hands a message over, a wait ends when one has arrived."""
 
+COLLECTIVES: Final = "collectives"
+"""The part beside the others: how long collectives of the schedule ran."""
+
 
 @dataclass(frozen=True)
 class StepFigures:
@@ -49,7 +52,7 @@ class StepFigures:
         iteration: seconds of a whole iteration of the user's loop, the optimizer included: from the begin in the first
             process to the end in the last one.
         bubble: the share of ``seconds`` in which ranks computed nothing, their mean; None if they share a process.
-        ranks: of each rank, the seconds that went into each of `PARTS`.
+        ranks: of each rank, the seconds that went into each of `PARTS` and, beside them, into `COLLECTIVES`.
         peak_bytes: of each process, since it began: the peak of what torch had allocated on its GPU or, without a GPU,
             of the machine's memory that the process held.
     """
@@ -76,7 +79,7 @@ class StepRecorder:
         self.offset = 0.0
         self.times = ActionTimes(pipe.device)
         self._pipe, self._device = pipe, pipe.device
-        self._parts = parts_of(pipe.schedule)
+        self._parts = parts_of(pipe.schedule_with_collectives)
         self._last = StepTimes({})  # of the step before
         self._last_start = 0.0  # of that step, on rank 0's clock
         self._index = 0
@@ -92,12 +95,15 @@ class StepRecorder:
         self._last, self._last_start = self.times.end_step(), self._start + self.offset
         stop = self._last_start + time.perf_counter() - self._watch
         row = [math.nan if loss is None else float(loss), float(self._peak_bytes()), self._last_start, stop]
-        for spans in (self._last.spans.get(rank, ()) for rank in self._pipe.ranks):
+        for rank in self._pipe.ranks:
+            spans = self._last.spans.get(rank, ())
             row.append(self._last_start + min((span.begin for span in spans), default=math.inf))
             row.append(self._last_start + max((span.end for span in spans), default=-math.inf))
             sums = dict.fromkeys(self._parts, 0.0)
             for span in spans:
                 sums[PARTS[span.action.kind]] += span.end - span.begin
+            for each in self._last.collectives.get(rank, ()):
+                sums[COLLECTIVES] += each.end - each.begin
             row += sums.values()
         figures = self._figures(self._pipe.gather(row))
         self._index += 1
@@ -165,11 +171,11 @@ class StepRecorder:
 
 
 def parts_of(schedule: Schedule) -> tuple[str, ...]:
-    """Return those of `PARTS` on which ranks spend time under a schedule."""
+    """Return those of `PARTS` on which ranks spend time under a schedule, and `COLLECTIVES` if it has any."""
     kinds = {action.kind for row in schedule.actions for action in row}
     crosses = any(schedule.placement[at] != schedule.placement[at - 1] for at in range(1, schedule.stages))
     parts = [part for kind, part in PARTS.items() if kind in kinds or (kind.is_transfer and crosses)]
-    return tuple(dict.fromkeys(parts))
+    return (*dict.fromkeys(parts), *([COLLECTIVES] if schedule.collectives else []))
 
 
 def batch_sizes(manifest: Manifest, sizes: StepSizes) -> tuple[int | None, int | None]:

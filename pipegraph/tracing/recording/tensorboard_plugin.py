@@ -10,17 +10,18 @@ change that follows:
 - Its Distributed view needs equally many collectives on every worker, all of NCCL or all of gloo. Collectives that only
   some of the ranks make (a tied weight's) get another name (`match_collectives`).
 
-Chrome's format needs events of one thread to nest. Receives that are posted ahead do not; they become async events.
+Chrome's format needs events of one thread to nest. Receives that are posted ahead do not, nor do the messages of
+collectives that a schedule has; they become async events.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from pipegraph.schedule import Action
-from pipegraph.tracing import parse_action_name
+from pipegraph.schedule import Action, Collective
+from pipegraph.tracing import COLLECTIVE_EVENT, parse_action_name, parse_collective_name
 
 Event = dict[str, Any]
 LOSS_SPAN: Final = "loss of all ranks"
@@ -35,7 +36,9 @@ _COLLECTIVES = frozenset(
 )
 _RUNTIME = {"cuda_runtime": "runtime", "cuda_driver": "runtime"}
 _POSTED = "gloo:send", "gloo:recv"
-_ANNOTATIONS = "user_annotation", "gpu_user_annotation"
+_HOST: Final = "user_annotation"
+_ANNOTATIONS = _HOST, "gpu_user_annotation"
+_OF_COLLECTIVES = COLLECTIVE_EVENT, "gpu_user_annotation"
 
 
 class _StepStarts:
@@ -45,7 +48,7 @@ class _StepStarts:
         found = [
             (float(event["ts"]), int(event["name"].removeprefix(_STEP)))
             for event in events
-            if event.get("cat") == "user_annotation" and event.get("name", "").startswith(_STEP)
+            if event.get("cat") == _HOST and event.get("name", "").startswith(_STEP)
         ]
         self._starts, self._numbers = map(list, zip(*sorted(found), strict=True)) if found else ([], [])
 
@@ -65,18 +68,40 @@ def events_until(events: Sequence[Event], step: int) -> list[Event]:
     return [event for event in events if event.get("ph") == "M" or float(event.get("ts", 0)) < end]
 
 
-def adapt_events(events: Sequence[Event], arguments: Callable[[Action], Mapping[str, Any]]) -> list[Event]:
+def adapt_events(events: Sequence[Event], arguments: Callable[[Action | Collective], Mapping[str, Any]]) -> list[Event]:
     """Return the events of a process as the plugin and Chrome's format need them.
 
     Args:
         events: as torch wrote them.
-        arguments: action → its arguments in a trace, without the step, which is added.
+        arguments: action or collective → its arguments in a trace, without the step, which is added.
     """
     steps = _StepStarts(events)
-    return [adapted for event in events for adapted in _adapt(event, arguments, steps)]
+    started = _Intervals(
+        each for each in events if each.get("cat") == _HOST and parse_collective_name(str(each.get("name")))
+    )
+    return [adapted for event in events for adapted in _adapt(event, arguments, steps, started)]
 
 
-def _adapt(event: Event, arguments: Callable[[Action], Mapping[str, Any]], steps: _StepStarts) -> Iterator[Event]:
+class _Intervals:
+    """When events ran that do not overlap."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        found = sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in events)
+        self._starts, self._ends = map(list, zip(*found, strict=True)) if found else ([], [])
+
+    def start_and_leave(self, event: Event) -> bool:
+        """Whether an event starts in one of them, and ends after it."""
+        start = float(event["ts"])
+        index = bisect_right(self._starts, start) - 1
+        return index >= 0 and start <= self._ends[index] < start + float(event["dur"])
+
+
+def _adapt(
+    event: Event,
+    arguments: Callable[[Action | Collective], Mapping[str, Any]],
+    steps: _StepStarts,
+    started: _Intervals,
+) -> Iterator[Event]:
     event = {"name": "unnamed", **event}
     if event.get("ph") != "X":
         yield event
@@ -86,12 +111,17 @@ def _adapt(event: Event, arguments: Callable[[Action], Mapping[str, Any]], steps
     if category == "gpu_user_annotation" and event["name"].startswith(_STEP):
         event["cat"] = "gpu_step"
     action = parse_action_name(event["name"]) if category in _ANNOTATIONS else None
-    if action is not None:
+    collective = parse_collective_name(event["name"]) if category in _OF_COLLECTIVES else None
+    if collective is not None:
+        step = steps.at(float(event["ts"]))
+        if step is not None:
+            yield {**event, "args": {**event.get("args", {}), **arguments(collective), "step": step}}
+    elif action is not None:
         event["args"] = {**event.get("args", {}), **arguments(action), "step": steps.at(float(event["ts"]))}
         yield event
-        if category == "user_annotation":
+        if category == _HOST:
             yield {**event, "cat": "cpu_op"}
-    elif event["name"] in _POSTED:
+    elif event["name"] in _POSTED or (event["name"] in _COLLECTIVES and started.start_and_leave(event)):
         yield from _as_async(event)
     else:
         yield event
@@ -150,7 +180,7 @@ def events_by_rank(events: Sequence[Event], ranks: Sequence[int]) -> dict[int, l
     spans = sorted(
         (float(event["ts"]), float(event["ts"]) + float(event["dur"]), int(event["args"]["rank"]))
         for event in events
-        if event.get("cat") == "user_annotation" and _is_action(event)
+        if event.get("cat") == _HOST and _is_action(event)
     )
     starts = [start for start, _, _ in spans]
 

@@ -24,8 +24,8 @@ INITIALISATION = {
 }
 
 
-def initialise(stage):
-    """Initialise parameters as the model does, with random numbers that are seeded by names.
+def initialise(stage, seed):
+    """Initialise parameters as the model does, with random numbers that follow from `seed` and from names.
 
     They are equal on every rank, and however the model is cut.
     """
@@ -35,14 +35,14 @@ def initialise(stage):
         for name, module in reversed(list(stage.named_modules())):
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if reset is not None:
-                torch.manual_seed(zlib.crc32(name.encode()))
+                torch.manual_seed(zlib.crc32(name.encode(), seed))
                 reset()
         for name, parameter in stage.named_parameters():
             name = first_name.get(name, name)
             pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
             function = INITIALISATION.get(name, INITIALISATION.get(pattern))
             if function is not None:
-                torch.manual_seed(zlib.crc32(name.encode()))
+                torch.manual_seed(zlib.crc32(name.encode(), seed))
                 function(parameter)
 
 

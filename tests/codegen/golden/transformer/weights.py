@@ -10,8 +10,8 @@ from torch import nn
 _FOLDER = Path(__file__).parent
 
 
-def initialise(stage):
-    """Initialise parameters as the model does, with random numbers that are seeded by names.
+def initialise(stage, seed):
+    """Initialise parameters as the model does, with random numbers that follow from `seed` and from names.
 
     They are equal on every rank, and however the model is cut.
     """
@@ -19,7 +19,7 @@ def initialise(stage):
         for name, module in reversed(list(stage.named_modules())):
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if reset is not None:
-                torch.manual_seed(zlib.crc32(name.encode()))
+                torch.manual_seed(zlib.crc32(name.encode(), seed))
                 reset()
 
 

@@ -16,13 +16,15 @@ NUM_STAGES = 3
 _STAGES = (Stage0, Stage1, Stage2)
 
 
-def load_stage(index: int, device: str | torch.device = "cpu", weights: bool | str | PathLike[str] = True) -> nn.Module:
+def load_stage(
+    index: int, device: str | torch.device = "cpu", weights: bool | str | PathLike[str] = True, seed: int = 0
+) -> nn.Module:
     """Build stage `index` on `device`, in the mode (training or evaluation) that the model was in.
 
     With `weights`, parameters are read from the safetensors files of this folder. If `weights` is a path, parameters
     and the buffers of `state_dict()` are read from the Hugging Face checkpoint in that folder and converted to the
-    stage's dtypes. Without `weights`, parameters are initialised as the model does it. Buffers are read in all cases,
-    unless the device is meta.
+    stage's dtypes. Without `weights`, parameters are initialised as the model does it, with random numbers that follow
+    from `seed` and their names. Buffers are read in all cases, unless the device is meta.
     """
     is_meta = torch.device(device).type == "meta"
     with torch.device("meta" if weights or is_meta else "cpu"):
@@ -30,7 +32,7 @@ def load_stage(index: int, device: str | torch.device = "cpu", weights: bool | s
     if is_meta:
         return stage
     if not weights:
-        initialise(stage)
+        initialise(stage, seed)
         stage.to(device)
     read_stage(stage, index, device, weights)
     return stage

@@ -13,12 +13,13 @@ function find(pixelX, pixelY) {
 
 function facts(found) {
   const [kind, stage, microbatch, start, end] = found.action;
-  const lines = [["from", `${time(start)} to ${time(end)}`], [found.measured ? "took" : "takes", time(end - start)]];
+  const when = (at) => moment(at, end - start);
+  const lines = [["from", `${when(start)} to ${when(end)}`], [found.measured && !data.simulated ? "took" : "takes", time(end - start)]];
   const other = (found.measured ? (below ? below.rows : []) : step.rows)[found.rank] || [];
   const same = other.find((action) => action[0] === kind && action[1] === stage && action[2] === microbatch);
   if (same) {
     const name = found.measured ? below.short : "measured";
-    lines.push([name, `${time(same[4] - same[3])}, from ${time(same[3])}`]);
+    lines.push([name, `${time(same[4] - same[3])}, from ${when(same[3])}`]);
   }
   if (found.measured) {
     const before = found.position ? step.rows[found.rank][found.position - 1][4] : 0;
@@ -33,19 +34,49 @@ function facts(found) {
   return { title: `${data.meaning[kind]}: stage ${stage}, microbatch ${microbatch}`, lines };
 }
 
-function showTip(found, pixelX, pixelY) {
-  tip.hidden = !found;
-  if (!found) return;
-  const { title, lines } = facts(found);
-  tip.replaceChildren();
-  const name = document.createElement("b");
-  name.textContent = `${title}${found.measured ? "" : `, ${below.short}`}`;
-  const table = document.createElement("table");
+function describe(place, title, lines) {
+  const name = document.createElement("b"), table = document.createElement("table");
+  name.textContent = title;
   for (const cells of lines) {
     const line = table.insertRow();
     for (const cell of cells) line.insertCell().textContent = cell;
   }
-  tip.append(name, table);
+  place.replaceChildren(name, table);
+}
+
+// Below the timeline stays what is selected, and what was measured.
+function dock() {
+  details.replaceChildren();
+  const part = (title, lines) => {
+    const place = document.createElement("div");
+    describe(place, title, lines);
+    details.append(place);
+  };
+  if (chosen) part(`Rank ${chosen.rank}, ${facts(chosen).title}`, facts(chosen).lines);
+  if (span) {
+    const lasting = span.to - span.from, computing = step.rows.map((actions) => actions.reduce(
+      (sum, [, , , start, end]) => sum + Math.max(0, Math.min(end, span.to) - Math.max(start, span.from)), 0));
+    const share = computing.reduce((sum, each) => sum + each, 0) / (lasting * computing.length);
+    part(`Measured: ${time(lasting)}`, [
+      ["from", `${moment(span.from, lasting)} to ${moment(span.to, lasting)}`],
+      ["ranks compute", `${(100 * share).toFixed(1)} % of it (mean)`],
+    ]);
+  }
+  remember();
+}
+
+function select(from, to) {
+  span = to > from ? { from: Math.max(from, 0), to: Math.min(to, whole()) } : null;
+  if (span) said.textContent = `Measured ${time(span.to - span.from)}`;
+  dock();
+  draw();
+}
+
+function showTip(found, pixelX, pixelY) {
+  tip.hidden = !found;
+  if (!found) return;
+  const { title, lines } = facts(found);
+  describe(tip, `${title}${found.measured ? "" : `, ${below.short}`}`, lines);
   const left = Math.min(pixelX + 14, frame.clientWidth - tip.offsetWidth - 4);
   tip.style.left = `${Math.max(0, left)}px`;
   tip.style.top = `${pixelY + 18}px`;
@@ -63,6 +94,7 @@ function choose(rank, position) {
     const half = (view.to - view.from) / 2;
     look((start + end) / 2 - half, (start + end) / 2 + half);
   }
+  dock();
   draw();
 }
 
@@ -81,7 +113,12 @@ function legend() {
   const entry = (text, className, fill, letter, ink) => {
     const item = document.createElement("span"), sign = document.createElement("i");
     if (className) sign.className = className;
-    if (fill) { sign.style.background = fill; sign.style.color = ink; sign.textContent = letter; }
+    if (fill) {
+      sign.style.backgroundColor = fill;
+      sign.style.color = ink;
+      sign.textContent = letter;
+      sign.classList.add(`kind-${letter}`);
+    }
     item.append(sign);
     item.append(text);
     place.append(item);
@@ -92,7 +129,8 @@ function legend() {
     const item = entry(data.meaning[kind], "", tones[0].fill, kind, tones[0].ink);
     for (const tone of tones.slice(1).reverse()) {
       const sign = document.createElement("i");
-      Object.assign(sign.style, { background: tone.fill, color: tone.ink });
+      Object.assign(sign.style, { backgroundColor: tone.fill, color: tone.ink });
+      sign.className = `kind-${kind}`;
       sign.textContent = kind;
       item.firstChild.after(sign);
     }
@@ -102,30 +140,63 @@ function legend() {
     tones.textContent = data.tones;
     place.append(tones);
   }
-  entry("waiting for a message", "wait");
+  if (!data.simulated) entry("waiting for a message", "wait");
   entry("critical path", "path");
 }
 
 function set() {
   step = data.steps[Number(box.step.value)];
   below = box.below.value === "" ? null : data.below[Number(box.below.value)];
-  hovered = chosen = null;
+  hovered = chosen = span = null;
   said.textContent = "";
   showTip(null);
+  dock();
+}
+
+// What is seen stands in the page's address, so that it can be sent to somebody, and survives a reload.
+function remember() {
+  clearTimeout(remember.timer);
+  remember.timer = setTimeout(() => {
+    const state = {
+      step: box.step.value, below: box.below.value, arrows: Number(box.arrows.checked), critical: Number(box.critical.checked),
+      view: `${view.from.toFixed(3)}-${view.to.toFixed(3)}`,
+    };
+    if (chosen) state.action = `${chosen.rank}-${chosen.position}`;
+    if (span) state.span = `${span.from.toFixed(3)}-${span.to.toFixed(3)}`;
+    history.replaceState(null, "", `#${new URLSearchParams(state)}`);
+  }, 150);
+}
+
+function recall() {
+  const state = new URLSearchParams(location.hash.slice(1));
+  const pair = (name) => {
+    const found = /^(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)$/.exec(state.get(name) || "");
+    return found && [Number(found[1]), Number(found[2])];
+  };
+  for (const name of ["step", "below"]) {
+    if ([...box[name].options].some((each) => each.value === state.get(name))) box[name].value = state.get(name);
+  }
+  for (const name of ["arrows", "critical"]) if (state.has(name)) box[name].checked = state.get(name) === "1";
+  set();
+  const seen = pair("view"), action = pair("action"), measured = pair("span");
+  if (seen && seen[1] > seen[0]) look(...seen); else fit();
+  if (action) choose(...action);
+  if (measured) select(...measured);
 }
 
 data.steps.forEach((each, number) => option(box.step, number, `${each.number} (${time(each.makespan)})${each.complete ? "" : ", incomplete"}`));
 box.step.value = String(data.shown);
 data.below.forEach((each, number) => option(box.below, number, each.name));
 option(box.below, "", "nothing");
-set();
+box.step.parentElement.hidden = data.steps.length < 2;
+box.below.parentElement.hidden = data.below.length === 0;
+box.arrows.parentElement.hidden = data.steps.every((each) => each.messages.length === 0);
 legend();
-fit();
+recall();
 
 box.step.addEventListener("change", () => { set(); fit(); });
 box.below.addEventListener("change", () => { set(); fit(); });
-box.arrows.addEventListener("change", draw);
-box.critical.addEventListener("change", draw);
+for (const each of [box.arrows, box.critical]) each.addEventListener("change", () => { draw(); remember(); });
 byId("in").addEventListener("click", () => zoom(0.6));
 byId("out").addEventListener("click", () => zoom(1 / 0.6));
 byId("fit").addEventListener("click", fit);
@@ -147,7 +218,8 @@ canvas.addEventListener("pointermove", (event) => {
     drag.now = event.offsetX;
     drag.moved = drag.moved || Math.abs(drag.now - drag.x) > 3;
     const by = ((drag.x - drag.now) / width()) * (drag.to - drag.from);
-    if (drag.select) draw(); else if (drag.moved) look(drag.from + by, drag.to + by);
+    if (drag.select) select(Math.min(at(drag.x), at(drag.now)), Math.max(at(drag.x), at(drag.now)));
+    else if (drag.moved) look(drag.from + by, drag.to + by);
     showTip(null);
     return;
   }
@@ -158,8 +230,7 @@ canvas.addEventListener("pointermove", (event) => {
 canvas.addEventListener("pointerup", (event) => {
   const done = drag;
   drag = null;
-  if (done && done.select && done.moved) look(Math.min(at(done.x), at(done.now)), Math.max(at(done.x), at(done.now)));
-  else if (done && !done.moved) {
+  if (done && !done.moved) {
     const found = find(event.offsetX, event.offsetY);
     if (found && found.measured) choose(found.rank, found.position);
   }
@@ -171,14 +242,18 @@ canvas.addEventListener("dblclick", (event) => zoom(0.4, at(event.offsetX)));
 canvas.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const { key } = event;
-  if (key === "+" || key === "=") zoom(0.6);
-  else if (key === "-" || key === "_") zoom(1 / 0.6);
+  const letter = key.toLowerCase();
+  if (key === "+" || key === "=" || letter === "w") zoom(0.6);
+  else if (key === "-" || key === "_" || letter === "s") zoom(1 / 0.6);
+  else if (letter === "a" || letter === "d") pan(letter === "a" ? -0.2 : 0.2);
+  else if (letter === "m" && chosen) select(chosen.action[3], chosen.action[4]);
+  else if (letter === "z" && span) look(span.from, span.to);
   else if (key === "0" || key === "f") fit();
   else if (key === "Home") choose(chosen ? chosen.rank : 0, 0);
   else if (key === "End") choose(chosen ? chosen.rank : 0, Infinity);
   else if (event.shiftKey && (key === "ArrowLeft" || key === "ArrowRight")) pan(key === "ArrowLeft" ? -0.2 : 0.2);
   else if (key.startsWith("Arrow")) goTo(key);
-  else if (key === "Escape") { chosen = null; said.textContent = ""; draw(); }
+  else if (key === "Escape") { chosen = span = null; said.textContent = ""; dock(); draw(); }
   else return;
   event.preventDefault();
 });

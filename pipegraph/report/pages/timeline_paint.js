@@ -26,13 +26,9 @@ function paint() {
   data.ranks.forEach((_, rank) => row(pen, rank));
   if (box.arrows.checked) arrows(pen);
   if (box.critical.checked) criticalPath(pen);
-  mark(pen, hovered, colours.text);
-  mark(pen, chosen, colours.accent);
-  if (drag && drag.select) {
-    pen.fillStyle = colours.accent;
-    pen.globalAlpha = 0.15;
-    pen.fillRect(drag.x, 0, drag.now - drag.x, height);
-  }
+  mark(pen, hovered, false);
+  mark(pen, chosen, true);
+  if (span) measure(pen, height);
   pen.restore();
   canvas.dataset.drawn = String(step.rows.reduce((sum, actions) => sum + actions.length, 0));
 }
@@ -40,10 +36,12 @@ function paint() {
 function axis(pen, height) {
   pen.font = "12px system-ui, sans-serif";
   pen.textBaseline = "middle";
-  const span = view.to - view.from, rough = (span / Math.max(width() / 110, 2));
+  const seen = view.to - view.from, rough = (seen / Math.max(width() / 110, 2));
   const power = 10 ** Math.floor(Math.log10(rough));
   const distance = power * [1, 2, 5, 10].find((factor) => power * factor >= rough);
-  const digits = Math.max(0, -Math.floor(Math.log10(distance / data.unit.microseconds) + 1e-9));
+  // Far into a step the ticks count from a round time on its left: 1.510 s + 0.5 ms.
+  const coarse = 10 * power, base = view.from > 10 * seen ? Math.floor(view.from / coarse) * coarse : 0;
+  const [size, name] = unitOf(base ? Math.max(seen, distance) : view.to), digits = decimals(distance, size);
   pen.textAlign = "center";
   for (let tick = Math.ceil(view.from / distance) * distance; tick <= view.to; tick += distance) {
     pen.strokeStyle = colours.grid;
@@ -52,11 +50,14 @@ function axis(pen, height) {
     pen.lineTo(Math.round(x(tick)) + 0.5, height - 8);
     pen.stroke();
     pen.fillStyle = colours.quiet;
-    if (x(tick) < frame.clientWidth - 18) pen.fillText((tick / data.unit.microseconds).toFixed(digits), x(tick), 9);
+    const text = `${((tick - base) / size).toFixed(digits)}${base && name ? ` ${name}` : ""}`;
+    if (x(tick) < frame.clientWidth - 18) pen.fillText(text, x(tick), 9);
   }
   pen.textAlign = "left";
   pen.fillStyle = colours.quiet;
-  pen.fillText(narrow() ? data.unit.name : `time in ${data.unit.name}`, 0, 9);
+  const from = base ? `${moment(base, 1000 * coarse)} +` : narrow() ? name : name ? `time in ${name}` : "time";
+  pen.clearRect(0, 0, pen.measureText(from).width + 6, 18);
+  pen.fillText(from, 0, 9);
   data.ranks.forEach((rank, number) => {
     const y = top(number), one = rank.stages.length === 1;
     pen.font = "600 13px system-ui, sans-serif";
@@ -115,16 +116,53 @@ function boxes(pen, actions, y, height, opacity) {
     pen.beginPath();
     pen.roundRect(left, y, Math.max(wide - gap, 0.3), height, Math.min(2.5, wide / 8));
     pen.fill();
+    pattern(pen, kind, left, y, Math.max(wide - gap, 0.3), height, look.ink);
     const full = `${stage}${kind}${microbatch}`, short = String(microbatch);
     const text = wide > full.length * 7.4 + 10 ? full : wide > short.length * 7 + 3 ? short : "";
     if (text) {
       pen.globalAlpha = 1;
-      pen.fillStyle = opacity < 1 && look.ink === "#ffffff" ? "#ffffff" : look.ink;
+      pen.fillStyle = opacity < 1 ? inkOn(look.fill, opacity) : look.ink;
       const from = Math.max(left, gutter()), to = Math.min(left + wide, gutter() + width());
       pen.fillText(text, Math.min(Math.max((from + to) / 2, left + 8), left + wide - 8), y + height / 2 + 0.5);
     }
   }
   pen.globalAlpha = 1;
+}
+
+// I is hatched, W has a bar at its foot, and B, which is both, has both: a box too narrow for its letter says what it is
+// without colour, too.
+function pattern(pen, kind, left, y, wide, height, ink) {
+  if (kind === "F" || wide < 2) return;
+  pen.save();
+  pen.beginPath();
+  pen.rect(left, y, wide, height);
+  pen.clip();
+  pen.strokeStyle = pen.fillStyle = ink;
+  if (kind !== "W") {
+    pen.globalAlpha *= 0.28;
+    const first = Math.max(left, gutter()) - height, last = Math.min(left + wide, gutter() + width());
+    pen.beginPath();
+    for (let at = Math.floor(first / 6) * 6; at < last; at += 6) {
+      pen.moveTo(at, y + height);
+      pen.lineTo(at + height, y);
+    }
+    pen.stroke();
+    pen.globalAlpha /= 0.28;
+  }
+  if (kind !== "I") {
+    pen.globalAlpha *= 0.6;
+    pen.fillRect(left, y + height - 3, wide, 3);
+  }
+  pen.restore();
+}
+
+// Black or white on a colour that lets the card shine through, whichever has more contrast (WCAG 2).
+function inkOn(fill, opacity) {
+  const channels = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16) / 255);
+  const under = channels(colours.card), mixed = channels(fill).map((part, n) => part * opacity + under[n] * (1 - opacity));
+  const linear = mixed.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+  const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  return 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 ? "#ffffff" : "#000000";
 }
 
 function arrows(pen) {
@@ -180,11 +218,50 @@ function criticalPath(pen) {
   pen.lineWidth = 1;
 }
 
-function mark(pen, found, colour) {
+// A selection has a double frame outside of its box, and what is pointed at a thin one: neither looks like the critical path.
+function mark(pen, found, selected) {
   if (!found) return;
-  const y = top(found.rank) + (found.measured ? 0 : MEASURED + 2);
-  pen.strokeStyle = colour;
-  pen.lineWidth = 2;
-  pen.strokeRect(x(found.action[3]), y, Math.max(x(found.action[4]) - x(found.action[3]), 1), found.measured ? MEASURED : BELOW);
+  const y = top(found.rank) + (found.measured ? 0 : MEASURED + 2), height = found.measured ? MEASURED : BELOW;
+  const left = x(found.action[3]), wide = Math.max(x(found.action[4]) - left, 1);
+  if (selected) {
+    pen.lineWidth = 5;
+    pen.strokeStyle = colours.card;
+    pen.strokeRect(left - 1, y - 1, wide + 2, height + 2);
+    pen.lineWidth = 2.5;
+    pen.strokeStyle = colours.text;
+    pen.strokeRect(left - 2, y - 2, wide + 4, height + 4);
+    pen.fillStyle = colours.text;
+    pen.beginPath();
+    pen.moveTo(left + wide / 2 - 5, y - 10);
+    pen.lineTo(left + wide / 2 + 5, y - 10);
+    pen.lineTo(left + wide / 2, y - 4);
+    pen.fill();
+  } else {
+    pen.lineWidth = 1.5;
+    pen.strokeStyle = colours.text;
+    pen.strokeRect(left, y, wide, height);
+  }
   pen.lineWidth = 1;
+}
+
+function measure(pen, height) {
+  const left = x(span.from), right = x(span.to), text = time(span.to - span.from);
+  pen.fillStyle = pen.strokeStyle = colours.text;
+  pen.globalAlpha = 0.1;
+  pen.fillRect(left, 0, right - left, height);
+  pen.globalAlpha = 1;
+  for (const edge of [left, right]) {
+    pen.beginPath();
+    pen.moveTo(edge, 0);
+    pen.lineTo(edge, height);
+    pen.stroke();
+  }
+  pen.font = "600 12px system-ui, sans-serif";
+  pen.textAlign = "center";
+  const wide = pen.measureText(text).width + 10;
+  const middle = Math.min(Math.max((left + right) / 2, gutter() + wide / 2), gutter() + width() - wide / 2);
+  pen.fillStyle = colours.card;
+  pen.fillRect(middle - wide / 2, height - 20, wide, 16);
+  pen.fillStyle = colours.text;
+  pen.fillText(text, middle, height - 12);
 }

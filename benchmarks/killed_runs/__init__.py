@@ -1,0 +1,1 @@
+"""Training runs whose ranks are killed at random moments: each has to end as the run that nobody killed."""

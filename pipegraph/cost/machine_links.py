@@ -1,0 +1,176 @@
+"""Measure the links between processes: messages between each two of them, and collectives of several."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from pipegraph.cost.hardware import MeasuredLinks
+from pipegraph.cost.size_table import SizeTable
+from pipegraph.errors import RuntimeFault
+
+_TIMEOUT = 120.0  # seconds that all of it may take
+_SIZES = tuple(4**power * 1024 for power in range(8))  # of messages: 1 KiB to 16 MiB
+_WARM, _SAMPLES = 2, 9
+
+# torch 2.13 has given both another name.
+_GATHER: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """What was measured between ranks.
+
+    Attributes:
+        links: latency and bandwidth from each rank to each other one.
+        collectives: bytes per second, over the bytes of the whole and the number of ranks, by the field of `Link`.
+    """
+
+    links: MeasuredLinks
+    collectives: Mapping[str, SizeTable]
+
+
+def measure_links(ranks: int, device: str, timeout: float = _TIMEOUT) -> LinkRates:
+    """Measure the links from each of so many ranks to each other one, and collectives of them.
+
+    It is done over gloo, or NCCL with a GPU each.
+
+    Raises RuntimeFault where a process fails or the time is over. No process is left then.
+    """
+    backend = "nccl" if device == "cuda" else "gloo"
+    # Port 0: the system chooses one that is free.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    deadline = time.monotonic() + timeout
+    context = mp.start_processes(
+        _rank, (ranks, store.port, backend), nprocs=ranks, join=False, daemon=True, start_method="spawn"
+    )
+    try:
+        while not context.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise RuntimeFault(
+                    f"the links between {ranks} ranks were not measured within {timeout:g} s.\n"
+                    f"Try: fewer --ranks, or again when the machine does less."
+                )
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise RuntimeFault(f"the links between {ranks} ranks cannot be measured: {reason}") from None
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
+    *tables, rates = json.loads(store.get("found"))
+    latency, bandwidth = (tuple(map(tuple, rows)) for rows in tables)
+    return LinkRates(MeasuredLinks(latency, bandwidth, backend), {name: _table(each) for name, each in rates.items()})
+
+
+def _table(rates: Mapping[str, Sequence[float]]) -> SizeTable:
+    """The table of a collective, from number of ranks → the rate with each of the sizes."""
+    counts = sorted(map(int, rates))
+    axes = {"ranks": tuple(map(float, counts)), "bytes": tuple(map(float, _SIZES))}
+    return SizeTable(axes, tuple(tuple(rates[str(count)]) for count in counts))
+
+
+def _rank(rank: int, ranks: int, port: int, backend: str) -> None:
+    """One of the processes. The first one has the result of all pairs, and leaves it in the store."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    store = dist.TCPStore("localhost", port, is_master=False)
+    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks)
+    try:
+        latency: list[list[float | None]] = [[None] * ranks for _ in range(ranks)]
+        bandwidth: list[list[float | None]] = [[None] * ranks for _ in range(ranks)]
+        for sender in range(ranks):
+            for receiver in range(ranks):
+                if sender == receiver:
+                    continue
+                times = [_round_trip(sender, receiver, rank, size, device) for size in _SIZES]
+                shared = torch.tensor(times, dtype=torch.float64, device=device)
+                dist.broadcast(shared, sender)
+                latency[sender][receiver], bandwidth[sender][receiver] = fit(shared.tolist())
+        rates = _collective_rates(rank, ranks, backend, device)
+        if rank == 0:
+            store.set("found", json.dumps([latency, bandwidth, rates]))
+        dist.barrier()
+    finally:
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _round_trip(sender: int, receiver: int, rank: int, size: int, device: torch.device) -> float:
+    """Seconds from sending so many bytes to the answer of one; 0 on other ranks than the sender."""
+    if rank not in (sender, receiver):
+        return 0.0
+    message, answer = (
+        torch.zeros(size, dtype=torch.uint8, device=device),
+        torch.zeros(1, dtype=torch.uint8, device=device),
+    )
+    samples = []
+    for _ in range(_WARM + _SAMPLES):
+        started = time.perf_counter()
+        if rank == sender:
+            dist.send(message, receiver)
+            dist.recv(answer, receiver)
+        else:
+            dist.recv(message, sender)
+            dist.send(answer, sender)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        samples.append(time.perf_counter() - started)
+    return float(np.median(samples[_WARM:]))
+
+
+def _collective_rates(rank: int, ranks: int, backend: str, device: torch.device) -> dict[str, dict[str, list[float]]]:
+    """By collective and number of ranks, bytes per second with each of the sizes: of 2, 4, … ranks, and of all."""
+    counts = sorted({count for count in (2**power for power in range(1, 17)) if count < ranks} | {ranks})
+    found: dict[str, dict[str, list[float]]] = {}
+    for count in counts:
+        group = dist.new_group(list(range(count)))
+        for size in _SIZES if rank < count else ():
+            whole = torch.zeros(-(-size // (4 * count)) * count, device=device)  # float32, as gradients are
+            part = torch.zeros(len(whole) // count, device=device)
+            calls: dict[str, Callable[[], object]] = {
+                "gather": partial(_GATHER, whole, part, group=group),
+                "reduce": partial(_REDUCE, part, whole, group=group),
+                "all_reduce": partial(dist.all_reduce, whole, group=group),
+            }
+            if backend == "gloo":  # which adds up the whole on every rank, also if each is to get a part alone
+                calls["reduce"] = calls["all_reduce"]
+            for name, call in calls.items():
+                rates = found.setdefault(name, {}).setdefault(str(count), [])
+                rates.append(whole.nbytes / _usual_seconds(call, device))
+    return found
+
+
+def _usual_seconds(call: Callable[[], object], device: torch.device) -> float:
+    samples = []
+    for _ in range(_WARM + _SAMPLES):
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        samples.append(time.perf_counter() - started)
+    return float(np.median(samples[_WARM:]))
+
+
+def fit(times: list[float]) -> tuple[float, float]:
+    """(latency, bandwidth) of one way, from the times of a round trip with each of the sizes.
+
+    The least squares of relative errors, so that small messages count as much as large ones:
+    2 × latency + size ÷ bandwidth = time.
+    """
+    seconds = np.array(times)
+    sizes = np.array(_SIZES, dtype=float)
+    (latency, per_byte), *_ = np.linalg.lstsq(np.stack([2 / seconds, sizes / seconds], axis=1), np.ones(len(times)))
+    fastest = float(np.max(sizes / seconds))
+    return max(float(latency), 0.0), float(1 / per_byte) if per_byte > 0 else fastest

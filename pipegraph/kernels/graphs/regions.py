@@ -1,0 +1,120 @@
+"""The regions of a graph: which of its operations recompute together, and by which choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from pipegraph.kernels.graphs.internals import graph_so_far
+from pipegraph.recompute import Recompute, Region
+
+_PLACE = "place"
+
+
+@contextmanager
+def placed(place: Any) -> Iterator[None]:
+    """Mark the operations that are traced meanwhile with their place, unless a context inside has marked them."""
+    graph = graph_so_far()
+    last = None if graph is None else next(iter(reversed(graph.nodes)), None)
+    try:
+        yield
+    finally:
+        for node in () if graph is None else reversed(graph.nodes):
+            if node is last:
+                break
+            node.meta.setdefault(_PLACE, place)
+
+
+def inherit_places(nodes: Iterable[fx.Node]) -> None:
+    """Mark operations of the backward, in order, with the place of the first value that they read and that has one.
+
+    Those that depend on no gradient, such as where a relu was active, count as a part of the forward.
+    """
+    for node in nodes:
+        places = (each.meta[_PLACE] for each in node.all_input_nodes if _PLACE in each.meta)
+        if (place := next(places, None)) is not None:
+            node.meta.setdefault(_PLACE, place)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The regions of a graph by the places of its operations; ``default`` is that of a place without its own."""
+
+    default: Region
+    places: Mapping[Any, Region] = field(default_factory=dict)
+
+    @property
+    def signature(self) -> tuple[Region, tuple[tuple[Any, Region], ...]]:
+        """Equal for equal regions."""
+        return self.default, tuple(self.places.items())
+
+    def of(self, node: fx.Node) -> Region:
+        """Return the region of an operation."""
+        return self.places.get(node.meta.get(_PLACE), self.default)
+
+
+class ModuleRegions:
+    """The regions of a module and of all modules inside, by their names in it.
+
+    Equal layers have equal regions: a block is traced for one of them, and knows them by the names inside the layer.
+    """
+
+    def __init__(self, default: Region, inside: Mapping[str, Region]) -> None:
+        """``inside`` has those of modules whose region is another one than the default."""
+        self._default, self._inside = default, dict(inside)
+
+    @classmethod
+    def of_stage(cls, stage: nn.Module, recompute: Recompute) -> ModuleRegions:
+        """Return those of a stage, whose modules are called as the model calls them."""
+        inside: dict[str, Region] = {}
+        default = recompute.region(())
+
+        def visit(module: nn.Module, name: str, path: tuple[str, ...]) -> None:
+            if name and type(module).forward is not nn.Module.forward:  # a list of modules is not called
+                path = (*path, name)
+                region = recompute.region(path)
+                if region != default:
+                    inside[name] = region
+            for key, child in module.named_children():
+                visit(child, f"{name}.{key}" if name else key, path)
+
+        if recompute.rules:
+            visit(stage, "", ())
+        return cls(default, inside)
+
+    def of(self, name: str) -> Region:
+        """Return the region of a module."""
+        return self._inside.get(name, self._default)
+
+    def within(self, name: str) -> ModuleRegions:
+        """Return those of a module inside, as if it stood alone."""
+        start = f"{name}."
+
+        def alone(region: Region) -> Region:
+            return Region(region.module.removeprefix(start) if region.module.startswith(start) else "", region.choice)
+
+        # What lies inside a region that began further out, and has no own one, has the module's.
+        default = alone(self.of(name))
+        found = {
+            inner.removeprefix(start): alone(each) for inner, each in self._inside.items() if inner.startswith(start)
+        }
+        return ModuleRegions(default, {inner: each for inner, each in found.items() if each != default})
+
+    @property
+    def names(self) -> list[str]:
+        """The names of modules whose region is another one than the default."""
+        return list(self._inside)
+
+    @property
+    def signature(self) -> object:
+        """Equal for equal regions."""
+        return self._default, tuple(self._inside.items())
+
+    @property
+    def of_graph(self) -> Regions:
+        """Those of a graph whose places are regions."""
+        return Regions(self._default, {region: region for region in self._inside.values()})

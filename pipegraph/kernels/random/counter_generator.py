@@ -1,0 +1,175 @@
+"""Random operations as pure functions of a key: the same numbers eager and compiled, at once and computed again.
+
+torch's own random operations draw from a generator that each of them moves on, so that what one draws depends on all
+that ran before it. Here an element is a function of its position and of a key, made of operations that every compiler
+of graphs fuses with what reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Key = Tensor | int
+"""An odd whole number of 64 bits: a tensor without dimensions in a graph."""
+
+_LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class CounterGenerator:
+    """SplitMix64 from the state 0, with the key as its odd step: element i is a mixture of the bits of (i + 1) · key.
+
+    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014; the mixture is variant
+    13 of Stafford. It reads no value more than twice: a compiler that fuses repeats what is read again.
+    """
+
+    key: Key
+    device: torch.device
+
+    def bits(self, shape: Sequence[int]) -> Tensor:
+        """Whole numbers from 0 to 2³² − 1, as int64."""
+        key = self.key.to(self.device) if isinstance(self.key, Tensor) else self.key
+        places = torch.arange(1, math.prod(shape) + 1, device=self.device).view(list(shape))
+        mixed = _shifted_in(places * key, 30) * -0x40A7B892E31B1A47
+        mixed = _shifted_in(mixed, 27) * -0x6B2FB644ECCEEE15
+        return (mixed >> 32 ^ (mixed >> 63 & 1)) & _LOW
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Numbers between 0 and 1, both excluded: the middles of as many equal parts as the dtype tells apart."""
+        digits = min(32, -round(math.log2(torch.finfo(dtype).eps)))
+        return ((self.bits(shape) >> (32 - digits)).to(dtype) + 0.5) * 2.0**-digits
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Numbers of the standard normal distribution."""
+        wide = dtype if dtype == torch.float64 else torch.float32
+        return (torch.erfinv(2 * self.uniform(shape, wide) - 1) * math.sqrt(2)).to(dtype)
+
+    def exponential(self, shape: Sequence[int]) -> Tensor:
+        """Numbers of the exponential distribution of rate 1."""
+        return -torch.log(self.uniform(shape))
+
+    def integers(self, shape: Sequence[int], low: int, high: int) -> Tensor:
+        """Whole numbers from `low` to `high` − 1, as int64. There are at most 2³¹ of them."""
+        return low + ((self.bits(shape) * min(high - low, 2**31)) >> 32)
+
+
+def _shifted_in(x: Tensor, places: int) -> Tensor:
+    """Exclusive or of 64 bits with themselves shifted right, without the sign that torch shifts in."""
+    return x ^ ((x >> places) & ((1 << (64 - places)) - 1))
+
+
+Arguments = Mapping[str, Any]
+"""Of an operation, by the names in its schema."""
+
+
+def function_of(name: str) -> Callable[[CounterGenerator, Arguments], Any] | None:
+    """Return what computes an ATen operation from a key, by its name without the ``_`` of one that writes in place.
+
+    None for a distribution that is not here, such as that of Poisson.
+    """
+    return _FUNCTIONS.get(name)
+
+
+def _native_dropout(numbers: CounterGenerator, given: Arguments) -> tuple[Tensor, Tensor]:
+    x, p = given["input"], given["p"]
+    kept = numbers.uniform(x.shape) < 1 - p
+    return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
+
+
+def _bernoulli(numbers: CounterGenerator, given: Arguments) -> Tensor:
+    x = given["self"]
+    p = given.get("p", x)
+    return (numbers.uniform(x.shape) < (p.float() if isinstance(p, Tensor) else p)).to(x.dtype)
+
+
+def _rand(numbers: CounterGenerator, given: Arguments) -> Tensor:
+    return numbers.uniform(*_new(given))
+
+
+def _randn(numbers: CounterGenerator, given: Arguments) -> Tensor:
+    return numbers.normal(*_new(given))
+
+
+def _randint(numbers: CounterGenerator, given: Arguments) -> Tensor:
+    shape, _ = _new(given)
+    default = given["self"].dtype if "self" in given else torch.int64
+    return numbers.integers(shape, given.get("low", 0), given["high"]).to(given.get("dtype") or default)
+
+
+def _randperm(numbers: CounterGenerator, given: Arguments) -> Tensor:
+    return torch.argsort(numbers.bits([given["n"]])).to(given.get("dtype") or torch.int64)
+
+
+def _new(given: Arguments) -> tuple[Sequence[int], torch.dtype]:
+    """The shape and dtype of a new tensor."""
+    like = given.get("self")
+    shape = given["size"] if like is None else like.shape
+    return shape, given.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+
+
+def _uniform(numbers: CounterGenerator, given: Arguments) -> Tensor:
+    x, low, high = given["self"], given["from"], given["to"]
+    return numbers.uniform(x.shape, x.dtype) * (high - low) + low
+
+
+def _normal(numbers: CounterGenerator, given: Arguments) -> Tensor:
+    """All of `normal_(x, mean, std)`, `normal(mean, std)` with tensors, and `normal(mean, std, size)`."""
+    mean, std = given["mean"], given["std"]
+    likes = [each for each in (given.get("self"), mean, std) if isinstance(each, Tensor)]
+    if not likes:
+        return numbers.normal(*_new(given)) * std + mean
+    shape = likes[0].shape if "self" in given else torch.broadcast_shapes(*(each.shape for each in likes))
+    return numbers.normal(shape, likes[0].dtype) * std + mean
+
+
+def _random(numbers: CounterGenerator, given: Arguments) -> Tensor:
+    dtype = given["self"].dtype
+    most = 2 ** (1 - round(math.log2(torch.finfo(dtype).eps))) if dtype.is_floating_point else _largest(dtype)
+    low, high = given.get("from", 0), given.get("to")
+    return numbers.integers(given["self"].shape, low, most + 1 if high is None else high)
+
+
+def _largest(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _multinomial(numbers: CounterGenerator, given: Arguments) -> Tensor:
+    """With replacement by the inverse of the sums, without it by racing exponentials, as torch does."""
+    weights, count = given["self"].float(), given["num_samples"]
+    if not given["replacement"]:
+        return torch.topk(weights / numbers.exponential(weights.shape), count).indices
+    sums = weights.cumsum(-1)
+    drawn = numbers.uniform([*weights.shape[:-1], count]) * sums[..., -1:]
+    return torch.searchsorted(sums, drawn, right=True).clamp(max=weights.shape[-1] - 1)
+
+
+_FUNCTIONS: dict[str, Callable[[CounterGenerator, Arguments], Any]] = {
+    "native_dropout": _native_dropout,
+    "bernoulli": _bernoulli,
+    "rand": _rand,
+    "rand_like": _rand,
+    "randn": _randn,
+    "randn_like": _randn,
+    "randint": _randint,
+    "randint_like": _randint,
+    "randperm": _randperm,
+    "uniform": _uniform,
+    "normal": _normal,
+    "normal_functional": _normal,
+    "random": _random,
+    "multinomial": _multinomial,
+    "exponential": lambda numbers, given: numbers.exponential(given["self"].shape) / given["lambd"],
+    "log_normal": lambda numbers, given: torch.exp(numbers.normal(given["self"].shape) * given["std"] + given["mean"]),
+    "cauchy": lambda numbers, given: (
+        torch.tan(math.pi * (numbers.uniform(given["self"].shape) - 0.5)) * given["sigma"] + given["median"]
+    ),
+    "geometric": lambda numbers, given: torch.ceil(
+        torch.log(numbers.uniform(given["self"].shape)) / math.log1p(-given["p"])
+    ),
+}

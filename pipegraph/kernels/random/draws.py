@@ -1,0 +1,165 @@
+"""Draws: the random operations of a stage, each with a key of its own in the place of torch's generator.
+
+A key is found by the module that draws and by how many draws the module has made before in the same forward. Names
+stay out of graphs, so that equal layers share one: a graph takes the keys of its draws as one more tensor [draws].
+
+stage    keys [5] ─┬─ [0:2] ─▶ block of layers.0     keys [2] ─┬─ [0] ─▶ dropout of attn
+                   ├─ [2:4] ─▶ block of layers.1               └─ [1] ─▶ dropout of mlp
+                   └─ [4] ───▶ dropout
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from pipegraph.errors import PipegraphError
+from pipegraph.kernels.random import internals
+from pipegraph.kernels.random.counter_generator import CounterGenerator, Key, function_of
+
+LOSS = "(loss)"
+"""The name under which a loss draws. No module is called so."""
+
+
+class Draws:
+    """Finds the random operations of a function that calls modules, and replaces them by functions of keys.
+
+    Args:
+        root: draws are named by the modules inside it.
+        outside: the name of a draw outside all modules.
+        key: the key of a draw, by its position among all. None leaves random operations as they are.
+
+    Attributes:
+        modules: the name of the module of each draw, in order.
+        device: where the first one draws; None before.
+    """
+
+    def __init__(self, root: nn.Module, outside: str, key: Callable[[int], Key] | None = None) -> None:
+        self.modules: list[str] = []
+        self.device: torch.device | None = None
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._calls = [outside]
+        self._key = key
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def found(self) -> Iterator[None]:
+        """A context for the function."""
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            with internals.redirecting(self._dispatch):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def take(self, modules: Sequence[str]) -> slice:
+        """Note the draws of a block that the innermost module is now, by their names inside it; return their places."""
+        start, outer = len(self.modules), self._calls[-1]
+        self.modules += [f"{outer}.{name}" if outer and name else outer or name for name in modules]
+        return slice(start, len(self.modules))
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._calls.append(self._names.get(id(module), self._calls[-1]))
+
+    def _leave(self, module: nn.Module, _: Any, returned: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._calls.pop()
+
+    def _dispatch(self, operation: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not is_draw(operation, args, kwargs):
+            return operation(*args, **kwargs)
+        if internals.takes_distributed(types):  # it draws for the shard of this rank, by an operation of its own
+            return NotImplemented
+        position = len(self.modules)
+        self.modules.append(self._calls[-1])
+        given = internals.arguments(operation, args, kwargs)
+        device = _device(given)
+        self.device = self.device or device
+        if self._key is None:
+            return operation(*args, **kwargs)
+        return _drawn(operation, args, kwargs, given, self._key(position), device)
+
+
+def is_draw(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation draws random numbers with these arguments, from the generator of its device.
+
+    An attention has the tag without a dropout too; and its backward, which repeats the numbers of its forward.
+    """
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    given = internals.arguments(operation, args, kwargs)
+    if given.get("generator") is not None or "philox_seed" in given:
+        return False
+    if "dropout_p" in given:
+        return given["dropout_p"] != 0 and operation is not torch.ops.aten._fused_sdp_choice.default
+    if "p" in given and "train" in given:
+        return given["p"] != 0 and given["train"] is not False
+    return given.get("dropout") != 0  # of an RNN
+
+
+def _device(given: Mapping[str, Any]) -> torch.device:
+    """Where an operation draws: the device it is asked for, or that of its arguments."""
+    if given.get("device") is not None:
+        return torch.device(given["device"])
+    tensors = (each.device for each in given.values() if isinstance(each, Tensor))
+    return next(tensors, None) or torch.get_default_device()
+
+
+def _drawn(
+    operation: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Mapping[str, Any],
+    key: Key,
+    device: torch.device,
+) -> Any:
+    name = operation.overloadpacket.__name__
+    function = None if "out" in given else function_of(name.removesuffix("_"))
+    if function is not None:
+        result = function(CounterGenerator(key, device), given)
+        return given["self"].copy_(result) if name.endswith("_") else result
+    if isinstance(key, Tensor):
+        raise RuntimeError(f"with seed=, what {operation} draws is seeded outside a graph alone{_remedy(name)}")
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(key)
+        return operation(*args, **kwargs)
+
+
+def _remedy(name: str) -> str:
+    if "attention" not in name:
+        return ""
+    return ": torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the step has a dropout that can be traced"
+
+
+def numbered(modules: Sequence[str], position: int) -> tuple[str, int]:
+    """The module of a draw, and how many draws it has made before."""
+    module = modules[position]
+    return module, modules[:position].count(module)
+
+
+@contextmanager
+def refusing_draws() -> Iterator[None]:
+    """A context for a backward. Raises PipegraphError for a draw in it: it repeats one of the forward, and nothing says
+    which."""
+
+    def dispatch(operation: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if is_draw(operation, args, kwargs):
+            raise PipegraphError(
+                f"a backward runs a forward again that draws random numbers ({operation}), as a checkpoint around a "
+                'dropout does, and seed= cannot repeat them.\nTry: recompute="block" in place of the checkpoint.'
+            )
+        return operation(*args, **kwargs)
+
+    with internals.redirecting(dispatch):
+        yield

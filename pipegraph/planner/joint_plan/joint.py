@@ -1,0 +1,81 @@
+"""``joint_plan``: the best plan of a model for a cluster, over all axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
+
+from pipegraph.cost.model_output import LossOf
+from pipegraph.graph.captured import Captured
+from pipegraph.planner.cut_choice import CutChoice, rounded
+from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
+from pipegraph.planner.joint_plan.search import SCHEDULES, JointChoice, JointComparison, JointSearch
+from pipegraph.planner.joint_plan.tensor_shares import tensor_shares
+from pipegraph.planner.plan import Plan, plan
+from pipegraph.planner.plan_options import PlanOptions
+from pipegraph.planner.recompute_options import RecomputeOptions
+
+
+def joint_plan(
+    capture_rows: Callable[[int], tuple[Captured, tuple[LossOf, Any] | None]],
+    rows: int,
+    options: PlanOptions,
+    devices: int,
+    global_batch: int,
+    schedules: Sequence[str] = SCHEDULES,
+    tp_plan: Mapping[str, str] | None = None,
+    most_tp: int | None = None,
+) -> tuple[JointComparison, Plan]:
+    """Compare the plans of a model for a cluster, and return them with the best one.
+
+    Args:
+        capture_rows: captures the model with so many rows of a microbatch; also returns its loss and their target, as
+            `PlanOptions` has them.
+        rows: the fewest to consider; twice, four times and eight times as many are considered too.
+        options: how the model is priced; ``memory_bytes`` is one figure, of a device.
+        devices: how many there are.
+        global_batch: rows of a step over all devices.
+        schedules: to compare.
+        tp_plan: what the ranks along tp divide; without one there is no tp.
+        most_tp: the most ranks along tp; by default those of a node.
+
+    Raises:
+        PlanError: no layout has numbers that are possible; a `MemoryShortage` if nothing fits.
+    """
+    captured = {count: capture_rows(count) for count in (rows, 2 * rows)}
+    single, double = (RecomputeOptions.price(model, replace(options, loss=loss)) for model, loss in captured.values())
+    shares = tensor_shares(single.costs[0].priced.chain, tp_plan, options.hardware) if tp_plan else []
+    costs = LayoutCosts(options.hardware, rows, single, double, shares)
+    memory = None if options.memory_bytes is None else options.largest_memory
+    search = JointSearch(costs, devices, global_batch, memory, schedules, most_tp, options.effort)
+    comparison = search.run()
+    best = comparison.best
+    model, _ = captured.get(best.candidate.rows) or capture_rows(best.candidate.rows)
+    return comparison, _plan_of(model, best, options, comparison.lower_bound)
+
+
+def _plan_of(captured: Captured, choice: JointChoice, options: PlanOptions, bound: float) -> Plan:
+    candidate, layout = choice.candidate, choice.candidate.layout
+    own = replace(
+        options,
+        schedule=candidate.schedule,
+        microbatches=candidate.microbatches,
+        ranks=layout.pp,
+        recompute=choice.recompute,
+        state_factor=layout.state_factor,
+        stride=layout.stride,
+    )
+    cuts = CutChoice(choice.costs, own, choice.solution.cuts, choice.solution.schedule, choice.solution)
+    mesh = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
+    prediction = structs.replace(
+        cuts.predict(),
+        value=rounded(choice.step),
+        lower_bound=rounded(min(bound, choice.step)),
+        mesh=mesh if layout.stride > 1 else {},
+    )
+    points = [str(point) for point in cuts.points]
+    made = plan(captured, points=points) if points else plan(captured, stages=1, balance="uniform")
+    return replace(made.predicted(prediction), priced=choice.costs.priced)

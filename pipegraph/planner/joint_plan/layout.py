@@ -1,0 +1,68 @@
+"""How a cluster is divided: the lengths of the dimensions of its mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collective_seconds
+from pipegraph.cost.hardware import Hardware
+
+_WHOLE_STATE = 4.0  # a parameter, its gradient and AdamW's two moments
+_GATHERED = 2.0  # of a sharded stage, the whole parameters and the gradients that add up before they are reduced
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mesh ``pp × dp_replicate × dp_shard × tp``; ranks along the last are neighbours."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    @property
+    def copies(self) -> int:
+        """How many pipelines share the batch."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def stride(self) -> int:
+        """How far apart the ranks of one pipeline are numbered."""
+        return self.copies * self.tp
+
+    @property
+    def state_factor(self) -> float:
+        """How many times a rank holds the parameters of its stages that have a gradient.
+
+        Along dp_shard each rank keeps its part of parameters, gradients and moments; during a step it also holds the
+        gathered parameters of its stages, and their gradients until these are reduced.
+        """
+        return _WHOLE_STATE if self.dp_shard == 1 else _GATHERED + _WHOLE_STATE / self.dp_shard
+
+    def gather_seconds(self, hardware: Hardware, size: float) -> float:
+        """Return what it takes to gather the parameters of a stage, of so many bytes."""
+        return collective_seconds(hardware.links, ALL_GATHER, size, self.dp_shard, self.tp)
+
+    def reduce_seconds(self, hardware: Hardware, size: float) -> float:
+        """Return what it takes to reduce the gradients of a stage, of so many bytes."""
+        scatter = collective_seconds(hardware.links, REDUCE_SCATTER, size, self.dp_shard, self.tp)
+        part = size / self.dp_shard
+        stride = self.dp_shard * self.tp
+        return scatter + collective_seconds(hardware.links, ALL_REDUCE, part, self.dp_replicate, stride)
+
+    def __str__(self) -> str:
+        return f"pp {self.pp} × dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} × tp {self.tp}"
+
+
+def layouts(devices: int, most_stages: int, most_tp: int) -> Iterator[Layout]:
+    """Yield every layout of so many devices with no longer a pipeline and no more ranks along tp than these."""
+    for tp in _divisors(devices):
+        for pp in _divisors(devices // tp):
+            copies = devices // tp // pp
+            if tp <= most_tp and pp <= most_stages:
+                yield from (Layout(pp, copies // shard, shard, tp) for shard in _divisors(copies))
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

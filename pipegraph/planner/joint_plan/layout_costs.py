@@ -1,0 +1,129 @@
+"""The prices of a model for each layout of a cluster and number of rows of a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from pipegraph.cost import SegmentCost
+from pipegraph.cost.hardware import Hardware
+from pipegraph.planner.joint_plan.layout import Layout
+from pipegraph.planner.joint_plan.tensor_shares import TensorShare
+from pipegraph.planner.plan_options import ChainCosts
+from pipegraph.planner.recompute_options import RecomputeOptions
+from pipegraph.recompute import Recompute
+
+
+class SummedCosts(ChainCosts):
+    """Stages that cost the sum of their segments, which have costs of their own."""
+
+    def __init__(self, costs: ChainCosts, segments: Sequence[SegmentCost]) -> None:
+        super().__init__(costs.priced)
+        self.segments = tuple(segments)
+
+    def stage(self, start: int, stop: int) -> SegmentCost:
+        own = self.segments[start:stop]
+        names = ("forward", "input_grad", "weight_grad", "saved_bytes", "parameter_bytes", "flops", "buffer_bytes")
+        sums = {name: sum(getattr(cost, name) for cost in own) for name in names}
+        kept = sum(cost.saved_bytes if cost.weight_saved_bytes is None else cost.weight_saved_bytes for cost in own)
+        trained = sum(cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes for cost in own)
+        return SegmentCost(
+            **sums, boundary_bytes=own[-1].boundary_bytes, weight_saved_bytes=kept, trained_bytes=trained
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutCosts:
+    """The prices of a model with each choice of what to compute again, for one and for two times its rows.
+
+    Between and beyond these, what a microbatch takes grows evenly with its rows; bytes do so exactly. Ranks along tp
+    divide the part of each segment's time and bytes that the model's tensor-parallel plan divides.
+
+    Attributes:
+        single, double: the prices for ``rows``, and for twice as many.
+        shares: what tp divides; empty for a model without a plan.
+    """
+
+    hardware: Hardware
+    rows: int
+    single: RecomputeOptions
+    double: RecomputeOptions
+    shares: Sequence[TensorShare]
+
+    @property
+    def recompute(self) -> tuple[Recompute, ...]:
+        """The choices of what to compute again."""
+        return self.single.recompute
+
+    @cached_property
+    def segments(self) -> int:
+        """How many segments the model has."""
+        return len(self.single.costs[0].segments)
+
+    def options(self, layout: Layout, rows: int) -> tuple[SummedCosts, ...]:
+        """Return the costs with each choice."""
+        return _options(self, layout.tp, rows)
+
+    def chain(self, option: int, tp: int, rows: int) -> list[SegmentCost]:
+        """Return the costs of segments with one choice."""
+        more = rows / self.rows - 1
+        pairs = zip(self.single.costs[option].segments, self.double.costs[option].segments, strict=True)
+        scaled = [_scaled(single, double, more) for single, double in pairs]
+        if tp == 1:
+            return scaled
+        return [
+            _divided(cost, share, tp, *share.exchange_seconds(self.hardware, tp, 1 + more))
+            for cost, share in zip(scaled, self.shares, strict=True)
+        ]
+
+
+@lru_cache(maxsize=64)
+def _options(costs: LayoutCosts, tp: int, rows: int) -> tuple[SummedCosts, ...]:
+    return tuple(SummedCosts(own, costs.chain(option, tp, rows)) for option, own in enumerate(costs.single.costs))
+
+
+def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCost:
+    def at(name: str) -> float:
+        one, two = getattr(single, name), getattr(double, name)
+        return max(0.0, one + more * (two - one))
+
+    kept = None
+    if single.weight_saved_bytes is not None and double.weight_saved_bytes is not None:
+        kept = round(at("weight_saved_bytes"))
+    return replace(
+        single,
+        forward=at("forward"),
+        input_grad=at("input_grad"),
+        weight_grad=at("weight_grad"),
+        boundary_bytes=round(at("boundary_bytes")),
+        saved_bytes=round(at("saved_bytes")),
+        flops=round(at("flops")),
+        weight_saved_bytes=kept,
+    )
+
+
+def _divided(cost: SegmentCost, share: TensorShare, tp: int, forward: float, backward: float) -> SegmentCost:
+    time, saved, held = (1 - part + part / tp for part in (share.time, share.saved, share.parameters))
+    return replace(
+        cost,
+        forward=cost.forward * time + forward,
+        input_grad=cost.input_grad * time + backward,
+        weight_grad=cost.weight_grad * time,
+        saved_bytes=round(cost.saved_bytes * saved),
+        weight_saved_bytes=None if cost.weight_saved_bytes is None else round(cost.weight_saved_bytes * saved),
+        parameter_bytes=round(cost.parameter_bytes * held),
+        trained_bytes=None
+        if cost.trained_bytes is None
+        else min(round(cost.trained_bytes * held), round(cost.parameter_bytes * held)),
+    )
+
+
+def exposed_seconds(
+    stages: Sequence[SegmentCost], placement: Sequence[int], layout: Layout, hardware: Hardware
+) -> float:
+    """Return what gathering and reducing add to a step: on some rank, the gather of its first stage, which comes before
+    all else, and the reduction of that stage's gradients, which are complete last. All others are hidden."""
+    first = {rank: stage for stage, rank in reversed(list(enumerate(placement)))}
+    sizes = [stages[stage].parameter_bytes for stage in first.values()]
+    return max(layout.gather_seconds(hardware, size) + layout.reduce_seconds(hardware, size) for size in sizes)

@@ -1,0 +1,202 @@
+"""The choices of what a stage computes again, from nothing to every layer, and the best ones with the cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pipegraph.arguments import argument
+from pipegraph.cost.mixed_price import mix
+from pipegraph.cost.segments.chain import Chain
+from pipegraph.errors import ArgumentError
+from pipegraph.graph.captured import Captured, own_recompute
+from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.planner.cut_choice import CutChoice, choose_cuts, refine_cuts
+from pipegraph.planner.plan_options import ChainCosts, PlanOptions, StagedCosts
+from pipegraph.planner.solver.option_search import solve_options
+from pipegraph.planner.solver.solve import MemoryShortage
+from pipegraph.progress import report_progress
+from pipegraph.recompute import AUTO, Recompute, parse_stages
+
+_PARTS = 8
+_SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # which of eight layers come first, so that any number of them is spread evenly
+_STEPS = (("min-cut", "block", range(1, _PARTS)), ("none", "min-cut", (2, 4, 6)), ("none", "block", (2, 4, 6)))
+"""(the choice for most, the choice for some layers, how many of eight these are)"""
+_TRIES = 4
+_UNIFORM_EFFORT = 0.2
+
+
+class _Layer(NamedTuple):
+    """A repeated layer: the list of modules that it is in, and its number there."""
+
+    container: str
+    number: int
+
+
+@dataclass(frozen=True)
+class RecomputeOptions:
+    """What segments and stages cost with each choice.
+
+    Attributes:
+        recompute: the choices.
+        costs: of the chain with each.
+        uniform: those that are tried for all stages alike.
+        allowed: those that each stage may have; None for all.
+    """
+
+    recompute: tuple[Recompute, ...]
+    costs: tuple[ChainCosts, ...]
+    uniform: tuple[int, ...]
+    allowed: tuple[tuple[int, ...], ...] | None = None
+
+    @classmethod
+    def of_stages(cls, captured: Captured, options: PlanOptions, each: Sequence[Recompute]) -> RecomputeOptions:
+        """Price a model with the choice that each stage was given."""
+        traced: dict[str, DividedFunction] = {}
+        distinct = tuple(dict.fromkeys(each))
+        costs = tuple(replace(options, recompute=one).price(captured, traced=traced) for one in distinct)
+        return cls(distinct, costs, (), tuple((distinct.index(one),) for one in each))
+
+    @classmethod
+    def price(cls, captured: Captured, options: PlanOptions) -> RecomputeOptions:
+        """Price a model with each choice. Raises as `PlanOptions.price` does."""
+        traced: dict[str, DividedFunction] = {}
+        containers = _containers(captured)
+        block = Recompute.parse({f"{name}.*": "block" for name in containers} or "block")
+        alike = {"none": Recompute.parse("none"), "min-cut": Recompute.parse("min-cut"), "block": block}
+        priced = {
+            name: replace(options, recompute=each).price(captured, traced=traced).priced for name, each in alike.items()
+        }
+        recompute, costs = [*alike.values()], [ChainCosts(model) for model in priced.values()]
+        layers = _layers(priced["none"].chain, containers)
+        for most, some, counts in _STEPS if containers else ():
+            for count in counts:
+                chosen = _SPREAD[:count]
+                rules = {f"{name}[{first}::{_PARTS}]": some for name in containers for first in chosen}
+                recompute.append(Recompute.parse({"": most, **rules}))
+                choices = [most if each is None or each.number % _PARTS not in chosen else some for each in layers]
+                costs.append(ChainCosts(mix(priced, choices)))
+        return cls(tuple(recompute), tuple(costs), tuple(range(len(alike))))
+
+    def choose(self, options: PlanOptions, stages: int) -> CutChoice:
+        """Choose cuts and, for each stage, what it computes again. No uniform choice that fits is better.
+
+        The search adds up segments. If what it finds does not fit exactly, it goes on with less memory.
+
+        Raises:
+            MemoryShortage: nothing fits.
+            PlanError, ScheduleError: as `solve` does.
+        """
+        report_progress("looking for the best cuts and what to compute again")
+        found = [*self._uniform(options, stages)]
+        memory = options.memory_bytes
+        for _ in range(_TRIES):
+            try:
+                choice = self._jointly(options, stages, memory)
+            except MemoryShortage:
+                if not found and memory is options.memory_bytes:
+                    raise
+                break
+            if choice.fits:
+                found.append(refine_cuts(choice))
+                break
+            limits = options.memory_of_ranks(choice.schedule.ranks)
+            figures = zip(limits, choice.memory, strict=True)
+            memory = [max(0.0, limit - max(0.0, needed - limit)) for limit, needed in figures]
+        if not found:
+            raise MemoryShortage(
+                "No cuts and choices of what to compute again that were found fit into the memory, with what several "
+                "stages hold.\nTry: more memory, or more stages.",
+                choice.peak,
+                choice.cuts,
+            )
+        bound = next((each.solution for each in reversed(found) if each.solution is not None), None)
+        best = min(found, key=lambda each: each.value)
+        return replace(best, solution=bound)
+
+    def _jointly(self, options: PlanOptions, stages: int, memory: float | Sequence[float] | None) -> CutChoice:
+        solution = solve_options(
+            [costs.segments for costs in self.costs],
+            stages,
+            options.schedule,
+            options.microbatches,
+            options.ranks,
+            memory,
+            options.link,
+            allowed=self.allowed,
+            uniform=self.uniform,
+            state_factor=options.state_factor,
+            effort=options.effort,
+        )
+        costs = StagedCosts([self.costs[option] for option in solution.options])
+        own = replace(options, recompute=tuple(self.recompute[option] for option in solution.options))
+        return CutChoice(costs, own, solution.cuts, solution.schedule, solution)
+
+    def _uniform(self, options: PlanOptions, stages: int) -> Iterator[CutChoice]:
+        for option in self.uniform:
+            again = self.recompute[option]
+            own = replace(options, recompute=(again,) * stages, effort=_UNIFORM_EFFORT * options.effort)
+            try:
+                yield refine_cuts(replace(choose_cuts(self.costs[option], own, stages), solution=None))
+            except MemoryShortage:
+                continue
+
+
+def parse_recompute(captured: Captured, given: object, stages: int) -> Recompute | tuple[Recompute, ...]:
+    """Return what a plan is for: one for all stages, or one for each; by default what the model itself says.
+
+    Raises ArgumentError for what no plan can hold.
+    """
+    if given == AUTO:
+        raise ArgumentError(
+            f"{argument('recompute', AUTO)} chooses what to compute again together with the cuts, which were given.\n"
+            f"Try: {argument('stages', stages)} instead, or {argument('recompute', 'block')}."
+        )
+    each = parse_stages(own_recompute(captured) if given is None else given, stages)
+    if any(one.policies for one in each):
+        raise ArgumentError(
+            "recompute has a policy, which is a function: no plan can hold it.\n"
+            "Try: Pipeline(…, recompute=policy), and plan with what is the most like it."
+        )
+    return each[0] if len(set(each)) == 1 else each
+
+
+def choose_recompute(captured: Captured, options: PlanOptions, stages: int, is_auto: bool) -> CutChoice:
+    """Choose the best cuts if each stage recomputes in a way of its own: as given, or chosen too if ``is_auto``.
+
+    Raises as `RecomputeOptions.choose` does, and ArgumentError if no time is balanced.
+    """
+    if not options.timed:
+        raise ArgumentError(
+            f"{argument('balance', options.balance)} weighs stages by no time, which recompute for each changes.\n"
+            f"Try: {argument('balance', 'time')}, or one recompute for all stages."
+        )
+    if is_auto or isinstance(options.recompute, Recompute):
+        return RecomputeOptions.price(captured, options).choose(options, stages)
+    return RecomputeOptions.of_stages(captured, options, options.recompute).choose(options, stages)
+
+
+def _containers(captured: Captured) -> tuple[str, ...]:
+    """The lists of modules of which the chain has two or more: ``layers`` of ``layers.0``, ``layers.1``, …"""
+    counts: dict[str, int] = {}
+    for segment in captured.segments:
+        name, _, number = segment.fqn.rpartition(".")
+        if name and number.isdecimal():
+            counts[name] = counts.get(name, 0) + 1
+    return tuple(name for name, count in counts.items() if count > 1)
+
+
+def _layers(chain: Chain, containers: Sequence[str]) -> list[_Layer | None]:
+    """Of each segment of a chain the layer that it is in, or None between layers; a layer has one as a whole."""
+    positions: dict[int, _Layer] = {}
+    for segment in chain.captured.segments:
+        name, _, number = segment.fqn.rpartition(".")
+        if name in containers:
+            positions |= dict.fromkeys(range(segment.start, segment.stop), _Layer(name, int(number)))
+    found: list[_Layer | None] = [None] * len(chain.segments)
+    for layer in chain.layers:
+        middle = (chain.segments[layer.start].start + chain.segments[layer.stop - 1].stop) // 2
+        for index in layer:
+            found[index] = positions.get(middle)
+    return found

@@ -1,0 +1,277 @@
+"""``solve_options``: where to cut a chain, and which of several options each stage has, found together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations, islice, product
+from math import comb
+from random import Random
+
+import numpy as np
+
+from pipegraph.cost import SegmentCost
+from pipegraph.errors import PlanError
+from pipegraph.planner.solver.branch_and_bound import BranchAndBound
+from pipegraph.planner.solver.cut_search import equal_parts
+from pipegraph.planner.solver.cut_space import CutSpace
+from pipegraph.planner.solver.local_search import (
+    EQUAL,
+    Incumbents,
+    Moves,
+    has_no_empty_stage,
+    hill_climb,
+    iterated_local_search,
+    moved_at_random,
+    neighbours,
+)
+from pipegraph.planner.solver.makespan import Links
+from pipegraph.planner.solver.memory_need import MemoryNeed
+from pipegraph.planner.solver.objective import MemoryLimited, Objective
+from pipegraph.planner.solver.prefix_sums import HELD, SAVED, Booleans, Integers
+from pipegraph.planner.solver.solve import MemoryShortage, solve
+from pipegraph.planner.solver.solve_arguments import check_costs, check_numbers, memory_of_ranks, resolve_schedule
+from pipegraph.planner.solver.stage_options import OptionFits, OptionMakespan, OptionSpace, OptionSums
+from pipegraph.schedule import Schedule, simulate
+from pipegraph.units import format_bytes
+
+_ALL_STEPS = 10_000_000  # if valuing all candidates takes fewer steps, all are valued
+_STEPS = 240_000_000  # of any other search with an effort of 1: about ten seconds
+_BRANCHED, _SEARCHED = 0.4, 0.7  # the parts of these after which branch and bound, then local search, stop
+_UNIFORM_EFFORT = 0.2  # part of the effort for the best cuts with one option for all stages
+_BATCH = 4096
+_CLOSE = 3  # options next to a stage's own, in order of what they keep, that are tried together with a moved cut
+
+
+@dataclass(frozen=True)
+class OptionSolution:
+    """The best cuts and options that `solve_options` found.
+
+    Attributes:
+        cuts: the segments that start a stage, without the first stage's 0.
+        options: the option of each stage.
+        value: seconds of a step.
+        memory: bytes that each rank needs.
+        lower_bound: no cuts and options have a smaller value. It equals the value if these are proved to be the best.
+        uniform: the best value that was found with one option for all stages; infinite if none fits.
+        schedule: what they are for.
+    """
+
+    cuts: tuple[int, ...]
+    options: tuple[int, ...]
+    value: float
+    memory: tuple[int, ...]
+    lower_bound: float
+    uniform: float
+    schedule: Schedule = field(repr=False)
+
+    @property
+    def gap(self) -> float:
+        """The part of the value by which others can be better, at most."""
+        return 1 - self.lower_bound / self.value if self.value > 0 else 0.0
+
+
+def solve_options(
+    options: Sequence[Sequence[SegmentCost]],
+    stages: int,
+    schedule: str | Schedule = "1f1b",
+    microbatches: int = 8,
+    ranks: int | None = None,
+    memory_bytes: float | str | Sequence[float | str] | None = None,
+    link: Links | None = None,
+    *,
+    allowed: Sequence[Sequence[int]] | None = None,
+    uniform: Sequence[int] | None = None,
+    state_factor: float = 4.0,
+    receives_ahead: int = 4,
+    effort: float = 1.0,
+    names: Sequence[str] | None = None,
+) -> OptionSolution:
+    """Choose where to cut a chain of segments, and an option for each stage, for the least time of a step.
+
+    An option is what a stage's backward computes again, say: it changes what segments take and keep. If there are few
+    possible candidates, all are simulated. Otherwise they are searched for from the best cuts with one option for all
+    stages, and branch and bound over the cuts bounds the rest from below: for given weights, the best option of each
+    stage at each place follows from a table, and dynamic programming puts stages together. A stage has an option only
+    where its rank has room for it, which early stages of 1F1B, with more microbatches in flight, have for fewer.
+
+    Source: AdaPipe (Sun et al., ASPLOS 2024) chooses cuts and recomputation together by dynamic programming over a
+    closed form of 1F1B's time. Here every schedule is simulated.
+
+    Args:
+        options: the costs of the segments with each option. What crosses between segments is the same in all.
+        stages, schedule, microbatches, ranks, memory_bytes, link, state_factor, receives_ahead, names: as for `solve`.
+        allowed: the options that each stage may have; by default all.
+        uniform: the options with which one for all stages is tried; by default all.
+        effort: scales how long the search goes on. 1 is about ten seconds.
+
+    Raises:
+        PlanError: as `solve` does; or options that do not fit together; a `MemoryShortage` if nothing fits.
+        ScheduleError: as `solve` does.
+    """
+    _check_options(options, stages, names, allowed)
+    check_numbers(state_factor, effort, receives_ahead)
+    resolved = resolve_schedule(schedule, stages, microbatches, None, ranks)
+    leanest_last = sorted(range(len(options)), key=lambda number: -sum(cost.saved_bytes for cost in options[number]))
+    place = {option: number for number, option in enumerate(leanest_last)}
+    ordered = [options[number] for number in leanest_last]
+    may = np.ones((stages, len(options)), bool)
+    if allowed is not None:
+        may[:] = False
+        for stage, chosen in enumerate(allowed):
+            may[stage, [place[option] for option in chosen]] = True
+    sums = OptionSums(ordered, stages)
+    need = partial(MemoryNeed, state_factor=state_factor, receives_ahead=receives_ahead)
+    limits = memory_of_ranks(memory_bytes, resolved.ranks)
+    memory = need(sums, resolved, limits=limits)
+    every = CutSpace.all_cuts(sums.segments, stages)
+    fits = OptionFits([need(each, resolved, limits=limits) for each in sums.each], may, every)
+    space = OptionSpace(every.first, every.last, every.allowed, fits)
+    moves = _moves(may)
+    starts, best_uniform = [], math.inf
+    for option in range(len(options)) if uniform is None else sorted(place[each] for each in uniform):
+        if may[:, option].all():
+            try:
+                found = solve(
+                    ordered[option], stages, resolved, memory_bytes=memory_bytes, link=link, state_factor=state_factor,
+                    receives_ahead=receives_ahead, alternatives=0, effort=_UNIFORM_EFFORT * effort,
+                )  # fmt: skip
+            except MemoryShortage:
+                continue
+            starts.append(np.array([*found.cuts, *[option] * stages], np.int64))
+            best_uniform = min(best_uniform, found.value)
+    if not starts:
+        starts = [_least_memory(sums, memory, may, moves, effort)]
+    makespan = OptionMakespan(sums, resolved, link, fits)
+    seconds: Objective = makespan
+    if memory.limits:
+        seconds = MemoryLimited(makespan, memory, float(makespan.values(starts[0][None])[0]))
+    incumbents = Incumbents(seconds, memory.fits, kept=1)
+    bound = _search(incumbents, space, starts, effort, moves, may)
+    best = incumbents.best_cuts
+    value = simulate(resolved, makespan.times_of(best)).makespan  # which rounds differently from the objective
+    places, options_of = sums.split(best[None])
+    return OptionSolution(
+        tuple(places[0].tolist()),
+        tuple(leanest_last[number] for number in options_of[0].tolist()),
+        value,
+        tuple(math.ceil(one) for one in memory.of_ranks(best[None])[:, 0].tolist()),
+        value if bound >= value * (1 - EQUAL) else bound,
+        best_uniform,
+        resolved,
+    )
+
+
+def _search(
+    incumbents: Incumbents,
+    space: OptionSpace,
+    starts: Sequence[Integers],
+    effort: float,
+    moves: Moves,
+    may: Booleans,
+) -> float:
+    """Find the best candidates of a space, and return a lower bound of their value. As `search_cuts` does for cuts."""
+    objective, segments, stages = incumbents.objective, space.last[-1], len(space.allowed)
+    for start in starts:
+        hill_climb(incumbents, start, segments, moves)
+    if comb(segments - 1, stages - 1) * math.prod(may.sum(axis=1).tolist()) * objective.steps <= _ALL_STEPS:
+        for batch in _every(segments, may):
+            incumbents.add(batch)
+        return incumbents.best_value
+    left = space.restrict(lambda *stage: objective.stage_bound(*stage) < incumbents.target)
+    if left.empty:
+        return incumbents.best_value
+    balanced = left.cheapest(objective.stage_bound, np.maximum)
+    edges = np.concatenate([[0], balanced, [segments]])
+    bound = max(
+        float(objective.stage_bound(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])[0, 0])
+        for stage in range(stages)
+    )
+    steps = int(effort * _STEPS)
+    tree = BranchAndBound(incumbents, left, incumbents.best_cuts, bound, moves)
+    tree.run(int(_BRANCHED * steps))
+    if tree.bound < incumbents.best_value:
+        iterated_local_search(incumbents, incumbents.best_cuts, segments, int(_SEARCHED * steps), moves)
+        tree.run(steps)
+    return tree.bound
+
+
+def _every(segments: int, may: Booleans) -> list[Integers]:
+    choices = product(*(np.flatnonzero(row).tolist() for row in may))
+    rows = ((*cuts, *chosen) for chosen in choices for cuts in combinations(range(1, segments), len(may) - 1))
+    batches = []
+    while batch := list(islice(rows, _BATCH)):
+        batches.append(np.array(batch, np.int64))
+    return batches
+
+
+def _moves(may: Booleans) -> Moves:
+    """Moves of cuts, of the options of single stages, and of a cut with the options of a stage beside it."""
+    stages = len(may)
+
+    def near(candidate: Integers, segments: int) -> Integers:
+        cuts, chosen = candidate[: stages - 1], candidate[stages - 1 :]
+        moved = neighbours(cuts, segments)
+        rows = [np.column_stack([moved, np.tile(chosen, (len(moved), 1))])]
+        stage, option = np.nonzero(may)
+        changed = np.tile(candidate, (len(stage), 1))
+        changed[np.arange(len(stage)), stages - 1 + stage] = option
+        rows.append(changed[option != chosen[stage]])
+        close = np.abs(option - chosen[stage]) <= _CLOSE
+        for side in (0, 1):  # the cut before the stage, and the one after it
+            cut = stage - 1 + side
+            inside = close & (cut >= 0) & (cut < stages - 1) & (option != chosen[stage])
+            for step in (-1, 1):
+                both = changed[inside].copy()
+                both[np.arange(len(both)), cut[inside]] += step
+                rows.append(both[has_no_empty_stage(both[:, : stages - 1], segments)])
+        every: Integers = np.concatenate(rows)
+        return every
+
+    def at_random(random: Random, candidate: Integers, segments: int) -> Integers:
+        moved = candidate.copy()
+        if stages > 1:
+            moved[: stages - 1] = moved_at_random(random, candidate[: stages - 1], segments)
+        stage = random.randrange(stages)
+        moved[stages - 1 + stage] = random.choice(np.flatnonzero(may[stage]).tolist())
+        return moved
+
+    return Moves(near, at_random)
+
+
+def _check_options(
+    options: Sequence[Sequence[SegmentCost]],
+    stages: int,
+    names: Sequence[str] | None,
+    allowed: Sequence[Sequence[int]] | None,
+) -> None:
+    if not options:
+        raise PlanError("There is no option for the stages.\nTry: the costs of the segments with one or more.")
+    for costs in options:
+        check_costs(costs, stages, names)
+        if [cost.boundary_bytes for cost in costs] != [cost.boundary_bytes for cost in options[0]]:
+            raise PlanError("What crosses between the segments, or their number, differs from option to option.")
+    if allowed is not None and (
+        len(allowed) != stages or any(not {*range(len(options))} >= {*chosen} or not chosen for chosen in allowed)
+    ):
+        raise PlanError(f"allowed has for each of {stages} stages some of the options 0 to {len(options) - 1}.")
+
+
+def _least_memory(sums: OptionSums, memory: MemoryNeed, may: Booleans, moves: Moves, effort: float) -> Integers:
+    """Return the cuts and options that need the least memory. Raises a MemoryShortage if they do not fit."""
+    leanest = [int(np.flatnonzero(row)[-1]) for row in may]
+    cuts = equal_parts(sums, memory.stages, [HELD, SAVED])
+    incumbents = Incumbents(memory, lambda candidates: np.ones(len(candidates), bool), kept=1)
+    hill_climb(incumbents, np.array([*cuts, *leanest], np.int64), sums.segments, moves)
+    iterated_local_search(incumbents, incumbents.best_cuts, sums.segments, int(0.1 * effort * _STEPS), moves)
+    needed = math.ceil(incumbents.best_value)
+    if needed > memory.limit:
+        raise MemoryShortage(
+            f"No cuts and choices that were found fit into {format_bytes(memory.limit)} on each rank: "
+            f"{format_bytes(needed)} ({needed} bytes) would be enough.",
+            needed,
+            incumbents.best_cuts[: memory.stages - 1].tolist(),
+        )
+    return incumbents.best_cuts

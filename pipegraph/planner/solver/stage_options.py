@@ -1,0 +1,236 @@
+"""Chains of which each stage has one of several options: the same segments, at other costs.
+
+A candidate is a row of numbers: the positions of the cuts, then the option of each stage. Objectives take such rows in
+the place of cuts: their sums are `OptionSums`, and their linear bounds `OptionBound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipegraph.cost import SegmentCost
+from pipegraph.planner.solver.cut_space import CutSpace
+from pipegraph.planner.solver.local_search import without_empty_stages
+from pipegraph.planner.solver.makespan import Links, Makespan
+from pipegraph.planner.solver.memory_need import MemoryNeed
+from pipegraph.planner.solver.prefix_sums import QUANTITIES, TIMES, Booleans, Floats, Integers, LinearBound, PrefixSums
+from pipegraph.schedule import Schedule
+
+
+class OptionSums(PrefixSums):
+    """The costs of a chain, by option.
+
+    Attributes:
+        each: the sums of each option.
+        before: of each quantity the sum of the least that a segment has with any option: (quantities, positions).
+        crossing: the bytes at each position, the same with all options.
+    """
+
+    def __init__(self, options: Sequence[Sequence[SegmentCost]], stages: int) -> None:
+        self.each = tuple(PrefixSums(costs) for costs in options)
+        self.segments, self.crossing, self._stages = self.each[0].segments, self.each[0].crossing, stages
+        self._before = np.stack([sums.before for sums in self.each])  # (options, quantities, positions)
+        least = np.diff(self._before, axis=2).min(axis=0)
+        self.before = np.pad(np.cumsum(least, axis=1), ((0, 0), (1, 0)))
+
+    def split(self, candidates: Integers) -> tuple[Integers, Integers]:
+        """Return the cuts (candidates, cuts) and the options of stages (candidates, stages)."""
+        return candidates[:, : self._stages - 1], candidates[:, self._stages - 1 :]
+
+    def stages(self, cuts: Integers) -> Floats:
+        places, options = self.split(cuts)
+        edges = np.pad(places, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.segments)))
+        figures = self._before[options, :, edges[:, 1:]] - self._before[options, :, edges[:, :-1]]
+        return np.moveaxis(figures, (0, 1, 2), (2, 1, 0))
+
+    def crossing_at(self, cuts: Integers) -> Floats:
+        crossing: Floats = self.crossing[self.split(cuts)[0].T]
+        return crossing
+
+    def linear_bound(self, weights: Floats, crossing: Floats, constant: float = 0.0) -> OptionBound:  # type: ignore[override]
+        every = np.zeros((len(QUANTITIES), self._stages))
+        every[: len(weights)] = weights
+        return OptionBound(self, every, crossing, constant)
+
+    def weighted(self, weights: Floats, begins: Integers, ends: Integers) -> Floats:
+        """Return Σ ``weights`` × the quantities of a stage with each option: (options, ends, begins)."""
+        before = np.tensordot(self._before, weights, (1, 0))  # (options, positions)
+        figures: Floats = before[:, ends][:, :, None] - before[:, begins][:, None, :]
+        return figures
+
+
+@dataclass(frozen=True)
+class OptionBound:
+    """A lower bound that is linear in the costs of stages.
+
+    Attributes:
+        weights: of the quantities of stages: (quantities, stages).
+        crossing: of the bytes at cuts: (cuts,).
+    """
+
+    sums: OptionSums
+    weights: Floats
+    crossing: Floats
+    constant: float
+
+    def at(self, cuts: Integers) -> Floats:
+        """Return the bound (candidates,) of candidates."""
+        of_stages = np.tensordot(self.weights, self.sums.stages(cuts), 2)
+        figures: Floats = self.constant + of_stages + self.crossing @ self.sums.crossing_at(cuts)
+        return figures
+
+    def times(self, factor: float) -> OptionBound:
+        """Return ``factor`` × this."""
+        return OptionBound(self.sums, factor * self.weights, factor * self.crossing, factor * self.constant)
+
+    def plus(self, other: OptionBound, factor: float, constant: float = 0.0) -> OptionBound:
+        """Return this + ``factor`` × the other one + ``constant``."""
+        return OptionBound(
+            self.sums,
+            self.weights + factor * other.weights,
+            self.crossing + factor * other.crossing,
+            self.constant + factor * other.constant + constant,
+        )
+
+    def of_stage(self, stage: int, begins: Integers, ends: Integers) -> Floats:
+        """Return what a stage with each option, and the cut after it, add to the bound: (options, ends, begins)."""
+        figures = self.sums.weighted(self.weights[:, stage], begins, ends)
+        if stage < len(self.crossing):
+            figures += (self.crossing[stage] * self.sums.crossing[ends])[:, None]
+        return figures
+
+
+class OptionFits:
+    """Which options of which stages a rank has room for, if it holds nothing else."""
+
+    def __init__(self, memories: Sequence[MemoryNeed], allowed: Booleans, space: CutSpace) -> None:
+        """``memories`` are of the options, and ``allowed`` says which options stages may have: (stages, options)."""
+        self._first, self.options = space.first, len(memories)
+        self._fits = [
+            np.array(
+                [
+                    memory.allows(stage, space.windows[stage], space.windows[stage + 1]) & may
+                    for memory, may in zip(memories, allowed[stage], strict=True)
+                ]
+            )
+            for stage in range(len(space.allowed))
+        ]
+
+    def restrict(self, stage: int, low: int, high: int) -> OptionFits:
+        """Return the same with the options from ``low`` to ``high`` for a stage."""
+        restricted = copy(self)
+        restricted._fits = [*self._fits]
+        chosen = np.arange(self.options)
+        restricted._fits[stage] = self._fits[stage] & ((low <= chosen) & (chosen <= high))[:, None, None]
+        return restricted
+
+    def at(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
+        """Return for positions in a row whether each option of a stage fits: (options, ends, begins)."""
+        begin, end = int(begins[0]) - self._first[stage], int(ends[0]) - self._first[stage + 1]
+        fits: Booleans = self._fits[stage][:, end : end + len(ends), begin : begin + len(begins)]
+        return fits
+
+
+@dataclass(frozen=True)
+class OptionSpace(CutSpace):
+    """Cuts, with all options of the stages that fit. Which are the best follows from a linear bound."""
+
+    fits: OptionFits
+
+    @property
+    def steps(self) -> int:
+        return self.fits.options * sum(kept.size for kept in self.allowed)
+
+    def _made(self, first: tuple[int, ...], last: tuple[int, ...], allowed: tuple[Booleans, ...]) -> OptionSpace:
+        return OptionSpace(first, last, allowed, self.fits)
+
+    def nearest(self, mean: Floats) -> Integers:
+        cuts = len(self.allowed) - 1
+        places = without_empty_stages(np.rint(mean[:cuts]).astype(np.int64), self.last[-1])
+        return np.append(places, np.rint(mean[cuts:]).astype(np.int64))
+
+    def with_one_place(self, mean: Floats, spread: Floats, tried: Integers) -> Sequence[OptionSpace]:
+        """Divide the space by the option that varies the most in the relaxation."""
+        cuts = len(self.allowed) - 1
+        left = [np.flatnonzero(self.fits.at(stage, *self.windows[stage : stage + 2])) for stage in range(cuts + 1)]
+        if any(not len(options) for options in left):
+            return []
+        several = [len(options) > 1 for options in left]
+        if not any(several):
+            only = [*self.first[1:-1], *(options[0] for options in left)]
+            return [] if (tried == np.array(only)).all(axis=1).any() else [self]
+        stage = int(np.where(several, spread[cuts:], -1.0).argmax())
+        at = int(np.clip(np.floor(mean[cuts + stage]), left[stage][0], left[stage][-1] - 1))
+        sides = (self.fits.restrict(stage, 0, at), self.fits.restrict(stage, at + 1, self.fits.options - 1))
+        return [OptionSpace(self.first, self.last, self.allowed, fits) for fits in sides]
+
+    def contains(self, cuts: Integers) -> Booleans:
+        number = len(self.allowed) - 1
+        inside = super().contains(cuts[:, :number])
+        edges = np.pad(cuts[:, :number], ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.last[-1])))
+        for row in np.flatnonzero(inside):
+            inside[row] = all(
+                self.fits.at(stage, edges[row, stage : stage + 1], edges[row, stage + 1 : stage + 2])[option, 0, 0]
+                for stage, option in enumerate(cuts[row, number:].tolist())
+            )
+        return inside
+
+    def minimum(self, linear: LinearBound | OptionBound) -> tuple[float, Integers]:
+        assert isinstance(linear, OptionBound)
+        best, choices, options = np.zeros(1), [], []
+        for stage in range(len(self.allowed)):
+            figures, option = self._least(linear, stage)
+            totals = figures + best
+            choices.append(totals.argmin(axis=1))
+            options.append(option)
+            best = totals.min(axis=1)
+        cuts = self._backtrack(choices)
+        edges = np.concatenate([[0], cuts, [self.last[-1]]])
+        taken = [
+            option[edges[stage + 1] - self.first[stage + 1], edges[stage] - self.first[stage]]
+            for stage, option in enumerate(options)
+        ]
+        return float(best[0]) + linear.constant, np.append(cuts, np.array(taken, np.int64))
+
+    def restrict_below(self, linear: LinearBound | OptionBound, limit: float) -> OptionSpace:
+        assert isinstance(linear, OptionBound)
+        figures = [self._least(linear, stage)[0] for stage in range(len(self.allowed))]
+        before = [np.zeros(1)]
+        for own in figures:
+            before.append((own + before[-1]).min(axis=1))
+        after = np.full(1, linear.constant)
+        allowed = []
+        for stage in reversed(range(len(self.allowed))):
+            onward = figures[stage] + after[:, None]
+            allowed.append(self.allowed[stage] & (before[stage] + onward < limit))
+            after = onward.min(axis=0)
+        return self._made(self.first, self.last, tuple(allowed[::-1]))._trimmed()
+
+    def _least(self, linear: OptionBound, stage: int) -> tuple[Floats, Integers]:
+        """Return what a stage adds at least, infinite where not allowed, and with which option: (ends, begins)."""
+        begins, ends = self.windows[stage : stage + 2]
+        figures = np.where(self.fits.at(stage, begins, ends), linear.of_stage(stage, begins, ends), np.inf)
+        least = np.where(self.allowed[stage], figures.min(axis=0), np.inf)
+        return least, figures.argmin(axis=0)
+
+
+class OptionMakespan(Makespan):
+    """The makespan of candidates with options."""
+
+    def __init__(self, sums: OptionSums, schedule: Schedule, link: Links | None, fits: OptionFits) -> None:
+        super().__init__(sums, schedule, link)
+        self._options, self._fits = sums, fits
+
+    def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
+        """Infinite for a stage that fits with no option."""
+        least = np.full((len(ends), len(begins)), np.inf)
+        for sums, fits in zip(self._options.each, self._fits.at(stage, begins, ends), strict=True):
+            if fits.any():
+                before = sums.before[: len(TIMES)]
+                own = before[:, ends][:, :, None] - before[:, begins][:, None, :]
+                np.minimum(least, np.where(fits, self.bound_with(own, stage, begins, ends), np.inf), out=least)
+        return least

@@ -1,0 +1,230 @@
+"""What backwards compute again in place of keeping it: one choice for everything, or one for each pattern of names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from pipegraph.arguments import argument, for_asker
+from pipegraph.errors import ArgumentError, nearest
+
+CHOICES = ("none", "min-cut", "block")
+"""What is computed again: nothing, what torch's partitioner chooses, or everything, from what goes into the block."""
+DEFAULT = "min-cut"
+"""The choice where none is made. Also on a CPU, computing a chain of pointwise operations again takes less time than
+writing and reading its results."""
+
+AUTO = "auto"
+"""In place of a choice: a plan chooses for each stage, together with the cuts."""
+
+Policy = Callable[..., Any]
+"""What `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes: (context, operation, its arguments) → a
+`CheckpointPolicy`."""
+Choice = str | Policy
+
+_SLICE = re.compile(r"\[(\d*):(\d*)(?::(\d*))?\]")
+_ADVICE = 'Try: "block", {"layers.*": "block", "*.mlp": "none"}, or {"layers[::2]": "block"} for every second layer.'
+_COMMAND_ADVICE = "Try: block, 'layers.*=block,*.mlp=none', or 'layers[::2]=block' for every second layer."
+
+
+class Region(NamedTuple):
+    """Operations for which one choice was made: those of a module, without modules inside that have another one.
+
+    ``module`` is empty for what no pattern names.
+    """
+
+    module: str
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Choices by patterns of module names.
+
+    A pattern holds for the modules that it matches and all that they call; of several patterns, the last one counts. In
+    a pattern, ``*`` is any part of a name, dots included, ``?`` one character, and ``layers[start:stop:step]`` those
+    of the modules ``layers.0``, ``layers.1``, … that the slice takes.
+
+    Attributes:
+        rules: (pattern, choice), in order.
+        default: what holds for everything else.
+    """
+
+    rules: tuple[tuple[str, Choice], ...] = ()
+    default: Choice = DEFAULT
+
+    @classmethod
+    def parse(cls, given: object) -> Recompute:
+        """Return what an argument means.
+
+        Args:
+            given: a choice, or a policy, for everything; a mapping from patterns to choices, in which an empty pattern
+                stands for everything else; or such a mapping as text: ``layers.*=block,*.mlp=none``.
+
+        Raises:
+            ArgumentError: it is none of these.
+        """
+        if isinstance(given, Recompute):
+            return given
+        if isinstance(given, str) and "=" in given:
+            pairs = [part.strip().rpartition("=") for part in given.split(",")]
+            given = {pattern.strip(): choice.strip() for pattern, _, choice in pairs}
+        if isinstance(given, Mapping):
+            for pattern, choice in given.items():
+                _check_choice(choice)
+                _check_pattern(pattern)
+            rules = tuple((pattern, choice) for pattern, choice in given.items() if pattern)
+            return cls(rules, given.get("", DEFAULT))
+        _check_choice(given)
+        return cls((), given)  # type: ignore[arg-type]
+
+    @property
+    def policies(self) -> bool:
+        """Whether one of the choices is a function, which no file can hold."""
+        return any(callable(choice) for choice in (self.default, *(choice for _, choice in self.rules)))
+
+    def region(self, path: tuple[str, ...]) -> Region:
+        """Return the region of an operation, given the names of the modules that are called around it, from outside."""
+        return _region(self, path)
+
+    def unmatched(self, names: Collection[str]) -> list[str]:
+        """Return the patterns that match none of these names."""
+        return [pattern for pattern, _ in self.rules if not any(_matches(pattern, name) for name in names)]
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise ArgumentError unless each pattern matches one of these names of modules."""
+        for pattern in self.unmatched(names):
+            plain = _SLICE.sub(".0", pattern)
+            near = nearest(plain, names) or nearest(plain.replace("*", "layers.0"), names)
+            few = ", ".join(sorted(names, key=lambda name: (name.count("."), _order(name)))[:6])
+            raise ArgumentError(
+                f'{argument("recompute")}: the pattern "{pattern}" matches no module that is called.{near}\n'
+                f"Try: a pattern that matches one of {few}{', …' if len(names) > 6 else ''}."
+            )
+
+    def __str__(self) -> str:
+        """As the command line takes it. A policy has the name of its function."""
+        own = [] if self.rules and self.default == DEFAULT else [_name(self.default)]
+        if self.rules and own:
+            own = [f"={own[0]}"]
+        return ",".join([*own, *(f"{pattern}={_name(choice)}" for pattern, choice in self.rules)])
+
+
+EVERYWHERE = Recompute()
+"""The default choice for everything."""
+
+
+def parse_stages(given: object, stages: int) -> tuple[Recompute, ...]:
+    """Return what each of so many stages computes again.
+
+    Args:
+        given: what `Recompute.parse` takes, for all stages; or a sequence with one for each stage, as text with ``;``
+            in between.
+        stages: how many there are.
+
+    Raises:
+        ArgumentError: it is none of these, or for another number of stages.
+    """
+    if isinstance(given, str) and ";" in given:
+        given = given.split(";")
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return (Recompute.parse(given),) * stages
+    if len(given) != stages:
+        raise ArgumentError(
+            f"{argument('recompute')} has a choice for each of {len(given)} stages, and there are {stages}.\n"
+            "Try: one for each stage, or one for all."
+        )
+    return tuple(map(Recompute.parse, given))
+
+
+def stages_text(each: Sequence[Recompute]) -> str:
+    """Return the choices of all stages as `parse_stages` reads them: one if they are equal."""
+    return str(each[0]) if len(set(each)) == 1 else ";".join(map(str, each))
+
+
+def describe_stages(each: Sequence[Recompute]) -> str:
+    """Return the choices of all stages in a line: ``none``, ``block (stages 0 – 1), none (stages 2 – 3)``."""
+    if len(set(each)) == 1:
+        return str(each[0])
+    places: dict[Recompute, list[int]] = {}
+    for stage, recompute in enumerate(each):
+        places.setdefault(recompute, []).append(stage)
+    return ", ".join(f"{recompute} (stage{_numbers(stages)})" for recompute, stages in places.items())
+
+
+def _numbers(stages: Sequence[int]) -> str:
+    if len(stages) == 1:
+        return f" {stages[0]}"
+    whole = stages[-1] - stages[0] == len(stages) - 1
+    return f"s {stages[0]} – {stages[-1]}" if whole else f"s {', '.join(map(str, stages))}"
+
+
+def _order(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a key that sorts names of modules as the model counts them: ``layers.2`` before ``layers.10``."""
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split("."))
+
+
+@cache
+def _region(recompute: Recompute, path: tuple[str, ...]) -> Region:
+    for pattern, choice in reversed(recompute.rules):
+        for name in path:
+            if _matches(pattern, name):
+                return Region(name, choice)
+    return Region("", recompute.default)
+
+
+@cache
+def _matches(pattern: str, name: str) -> bool:
+    expression, slices = _compiled(pattern)
+    found = expression.fullmatch(name)
+    return found is not None and all(int(number) in each for number, each in zip(found.groups(), slices, strict=True))
+
+
+@cache
+def _compiled(pattern: str) -> tuple[re.Pattern[str], tuple[range, ...]]:
+    """Return the expression of a pattern, with a group for each slice, and the numbers that each slice takes."""
+    parts: list[str] = []
+    slices: list[range] = []
+    end = 0
+    for found in _SLICE.finditer(pattern):
+        start, stop, step = (int(text) if text else None for text in found.groups())
+        slices.append(range(start or 0, 10**9 if stop is None else stop, 1 if step is None else step))
+        parts += [_translated(pattern[end : found.start()]), r"\.(\d+)"]
+        end = found.end()
+    parts.append(_translated(pattern[end:]))
+    return re.compile("".join(parts), re.DOTALL), tuple(slices)
+
+
+def _translated(text: str) -> str:
+    return re.escape(text).replace(r"\*", ".*").replace(r"\?", ".")
+
+
+def _check_choice(choice: object) -> None:
+    if callable(choice) or choice in CHOICES:
+        return
+    raise ArgumentError(
+        f'recompute cannot be "{choice}".{nearest(str(choice), CHOICES)} There are: {", ".join(CHOICES)}; and these '
+        "for patterns of module names.\n"
+        f"{_advice()}"
+    )
+
+
+def _check_pattern(pattern: object) -> None:
+    rest = _SLICE.sub("", pattern) if isinstance(pattern, str) else "["
+    if set("[],;=") & set(rest) or any(found[3] == "0" for found in _SLICE.finditer(str(pattern))):
+        raise ArgumentError(
+            f"{argument('recompute')}: {pattern!r} is no pattern of module names: a slice has whole numbers from 0 on, "
+            "as in layers[4:8] and layers[::2], and other brackets, commas and signs of equality mean nothing.\n"
+            f"{_advice()}"
+        )
+
+
+def _advice() -> str:
+    return for_asker(_ADVICE, _COMMAND_ADVICE)
+
+
+def _name(choice: Choice) -> str:
+    return choice if isinstance(choice, str) else getattr(choice, "__name__", "policy")

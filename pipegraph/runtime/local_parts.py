@@ -1,0 +1,140 @@
+"""Styles of transformers that torch has none for: modules that compute with this rank's parts of their parameters.
+
+experts.gate_up_proj   packed_colwise ─▶ its gate and its up divided alike ┐
+experts.down_proj      rowwise                                             ├─ experts  moe_tp_experts: on parts alone,
+                                                                           ┘           outputs added up over ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from pipegraph.errors import ArgumentError
+from pipegraph.kernels.internals import tensor_dicts
+from pipegraph.runtime.internals import packed_shard, pytree
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+_HALVES: Final = 2
+"""how many parts a packed parameter has, one after the other: gate and up"""
+
+
+class LocalParts(ParallelStyle):
+    """Lets a module compute with what this rank has of its own parameters.
+
+    Args:
+        shares: whether the module's inputs are whole and its ranks work on shares, so that gradients of the inputs
+            are added up over ranks.
+        adds_up: whether its outputs are shares, too, and are added up.
+    """
+
+    def __init__(self, shares: bool = False, adds_up: bool = False) -> None:
+        super().__init__()
+        self.shares, self.adds_up = shares, adds_up
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own: dict[str, Tensor | None] = {}
+        module.register_forward_pre_hook(partial(self._enter, device_mesh, own), with_kwargs=True)
+        module.register_forward_hook(partial(self._leave, device_mesh, own), always_call=True)
+        return module
+
+    def _enter(
+        self, mesh: DeviceMesh, own: dict[str, Tensor | None], module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        held, _ = tensor_dicts(module)
+        for name, parameter in held.items():
+            if isinstance(parameter, DTensor):
+                own[name] = parameter
+        held.update({name: parameter.to_local() for name, parameter in own.items() if isinstance(parameter, DTensor)})
+
+        def share(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            whole = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+            return whole.to_local(grad_placements=[Partial()])
+
+        return pytree.tree_map(share, (args, kwargs)) if self.shares else (args, kwargs)
+
+    def _leave(self, mesh: DeviceMesh, own: dict[str, Tensor | None], module: nn.Module, args: Any, output: Any) -> Any:
+        held, _ = tensor_dicts(module)
+        held.update(own)
+        own.clear()
+
+        def add_up(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            share = DTensor.from_local(value, mesh, [Partial()], run_check=False)
+            return share.redistribute(placements=[Replicate()]).to_local()
+
+        return pytree.tree_map(add_up, output) if self.adds_up else output  # None if its forward has raised
+
+
+class PackedColwise(LocalParts):
+    """Divides the outputs of a linear layer that makes two tensors at once, of each of which a rank gets its part."""
+
+    def __init__(self) -> None:
+        super().__init__(shares=True)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Linear):
+            raise NotImplementedError("packed_colwise is for linear layers, and for parameters such as gate_up_proj")
+        for name, _ in list(module.named_parameters(recurse=False)):
+            divide_parameter(module, name, "packed_colwise", device_mesh)
+        return super()._apply(module, device_mesh)
+
+
+class ShareOfIdentity(ParallelStyle):
+    """Divides what a module takes by the number of ranks, because what it returns is added up over them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(partial(self._divide, device_mesh.size()))
+        return module
+
+    def _divide(self, ranks: int, module: nn.Module, args: Any) -> Any:
+        first, *others = args
+        return first / ranks, *others
+
+
+PARAMETER_STYLES: Final = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicate")
+"""The styles that a parameter may have by itself, in a module whose style is "moe_tp_experts" or "local_params"."""
+
+
+def divide_parameter(module: nn.Module, name: str, style: str, mesh: DeviceMesh) -> None:
+    """Divide a parameter of a module, in place. Every rank has the whole, and takes its part.
+
+    Raises:
+        ArgumentError: the ranks do not divide it.
+    """
+    parameter = module.get_parameter(name)
+    placement = _placement(parameter, style)
+    if isinstance(placement, Replicate):
+        return
+    length, parts = parameter.shape[placement.dim], mesh.size() * (_HALVES if style.startswith("packed") else 1)
+    if length % parts:
+        raise ArgumentError(
+            f"tp_plan divides dimension {placement.dim} of {name}, of shape {list(parameter.shape)}, into {parts} "
+            f"parts.\nTry: a tp that divides {length // (parts // mesh.size())}."
+        )
+    divided = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+
+
+def _placement(parameter: Tensor, style: str) -> Any:
+    """The dimensions of a parameter are those of a linear layer's weight, behind any others: outputs, inputs."""
+    last = parameter.dim() - 1
+    placements: Mapping[str, Placement] = {
+        "colwise": Shard(max(last - 1, 0)),
+        "rowwise": Shard(last) if last else Replicate(),
+        "packed_colwise": packed_shard(max(last - 1, 0), _HALVES),
+        "packed_rowwise": packed_shard(last, _HALVES) if last else Replicate(),
+        "replicate": Replicate(),
+    }
+    return placements[style]

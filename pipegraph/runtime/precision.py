@@ -1,0 +1,159 @@
+"""The precision of a pipeline: in which dtype it computes and sends, and in which it keeps and trains parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from msgspec import structs
+from torch import Tensor, nn
+
+from pipegraph.errors import ArgumentError, PipegraphError, nearest
+from pipegraph.kernels import LowPrecisionKernels, StageKernels
+from pipegraph.package import Manifest
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What `Pipeline(precision=)` says.
+
+    Attributes:
+        stored: the dtype of parameters, as optimizers and checkpoints have them, and of their gradients.
+        computed: the dtype of what kernels compute, and of what stages send to each other.
+    """
+
+    stored: torch.dtype
+    computed: torch.dtype
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether kernels compute with copies of the parameters."""
+        return self.stored != self.computed
+
+
+PRECISIONS: Final = {
+    "fp32": Precision(torch.float32, torch.float32),
+    "bf16": Precision(torch.float32, torch.bfloat16),
+    "fp16": Precision(torch.float32, torch.float16),
+    "bf16-true": Precision(torch.bfloat16, torch.bfloat16),
+    "fp16-true": Precision(torch.float16, torch.float16),
+}
+"""By name. "true" is PyTorch Lightning's word for a model that has no float32 parameters."""
+
+
+@dataclass(frozen=True)
+class AppliedPrecision:
+    """A precision that stages were converted to.
+
+    Attributes:
+        asked: the precision.
+        kept: of each stage, the names of the tensors that are computed with as they are.
+        cast_from: the dtype of the model before, of which inputs are cast.
+    """
+
+    asked: Precision
+    kept: Mapping[int, frozenset[str]]
+    cast_from: torch.dtype
+
+    def tell(self, index: int, kernels: StageKernels) -> None:
+        """Let the kernels of a stage compute with copies in fewer bits. Raises PipegraphError if they cannot."""
+        if not self.asked.is_mixed:
+            return
+        if not isinstance(kernels, LowPrecisionKernels):
+            raise PipegraphError(
+                "precision= needs kernels that compute in another dtype than that of parameters, and those of "
+                f"{type(kernels).__name__} do not.\n"
+                'Try: kernels="inductor" or "eager", or a method compute_in(dtype, kept).'
+            )
+        kernels.compute_in(self.asked.computed, self.kept[index])
+
+
+_BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def named_precision(name: object) -> Precision | None:
+    """The precision of a name; None for the package's own dtypes. Raises ArgumentError for another name."""
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in PRECISIONS:
+        raise ArgumentError(
+            f"precision cannot be {name!r}.{nearest(str(name), PRECISIONS)} There are: {', '.join(PRECISIONS)}."
+        )
+    return PRECISIONS[name]
+
+
+def model_dtype(manifest: Manifest) -> torch.dtype:
+    """The dtype that most values of floats have: the model's own, but for what it computes in another one."""
+    counts: Counter[str] = Counter()
+    for value in manifest.values.values():
+        if not value.is_constant and getattr(torch, value.dtype).is_floating_point:
+            counts[value.dtype] += 1
+    found: torch.dtype = getattr(torch, counts.most_common(1)[0][0]) if counts else torch.float32
+    return found
+
+
+def convert_stages(
+    precision: Precision, stages: Mapping[int, nn.Module], manifest: Manifest
+) -> tuple[AppliedPrecision, Manifest]:
+    """Give the tensors of stages that have the model's dtype the one that is stored, in place.
+
+    In mixed precision batch norms keep float32 all along: their statistics are sums over many steps.
+
+    Returns:
+        what kernels are told, and the manifest with the dtypes of computing, the caller's inputs included.
+    """
+    own = model_dtype(manifest)
+    kept: dict[int, frozenset[str]] = {}
+    for index, stage in stages.items():
+        norms = [module for module in stage.modules() if isinstance(module, _BATCH_NORMS)]
+        of_norms = {id(tensor) for module in norms for tensor in _tensors(module)}
+        names: set[str] = set()
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            if tensor.dtype == own:
+                tensor.data = tensor.data.to(precision.stored)  # in place: a tied weight stays one parameter
+            if tensor.dtype != precision.stored or (precision.is_mixed and id(tensor) in of_norms):
+                names.add(name)
+        kept[index] = frozenset(names)
+    before, after = (str(each).removeprefix("torch.") for each in (own, precision.computed))
+    values = {
+        name: structs.replace(value, dtype=after) if value.dtype == before and value.keeps_dtype is not True else value
+        for name, value in manifest.values.items()
+    }
+    return AppliedPrecision(precision, kept, own), structs.replace(manifest, values=values)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def sharding_options(
+    precision: Precision, options: Mapping[str, Any] | None, stages: Mapping[int, nn.Module], is_sharded: bool
+) -> Mapping[str, Any] | None:
+    """The options of `fully_shard`: in mixed precision parameters are gathered in the dtype of computing.
+
+    Raises:
+        ArgumentError: the caller has given a policy as well, or there is a batch norm, which is not computed in it.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if "mp_policy" in (options or {}):
+        raise ArgumentError(
+            "precision and the mp_policy of fsdp were both given, and each says in what dtype stages compute.\n"
+            "Try: one of them."
+        )
+    if not precision.is_mixed:
+        return options
+    named = [each for index in stages if is_sharded for each in stages[index].named_modules()]
+    norm = next((name for name, module in named if isinstance(module, _BATCH_NORMS)), None)
+    if norm is not None:
+        raise ArgumentError(
+            f"in mixed precision a batch norm keeps float32, and fully_shard would gather {norm} in 16 bits.\n"
+            "Try: dp_replicate in place of dp_shard."
+        )
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.computed, reduce_dtype=precision.stored, cast_forward_inputs=False
+    )
+    return {**(options or {}), "mp_policy": policy}

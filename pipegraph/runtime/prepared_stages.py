@@ -1,0 +1,73 @@
+"""The stages of a process, ready for their kernels: loaded, divided over the mesh, and in the dtypes asked for.
+
+load_stages ─▶ tp ─▶ parallelize_fn ─▶ precision ─▶ fully_shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipegraph.package import Manifest, Package
+from pipegraph.runtime import parameters
+from pipegraph.runtime.divided_stages import divide_tensors, shard_stages
+from pipegraph.runtime.fully_sharded import ShardedGroup
+from pipegraph.runtime.precision import AppliedPrecision, convert_stages, named_precision, sharding_options
+from pipegraph.runtime.processes.rank_grid import SHARD
+from pipegraph.runtime.processes.world import World
+from pipegraph.runtime.tensor_parallel import Plan
+
+
+@dataclass(frozen=True)
+class StageRequest:
+    """What `Pipeline` was asked for, under the names of its arguments."""
+
+    weights: str | PathLike[str] | None
+    check_weights: bool
+    seed: int | None
+    tp_plan: Plan | None
+    parallelize_fn: parameters.ParallelizeFunction | None
+    precision: str | None
+    fsdp: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class PreparedStages:
+    """Stages by index.
+
+    Attributes:
+        modules: as `parallelize_fn` returned them.
+        manifest: with the shapes and dtypes that values have now.
+        precision: what kernels are told of it; None without one.
+        groups: of each stage, the groups of its sharded parameters.
+    """
+
+    modules: dict[int, nn.Module]
+    manifest: Manifest
+    precision: AppliedPrecision | None
+    groups: Mapping[int, Sequence[ShardedGroup]]
+
+
+def prepare_stages(
+    package: Package, indices: list[int], device: torch.device, world: World | None, asked: StageRequest
+) -> PreparedStages:
+    """Prepare the stages `indices`. Collective. Raises PipegraphError for what does not fit."""
+    precision = named_precision(asked.precision)
+    fsdp, applied = asked.fsdp, None
+    stages = parameters.load_stages(package, indices, device, asked.weights, asked.check_weights, asked.seed or 0)
+    is_changed = asked.parallelize_fn is not None
+    package = replace(package, manifest=divide_tensors(stages, package.manifest, world, asked.tp_plan, is_changed))
+    manifest = package.manifest
+    if asked.parallelize_fn is not None:
+        stages, manifest = parameters.parallelize_stages(package, stages, asked.parallelize_fn)
+    if precision is not None:
+        applied, manifest = convert_stages(precision, stages, manifest)
+        is_sharded = world is not None and world.grid.length(SHARD) > 1
+        fsdp = sharding_options(precision, fsdp, stages, is_sharded)
+    groups, manifest = shard_stages(stages, manifest, world, fsdp)
+    return PreparedStages(stages, manifest, applied, groups)

@@ -1,0 +1,58 @@
+"""What makes the kernels of each stage, and what their backwards compute again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from pipegraph.arguments import require_type
+from pipegraph.kernels import Maker, makers
+from pipegraph.package import Package
+from pipegraph.recompute import Recompute, parse_stages
+
+
+def stage_recompute(given: object, package: Package, stages: Mapping[int, nn.Module]) -> tuple[Recompute, ...]:
+    """Return what the backward of each stage of a package computes again.
+
+    Args:
+        given: what `pipegraph.recompute.parse_stages` takes; None for what the package says.
+        package: of all stages. One that is not here is made without memory if a pattern matches no module that is.
+        stages: those of this process.
+
+    Raises:
+        ArgumentError: it is none of these, or a pattern matches no module.
+    """
+    plan = package.manifest.prediction
+    if given is None:
+        given = package.manifest.recompute if plan is None else plan.recompute
+    each = parse_stages(given, len(package.manifest.stages))
+    for recompute in set(each):
+        _check_names(recompute, [index for index, own in enumerate(each) if own == recompute], package, stages)
+    return each
+
+
+def stage_makers(
+    kernels: str | Maker, recompute: Sequence[Recompute], max_variants: int, strict: bool
+) -> Mapping[int, Maker]:
+    """Return what makes the kernels of each stage, by its index. Raises PipegraphError for impossible arguments."""
+    require_type(kernels, (str, Callable), "kernels is a name, or a function that makes them", 'kernels="inductor"')
+    if isinstance(kernels, str):
+        return dict(enumerate(makers(kernels, recompute, max_variants, strict)))
+    return dict.fromkeys(range(len(recompute)), kernels)
+
+
+def _check_names(
+    recompute: Recompute, indices: Sequence[int], package: Package, stages: Mapping[int, nn.Module]
+) -> None:
+    names = {name for index in indices if index in stages for name in _called(stages[index])}
+    if recompute.unmatched(names):
+        others = (package.load_stage(index, "meta", weights=False) for index in indices if index not in stages)
+        recompute.check_names(names.union(*map(_called, others)))
+
+
+def _called(stage: nn.Module) -> Iterator[str]:
+    """The names of the modules of a stage that are called."""
+    for name, module in stage.named_modules():
+        if name and type(module).forward is not nn.Module.forward:
+            yield name

@@ -1,0 +1,115 @@
+"""Spans of actions and collectives in a trace of torch's profiler, and the arguments of their events.
+
+main thread   │ F stage 1 microbatch 0 │ UNSHARD stage 0 │ B stage 1 microbatch 0 │      UNSHARD is started
+collectives                             │ UNSHARD stage 0      │                         … and done
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch.profiler import record_function
+
+from pipegraph.runtime.measurements import Message
+from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.wiring import stage_wirings, torch_dtype, transfer_of
+from pipegraph.schedule import Action, Collective
+from pipegraph.tracing import COLLECTIVE_EVENT, action_name, collective_name
+
+_LANE: Final = 10**9
+"""The thread of a process in which a trace shows its collectives: beyond those of the system."""
+
+
+class ActionSpans:
+    """An observer that opens a span in torch's profiler when an action begins, and closes it when the action ends.
+
+    Collectives have spans of the profiler's own while they are started; on a GPU that shows when they ran. On a CPU
+    their times are kept, for events in a lane of their own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._open: dict[int, record_function] = {}
+        self._keeps = device.type != "cuda"
+        self._collectives: list[tuple[Collective, float, float, int]] = []
+
+    def begin(self, rank: int, action: Action) -> None:
+        self._open[rank] = span = record_function(action_name(action))
+        span.__enter__()
+
+    def end(self, rank: int, action: Action, saved: Any) -> None:
+        self._open.pop(rank).__exit__(None, None, None)
+
+    def collective(self, rank: int, collective: Collective, begin: Any, end: Any, messages: Sequence[Message]) -> None:
+        if self._keeps:
+            self._collectives.append((collective, begin, end, sum(message.size for message in messages)))
+
+    def close(self) -> None:
+        """Close the spans of actions that failed."""
+        while self._open:
+            self._open.popitem()[1].__exit__(None, None, None)
+
+    def take_collectives(self, base: int | None) -> Iterator[dict[str, Any]]:
+        """Give away the events of the collectives that were seen, with their lane.
+
+        Args:
+            base: from when the trace's times count, in nanoseconds.
+        """
+        kept, self._collectives = self._collectives, []
+        if not kept:
+            return
+        shift = _ahead_of_perf_counter() - (base or 0)
+        place = {"pid": os.getpid(), "tid": _LANE}
+        for what, value in (("thread_name", {"name": "collectives"}), ("thread_sort_index", {"sort_index": _LANE})):
+            yield {"ph": "M", "name": what, "ts": 0, **place, "args": value}
+        for collective, begin, end, size in kept:
+            yield {
+                "ph": "X",
+                "cat": COLLECTIVE_EVENT,
+                "name": collective_name(collective),
+                **place,
+                "ts": (round(begin * 1e9) + shift) / 1000,
+                "dur": (end - begin) * 1e6,
+                "args": {"bytes": size},
+            }
+
+
+def _ahead_of_perf_counter() -> int:
+    """Return how far `time.time_ns` is ahead of `time.perf_counter_ns`, by the quickest of a few readings.
+
+    One figure serves all spans of a window: a process that is interrupted between two readings would otherwise change
+    the order of spans.
+    """
+    readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(9)]
+    before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return now - (before + after) // 2
+
+
+def action_arguments(pipe: Pipeline) -> Callable[[Action | Collective], dict[str, Any]]:
+    """Return what gives the arguments of the event of an action or a collective in a trace.
+
+    They are `stage`, `kind` and `rank`; of an action also `microbatch`; of a transfer also `peer` (the stage at its
+    other end), `peer_rank` and `bytes`, which are those of the sizes at capture.
+    """
+    manifest, placement = pipe.package.manifest, pipe.schedule.placement
+    wiring, sizes = stage_wirings(manifest), manifest.captured_sizes
+
+    @cache
+    def arguments(action: Action | Collective) -> dict[str, Any]:
+        stage = action.stage
+        found: dict[str, Any] = {"stage": stage, "kind": action.kind.value, "rank": placement[stage]}
+        if isinstance(action, Collective):
+            return found
+        found["microbatch"] = action.microbatch
+        if action.peer is not None:
+            values = transfer_of(action, wiring, placement).values
+            size = sum(math.prod(value.shape_at(sizes)) * torch_dtype(value).itemsize for value in values)
+            found |= {"peer": action.peer, "peer_rank": placement[action.peer], "bytes": size}
+        return found
+
+    return arguments

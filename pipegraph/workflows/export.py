@@ -1,0 +1,205 @@
+"""``pipegraph export``: a checkpoint as safetensors files that ``from_pretrained`` or ``load_state_dict`` takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from pipegraph.errors import PackageError
+from pipegraph.package import CONFIG, Manifest, Package
+from pipegraph.package.staged_folder import staged_folder
+from pipegraph.package.tensor_files import write_tensor_index, write_tensors
+from pipegraph.progress import track
+from pipegraph.runtime.checkpoint import storage
+from pipegraph.runtime.checkpoint.loading import find_newest
+from pipegraph.runtime.checkpoint.model_state import PREFIX, check_same_model, model_tensors
+from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
+from pipegraph.runtime.processes.group import TIMEOUT
+from pipegraph.runtime.processes.world import LoneProcess, guard_of, join_world
+
+SHARD_BYTES: Final = 5 * 10**9
+_METADATA: Final = {"format": "pt"}  # which transformers asks for
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        checkpoint: the one that was read.
+        files: of weights.
+        bytes: of all tensors.
+        has_config: whether the package had a Hugging Face configuration, which is there now, too.
+        is_huggingface: whether names are those of a Hugging Face checkpoint.
+    """
+
+    checkpoint: Path
+    files: tuple[str, ...]
+    bytes: int
+    has_config: bool
+    is_huggingface: bool
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """A tensor of a checkpoint, and what is written of it.
+
+    Attributes:
+        source: its name there.
+        names: those that it gets: several for a tied weight, which `load_state_dict` takes under each of them.
+        parts: the names of the parts into which Hugging Face cuts it; empty if it stays whole.
+    """
+
+    source: str
+    size: torch.Size
+    dtype: torch.dtype
+    names: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize * max(len(self.names), 1)
+
+    def written(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What is written, by names: the opposite of what a package's ``weights.py`` does when it reads."""
+        for name in self.names:
+            yield name, whole if name == self.names[0] else whole.clone()
+        is_counted = any("*" in part for part in self.parts)
+        for number, row in enumerate(whole if is_counted else whole[None]) if self.parts else ():
+            for name, part in zip(self.parts, row.chunk(len(self.parts)), strict=True):
+                yield name.replace("*", str(number)) if is_counted else name, part
+
+
+def export(
+    checkpoint: str | PathLike[str],
+    package: Package,
+    out: str | PathLike[str],
+    shard_bytes: int = SHARD_BYTES,
+    timeout: float = TIMEOUT,
+) -> Exported:
+    """Write the model of a checkpoint as safetensors files with their index.
+
+    Names are those of the model's ``state_dict()``; for a Hugging Face model those that ``save_pretrained`` writes, a
+    tied weight once, and beside them ``config.json`` if the package has it. Values and dtypes are the checkpoint's.
+
+    Collective: under torchrun each rank writes files of its own, into a folder that all share. A rank holds the tensors
+    of one file at a time. The folder is there whole or not at all.
+
+    Args:
+        checkpoint: the folder of a run, of which the newest whole checkpoint is taken, or one of those in it.
+        package: of the model; it may be cut otherwise than the one that was trained.
+        out: a new folder.
+        shard_bytes: how large a file may be, unless it is a single tensor.
+        timeout: seconds that a rank waits for another one.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or it is of another model; or nothing can be written there, such
+            as on a full disk. On every rank.
+        PackageError: the folder holds files, or transformers stores a tensor in a form that only it can write.
+    """
+    out = Path(out)
+    _require_new(out)
+    world, _ = join_world(None, "cpu", timeout)
+    guard = guard_of(world)
+    with ExitStack() as stack:
+        stack.callback(guard.close)
+        if world is not None:
+            with guard:
+                world.open()
+        ranks = CheckpointRanks(world or LoneProcess(), guard)
+        place, _ = find_newest(Path(checkpoint), ranks)
+        tensors = ranks.agree(lambda: _tensors(place, package))
+        shards = _shards(tensors, min(shard_bytes, math.ceil(sum(each.bytes for each in tensors) / ranks.size)))
+        files = {f"model-{number:05}-of-{len(shards):05}.safetensors": each for number, each in enumerate(shards, 1)}
+        place_of_files = stack.enter_context(ExitStack())
+
+        def make_folder() -> str:
+            return str(place_of_files.enter_context(staged_folder(out, lambda: _require_new(out))))
+
+        folder = Path(ranks.gather(ranks.agree(lambda: make_folder() if ranks.is_first else ""))[0])
+        own = dict(list(files.items())[ranks.rank :: ranks.size])
+        written = ranks.agree(lambda: _write(own, place, folder))
+        everything = {name: file for part in ranks.gather(written) for name, file in part.items()}
+        total = sum(each.bytes for each in tensors)
+        config = package.path / CONFIG
+
+        def finish() -> None:
+            write_tensor_index(everything, total, folder)
+            if config.is_file():
+                (folder / CONFIG).write_bytes(config.read_bytes())
+            place_of_files.close()  # it takes its place
+
+        ranks.agree(lambda: finish() if ranks.is_first else None)
+        return Exported(place, tuple(files), total, config.is_file(), _is_huggingface(package.manifest))
+
+
+def _require_new(folder: Path) -> None:
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        what = "is a file" if folder.is_file() else "holds files, which are left alone"
+        raise PackageError(f"{folder} {what}.\nTry: -o with a new folder.")
+
+
+def _is_huggingface(manifest: Manifest) -> bool:
+    return bool(manifest.checkpoint.base_model_prefix or manifest.checkpoint.stored)
+
+
+def _tensors(place: Path, package: Package) -> list[_StoredTensor]:
+    """The model's tensors in a checkpoint, in the order of its stages. Raises CheckpointError, PackageError."""
+    manifest, stored = package.manifest, storage.stored(place)
+    stages = {entry.index: package.load_stage(entry.index, "meta", weights=False) for entry in manifest.stages}
+    model = {
+        name: tensor.to(stored[name].properties.dtype) if name in stored else tensor  # which dtype is the checkpoint's
+        for name, tensor in model_tensors(manifest, stages).items()
+    }
+    check_same_model(model, list(model), stored)
+    return [_stored_tensor(name, tensor, manifest) for name, tensor in model.items()]
+
+
+def _stored_tensor(source: str, tensor: Tensor, manifest: Manifest) -> _StoredTensor:
+    name = source.removeprefix(PREFIX)
+    if not _is_huggingface(manifest):
+        names = next((group for group in manifest.tied if name in group), (name,))
+        return _StoredTensor(source, tensor.shape, tensor.dtype, names)
+    parts = manifest.checkpoint.stored.get(name, (name,))
+    if not parts:
+        raise PackageError(
+            f"transformers stores {name} in a form that only transformers can write.\n"
+            "Try: pipe.load in one process, and save_pretrained of the model with pipe.state_dict()."
+        )
+    if len(parts) == 1 and "*" not in parts[0]:
+        return _StoredTensor(source, tensor.shape, tensor.dtype, parts)
+    return _StoredTensor(source, tensor.shape, tensor.dtype, parts=parts)
+
+
+def _shards(tensors: Sequence[_StoredTensor], most: int) -> list[list[_StoredTensor]]:
+    """The tensors of each file, in order, as many as fit."""
+    shards: list[list[_StoredTensor]] = []
+    size = most
+    for tensor in tensors:
+        if size + tensor.bytes > most or not shards:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.bytes
+    return shards
+
+
+def _write(files: Mapping[str, Sequence[_StoredTensor]], place: Path, folder: Path) -> dict[str, str]:
+    """Write files one after the other. Returns the file of each tensor."""
+    found: dict[str, str] = {}
+    for file in track("writing files", files):
+        read: dict[str, Any] = {each.source: torch.empty(each.size, dtype=each.dtype) for each in files[file]}
+        storage.read(read, place)
+        tensors = {name: part for each in files[file] for name, part in each.written(read.pop(each.source))}
+        write_tensors(tensors, folder / file, _METADATA)
+        found |= dict.fromkeys(tensors, file)
+        del tensors
+    return found

@@ -1,0 +1,111 @@
+"""The batches that a run trains on: those of a model file's ``data(rank, world)``, or its example again and again."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import torch
+
+from pipegraph.cost.model_output import output_tensors
+from pipegraph.errors import SourceError
+from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.runtime.checkpoint.extra_state import is_stateful
+from pipegraph.workflows.batch import Batch
+from pipegraph.workflows.training_functions import errors_named, training_function
+
+_END: Final = object()
+
+
+class TrainingData:
+    """Batches one after the other.
+
+    Args:
+        batches: of this process.
+        convert: makes the arguments of a step of what `batches` yields.
+        named: what messages call them.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], convert: Callable[[Any], Batch] = lambda batch: batch, named: str = "the example"
+    ) -> None:
+        self._batches, self._convert, self.named = batches, convert, named
+        self._iterator: Iterator[Any] | None = None
+        self._taken = 0
+
+    @classmethod
+    def of(cls, source: ModelSource | None, name: str, rank: int, world: int) -> TrainingData | None:
+        """What a model file's function of this name gives for a data-parallel rank; None if it has no such one."""
+        function = training_function(source, name)
+        if source is None or function is None:
+            return None
+        made, named = function(rank, world), f"{name}({rank}, {world}) of {source.name}"
+        if not isinstance(made, Iterable):
+            raise SourceError(
+                f"{named} returned a {type(made).__name__}, which holds no batches.\n"
+                "Try: a list, a generator, a torch DataLoader or any other iterable."
+            )
+        has_target = source.example_target is not None
+        return cls(made, lambda item: _step_batch(item, has_target, named), named)
+
+    @classmethod
+    def repeated(cls, batch: Batch) -> TrainingData:
+        """One batch without end."""
+        return cls(itertools.repeat(batch))
+
+    @property
+    def stateful(self) -> Any | None:
+        """What gives the position as its state and takes it back, such as a loader of torchdata; None without one."""
+        return self._batches if is_stateful(self._batches) else None
+
+    def go_on_from(self, count: int) -> None:
+        """Leave out so many batches, unless the position was read back as a state. Before the first batch is taken."""
+        while self.stateful is None and self._taken < count and self.take() is not None:
+            pass
+        self._taken = count
+
+    def take(self) -> Batch | None:
+        """The next batch; None if there is none. Raises SourceError for what is no batch."""
+        with errors_named(self.named, f"batch {self._taken}"):
+            if self._iterator is None:
+                self._iterator = iter(self._batches)
+            item = next(self._iterator, _END)
+        if item is _END:
+            return None
+        self._taken += 1
+        return self._convert(item)
+
+    @property
+    def last(self) -> str:
+        """How messages name the batch that was taken last."""
+        return f"batch {self._taken - 1} of {self.named}"
+
+
+def fingerprint(batch: Batch) -> int:
+    """Tells the content of a batch apart from that of another one. For a few batches: it reads them whole."""
+    mark = 0
+    for tensor in output_tensors(batch).values():
+        mark = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes(), mark)
+    return mark
+
+
+def _step_batch(item: Any, has_target: bool, named: str) -> Batch:
+    """The arguments of a step: inputs as `example_inputs` has them, or a pair of them and the target."""
+    inputs, target = item, None
+    if has_target:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            what = f"{len(item)} things" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
+            raise SourceError(
+                f"a batch of {named} is {what}; in a file with example_target it is a pair of inputs and target.\n"
+                "Try: yield inputs, target"
+            )
+        inputs, target = item
+    if isinstance(inputs, dict):
+        return Batch((), inputs, target)
+    if not isinstance(inputs, tuple | list):
+        return Batch((inputs,), {}, target)
+    if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
+        return Batch(inputs[0], inputs[1], target)
+    return Batch(tuple(inputs), {}, target)

@@ -1,0 +1,101 @@
+"""``log.jsonl`` beside a run's checkpoints: the loss of every step and every evaluation, a line each.
+
+{"step": 0, "loss": 5.577, "seconds": 0.31}
+{"step": 99, "evaluation": 2.861}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from pipegraph.errors import PipegraphError
+from pipegraph.units import format_count, format_duration
+
+LOG: Final = "log.jsonl"
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A step that is done.
+
+    Attributes:
+        loss: its loss, of all data-parallel ranks.
+        seconds: until the last rank was done, without the optimizer.
+        metrics: what the model file's `metrics` returned, averaged.
+        tokens_per_second: of the steps after this process's first one, with data, optimizer and checkpoints.
+        seconds_left: until all steps are done, if their number is known.
+    """
+
+    index: int
+    loss: float
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+
+    def __str__(self) -> str:
+        parts = [
+            f"step {self.index}",
+            f"loss {self.loss:.6f}",
+            *(f"{name} {metric:.6g}" for name, metric in self.metrics.items()),
+            f"{self.seconds:.3f} s",
+        ]
+        if self.tokens_per_second is not None:
+            parts.append(f"{format_count(self.tokens_per_second)} tokens/s")
+        if self.seconds_left:
+            parts.append(f"{format_duration(self.seconds_left)} left")
+        return "   ".join(parts)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The mean loss over the batches of `evaluation_data` after the step ``index``."""
+
+    index: int
+    loss: float
+
+    def __str__(self) -> str:
+        return f"step {self.index}   evaluation {self.loss:.6f}"
+
+
+class TrainingLog:
+    """The log of a run that goes on after ``done`` steps: what later ones have written before is dropped.
+
+    Raises:
+        PipegraphError: it cannot be written.
+    """
+
+    def __init__(self, folder: Path, done: int) -> None:
+        self._path = folder / LOG
+        part = folder / f".{LOG}.part"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = [json.dumps(each) for each in read_log(folder) if each["step"] < done]
+            part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            part.replace(self._path)
+        except OSError as error:
+            raise PipegraphError(f"{self._path} cannot be written: {error.strerror}.") from error
+
+    def write(self, entry: TrainingStep | Evaluation) -> None:
+        """Add a line."""
+        if isinstance(entry, Evaluation):
+            line: dict[str, Any] = {"step": entry.index, "evaluation": entry.loss}
+        else:
+            line = {"step": entry.index, "loss": entry.loss, **entry.metrics, "seconds": round(entry.seconds, 6)}
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(line)}\n")
+        except OSError as error:
+            raise PipegraphError(f"{self._path} cannot be written: {error.strerror}.") from error
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log; none if it has no log. The last one may be cut off in a run that was killed."""
+    try:
+        text = (folder / LOG).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -1,0 +1,102 @@
+"""What the command line says of itself: help, version, completion; and that its examples can be typed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from pipegraph.cli import app
+from pipegraph.version import __version__
+from tests.cli.command import ROOT, Command, program
+
+COMMAND: Any = typer.main.get_command(app)
+PROGRAMS = ("pipegraph ", "torchrun --nproc-per-node 2 -m pipegraph ")
+
+
+def verbs(command: Any = COMMAND, path: tuple[str, ...] = ()) -> Iterator[Any]:
+    for name, verb in command.commands.items():
+        if hasattr(verb, "commands"):
+            yield from verbs(verb, (*path, name))
+        else:
+            yield pytest.param((*path, name), verb, id=" ".join((*path, name)))
+
+
+def examples(help_text: str) -> list[str]:
+    return [line.strip() for line in help_text.partition("Example:\n")[2].splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize(("path", "verb"), list(verbs()))
+def test_every_verb_has_examples_that_can_be_typed(path: tuple[str, ...], verb: Any) -> None:
+    shown = examples(verb.help)
+    assert any(line.startswith(f"pipegraph {' '.join(path)} ") for line in shown)
+    for line in shown:
+        start = next(each for each in PROGRAMS if line.startswith(each))
+        words = shlex.split(line.removeprefix(start))
+        called = COMMAND
+        while hasattr(called, "commands"):
+            called = called.commands[words.pop(0)]
+        called.make_context("pipegraph", words)
+        for file in re.findall(r"examples/\S+", line):
+            assert (ROOT / file).is_file()
+
+
+@pytest.mark.parametrize("arguments", [(), ("trace",), ("--help",), ("split", "--help")])
+def test_help_fits_a_narrow_terminal(
+    pipegraph: Command, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = pipegraph(*arguments)
+    assert (shown.code, shown.err) == (0, "")
+    summaries = shown.out.partition("Commands:\n")[2].splitlines()
+    assert all(line.endswith(".") and not line.endswith("...") and len(line) <= 60 for line in summaries)
+
+
+def test_version(pipegraph: Command) -> None:
+    assert re.fullmatch(rf"pipegraph {re.escape(__version__)}, torch \S+, Python \S+\n", pipegraph("--version").out)
+
+
+def test_the_shell_completes_verbs_and_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def completed(words: str) -> list[str]:
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        return program("-c", "from pipegraph.cli import main; main([])").out.split()
+
+    monkeypatch.setenv("_PIPEGRAPH_COMPLETE", "complete_bash")
+    assert completed("pipegraph sp") == ["split"]
+    assert completed("pipegraph schedule zb-h") == ["zb-h1", "zb-h2"]
+    assert completed("pipegraph run out --schedule gp") == ["gpipe"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "tried"),
+    [
+        (("splat",), "No such command 'splat'.", "pipegraph --help"),
+        (("run",), "Missing argument 'OUT'.", "pipegraph run --help"),
+        (("run", "out", "--stepz", 1), "No such option: --stepz", "pipegraph run --help"),
+        (("run", "out", "--steps", 0), "Invalid value for '--steps': ", "pipegraph run --help"),
+        (("run", "out", "--profile", "runs", "--steps", 1), "1 step is too few", "--steps 4"),
+        (("trace", "report"), "Missing argument 'DIR'.", "pipegraph trace report --help"),
+    ],
+)
+def test_every_error_has_one_style(pipegraph: Command, arguments: tuple[object, ...], said: str, tried: str) -> None:
+    failed = pipegraph(*arguments)
+    assert (failed.code, failed.out) == (2, "")
+    first, *_, last = failed.err.splitlines()
+    assert first.startswith("error: ") and said in failed.err
+    assert last == f"Try: {tried}"
+
+
+def test_a_table_fits_the_terminal_unless_it_is_to_be_wide(
+    pipegraph: Command, chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = pipegraph("show", chain).out
+    monkeypatch.setenv("COLUMNS", "60")
+    assert "left out: weights; --wide shows all" in pipegraph("show", chain).out
+    assert max(map(len, pipegraph("show", chain).out.splitlines())) <= 60
+    assert pipegraph("show", chain, "--wide").out == whole

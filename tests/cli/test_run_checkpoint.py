@@ -1,0 +1,250 @@
+"""``pipegraph run --checkpoint``: a run of processes that goes on, ends at SIGTERM, and says why it cannot go on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint import FileSystemWriter
+
+from pipegraph.cli import main
+from pipegraph.workflows.training_log import read_log
+from tests.cli.command import ROOT, Command
+from tests.equal_work import equal_work_shared
+
+MODEL = ROOT / "tests/models/counting.py"
+OPTIONS = ("--model", MODEL, "--kernels", "eager", "--microbatches", 4)
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package of ``tests/models/counting.py`` in two stages."""
+    folder = tmp_path_factory.mktemp("counting") / "package"
+    with equal_work_shared(), pytest.raises(SystemExit):
+        main(["split", str(MODEL), "--points", "layers.2", "-o", str(folder)])
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_log(folder) if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def whole(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of 8 steps in one process."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    words = ["run", counting, *OPTIONS, "--steps", 8, "--nproc", 1, "--checkpoint", folder]
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert ended.value.code == 0
+    return losses(folder)
+
+
+def test_processes_save_and_one_process_goes_on(
+    pipegraph: Command, counting: Path, whole: list[float], tmp_path: Path
+) -> None:
+    run, folder = ("run", counting, *OPTIONS, "--checkpoint", tmp_path), tmp_path / "step-00000003"
+    first = pipegraph(*run, "--steps", 3)
+    assert (first.code, first.err) == (0, "")
+    assert folder.is_dir()
+    again = pipegraph(*run, "--steps", 8, "--nproc", 1, "--checkpoint-every", 2, "--keep", 2)
+    lines = again.out.splitlines()
+    assert lines[0] == f"goes on from {folder}"
+    assert re.match(r"step 3   loss \d\.\d{6}   accuracy 0\.\d+   \d\.\d{3} s", lines[1])
+    assert losses(tmp_path) == pytest.approx(whole, rel=1e-5)  # gradients of a tied weight are added in another order
+    assert {each.name for each in tmp_path.iterdir()} == {"log.jsonl", "step-00000006", "step-00000008"}
+    done = pipegraph(*run, "--steps", 8, "--nproc", 1)
+    assert done.out.splitlines() == [
+        f"goes on from {tmp_path / 'step-00000008'}",
+        "8 steps are done, and no more are to do.",
+    ]
+    found = json.loads(pipegraph(*run, "--steps", 9, "--nproc", 1, "--json").out)
+    assert [step["index"] for step in found["steps"]] == [8, 8]  # the second one is the evaluation
+
+
+def test_data_parallel_ranks_share_the_data(
+    pipegraph: Command, counting: Path, whole: list[float], tmp_path: Path
+) -> None:
+    """Each rank's own rows, of the same batches; their order in sums is another one."""
+    done = pipegraph("run", counting, *OPTIONS, "--steps", 4, "--dp-replicate", 2, "--checkpoint", tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert losses(tmp_path) == pytest.approx(whole[:4], rel=1e-5)
+
+
+def test_ranks_of_a_pipeline_that_read_different_data_are_refused(
+    pipegraph: Command, counting: Path, tmp_path: Path
+) -> None:
+    """Input and target would be of different batches."""
+    file = tmp_path / MODEL.name
+    unseeded = "import os\n\n\ndef data(rank, world):\n    return [batch(os.getpid() + step) for step in range(9)]\n"
+    file.write_text(f"{MODEL.read_text()}\n\n{unseeded}")
+    refused = pipegraph("run", counting, "--model", file, "--kernels", "eager", "--microbatches", 4)
+    assert (refused.code, refused.out) == (2, "")
+    assert "batch 0 of data(0, 1) of counting.py is not the same on all ranks of a pipeline" in refused.err
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_saves_and_leaves(
+    pipegraph: Command, counting: Path, whole: list[float], tmp_path: Path, processes: int
+) -> None:
+    command = ["-m", "pipegraph", "run", counting, *OPTIONS, "--nproc", processes, "--checkpoint", tmp_path / "run"]
+    started = subprocess.Popen(
+        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    deadline = time.monotonic() + 60
+    while len(read_log(tmp_path / "run")) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    started.send_signal(signal.SIGTERM)
+    out, err = started.communicate(timeout=60)
+    assert (started.returncode, err) == (128 + signal.SIGTERM, "")
+    (place,) = (tmp_path / "run").glob("step-*")
+    steps = int(place.name[-8:])
+    assert f"SIGTERM came: saved after {steps} steps. The same command goes on." in out
+    assert len(losses(tmp_path / "run")) == steps
+    more = pipegraph("run", counting, *OPTIONS, "--nproc", 1, "--checkpoint", tmp_path / "run", "--steps", steps + 2)
+    assert more.code == 0, more.err
+    both = losses(tmp_path / "run")
+    assert both[:8] == pytest.approx(whole[: len(both)], rel=1e-5)
+    assert len(both) == steps + 2
+
+
+@pytest.fixture
+def saved(pipegraph: Command, counting: Path, tmp_path: Path) -> Path:
+    """The folder of a run that was saved after 1 and after 2 steps."""
+    folder = tmp_path / "run"
+    done = pipegraph(
+        "run", counting, *OPTIONS, "--nproc", 1, "--steps", 2, "--checkpoint", folder, "--checkpoint-every", 1
+    )
+    assert done.code == 0, done.err
+    return folder
+
+
+def go_on(pipegraph: Command, package: Path, folder: Path, *options: object) -> Any:
+    return pipegraph("run", package, *OPTIONS, "--nproc", 1, "--checkpoint", folder, "--steps", 3, *options)
+
+
+def test_what_was_half_written_is_no_checkpoint(pipegraph: Command, counting: Path, saved: Path) -> None:
+    """The processes were killed while they wrote the second one."""
+    (saved / "step-00000002").rename(saved / ".step-00000002.partial")
+    (saved / ".step-00000002.partial/checkpoint.json").unlink()
+    done = go_on(pipegraph, counting, saved)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"goes on from {saved / 'step-00000001'}\nstep 1   ")
+    assert not (saved / ".step-00000002.partial").exists()
+
+
+@pytest.mark.filterwarnings("always:a checkpoint cannot be used")
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    pipegraph: Command, counting: Path, saved: Path
+) -> None:
+    def damage(name: str) -> None:
+        (file,) = (saved / name).glob("*.distcp")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+    damage("step-00000002")
+    done = go_on(pipegraph, counting, saved)
+    assert done.code == 0
+    assert "a checkpoint cannot be used" in done.err and "is damaged" in done.err
+    assert done.out.startswith(f"goes on from {saved / 'step-00000001'}\n")
+    for name in ("step-00000001", "step-00000003"):
+        damage(name)
+    refused = go_on(pipegraph, counting, saved)
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.startswith(f"error: the run in {saved} cannot go on: no checkpoint in {saved} is whole:")
+    assert "--checkpoint with a new folder, which begins anew" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            ("WORDS, LENGTH, WIDTH, ROWS = 11, 6, 8, 8", "WORDS, LENGTH, WIDTH, ROWS = 11, 6, 4, 8"),
+            "has the shape [11, 8]",
+        ),
+        (("self.layers", "self.blocks"), "it lacks blocks.0.0.bias. Did you mean"),
+        (("return Counting()", "return Counting().to(torch.bfloat16)"), "is torch.float32 there, and torch.bfloat16"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    pipegraph: Command, saved: Path, tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    text = MODEL.read_text()
+    assert change[0] in text
+    file = tmp_path / MODEL.name
+    file.write_text(text.replace(*change))
+    points = "blocks.2" if "blocks" in change[1] else "layers.2"
+    assert pipegraph("split", file, "--points", points, "-o", tmp_path / "other").code == 0
+    before = {each: each.stat().st_mtime_ns for each in saved.rglob("*")}
+    options = ["--model", file, "--kernels", "eager", "--nproc", 1, "--checkpoint", saved, "--steps", 3]
+    refused = pipegraph("run", tmp_path / "other", *options)
+    assert (refused.code, refused.out) == (2, "")
+    assert "the checkpoint is of another model" in refused.err
+    assert said in refused.err
+    assert refused.err.count("Try: ") == 1
+    assert before == {each: each.stat().st_mtime_ns for each in saved.rglob("*")}
+
+
+def test_a_full_disk_leaves_what_was_saved(
+    pipegraph: Command, counting: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileSystemWriter, "write_data", full)
+        done = go_on(pipegraph, counting, saved)
+    assert done.code == 2
+    assert f"{saved / 'step-00000003'} was not saved: OSError: [Errno 28] No space left on device" in done.err
+    assert "with room for the whole model" in done.err
+    assert sorted(each.name for each in saved.glob("*step*")) == ["step-00000001", "step-00000002"]
+    assert go_on(pipegraph, counting, saved).code == 0
+
+
+@pytest.mark.parametrize("option", ["--checkpoint-every", "--keep"])
+def test_options_of_checkpoints_need_a_folder(pipegraph: Command, counting: Path, option: str) -> None:
+    refused = pipegraph("run", counting, option, 3)
+    assert refused.code == 2
+    assert "Try: --checkpoint DIR too" in refused.err
+
+
+def test_scalars_of_all_steps_go_to_tensorboard(pipegraph: Command, counting: Path, tmp_path: Path) -> None:
+    """Only three steps are traced."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    done = pipegraph("run", counting, *OPTIONS, "--nproc", 1, "--steps", 6, "--profile", tmp_path)
+    assert done.code == 0, done.err
+    (folder,) = tmp_path.iterdir()
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    assert [event.step for event in accumulator.Scalars("loss")] == list(range(6))
+    assert "throughput/tokens_per_second" in accumulator.Tags()["scalars"]
+    shutil.rmtree(folder)
+
+
+def test_the_example_learns(pipegraph: Command, tmp_path: Path) -> None:
+    """``examples/text``: a few steps of it, and the picture of their curve."""
+    model, package = ROOT / "examples/text/model.py", tmp_path / "text"
+    with equal_work_shared():
+        assert pipegraph("split", model, "--points", "layers.2", "-o", package).code == 0
+    options = ["--model", model, "--nproc", 1, "--kernels", "autograd", "--microbatches", 4, "--steps", 4]
+    done = pipegraph("run", package, *options, "--checkpoint", tmp_path / "run")
+    assert done.code == 0, done.err
+    found = losses(tmp_path / "run")
+    assert len(found) == 4 and found[-1] < found[0]
+    again = shutil.copytree(tmp_path / "run", tmp_path / "again")
+    curve = [ROOT / "examples/text/curve.py", tmp_path / "run", again, "-o", tmp_path / "curve.svg"]
+    drawn = subprocess.run([sys.executable, *map(str, curve)], capture_output=True, text=True, check=True)
+    assert "again is 0.0e+00 from run where they are farthest apart" in drawn.stdout
+    assert (tmp_path / "curve.svg").read_text().startswith("<svg ")

@@ -1,0 +1,90 @@
+"""``pipegraph run`` over a mesh: what is shown, and where its ranks lie on two nodes, which are two torchruns here."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import ROOT, Command
+
+MODEL = """
+from tests.models.chain import build_model, example_inputs, example_target, loss_fn
+
+tp_plan = {"layers.*.0": "colwise_gather_output"}
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nodes")
+    (folder / "model.py").write_text(MODEL)
+    split = ["-m", "pipegraph", "split", folder / "model.py", "--points", "layers.2", "-o", folder / "package"]
+    subprocess.run([sys.executable, *map(str, split)], cwd=ROOT, check=True, capture_output=True, timeout=100)
+    return folder / "package"
+
+
+def on_two_nodes(package: Path, *options: object) -> list[subprocess.CompletedProcess[str]]:
+    """What each of two nodes with two processes printed, where the run ended well."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    run = ["-m", "pipegraph", "run", package, "--kernels", "eager", "--microbatches", 2, *options]
+    nodes = []
+    for node in range(2):
+        torchrun = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 2, "--node-rank", node]
+        torchrun += ["--master-addr", "127.0.0.1", "--master-port", port]
+        command = [sys.executable, *map(str, [*torchrun, *run])]
+        nodes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        said = [node.communicate(timeout=100) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    return [
+        subprocess.CompletedProcess(node.args, node.returncode, *each) for node, each in zip(nodes, said, strict=True)
+    ]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("order", "printing"),
+    [([], 1), pytest.param(["--mesh-order", "tp,dp_shard,dp_replicate,pp"], 0, marks=pytest.mark.slow)],
+    ids=["default", "pp within"],
+)
+def test_stages_lie_across_nodes_and_tensor_parallel_ranks_within_one(
+    order: list[str], printing: int, package: Path, pipegraph: Command
+) -> None:
+    """The first process of the last stage prints: it is in the second node, unless a whole pipeline is in each."""
+    nodes = on_two_nodes(package, "--tp", 2, *order)
+    assert [node.returncode for node in nodes] == [0, 0], nodes
+    assert [bool(re.search(r"^step 0   loss", node.stdout, re.M)) for node in nodes] == [printing == 0, printing == 1]
+    slow = "ranks along tp lie in several nodes of 2 processes each"
+    assert [slow in node.stderr for node in nodes] == [bool(order), False]
+
+
+def test_collectives_are_shown_as_predicted_and_measured(chain: Path, pipegraph: Command) -> None:
+    done = pipegraph("run", chain, "--dp-shard", 2, "--kernels", "eager", "--microbatches", 2, "--steps", 3, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)["predicted_and_measured"]["collectives"]
+    assert [each["stage"] for each in found] == [0, 1]
+    for each in found:
+        assert each["UNSHARD"]["measured"] > 0 and each["REDUCE_GRAD"]["measured"] > 0
+        assert "RESHARD" not in each
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_that_do_not_divide_heads_are_refused(tmp_path: Path, pipegraph: Command) -> None:
+    """4 ranks would have half a head of keys each."""
+    pytest.importorskip("transformers")
+    model = ROOT / "tests/models/llama.py"
+    assert pipegraph("split", model, "--points", "model.layers.2", "-o", tmp_path / "llama").code == 0
+    done = pipegraph("run", tmp_path / "llama", "--nproc", 8, "--tp", 4, "--kernels", "eager")
+    assert done.code == 2
+    assert "stage 0 does not run with its parameters divided along tp" in done.err
+    assert "Try: a tp that divides the numbers of heads, key-value heads and features." in done.err

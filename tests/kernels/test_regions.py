@@ -1,0 +1,133 @@
+"""Backwards that compute some modules again and others not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from pipegraph.errors import PipegraphError
+from pipegraph.kernels import make, makers
+from pipegraph.kernels.traced import held_tensors
+from pipegraph.recompute import Recompute
+from tests.kernels.stages import assert_as_autograd
+
+x = torch.randn(4, 8)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 32)
+        self.down = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(x)
+        return x + self.mlp(x)
+
+
+class Stage(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): Layer() for index in range(layers)})
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x)
+
+
+def kept(recompute: Any, layers: int = 3) -> Counter[int]:
+    """How many tensors of each width are kept for the backward, without the parameters."""
+    stage = Stage(layers)
+    saved = make("eager", stage, (True,), (True,), recompute=recompute).forward([x]).saved
+    parameters = {parameter.data_ptr() for parameter in stage.parameters()}
+    tensors = {each.data_ptr(): each for each in held_tensors(saved) or ()}
+    return Counter(each.shape[-1] for pointer, each in tensors.items() if pointer not in parameters)
+
+
+WIDE = {"none": 2, "block": 0}  # of an Mlp: what goes into gelu and what comes out of it
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_module_inside_another_one_has_a_choice_of_its_own(layers: int) -> None:
+    """Whether a layer is traced as a block or, being alone, as a part of the stage."""
+    for choice, wide in WIDE.items():
+        found = kept({"layers.*": "block", "*.mlp": choice}, layers)
+        assert found[32] == wide * layers
+        assert found[16] == 0  # of the mixer
+        assert found[8] == 2 * layers + 1  # into the layer, the mlp and the head
+    alone = kept({"layers.*": "block"}, layers)
+    assert kept({"": "none", "layers.*": "block"}, layers) == alone == {8: layers + 1}
+
+
+def test_layers_by_a_slice() -> None:
+    whole, none = kept("none"), kept({"": "none", "layers.*": "block"})
+    some = kept({"": "none", "layers[::2]": "block"})
+    assert (whole[32], some[32], none[32]) == (6, 2, 0)
+
+
+@pytest.mark.parametrize("kernels", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"layers.*": "block", "*.mlp": "none"},
+        {"layers.*": "none", "*.mlp": "block"},
+        {"": "none", "layers[1:]": "block", "*.mixer": "min-cut"},
+        {"*": "block"},
+    ],
+)
+def test_gradients_do_not_depend_on_it(recompute: Any, layers: int, kernels: str) -> None:
+    assert_as_autograd(Stage(layers), [x], recompute=recompute, kernels=kernels)
+
+
+def save_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_policy_answers_for_each_operation() -> None:
+    found = kept(save_products)
+    assert found[32] == 3  # of each mlp what up returns; gelu is computed again
+    assert_as_autograd(Stage(), [x], recompute=save_products)
+    mixed = kept({"layers.*": "none", "layers.1": save_products})
+    assert mixed[32] == 2 + 1 + 2
+
+
+def test_a_policy_that_offloads_is_refused() -> None:
+    def offload(*_: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_CPU_OFFLOAD
+
+    with pytest.raises(PipegraphError, match=r"answers MUST_CPU_OFFLOAD for aten"):
+        make("eager", Stage(), (True,), (True,), recompute=offload).forward([x])
+
+
+def test_equal_choices_share_kernels() -> None:
+    def traced(choices: Sequence[Any]) -> int:
+        made = makers("eager", [Recompute.parse(each) for each in choices])
+        kernels: list[Any] = [make_stage(Stage(), (True,), (True,), None) for make_stage in made]
+        for each in kernels:
+            each.forward([x])
+        return len({block for each in kernels for variant in each.variants for block in variant.divided.blocks})
+
+    assert traced(["none", "none"]) == 1
+    assert traced(["none", "block", "none"]) == 2
+    assert traced([{"layers[::2]": "block"}, {"layers[2:]": "block"}]) == 2

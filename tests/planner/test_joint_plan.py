@@ -1,0 +1,141 @@
+"""The joint plan: what collectives take, which layouts there are, and the best of all plans."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipegraph
+from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, collective_seconds
+from pipegraph.cost.hardware import Hardware
+from pipegraph.errors import PlanError
+from pipegraph.planner.joint_plan.joint import joint_plan
+from pipegraph.planner.joint_plan.layout import Layout, layouts
+from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
+from pipegraph.planner.joint_plan.search import JointSearch
+from pipegraph.planner.joint_plan.tensor_shares import tensor_shares
+from pipegraph.planner.plan_file import PlanFile
+from pipegraph.planner.plan_options import PlanOptions
+from pipegraph.planner.recompute_options import RecomputeOptions
+from pipegraph.planner.solver.solve import MemoryShortage
+
+A100 = Hardware.load("a100")
+TP_PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(256)
+        self.up = nn.Linear(256, 1024)
+        self.down = nn.Linear(1024, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def captured(rows: int) -> Any:
+    with torch.device("meta"):
+        return pipegraph.capture(Model(), (torch.randn(rows, 512, 256),))
+
+
+@pytest.fixture(scope="module")
+def costs() -> LayoutCosts:
+    options = PlanOptions(hardware=A100)
+    single, double = (RecomputeOptions.price(captured(rows), options) for rows in (2, 4))
+    return LayoutCosts(A100, 2, single, double, tensor_shares(single.costs[0].priced.chain, TP_PLAN, A100))
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
+    inside, across = A100.links.intra_node, A100.link(0, 8)
+    assert collective_seconds(A100.links, ALL_GATHER, 8e9, 4) == pytest.approx(3 * (1e-5 + 2e9 / 300e9))
+    assert collective_seconds(A100.links, ALL_REDUCE, 8e9, 4) == pytest.approx(6 * inside.seconds(2e9))
+    assert collective_seconds(A100.links, ALL_GATHER, 8e9, 16) == pytest.approx(15 * across.seconds(5e8))
+    assert collective_seconds(A100.links, ALL_GATHER, 8e9, 4, stride=8) == pytest.approx(3 * across.seconds(2e9))
+    assert collective_seconds(A100.links, ALL_REDUCE, 8e9, 1) == 0
+
+
+def test_layouts_use_every_device() -> None:
+    found = list(layouts(8, 4, 2))
+    assert all(each.pp * each.copies * each.tp == 8 and each.pp <= 4 and each.tp <= 2 for each in found)
+    assert len(found) == len(set(found)) == 4 + 3 + 2 + 3 + 2 + 1
+    assert [Layout(1, 1, shards, 1).state_factor for shards in (1, 2, 4, 8)] == [4, 4, 3, 2.5]
+
+
+def test_tp_divides_what_its_plan_says(costs: LayoutCosts) -> None:
+    whole, halves = (costs.options(Layout(1, 1, 1, tp), 2)[0] for tp in (1, 2))
+    layer = sum(parameter.numel() for parameter in Layer().parameters()) * 4
+    divided = (2 * 256 * 1024 + 1024) * 4  # but not the norm, and the bias after the sum
+    assert sum(cost.parameter_bytes for cost in whole.segments) == 6 * layer
+    held = sum(cost.parameter_bytes for cost in halves.segments)
+    assert 6 * (layer - divided / 2) == pytest.approx(held, rel=0.01)
+    exchanged = collective_seconds(A100.links, ALL_REDUCE, 2 * 512 * 256 * 4, 2)
+    assert sum(sum(share.forward) for share in costs.shares) == 6 * 2 * 512 * 256 * 4
+    for name in ("forward", "input_grad"):
+        took = [sum(getattr(cost, name) for cost in each.segments) for each in (whole, halves)]
+        assert took[0] / 2 + 6 * exchanged < took[1] < took[0] + 6 * exchanged
+
+
+def test_rows_scale(costs: LayoutCosts) -> None:
+    two, four, eight = (costs.options(Layout(1, 1, 1, 1), rows)[0].segments for rows in (2, 4, 8))
+    assert four == costs.double.costs[0].segments
+    saved = [sum(cost.saved_bytes for cost in each) for each in (two, four, eight)]
+    assert saved == [saved[0], 2 * saved[0], 4 * saved[0]]
+
+
+@pytest.mark.parametrize("part", [None, 0.6])
+def test_what_bounds_rule_out_is_not_better(costs: LayoutCosts, part: float | None) -> None:
+    def search(memory: float | None) -> JointSearch:
+        return JointSearch(costs, 4, 32, memory, ["1f1b", "zb-h1"])
+
+    free = search(None).run()
+    memory = None if part is None else part * free.best.peak
+    comparison, every = search(memory).run(), search(memory)
+    found = [every.search(candidate) for candidate in every.candidates]
+    assert all(each is None or every.bound(each.candidate) <= each.step * (1 + 1e-9) for each in found)
+    assert min(each.step for each in found if each is not None) >= comparison.best.step * (1 - 1e-3)
+    assert comparison.lower_bound <= comparison.best.step and comparison.searched <= comparison.considered
+    assert all(memory is None or each.peak <= memory for each in comparison.choices)
+    steps, peaks = [each.step for each in comparison.choices], [each.peak for each in comparison.choices]
+    assert steps == sorted(steps) and peaks == sorted(peaks, reverse=True)
+    if part is not None:
+        assert comparison.best.step >= free.best.step * (1 - 1e-3)
+    else:
+        assert comparison.best.candidate.layout.pp == 1  # four devices hold the model, and a pipeline has a bubble
+
+
+def test_what_cannot_be_is_refused(costs: LayoutCosts) -> None:
+    with pytest.raises(PlanError, match="No layout of 4 devices divides a batch of 3 rows"):
+        JointSearch(costs, 4, 3).run()
+    with pytest.raises(MemoryShortage, match=r"No plan that was looked at fits into 1\.0 KiB") as shortage:
+        JointSearch(costs, 2, 8, 1024, ["1f1b"]).run()
+    assert shortage.value.needed > 1024
+
+
+def test_its_file_is_taken_as_it_is(tmp_path: Path) -> None:
+    options = PlanOptions(hardware=A100, memory_bytes=24 * 2**20)
+    comparison, made = joint_plan(lambda rows: (captured(rows), None), 2, options, 4, 32, ["1f1b"], TP_PLAN)
+    assert made.prediction is not None and made.prediction.peak <= 24 * 2**20
+    file = tmp_path / "plan.json"
+    file.write_text(PlanFile.of(made).to_json())
+    mesh, layout = json.loads(file.read_text()).get("mesh", {}), comparison.best.candidate.layout
+    assert layout.pp * math.prod(mesh.values()) == 4
+    again = PlanFile.read(file).apply(captured(comparison.best.candidate.rows))
+    assert again.prediction == made.prediction and again.points == made.points

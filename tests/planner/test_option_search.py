@@ -1,0 +1,141 @@
+"""Cuts and a choice for each stage, found together, and the same by trying every combination."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise, product
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from pipegraph.cost import SegmentCost
+from pipegraph.errors import PlanError
+from pipegraph.planner.solver import option_search
+from pipegraph.planner.solver.option_search import OptionSolution, solve_options
+from pipegraph.planner.solver.solve import MemoryShortage, solve
+from pipegraph.schedule import Schedule, build, names
+from pipegraph.schedule.recipes import find_recipe
+from tests.planner.brute_force import every_cut, makespan, memory
+
+Chain = list[SegmentCost]
+
+
+class Case(NamedTuple):
+    options: list[Chain]
+    schedule: Schedule
+    link: tuple[float, float] | None
+
+
+def random_case(random: Random) -> Case:
+    """A chain whose segments keep less and take longer with each further option; and a schedule with a backward."""
+    trained = [name for name in names() if find_recipe(name).trains]
+    recipe = find_recipe(random.choice(trained))
+    chunks = random.randint(1, 2) if recipe.any_chunks else recipe.chunks
+    ranks = random.randint(1, 3 if chunks == 1 else 2)
+    microbatches = random.randint(1, 5)
+    while recipe.rule(ranks, microbatches):
+        microbatches += 1
+    schedule = build(recipe.name, ranks, microbatches, chunks)
+    segments = schedule.stages + random.randint(0, 2)
+    count = random.randint(2, 3 if schedule.stages < 4 else 2)
+    options: list[Chain] = [[] for _ in range(count)]
+    for _ in range(segments):
+        f, i, w = (float(random.randint(0, 20)) for _ in range(3))
+        saved, crossing, held = (random.randint(0, 50) for _ in range(3))
+        for costs in options:
+            kept = random.randint(0, saved)
+            costs.append(SegmentCost(f, i, w, crossing, saved, held, weight_saved_bytes=kept))
+            i, saved = i + random.randint(0, 9), random.randint(0, saved)
+    link = random.choice([None, (0.5, 10.0), (0.0, 100.0)])
+    return Case(options, schedule, link)
+
+
+def flattened(options: Sequence[Chain], cuts: Sequence[int], chosen: Sequence[int]) -> Chain:
+    """The segments with the option of their stage."""
+    edges = pairwise((0, *cuts, len(options[0])))
+    return [options[option][at] for option, (begin, end) in zip(chosen, edges, strict=True) for at in range(begin, end)]
+
+
+def all_values(case: Case) -> list[tuple[float, float]]:
+    """(the value, what the fullest rank needs) of every combination."""
+    stages, found = case.schedule.stages, []
+    for cuts in every_cut(len(case.options[0]), stages):
+        for chosen in product(range(len(case.options)), repeat=stages):
+            costs = flattened(case.options, cuts, chosen)
+            found.append((makespan(costs, cuts, case.schedule, case.link), max(memory(costs, cuts, case.schedule))))
+    return found
+
+
+def check_against_brute_force(seed: int) -> OptionSolution | None:
+    """Compare a random case with a random limit. Returns the solution, or None if nothing fits."""
+    random = Random(seed)
+    case = random_case(random)
+    every = all_values(case)
+    needs = sorted({need for _, need in every})
+    limit = random.choice([*needs[: 1 + len(needs) // 2], needs[0] - 1])
+    arguments = (case.options, case.schedule.stages, case.schedule)
+    fitting = [value for value, need in every if need <= limit]
+    if not fitting:
+        with pytest.raises(MemoryShortage) as shortage:
+            solve_options(*arguments, memory_bytes=limit, link=case.link)
+        assert shortage.value.needed == needs[0]
+        return None
+    found = solve_options(*arguments, memory_bytes=limit, link=case.link)
+    costs = flattened(case.options, found.cuts, found.options)
+    assert makespan(costs, found.cuts, case.schedule, case.link) == pytest.approx(found.value, rel=1e-12)
+    assert [math.ceil(need) for need in memory(costs, found.cuts, case.schedule)] == list(found.memory)
+    assert max(found.memory) <= limit
+    assert found.value == pytest.approx(min(fitting), rel=1e-9)
+    assert found.lower_bound <= found.value * (1 + 1e-9) and found.value <= found.uniform * (1 + 1e-9)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_all_are_valued_if_they_are_few(seed: int) -> None:
+    found = check_against_brute_force(seed)
+    assert found is None or found.gap == 0
+
+
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_others_are_searched_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(option_search, "_ALL_STEPS", 0)
+    check_against_brute_force(seed)
+
+
+def layers(count: int, saved: int, slower: float) -> Chain:
+    return [SegmentCost(1.0, 1.0 + slower, 1.0, 1, saved, 10) for _ in range(count)]
+
+
+def test_early_stages_recompute_more() -> None:
+    """Of 1F1B on four ranks the first holds four microbatches, the last one."""
+    options = [layers(32, 16, 0.0), layers(32, 2, 1.0)]
+    limit = 4 * 8 * 10 + 2.5 * 8 * 16
+    found = solve_options(options, 4, "1f1b", 16, memory_bytes=limit)
+    assert (found.options, found.cuts, found.gap) == ((1, 0, 0, 0), (7, 14, 22), 0)  # and have fewer layers
+    alike = [solve(costs, 4, "1f1b", 16, memory_bytes=limit).value for costs in options]
+    assert (found.value, found.uniform) == (553, min(alike)) == (553, 591)
+
+
+def test_stages_may_have_options_of_their_own() -> None:
+    options = [layers(8, 16, 0.0), layers(8, 2, 1.0)]
+    found = solve_options(options, 2, "1f1b", 4, allowed=[[1], [0, 1]])
+    assert found.options == (1, 0) and found.uniform > found.value
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        ([], {}, "no option"),
+        ([layers(4, 1, 0.0), layers(5, 1, 0.0)], {}, "differs from option to option"),
+        ([layers(4, 1, 0.0)], {"allowed": [[0]]}, "for each of 2 stages"),
+        ([layers(4, 1, 0.0)], {"allowed": [[0], [1]]}, "options 0 to 0"),
+        ([layers(1, 1, 0.0)], {}, "too few for 2 stages"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    options: list[Chain], arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        solve_options(options, 2, **arguments)  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""The memory of sharded parameters in a step: what each rank measures, and what the simulator says."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipegraph.kernels.sharded import local
+from pipegraph.schedule import Times
+from pipegraph.schedule.parameter_memory import parameter_bytes
+from tests.runtime.meshes import make
+from tests.runtime.packages import Sketch, Stage
+
+WIDTH, LAYERS = 64, 24
+ROWS = 4  # of one step: one each microbatch, so that activations are small beside parameters
+
+
+def deep(stages: int) -> Sketch:
+    """Stages of many residual layers, which are gathered one by one."""
+    parts, values = [], {"x": ("float32", ("batch", WIDTH), False)}
+    for index in range(stages):
+        taken, made = "x" if index == 0 else f"h{index - 1}", f"h{index}"
+        init = (
+            f"self.layers{index} = nn.ModuleList(nn.Sequential(nn.Linear({WIDTH}, {WIDTH})) for _ in range({LAYERS}))"
+        )
+        body = f"for layer in self.layers{index}:\n    {taken} = {taken} + layer({taken})\nreturn {taken}"
+        parts.append(Stage(taken, made, init, body))
+        values[made] = ("float32", ("batch", WIDTH), True)
+    return Sketch(tuple(parts), values, f"h{stages - 1}")
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes of all tensors that are alive at one time, looked at after each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, StorageWeakRef] = {}
+        self.peak = 0
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
+
+    def look(self) -> int:
+        held = 0
+        for key, reference in list(self._storages.items()):
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._storages[key]
+            else:
+                held += storage.nbytes()
+        self.peak = max(self.peak, held)
+        return held
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = function(*args, **kwargs or {})
+        for each in returned if isinstance(returned, (tuple, list)) else (returned,):
+            if isinstance(each, Tensor) and type(each) in (Tensor, nn.Parameter):
+                self.see(each)
+        self.look()
+        return returned
+
+
+def measure(rank: int, folder: str, schedule: str, resident: int | None) -> dict[str, tuple[float, float]]:
+    """Bytes of parameters and gradients as measured, and as simulated: between steps, in an evaluation, in a step."""
+    pipe, _ = make(folder, {"pp": 2, "dp_shard": 2}, schedule, resident=resident, loss_fn=mean)
+    x, target = torch.randn(ROWS, WIDTH), torch.zeros(ROWS)
+    pipe.evaluate(x, target=target)
+    pipe.step(x, target=target)  # both trace
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    gc.collect()
+    whole = 4.0 * LAYERS * (WIDTH + 1) * WIDTH
+    count, executors = pipe.schedule.stages, pipe._runner.executors
+    sizes = Times.equal(count), [whole] * count, [whole / 2] * count
+    in_step = parameter_bytes(pipe.schedule_with_collectives, *sizes)[pipe.ranks[0]]
+    in_evaluation = parameter_bytes(executors._evaluation, *sizes)[pipe.ranks[0]]
+    held = sum(each.numel() for each in map(local, pipe.parameters())) * 4.0
+    found = {"rest": (held, in_step.at_rest)}
+    # A backward adds the gradients of one microbatch, which it has made for a whole stage, to those before.
+    made = in_step.with_gradients + whole
+    for name, run, simulated in (
+        ("evaluation", pipe.evaluate, in_evaluation.parameters),
+        ("step", pipe.step, made),
+    ):
+        alive = Alive()
+        for each in gc.get_objects():
+            if isinstance(each, Tensor) and type(each) in (Tensor, nn.Parameter):
+                alive.see(each)
+        others = alive.look() - held
+        with alive:
+            run(x, target=target)
+        found[name] = alive.peak - others, simulated
+    return found
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return output.square().mean()

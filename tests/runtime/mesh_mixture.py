@@ -1,0 +1,218 @@
+"""A model with what makes a pipeline hard, over a mesh: what each rank runs, beside the model on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+
+import pipegraph
+from pipegraph.kernels.sharded import local
+from tests.runtime.meshes import Shape, near, rows_of, whole
+
+WORDS, WIDTH, LAYERS = 12, 8, 4
+SCALE = 8.0
+STEPS = ((8, 0), (6, 4), (5, 0))
+"""(length of the sequence, rows beyond those of a rank)"""
+INFINITE = 1
+"""the step in which a gradient is infinite on one rank"""
+TP_PLAN = {
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "embed": "embedding_rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Mixture(nn.Module):
+    """A tied head, a skip over all layers, a frozen layer, and a frozen bias in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers[1].requires_grad_(False)
+        self.layers[2].up.bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x + first))
+
+
+class Experts(nn.Module):
+    """Every token goes to all of them: what counts is how their parameters are divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 4 * WIDTH, WIDTH) / 4)
+        self.down_proj = nn.Parameter(torch.randn(3, WIDTH, 2 * WIDTH) / 4)
+
+    def forward(self, x: Tensor, share: Tensor) -> Tensor:
+        gate, up = torch.einsum("bth,eih->btei", x, self.gate_up_proj).chunk(2, dim=-1)
+        return torch.einsum("btei,ehi->bteh", F.silu(gate) * up * share[..., None], self.down_proj).sum(2)
+
+
+class ExpertLayer(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3), Experts()
+        self.fused, self.out = nn.Linear(WIDTH, 4 * WIDTH, bias=bias), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        gate, up = self.fused(h).chunk(2, dim=-1)
+        return x + self.experts(h, self.router(h).softmax(-1)) + self.out(F.silu(gate) * up)
+
+
+class ExpertModel(nn.Module):
+    """Packed projections, and experts."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(ExpertLayer(bias) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Slope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight)
+
+
+class SlopedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.slope, self.down = nn.Linear(WIDTH, WIDTH), Slope(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.slope(self.up(x)))
+
+
+class SlopedModel(nn.Module):
+    """A parameter that every rank has whole, and uses for its own part of the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(SlopedLayer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    forward = ExpertModel.forward
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mixture": Mixture,
+    "experts": ExpertModel,
+    "slopes": SlopedModel,
+    "experts without bias": partial(ExpertModel, bias=False),
+}
+EXPERT_PLAN = {
+    "layers.*.experts.gate_up_proj": "packed_colwise",
+    "layers.*.experts.down_proj": "rowwise",
+    "layers.*.experts": "moe_tp_experts",
+    "layers.*.fused": "packed_colwise",
+    "layers.*.out": "rowwise",
+}
+
+
+def build(model: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[model]()
+
+
+def write(folder: Path, model: str, stages: int) -> str:
+    captured = pipegraph.capture(build(model), (torch.zeros(2, 8, dtype=torch.int64),))
+    points = [f"layers.{LAYERS // stages * index}" for index in range(1, stages)]
+    return str(pipegraph.write_package(pipegraph.plan(captured, points=points), folder).path)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def train(
+    rank: int,
+    folder: str,
+    name: str,
+    shape: Shape,
+    schedule: str,
+    rows: tuple[int, ...],
+    failing: int,
+    options: dict[str, Any],
+) -> list[float]:
+    """Steps of several sizes, clipped, of which one is left out on every rank. The scale after each.
+
+    Nothing is left to autograd. `rows` has those of each data-parallel rank.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=100)
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    options = {"kernels": "eager", "timeout": 100, "strict": True, **options}
+    pipe = pipegraph.Pipeline(
+        folder, schedule, 4, loss_fn=lambda *given: scaler.scale(loss(*given)), mesh=mesh, **options
+    )
+    model = build(name)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    how: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
+    ours = torch.optim.AdamW([each for each in pipe.parameters() if each.requires_grad], **how)
+    theirs = torch.optim.AdamW(trained, **how)
+    generator, scales = torch.Generator().manual_seed(7), []
+    for number, (length, more) in enumerate(STEPS):
+        own = tuple(each + more for each in rows)
+        tokens, target = (torch.randint(WORDS, (sum(own), length), generator=generator) for _ in range(2))
+        mine = rows_of(shape, own, mesh)
+        result, scale = pipe.step(tokens[mine], target=target[mine]), scaler.get_scale()
+        value = loss(model(tokens), target)
+        value.backward()
+        if result.loss is not None:
+            near(result.loss / scale, value.detach(), "loss")
+        if number == INFINITE and rank == failing:
+            local(next(each for each in pipe.parameters() if each.grad is not None).grad).fill_(torch.inf)
+        scaler.unscale_(ours)
+        if number != INFINITE:
+            for name, parameter in pipe.named_parameters():
+                if not parameters[name].requires_grad:
+                    assert parameter.grad is None, name
+                    continue
+                near(whole(parameter.grad), parameters[name].grad, f"gradient of {name} in step {number}")
+            near(pipe.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(trained, 0.1), "norm")
+            theirs.step()
+        scaler.step(ours)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+    for name, tensor in pipe.state_dict().items():
+        near(whole(tensor), parameters[name].detach(), name)
+    return scales

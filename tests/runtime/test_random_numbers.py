@@ -1,0 +1,165 @@
+"""Random numbers under `Pipeline(seed=)`: the same for any cut, schedule, number of processes and recompute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pipegraph
+from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault
+from pipegraph.package import Manifest
+from tests.runtime import random_models as models
+from tests.runtime import ranks
+from tests.runtime.pipelines import pipeline
+
+Losses = list[float | None]
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packages")
+    models.write_packages(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def losses(packages: Path) -> Losses:
+    """Those of the model in one stage."""
+    found = models.train(models.start(packages / "one"))
+    assert len({*found}) == len(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cut", "schedule", "recompute"),
+    [
+        ("two", "1f1b", "none"),
+        ("two", "gpipe", "block"),
+        ("three", "1f1b", "min-cut"),
+        ("four", "zb-v", "block"),
+        ("four", "interleaved-1f1b", "none"),
+        ("inside", "zb-v", "none"),
+        ("inside", "1f1b", "block"),
+    ],
+)
+def test_no_cut_schedule_or_recompute_changes_them(
+    packages: Path, losses: Losses, cut: str, schedule: str, recompute: str
+) -> None:
+    assert models.train(models.start(packages / cut, schedule, recompute=recompute)) == losses
+
+
+@pytest.mark.parametrize("kernels", ["eager", "autograd"])
+@pytest.mark.parametrize(("cut", "schedule"), [("two", "1f1b"), ("inside", "zb-v")])
+def test_nor_do_processes_or_kernels_that_run_uncompiled(
+    packages: Path, losses: Losses, cut: str, schedule: str, kernels: str
+) -> None:
+    said = ranks.run(models.train_rank, 2, str(packages / cut), schedule, {"kernels": kernels})
+    found = next(each for each in said if each[0] is not None)
+    assert found == pytest.approx(losses, rel=1e-6)
+
+
+def test_each_step_microbatch_and_seed_has_its_own(packages: Path, losses: Losses) -> None:
+    assert models.train(models.start(packages / "two", seed=8)) != losses
+    pipe = models.start(packages / "two")
+    batch = models.tokens(1).expand(models.MICROBATCHES, -1)
+    steps = [pipe.step(batch, target=batch, return_losses=True).losses for _ in range(2)]
+    drawn = torch.cat([each for each in steps if each is not None]).tolist()
+    assert len({*drawn}) == 2 * models.MICROBATCHES
+
+
+def test_layers_and_calls_of_one_module_have_their_own(tmp_path: Path) -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.ModuleList(nn.Dropout(0.5) for _ in range(2))
+            self.shared, self.scale = nn.Dropout(0.5), nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = [each(x) for each in (*self.own, self.shared, self.shared)]
+            return self.scale(torch.stack(made, -1)[..., None])
+
+    x = torch.ones(1, 64)
+    package = pipegraph.write_package(pipegraph.plan(pipegraph.capture(Noise(), (x,)), stages=1), tmp_path / "package")
+    pipe = pipeline(package, "1f1b", kernels="eager", loss_fn=lambda output, _: output.mean(), seed=0)
+    output = pipe.step(x, target=None, return_outputs=True).outputs
+    kept = {tuple(each.tolist()) for each in output[0, :, :, 0].T}
+    assert len(kept) == 4
+
+
+def test_a_resumed_run_goes_on_with_them(packages: Path, losses: Losses, tmp_path: Path) -> None:
+    pipe = models.start(packages / "inside", "zb-v")
+    assert models.train(pipe, 2) == losses[:2]
+    pipe.save(tmp_path, step=1)  # as with two accumulated steps
+    resumed = models.start(packages / "three")
+    resumed.load(tmp_path)
+    assert models.train(resumed, 1) == losses[2:]
+
+
+def test_an_evaluation_draws_its_own_and_moves_nothing_on(packages: Path, losses: Losses) -> None:
+    pipe = models.start(packages / "two")
+    batch = models.tokens(2 * models.MICROBATCHES)
+    first, again = (pipe.evaluate(batch, target=batch).loss for _ in range(2))
+    assert first == again != losses[0]
+    assert models.train(pipe) == losses
+
+
+@pytest.mark.parametrize("dimension", ["dp_replicate", "dp_shard"])
+def test_data_parallel_ranks_differ(packages: Path, dimension: str) -> None:
+    first, second = ranks.run(models.replicas, 2, str(packages / "one"), dimension)
+    assert len({*first, *second}) == 2 * models.MICROBATCHES
+
+
+def test_tensor_parallel_ranks_agree(packages: Path) -> None:
+    first, second = ranks.run(models.replicas, 2, str(packages / "one"), "tp")
+    assert first == second
+
+
+def test_torchs_generators_stay_as_they_are_and_are_used_without_a_seed(packages: Path, losses: Losses) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    models.train(models.start(packages / "two"), 1)
+    assert torch.equal(before, torch.get_rng_state())
+    first = models.train(models.start(packages / "two", seed=None))
+    torch.set_rng_state(before)
+    assert models.train(models.start(packages / "two", seed=None)) == first != losses
+
+
+def test_a_stage_lists_what_is_called_after_other_modules(packages: Path) -> None:
+    names = ("one", "two", "inside")
+    one, two, inside = (Manifest.read(packages / name / "pipeline.json").stages for name in names)
+    assert one[0].draws == {"": ("body#0", "body#1")}
+    assert two[1].draws == {"": ("body#1",), "body.between": ("body.between#2", "body.between#3")}
+    assert inside[1].draws == {"body.layers.1": ("body.layers.1#2",), "body.between": ("body.between#1",)}
+
+
+def test_a_checkpoint_around_a_dropout_is_refused(tmp_path: Path) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.linear(x), 0.5, self.training)
+
+    def checkpointed(stage: nn.Module) -> None:
+        half: Any = stage.get_submodule("0")
+        run = half.forward
+        half.forward = lambda x: checkpoint(run, x, use_reentrant=False)
+
+    captured = pipegraph.capture(nn.Sequential(Half(), Half()), (torch.randn(2, 4),))
+    package = pipegraph.write_package(pipegraph.plan(captured, stages=1), tmp_path / "package")
+    pipe = pipeline(package, loss_fn=lambda output, _: output.mean(), parallelize_fn=checkpointed, seed=0)
+    with pytest.raises(RuntimeFault, match=r"(?s)draws random numbers.*recompute"):
+        pipe.step(torch.randn(2, 4), target=None)
+
+
+@pytest.mark.parametrize(("seed", "kernels", "message"), [("0", "eager", "whole number"), (0, None, "draw_from")])
+def test_what_cannot_be_seeded_is_refused(packages: Path, seed: Any, kernels: Any, message: str) -> None:
+    with pytest.raises((ArgumentError, PipegraphError), match=message):
+        models.start(packages / "one", seed=seed, kernels=kernels or (lambda *_: object()))

@@ -1,0 +1,78 @@
+"""What is computed again, as people write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipegraph.errors import ArgumentError
+from pipegraph.recompute import Recompute, Region, describe_stages, parse_stages, stages_text
+
+LAYER, MLP = ("layers.3",), ("layers.3", "layers.3.mlp", "layers.3.mlp.up")
+
+
+@pytest.mark.parametrize(
+    ("given", "layer", "mlp"),
+    [
+        ("block", Region("", "block"), Region("", "block")),
+        ({"layers.*": "block"}, Region("layers.3", "block"), Region("layers.3", "block")),
+        ({"layers.*": "block", "*.mlp": "none"}, Region("layers.3", "block"), Region("layers.3.mlp", "none")),
+        ({"*.mlp": "none", "layers.*": "block"}, Region("layers.3", "block"), Region("layers.3", "block")),
+        ("layers.*=block, *.up=none", Region("layers.3", "block"), Region("layers.3.mlp.up", "none")),
+        ({"": "none", "*.mlp": "block"}, Region("", "none"), Region("layers.3.mlp", "block")),
+        ({"layers[::2]": "block"}, Region("", "min-cut"), Region("", "min-cut")),
+        ({"layers[1::2]": "block"}, Region("layers.3", "block"), Region("layers.3", "block")),
+        ({"layers[:3]": "block"}, Region("", "min-cut"), Region("", "min-cut")),
+        ({"layers[3:4].mlp": "block"}, Region("", "min-cut"), Region("layers.3.mlp", "block")),
+        ({"layers.?": "none"}, Region("layers.3", "none"), Region("layers.3", "none")),
+    ],
+)
+def test_the_last_pattern_that_fits_counts(given: Any, layer: Region, mlp: Region) -> None:
+    recompute = Recompute.parse(given)
+    assert (recompute.region(LAYER), recompute.region(MLP)) == (layer, mlp)
+    assert Recompute.parse(str(recompute)) == recompute
+
+
+def test_a_dot_in_a_pattern_is_a_dot() -> None:
+    assert Recompute.parse({"layers.*": "block"}).region(("layersX3",)) == Region("", "min-cut")
+    assert Recompute.parse({"layers[0:9]": "block"}).region(("layers.x",)) == Region("", "min-cut")
+
+
+def test_one_for_each_stage() -> None:
+    each = parse_stages(["block", {"layers.*": "none"}, "block"], 3)
+    assert describe_stages(each) == "block (stages 0, 2), layers.*=none (stage 1)"
+    assert stages_text(each) == "block;layers.*=none;block" and parse_stages(stages_text(each), 3) == each
+    assert parse_stages("block;none;none", 3) == parse_stages(["block", "none", "none"], 3)
+    assert describe_stages(parse_stages("block;none;none", 3)) == "block (stage 0), none (stages 1 – 2)"
+    assert stages_text(parse_stages("none", 3)) == "none"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("blocks", 'Did you mean "block"'),
+        (True, "recompute cannot be"),
+        ({"layers.*": "all"}, 'recompute cannot be "all"'),
+        ({"layers[-2:]": "block"}, "whole numbers from 0 on"),
+        ({"layers[::0]": "block"}, "whole numbers from 0 on"),
+        ({"layers[02]": "block"}, "is no pattern"),
+        ({3: "block"}, "is no pattern"),
+        ({"a,b": "block"}, "is no pattern"),
+        ("layers.*=", 'recompute cannot be ""'),
+        (["block"], "for each of 1 stages, and there are 2"),
+        ("block;none;none", "for each of 3 stages, and there are 2"),
+        (None, "recompute cannot be"),
+    ],
+)
+def test_what_is_none_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        parse_stages(given, 2)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name() -> None:
+    names = {f"layers.{number}" for number in range(12)} | {"embed", "layers.0.mlp"}
+    Recompute.parse({"layers[::4].mlp": "none"}).check_names(names)
+    with pytest.raises(ArgumentError, match=r'"embd" matches no module .*Did you mean "embed"') as refused:
+        Recompute.parse({"layers.*": "none", "embd": "block"}).check_names(names)
+    assert "one of embed, layers.0, layers.1, layers.2, layers.3, layers.4, …" in str(refused.value)

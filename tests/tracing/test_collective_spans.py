@@ -1,0 +1,118 @@
+"""UNSHARD, RESHARD and REDUCE_GRAD as spans of a lane of their own: for observers, in traces and for TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipegraph.report.text.trace_report import render_trace_report
+from pipegraph.schedule import Collective, CollectiveKind, read_csv
+from pipegraph.tracing import COLLECTIVE_EVENT, collective_name
+from pipegraph.tracing.analysis.run_analysis import analyse_run
+from pipegraph.tracing.merged_trace import COLLECTIVES, merge_traces
+from pipegraph.tracing.read_run import read_run
+from pipegraph.tracing.recording.action_spans import ActionSpans
+from tests.runtime import ranks
+from tests.runtime.meshes import Shape, perceptrons
+from tests.runtime.packages import write
+from tests.tracing import mesh_loops
+from tests.tracing.loops import actions, read
+
+pytest.importorskip("tensorboard", reason="pip install pipegraph[tensorboard]")
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"pp": 2, "dp_shard": 2}, {"resident": 1}),
+        pytest.param({"pp": 2, "dp_replicate": 2}, {}, marks=pytest.mark.slow),
+    ],
+    ids=["dp_shard", "dp_replicate"],
+)
+def test_every_collective_has_its_span(shape: Shape, options: dict[str, Any], tmp_path: Path) -> None:
+    package = str(write(perceptrons(4, tied=False), tmp_path / "perceptrons"))
+    found = ranks.run(mesh_loops.record, 4, package, str(tmp_path / "runs"), shape, options, timeout=110)
+    assert all(isinstance(each, dict) for each in found), found
+    for rank in found:
+        assert_seen(rank)
+        assert_written(rank)
+    by_folder = {rank["folder"]: rank for rank in found}
+    assert len(by_folder) == 2  # each pipeline records itself
+    for folder in map(Path, by_folder):
+        assert_read(folder, {rank["place"]: rank["program"] for rank in found if rank["folder"] == str(folder)})
+
+
+def test_an_interrupted_clock_keeps_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is interrupted between its readings of two clocks reads them up to milliseconds apart."""
+    late, now = cycle((3_000_000, 0)), time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + next(late))
+    spans = ActionSpans(torch.device("cpu"))
+    collectives = [Collective(stage, kind) for stage in range(4) for kind in CollectiveKind]
+    begin = time.perf_counter()
+    for place, each in enumerate(collectives):
+        spans.collective(0, each, begin + place * 1e-6, begin + (place + 1) * 1e-6, ())
+    events = [event for event in spans.take_collectives(None) if event["ph"] == "X"]
+    assert [event["name"] for event in events] == [collective_name(each) for each in collectives]
+    assert all(before["ts"] + before["dur"] <= after["ts"] + 0.3 for before, after in pairwise(events))  # microseconds
+    assert [*spans.take_collectives(None)] == []
+
+
+def assert_seen(rank: dict[str, Any]) -> None:
+    """An observer is told of them in their order, none before the one before has ended."""
+    assert rank["program"] and [name for name, _, _ in rank["seen"]] == rank["program"]
+    assert all(begin <= end for _, begin, end in rank["seen"])
+    assert all(before[2] <= after[1] for before, after in pairwise(rank["seen"]))
+    assert rank["kept"] == {rank["place"]: rank["program"]}
+    assert rank["stages of gathers"] == {int(name[0]) for name in rank["program"] if "UNSHARD" in name}
+
+
+def assert_written(rank: dict[str, Any]) -> None:
+    """The trace of each step has them, on another thread than the actions, and on that one nothing else."""
+    (file,) = Path(rank["folder"]).glob(f"rank_{rank['place']:02d}.*")
+    trace = read(file)
+    spans = actions(trace, COLLECTIVE_EVENT)
+    for step in (1, 2):
+        names = [f"{each['args']['stage']}{each['args']['kind']}" for each in spans if each["args"]["step"] == step]
+        assert Counter(names) == Counter(rank["program"])
+    (lane,) = {each["tid"] for each in spans}
+    assert {each["cat"] for each in trace["traceEvents"] if each["ph"] == "X" and each["tid"] == lane} == {"collective"}
+    first, last = actions(trace)[0], actions(trace)[-1]
+    assert all(first["ts"] - 1e6 < each["ts"] < last["ts"] + 1e6 for each in spans)  # on the same clock
+
+
+def assert_read(folder: Path, programs: dict[int, list[str]]) -> None:
+    assert [len(program) for program in programs.values()] == [
+        sum(run_rank == rank for run_rank in map(rank_of(folder), read_csv(folder / "schedule.csv").collectives))
+        for rank in programs
+    ]
+    run = read_run(folder)
+    assert not run.problems
+    for rank, program in programs.items():
+        for step in (1, 2):
+            spans = [each for each in run.ranks[rank].collectives if each.step == step]
+            assert [str(each.collective) for each in spans] == program
+    text = render_trace_report(analyse_run(run))
+    assert "collectives of each stage, beside its actions, in" in text and "REDUCE_GRAD" in text
+    merged = folder / "merged.json"
+    merge_traces(run, merged)
+    events = read_plain(merged)
+    lanes = Counter(each["pid"] for each in events if each["ph"] == "X" and each["tid"] == COLLECTIVES)
+    assert lanes == {rank: 2 * len(program) for rank, program in programs.items()}
+
+
+def rank_of(folder: Path) -> Any:
+    placement = read_csv(folder / "schedule.csv").placement
+    return lambda collective: placement[collective.stage]
+
+
+def read_plain(file: Path) -> list[dict[str, Any]]:
+    import json
+
+    events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
+    return events

@@ -1,0 +1,132 @@
+"""What ranks keep for backwards that compute some layers again, beside what was predicted; and who says which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipegraph
+from pipegraph import Pipeline
+from pipegraph.errors import ArgumentError
+from pipegraph.package import Package
+from pipegraph.planner.run_comparison import compare_run
+from pipegraph.schedule import build
+from pipegraph.workflows.train import Training
+
+
+class Mlp(nn.Module):
+    """Of operations that uncompiled kernels have too: bytes are predicted for compiled ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 96)
+        self.up = nn.Linear(32, 96)
+        self.down = nn.Linear(96, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x) * self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(x)
+        return x + self.mlp(x)
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 32)
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+INPUT = torch.randn(16, 16)
+MIXED = {"": "none", "layers.*": "block", "*.mlp": "none"}
+
+
+def package_of(folder: Path, **settings: Any) -> Package:
+    made = pipegraph.plan(pipegraph.capture(Layered(), (INPUT,)), points=["layers.2", "layers.5"], **settings)
+    return pipegraph.write_package(made, folder / "package")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "none",
+        {"layers.*": "block"},
+        {"": "none", "layers[::2]": "block"},
+        MIXED,
+        [{"layers.*": "block"}, MIXED, "none"],
+        "layers.*=block;layers[::2].mlp=block;none",
+    ],
+)
+def test_ranks_keep_what_was_predicted(recompute: Any, schedule: str, tmp_path: Path) -> None:
+    package = package_of(tmp_path, recompute=recompute, balance="time")
+    order = build(schedule, 3, 6)
+    training = Training(package, order, kernels="eager")
+    list(training.steps(1))
+    found = compare_run(package.manifest, order, training.measured())
+    measured = [pair.measured for pair in found.saved]
+    assert measured == pytest.approx([pair.predicted for pair in found.saved], rel=0.05)
+
+
+def test_the_plan_says_it_unless_the_pipeline_does(tmp_path: Path) -> None:
+    package = package_of(tmp_path, recompute=["block", MIXED, "none"])
+    planned = Pipeline(package, "gpipe", 2, kernels="eager")
+    assert planned.recompute == "block (stage 0), =none,layers.*=block,*.mlp=none (stage 1), none (stage 2)"
+    assert Pipeline(package, "gpipe", 2, kernels="eager", recompute="block").recompute == "block"
+
+
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    captured = pipegraph.capture(Layered(), (INPUT,))
+    with pytest.raises(ArgumentError, match=r'"\*.mpl" matches no module .*Did you mean "layers.0.mlp"'):
+        pipegraph.plan(captured, points=["layers.2"], recompute={"layers.*": "none", "*.mpl": "none"})
+    package = package_of(tmp_path)
+    with pytest.raises(ArgumentError, match=r'"layers.9" matches no module'):
+        Pipeline(package, kernels="eager", recompute={"layers.9": "none"})
+    with pytest.raises(ArgumentError, match='"head" matches no module'):
+        Pipeline(package, kernels="eager", recompute=[{"head": "none"}, "none", "none"])
+
+
+def test_a_plan_holds_no_policy() -> None:
+    captured = pipegraph.capture(Layered(), (INPUT,))
+    with pytest.raises(ArgumentError, match="no plan can hold it"):
+        pipegraph.plan(captured, points=["layers.2"], recompute=lambda *_: True)
+
+
+def test_what_is_computed_again_is_chosen_with_the_cuts() -> None:
+    captured = pipegraph.capture(Layered(), (INPUT,))
+    settings: dict[str, Any] = {"stages": 3, "microbatches": 6, "hardware": "a100"}
+    free = pipegraph.plan(captured, recompute="auto", **settings)
+    least = pipegraph.plan(captured, recompute={"layers.*": "block"}, **settings)
+    assert free.prediction is not None and least.prediction is not None
+    values = []
+    for part in (1.0, 0.5, 0.2, 0.0):
+        memory = least.prediction.peak + part * (free.prediction.peak - least.prediction.peak)
+        found = pipegraph.plan(captured, recompute="auto", memory_bytes=memory, **settings).prediction
+        assert found is not None and found.peak <= memory
+        for alike in ("none", "min-cut", {"layers.*": "block"}):
+            try:
+                other = pipegraph.plan(captured, recompute=alike, memory_bytes=memory, **settings).prediction
+            except pipegraph.PlanError:
+                continue
+            assert other is not None and found.value <= other.value
+        values.append(found.value)
+    assert values == sorted(values)

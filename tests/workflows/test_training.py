@@ -1,0 +1,213 @@
+"""Training on what a model file says: as the unsplit model is trained, saved on the way, and refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pipegraph
+from pipegraph.arguments import asked_by_command
+from pipegraph.errors import CheckpointError, PipegraphError, SourceError
+from pipegraph.graph.sources import load
+from pipegraph.package import Package
+from pipegraph.schedule import build
+from pipegraph.workflows.run_checkpoints import CheckpointOptions
+from pipegraph.workflows.train import Training
+from pipegraph.workflows.training_log import Evaluation, TrainingStep, read_log
+from tests.models import counting
+
+FILE = Path(counting.__file__)
+Trainer = Callable[..., Training]
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Package]:
+    """The same model in 2 and in 3 stages."""
+    folder = tmp_path_factory.mktemp("counting")
+    source = load(str(FILE))
+    captured = pipegraph.capture(source.model, source.args)
+    points = {2: ["layers.2"], 3: ["layers.1", "layers.3"]}
+    return {
+        stages: pipegraph.write_package(pipegraph.plan(captured, points=each), folder / str(stages), source=source)
+        for stages, each in points.items()
+    }
+
+
+@pytest.fixture
+def trainer(packages: dict[int, Package], tmp_path: Path) -> Trainer:
+    """Makes a `Training`: with lines that are added to the model file, and options of checkpoints."""
+
+    def make(lines: str = "", stages: int = 2, every: int | None = None, **options: Any) -> Training:
+        file = tmp_path / FILE.name
+        file.write_text(f"{FILE.read_text()}\n\n{lines}\n")
+        checkpoints = None if every is None else CheckpointOptions(tmp_path / "run", every)
+        schedule = build("1f1b", stages, 4)
+        source = load(str(file), weights=False)
+        return Training(packages[stages], schedule, source, kernels="eager", checkpoints=checkpoints, **options)
+
+    return make
+
+
+def losses(training: Training, count: int | None) -> list[float]:
+    return [step.loss for step in training.steps(count) if isinstance(step, TrainingStep)]
+
+
+def unsplit(steps: int) -> tuple[list[float], list[float], float]:
+    """Losses, accuracies and the loss of the evaluation after them, of the model as a loop of torch's trains it."""
+    model = counting.build_model()
+    optimizer = counting.optimizer(list(model.parameters()))
+    scheduler = counting.scheduler(optimizer)
+    found: list[tuple[float, float]] = []
+    for step in range(steps):
+        tokens, target = counting.batch(step)
+        optimizer.zero_grad()
+        logits = model(tokens)
+        loss = counting.loss_fn(logits, target)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        found.append((loss.item(), counting.metrics(logits, target)["accuracy"].item()))
+    with torch.no_grad():
+        last = [counting.loss_fn(model(tokens), target) for tokens, target in counting.evaluation_data(0, 1)]
+    return [loss for loss, _ in found], [accuracy for _, accuracy in found], float(torch.stack(last).mean())
+
+
+def test_it_trains_as_the_unsplit_model(trainer: Trainer) -> None:
+    *steps, evaluation = trainer().steps(8)
+    expected, accuracies, evaluated = unsplit(8)
+    assert [step.loss for step in steps] == pytest.approx(expected, rel=1e-5)
+    assert all(isinstance(step, TrainingStep) for step in steps)
+    assert [step.metrics["accuracy"] for step in steps] == pytest.approx(accuracies, rel=1e-5)  # type: ignore[union-attr]
+    assert isinstance(evaluation, Evaluation)
+    assert (evaluation.index, evaluation.loss) == (7, pytest.approx(evaluated, rel=1e-5))
+
+
+def test_a_step_says_how_fast_it_is_and_how_long_it_lasts(trainer: Trainer) -> None:
+    first, second, third, _ = trainer().steps(3)
+    assert str(first).count("   ") == 3  # index, loss, accuracy, seconds
+    assert "tokens/s   " in str(second) and str(second).endswith(" left")
+    assert str(third).endswith(" tokens/s")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "",
+        "def data(rank, world):\n    step = 0\n    while True:\n        yield batch(step)\n        step += 1",
+    ],
+    ids=["state", "skipped"],
+)
+def test_it_goes_on_where_it_was_in_the_data(trainer: Trainer, tmp_path: Path, lines: str) -> None:
+    whole = losses(trainer(lines), 9)
+    assert losses(trainer(lines, every=2), 5) == whole[:5]
+    again = trainer(lines, every=2, stages=3)
+    assert (again.done, again.went_on_from) == (5, tmp_path / "run/step-00000005")
+    assert losses(again, 4) == whole[5:]
+    assert [each["loss"] for each in read_log(tmp_path / "run") if "loss" in each] == whole
+    evaluated = [each["step"] for each in read_log(tmp_path / "run") if "evaluation" in each]
+    assert evaluated == [1, 3, 4, 5, 7, 8]
+    done = trainer(lines, every=2)
+    assert list(done.steps(0)) == []
+
+
+def test_the_log_forgets_what_is_done_again(trainer: Trainer, tmp_path: Path) -> None:
+    whole = losses(trainer(every=4), 4)
+    log = tmp_path / "run/log.jsonl"
+    log.write_text(log.read_text() + json.dumps({"step": 4, "loss": 99.0}) + '\n{"step": 5, "lo')
+    trainer(every=4)
+    assert [each["loss"] for each in read_log(tmp_path / "run") if "loss" in each] == whole
+
+
+def test_evaluation_is_in_evaluation_mode(trainer: Trainer) -> None:
+    training = trainer()
+    modes: list[bool] = []
+    for stage in training._pipeline.stages.values():
+        stage.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    list(training.steps(1))
+    assert set(modes) == {True, False}
+    assert all(stage.training for stage in training._pipeline.stages.values())
+
+
+def test_data_that_ends_ends_the_run_and_what_is_done_is_saved(trainer: Trainer, tmp_path: Path) -> None:
+    lines = "def data(rank, world):\n    return [batch(step) for step in range(3)]"
+    assert len(losses(trainer(lines), None)) == 3
+    training = trainer(lines, every=100)
+    with pytest.raises(SourceError) as raised:
+        losses(training, 5)
+    assert str(raised.value).splitlines() == [
+        "data(0, 1) of counting.py ended after 3 of 5 steps. What is done is saved as step 3.",
+        "Try: --steps 3; or data that begins anew at its end: while True: yield from loader",
+    ]
+    assert (tmp_path / "run/step-00000003").is_dir()
+    assert len(read_log(tmp_path / "run")) == 4
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("data = [1, 2]", "data is a list, and to train it has to be a function, data(rank, world)"),
+        ("def data(rank, world):\n    return 3", "data(0, 1) of counting.py returned a int, which holds no batches"),
+        ("def data(rank, world):\n    return []", "data(0, 1) of counting.py ended after 0 of 2 steps"),
+        ("def data(rank, world):\n    return [batch(0)[0]]", "is a Tensor; in a file with example_target it is a pair"),
+        (
+            "def data(rank, world):\n    yield batch(0)\n    1 / 0",
+            "batch 1 raised ZeroDivisionError: division by zero, at ",
+        ),
+        ("def data(rank, world):\n    yield batch(0)[0][:, :, None], 1", "batch 0 of data(0, 1) of counting.py: "),
+        (
+            "def optimizer(parameters):\n    return parameters",
+            "optimizer(parameters) returned a list; it has to be one",
+        ),
+        ("def optimizer(parameters):\n    return AdamW()", "NameError: name 'AdamW' is not defined, at "),
+        ("def scheduler(optimizer):\n    return 1", "scheduler(optimizer) returned a int, which has no step()"),
+        ("def evaluation_data(rank, world):\n    return []", "evaluation_data(0, 1) of counting.py has no batch"),
+    ],
+)
+def test_what_cannot_be_trained_with_is_refused(trainer: Trainer, lines: str, said: str) -> None:
+    with pytest.raises(PipegraphError) as raised:
+        list(trainer(lines).steps(2))
+    assert said in str(raised.value)
+    assert str(raised.value).count("\nTry: ") == 1
+
+
+def test_a_learning_rate_beside_an_optimizer_is_refused(trainer: Trainer) -> None:
+    with pytest.raises(SourceError, match="--learning-rate"):
+        trainer(learning_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("def optimizer(parameters):\n    return torch.optim.SGD(parameters)", "AdamW, and the optimizer is SGD"),
+        ("scheduler = None", 'the checkpoint has the state of "scheduler", and the model file has none'),
+    ],
+)
+def test_a_run_that_was_another_is_not_gone_on_with(trainer: Trainer, tmp_path: Path, lines: str, said: str) -> None:
+    losses(trainer(every=10), 1)
+    with asked_by_command(), pytest.raises(CheckpointError) as raised:
+        trainer(lines, every=10)
+    assert str(raised.value).startswith(f"the run in {tmp_path / 'run'} cannot go on: ")
+    assert said in str(raised.value)
+    assert str(raised.value).endswith("or --checkpoint with a new folder, which begins anew.")
+    assert losses(trainer(every=10), 1) == unsplit_at(1)
+
+
+def unsplit_at(step: int) -> Any:
+    return pytest.approx([unsplit(step + 1)[0][step]], rel=1e-5)
+
+
+def test_a_folder_that_is_a_checkpoint_or_a_file_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+    losses(trainer(every=10), 1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "run").symlink_to(tmp_path / "moved/step-00000001")
+    with pytest.raises(CheckpointError, match="is one checkpoint, and a run has a folder of them"):
+        trainer(every=10)
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").touch()
+    with pytest.raises(CheckpointError, match="is a file"):
+        trainer(every=10)
