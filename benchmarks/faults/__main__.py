@@ -2,8 +2,9 @@
 
 Each try runs `pipegraph run`, or torchrun with it, on two to four ranks; a random one sends itself SIGKILL, SIGSTOP,
 SIGTERM or SIGINT: before it is connected, while it compiles, in a forward, a backward, the optimizer, or while it saves
-a profile. A try passes if all other ranks are gone within 10 s (for SIGSTOP 10 s and the timeout), the right rank is
-named, and no process and no temporary file is left. Prints how many passed, and exits with 1 if one did not.
+a profile or a checkpoint. A try passes if all other ranks are gone within 10 s (for SIGSTOP 10 s and the timeout), the
+right rank is named, no process and no temporary file is left, and every checkpoint under its name is whole. Prints how
+many passed, and exits with 1 if one did not.
 """
 
 from __future__ import annotations

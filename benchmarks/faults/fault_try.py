@@ -10,10 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
+
+from pipegraph.errors import CheckpointError
+from pipegraph.runtime.checkpoint.folder import candidates, find_damage, read_index
 
 HOOK: Final = Path(__file__).parent / "hook"
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGINT)
@@ -25,6 +28,7 @@ DELAYS: Final = {  # moment → how many seconds after its beginning the signal 
     "backward": 0.005,
     "optimizer": 0.005,
     "saving": 0.1,
+    "checkpoint": 0.1,
 }
 STEPS: Final = 4
 SECONDS: Final = 10.0
@@ -81,6 +85,9 @@ class FaultTry:
         options = [*self.options, "--steps", str(STEPS)]
         if self.fault.moment == "saving":
             options += ["--profile", str(folder / "runs")]
+        checkpoints = folder / "checkpoints"
+        if self.fault.moment == "checkpoint":
+            options += ["--checkpoint", str(checkpoints), "--checkpoint-every", "1"]
         command = ["-m", "pipegraph", "run", str(package), *options, "--timeout", str(self.timeout)]
         if self.launcher == "torchrun":
             command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), *command]
@@ -110,6 +117,7 @@ class FaultTry:
         files = [each.name for each in temporary.iterdir() if not each.name.startswith(torchs)]
         if files:
             wrong.append(f"files left: {', '.join(files)}")
+        wrong += map(str, _damaged(checkpoints))
         return f"{'; '.join(wrong)}\n{said}" if wrong else ""
 
     def _is_blamed(self, said: str) -> bool:
@@ -183,16 +191,28 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+def _damaged(checkpoints: Path) -> Iterator[CheckpointError]:
+    """What is wrong with folders that have the name of a whole checkpoint."""
+    for place in candidates(checkpoints):
+        try:
+            index = read_index(place)
+            find_damage(place, index.files, list(index.files))
+        except CheckpointError as error:
+            yield error
+
+
 def draw(chance: random.Random, timeout: float, folder: Path) -> FaultTry:
     """A try at random."""
     ranks, moment = chance.randint(2, 4), chance.choice(list(DELAYS))
-    calls = {"connection": 1, "compilation": 1, "optimizer": STEPS, "saving": 1}.get(moment, 8 * STEPS)
+    calls = {"connection": 1, "compilation": 1, "optimizer": STEPS, "saving": 1, "checkpoint": STEPS}
+    # A run that saves checkpoints answers SIGTERM: it saves one and leaves.
+    signals = [each for each in SIGNALS if moment != "checkpoint" or each != signal.SIGTERM]
     fault = Fault(
         rank=chance.randrange(ranks),
         moment=moment,
-        call=chance.randint(1, calls),
+        call=chance.randint(1, calls.get(moment, 8 * STEPS)),
         delay=chance.uniform(0, DELAYS[moment]),
-        signal=int(chance.choice(SIGNALS)),
+        signal=int(chance.choice(signals)),
         file=str(folder / "struck"),
         claimed=str(folder / "claimed"),
     )

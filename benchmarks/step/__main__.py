@@ -19,6 +19,7 @@ TRIES_HELP = "how many cuts between layers are tried for each contender; for pip
 FIND_HELP = "Find the cuts anew, not those of the run that is kept."
 ONLY_HELP = "Only contenders whose name contains this; may be given several times."
 DEEPSPEED_HELP = "DeepSpeed as well; it has to be installed."
+MEMORY_HELP = "Let torch's and DeepSpeed's processes keep freed memory, which pipegraph's do by themselves."
 SHARD_HELP = "How many processes share each stage, by FSDP; there are twice as many processes."
 DEFAULTS_HELP = "Measure what a default costs torch's user, in place of the contenders."
 ACCOUNT_HELP = "Say where the time of the fastest pipegraph's steps beyond the limit goes."
@@ -37,6 +38,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help=ONLY_HELP)] = None,
     deepspeed: Annotated[bool, typer.Option("--deepspeed", help=DEEPSPEED_HELP)] = False,
     defaults: Annotated[bool, typer.Option("--defaults", help=DEFAULTS_HELP)] = False,
+    keep_memory: Annotated[bool, typer.Option("--keep-memory", help=MEMORY_HELP)] = False,
     dp_shard: Annotated[int, typer.Option(help=SHARD_HELP)] = 1,
     account: Annotated[bool, typer.Option("--account", help=ACCOUNT_HELP)] = False,
     check: Annotated[bool, typer.Option("--check", help=CHECK_HELP)] = False,
@@ -66,7 +68,7 @@ def main(
         raise typer.BadParameter("it is for torch's schedules and pipegraph's alone.", param_hint="--dp-shard")
     run: dict[str, Any] = {
         "case": case.name if dp_shard == 1 else f"{case.name}, {dp_shard} shards",
-        "table": "defaults" if defaults else "peers",
+        "table": "defaults" if defaults else "peers that keep memory" if keep_memory else "peers",
         "torch": torch.__version__.partition("+")[0],
         "machine": machine_name(),
         "kernels": kernels,
@@ -94,6 +96,7 @@ def main(
             defaults,
             account,
             dp_shard,
+            keep_memory,
         )
         run |= results.figures(run_ranks(options))
     run["load"] = [before, os.getloadavg()[0]]

@@ -77,8 +77,9 @@ class Bench:
 
     def settle(self, contender: Contender) -> None:
         """Give each process the memory that it would have with this contender alone: after a change, run a step."""
-        if contender.keeps_memory is not self._keeps_memory:
-            self._keeps_memory = contender.keeps_memory
+        keeps = contender.keeps_memory or self.options.keep_memory
+        if keeps is not self._keeps_memory:
+            self._keeps_memory = keeps
             (keep_freed_memory if self._keeps_memory else use_default_malloc)()
             contender.step(*self.batch)
             contender.clear()

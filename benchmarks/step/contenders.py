@@ -81,6 +81,8 @@ class Limit(Contender):
     `with_loss`: without it the model is given a gradient of its outputs; the account takes the difference.
     """
 
+    keeps_memory = True
+
     def __init__(self, case: Case, model: nn.Module, with_loss: bool = True, compiled: bool = True) -> None:
         self._count, self._whole = case.microbatches, case.whole(model)
         whole, of = self._whole, case.loss

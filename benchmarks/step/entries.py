@@ -42,6 +42,7 @@ class Options:
         known: cuts, and schedules, that an earlier run found; by contender.
         folder: for packages.
         shards: how many processes share each stage.
+        keep_memory: whether every contender's processes keep freed memory, also those that do not by themselves.
     """
 
     case: Case
@@ -56,6 +57,7 @@ class Options:
     defaults: bool = False
     account: bool = False
     shards: int = 1
+    keep_memory: bool = False
 
     @property
     def compiled(self) -> bool:

@@ -16,6 +16,7 @@ PLACES = {
     "forward": ("pipegraph.runtime.executor", "Executor", ("_forward",)),
     "backward": ("pipegraph.runtime.executor", "Executor", ("_backward", "_input_backward")),
     "optimizer": ("torch.optim.adamw", "AdamW", ("step",)),
+    "checkpoint": ("pipegraph.runtime.checkpoint.checkpointer", "Checkpointer", ("save",)),
     "saving": ("pipegraph.tracing.recording.profiler", "LoopProfiler", ("_write",)),
 }
 fault = json.loads(os.environ.get("PIPEGRAPH_FAULT", "null"))
