@@ -260,7 +260,7 @@ def test_a_rank_that_dies_is_named_and_stops_the_others(
     stage.write_text(text)
     start = time.monotonic()
     done = pipegraph("run", broken, *AUTOGRAD, "--steps", 3, *options)
-    assert time.monotonic() - start < 30  # two processes that import torch, and 10 seconds to stop
+    assert time.monotonic() - start < 60  # two processes that import torch, and 10 seconds to stop
     assert (done.code, done.out) == (4, "")
     assert ("Traceback" in done.err) == bool(options)
     assert re.search("^error: rank 1", done.err, re.MULTILINE)

@@ -68,7 +68,7 @@ def test_failure_is_raised_as_the_child_raised_it(
     with pytest.raises(kind, match=said) as caught:
         launch([str(child), line], 2)
     assert type(caught.value) is kind
-    assert time.monotonic() - start < 20  # rank 0 would sleep for 60
+    assert time.monotonic() - start < 50  # rank 0 would sleep for 60
     assert capfd.readouterr() == ("", "")
 
 
