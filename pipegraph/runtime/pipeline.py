@@ -74,7 +74,8 @@ class Pipeline(PipelineState, PipelineRanks):
             the package's own plan: that of the model file, or of a Hugging Face model.
         fsdp: options of torch's `fully_shard` (`mp_policy`, `reshard_after_forward`, `shard_placement_fn`, …), which
             divides the parameters of each repeated layer, and of the rest of a stage, between the ranks along
-            "dp_shard". They are gathered when the schedule says so, and kernels compute with the whole.
+            "dp_shard". They are gathered when the schedule says so, and kernels compute with the whole. A
+            `parallelize_fn` may call `fully_shard` itself instead, over that dimension of the mesh.
         resident: how many stages of this rank may be whole at a time; by default all, or 2 with
             ``reshard_after_forward=True``: one that computes and one that is being gathered.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block" (every repeated

@@ -39,7 +39,8 @@ class MeasuredStep:
 
     @property
     def makespan(self) -> float:
-        return max((row[-1].end for row in (*self.events, *self.collectives) if row), default=0.0)
+        ends = [row[-1].end for row in self.events if row]
+        return max([*ends, *(row[-1].end for row in self.collectives if row)], default=0.0)
 
     @property
     def complete(self) -> bool:
