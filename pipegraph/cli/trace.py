@@ -47,7 +47,7 @@ def merge(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write one trace of all ranks for Perfetto.
+    """Write one trace of all ranks for Perfetto, those of a whole mesh.
 
     Open it at ui.perfetto.dev or in chrome://tracing. It shows measured and predicted actions.
 
@@ -59,15 +59,15 @@ def merge(
     with progress(f"reading {folder}"):
         from pipegraph.report.text.trace_report import merge_dict, render_merge
         from pipegraph.tracing.merged_trace import merge_traces
-        from pipegraph.tracing.read_run import read_run
+        from pipegraph.tracing.read_run import read_pipelines
 
-        run = read_run(folder)
-        expected = run.prediction.timeline if run.prediction else None
-        written = merge_traces(run, out, expected, operations)
+        runs = read_pipelines(folder)
+        expected = runs[0].prediction.timeline if runs[0].prediction else None
+        written = merge_traces(runs, out, expected, operations)
     if json:
-        print_json(merge_dict(run, out, written, expected))
+        print_json(merge_dict(runs, out, written, expected))
     else:
-        print_text(lambda width: render_merge(run, out, written, expected, width))
+        print_text(lambda width: render_merge(runs, out, written, expected, width))
 
 
 @trace.command()
@@ -78,6 +78,7 @@ def report(
         typer.Option(metavar="FILE", show_default=False, help="Write a page with the timeline, for any browser."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the page if it exists.")] = False,
+    pipeline: Annotated[int, typer.Option(metavar="N", help="Which pipeline of a mesh, from 0 on.")] = 0,
     wide: WideOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
@@ -96,7 +97,7 @@ def report(
         from pipegraph.tracing.analysis.run_analysis import analyse_run
         from pipegraph.tracing.read_run import read_run
 
-        analysis = analyse_run(read_run(folder))
+        analysis = analyse_run(read_run(folder, pipeline))
         if html is not None:
             from pipegraph.report.html_pages import trace_page
 

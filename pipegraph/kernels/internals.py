@@ -111,12 +111,6 @@ def hook_dicts(module: nn.Module) -> dict[str, dict[int, Any]]:
     return {name: held[name] for name in _HOOKS if held.get(name)}
 
 
-def runs_fsdp_hooks(module: nn.Module) -> bool:
-    """Return whether `fully_shard` has hooks on a module, which gather and reduce. Its class alone does not say so."""
-    owners = (getattr(hook, "__self__", None) for held in hook_dicts(module).values() for hook in held.values())
-    return any("fsdp" in type(owner).__module__ for owner in owners)
-
-
 def hook_numbers(module: nn.Module) -> tuple[int, ...]:
     """Return the numbers of a module's hooks, which no other hook of the process ever has."""
     return tuple(number for hooks in hook_dicts(module).values() for number in hooks)

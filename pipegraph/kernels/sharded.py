@@ -87,6 +87,22 @@ def is_style(value: Any) -> bool:
     return styles is not None and isinstance(value, styles.ParallelStyle)
 
 
+def runs_fsdp_hooks(module: nn.Module) -> bool:
+    """Return whether `fully_shard` has hooks on a module, which gather and reduce. Its class alone does not say so."""
+    return any(_is_of_fsdp(hook) for held in internals.hook_dicts(module).values() for hook in held.values())
+
+
+def remove_fsdp_hooks(module: nn.Module) -> None:
+    """Take the hooks of `fully_shard` off a module. Nobody has handles of them."""
+    for held in internals.hook_dicts(module).values():
+        for number in [number for number, hook in held.items() if _is_of_fsdp(hook)]:
+            del held[number]
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return "torch.distributed.fsdp." in (getattr(hook, "__module__", None) or "")
+
+
 def wrapper_of(modules: Iterable[nn.Module]) -> str | None:
     """Return the name of the wrapper that manages the parameters of one of the modules, or None.
 
@@ -96,7 +112,7 @@ def wrapper_of(modules: Iterable[nn.Module]) -> str | None:
     for name, attribute, called in _WRAPPERS:
         wrapper = getattr(sys.modules.get(name), attribute, ())
         found = [module for module in held if isinstance(module, wrapper)]
-        if found and (called != "fully_shard" or any(map(internals.runs_fsdp_hooks, found))):
+        if found and (called != "fully_shard" or any(map(runs_fsdp_hooks, found))):
             return called
     return None
 

@@ -10,7 +10,7 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import one_line
 from pipegraph.package import Manifest
 from pipegraph.planner.step_prediction import PlannedStep, describe_step, predict_step, pricing_profile
-from pipegraph.runtime.measurements import COMPUTING, MeasuredCollective, MeasuredRun, Message
+from pipegraph.runtime.measurements import COMPUTING, MeasuredRun, Message
 from pipegraph.schedule import CollectiveKind, Kind, Schedule
 from pipegraph.units import format_factor
 
@@ -84,7 +84,7 @@ def compare_run(
             for stage, kinds in enumerate(collectives)
             for kind, each in kinds.items()
         },
-        _shards(measured.collectives.values()),
+        measured.parts or None,
     )
     costs, memory = None if expected.times is None else expected.costs, expected.memory
     kinds = [kind for kind in COMPUTING if any(action.kind is kind for row in schedule.actions for action in row)]
@@ -138,12 +138,6 @@ def _seconds_of_messages(messages: Iterable[Message], hardware: Hardware | None)
     return total
 
 
-def _shards(collectives: Iterable[MeasuredCollective]) -> int:
-    """Return how many ranks divide the parameters of a stage."""
-    gathers = (message for each in collectives for message in each.messages if message.what == "gather")
-    return max((len(message.ranks) for message in gathers), default=1)
-
-
 def _seconds(cost: SegmentCost, kind: Kind) -> float:
     """Return the predicted seconds of one action."""
     return {
@@ -175,12 +169,15 @@ def _hints(
     priced = timed or all(stage.cost.saved_bytes is not None for stage in manifest.stages)
     if not measured.steps:
         yield "Times are measured from the second step on, because the first one compiles. Try: --steps 5"
+    if priced and measured.tensor_ranks > 1:
+        what = "Times and saved bytes were" if timed else "Saved bytes were"
+        yield f"{what} predicted for whole stages, and {measured.tensor_ranks} ranks along tp divide each."
     if not timed:
         yield "The package has no predicted times. Try: pipegraph split … --balance time"
     if priced and measured.kernels != "inductor":
         what = "Times and bytes were predicted" if timed else "Bytes were predicted"
         yield f"{what} for compiled kernels, and this run used --kernels {measured.kernels}."
-    elif timed and manifest.prediction is not None:
+    elif timed and manifest.prediction is not None and measured.tensor_ranks == 1:
         yield _error_hint(manifest.prediction.balance, stages)
     if timed and not links_known and manifest.prediction is not None:
         name = one_line(manifest.prediction.hardware)

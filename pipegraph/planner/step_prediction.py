@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -130,7 +131,7 @@ def predict_step(
     hardware: Hardware | None = None,
     in_turn: bool = False,
     collectives: Mapping[tuple[int, CollectiveKind], float] | None = None,
-    shards: int = 1,
+    parts: Sequence[float] | None = None,
 ) -> StepPrediction:
     """Predict a step of a package under a schedule.
 
@@ -140,7 +141,7 @@ def predict_step(
             messages take no time.
         in_turn: whether one process runs all ranks.
         collectives: of each stage and kind of those that the schedule has, the seconds; others take none.
-        shards: how many ranks divide the parameters of a stage.
+        parts: of each stage, the part of its parameters' bytes that a rank has; by default all.
     """
     costs, plan, planned = _stage_costs(manifest), manifest.prediction, PlannedStep.of(manifest)
     links = hardware or pricing_profile(manifest)
@@ -165,7 +166,7 @@ def predict_step(
         timeline=timeline,
         step=step,
         bubble=bubble,
-        memory=None if costs is None else rank_memory([_shard_of(cost, shards) for cost in costs], schedule),
+        memory=None if costs is None else rank_memory([*map(_part_of, costs, parts or [1.0] * len(costs))], schedule),
         links_known=in_turn or links is not None or is_planned,
     )
 
@@ -192,10 +193,10 @@ def _stage_costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
     )
 
 
-def _shard_of(cost: SegmentCost, shards: int) -> SegmentCost:
-    """The cost of a stage of whose parameters a rank holds one of so many parts."""
-    trained = None if cost.trained_bytes is None else -(-cost.trained_bytes // shards)
-    return replace(cost, parameter_bytes=-(-cost.parameter_bytes // shards), trained_bytes=trained)
+def _part_of(cost: SegmentCost, part: float) -> SegmentCost:
+    """Return the cost of a stage of whose parameters a rank has a part."""
+    trained = None if cost.trained_bytes is None else math.ceil(cost.trained_bytes * part)
+    return replace(cost, parameter_bytes=math.ceil(cost.parameter_bytes * part), trained_bytes=trained)
 
 
 def _has_times(manifest: Manifest) -> bool:

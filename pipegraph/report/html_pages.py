@@ -7,7 +7,7 @@ JSON in a script cannot end the script. The script draws the timeline, from data
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
@@ -17,11 +17,19 @@ import jinja2
 
 from pipegraph.errors import one_line
 from pipegraph.planner.step_prediction import describe_step
-from pipegraph.report.colours import MEANING, ActionColours, colour, ink
+from pipegraph.report.colours import COLLECTIVE_MEANING, COLLECTIVES, MEANING, ActionColours, colour, ink
 from pipegraph.report.text import is_number
 from pipegraph.report.text.predicted_vs_measured import prediction_error, stage_time_format
-from pipegraph.report.text.trace_report import CAUSES, critical_step, heading, idle_table, idle_times, remarks
-from pipegraph.schedule import Event, Kind, Schedule, Timeline
+from pipegraph.report.text.trace_report import (
+    CAUSES,
+    collective_table,
+    critical_step,
+    heading,
+    idle_table,
+    idle_times,
+    remarks,
+)
+from pipegraph.schedule import Collective, Event, Kind, Schedule, Timeline
 from pipegraph.tracing.analysis.advice import WORTH
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_timeline, messages
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis
@@ -35,7 +43,7 @@ _PARTS = {
 }
 """The parts of a rank's time, each with its colour; the causes have those of Okabe and Ito (2008)."""
 
-_MOST = 60_000  # actions and messages on a page; more steps than that are left out
+_MOST = 60_000  # actions, messages and collectives on a page; more steps than that are left out
 
 
 def trace_page(analysis: RunAnalysis) -> str:
@@ -55,6 +63,7 @@ def trace_page(analysis: RunAnalysis) -> str:
         **timeline_parts(page_data(analysis)),
         **_idle(analysis),
         **_stages(analysis),
+        **_collectives(analysis),
     )  # fmt: skip
 
 
@@ -69,7 +78,8 @@ def _alternative(analysis: RunAnalysis) -> str:
     """Describe the timeline for screen readers."""
     return (
         f"Timeline of a step on {analysis.run.schedule.ranks} ranks: what each one computes over time, measured above "
-        "what was predicted. Arrow keys go from action to action. The tables below have the figures. "
+        f"what was predicted{'; below each, its collectives' if analysis.collectives else ''}. Arrow keys go from "
+        "action to action. The tables below have the figures. "
         f"{analysis.advice.sentence}"
     )
 
@@ -161,6 +171,13 @@ def _stages(analysis: RunAnalysis) -> dict[str, Any]:
     return {"stages": rows, "stage_headers": headers}
 
 
+def _collectives(analysis: RunAnalysis) -> dict[str, Any]:
+    """What the collectives of stages take, as a table; no rows without any."""
+    headers, rows = collective_table(analysis)
+    unit = TimeFormat.of_column(analysis.collectives.values()).unit
+    return {"collective_headers": headers, "collectives": rows if analysis.collectives else [], "collective_unit": unit}
+
+
 def _changes(analysis: RunAnalysis) -> Iterator[dict[str, Any]]:
     for each in analysis.advice.changes:
         yield {
@@ -194,6 +211,11 @@ def schedule_data(schedule: Schedule) -> dict[str, Any]:
         "colours": {kind.value: [{"fill": fill, "ink": ink(fill)} for fill in fills] for kind, fills in tones.items()},
         "tones": colours.tones,
         "meaning": {kind.value: meaning for kind, meaning in MEANING.items()},
+        "collectives": {
+            kind.value: {"fill": fill, "ink": ink(fill), "meaning": COLLECTIVE_MEANING[kind]}
+            for kind, fill in COLLECTIVES.items()
+            if any(each.kind is kind for each in schedule.collectives)
+        },
     }
 
 
@@ -216,7 +238,7 @@ def page_data(analysis: RunAnalysis) -> dict[str, Any]:
 
 def _kept(analysis: RunAnalysis) -> list[MeasuredStep]:
     """Return the shown step and its neighbours, as many as a page can hold."""
-    sizes = [sum(map(len, (*step.events, *step.transfers))) for step in analysis.steps]
+    sizes = [sum(map(len, (*step.events, *step.transfers, *step.collectives))) for step in analysis.steps]
     room = _MOST
     kept: list[int] = []
     for number in sorted(range(len(sizes)), key=lambda n: (abs(n - analysis.shown), n)):
@@ -237,6 +259,7 @@ def _step(step: MeasuredStep, analysis: RunAnalysis) -> dict[str, Any]:
         "makespan": _microseconds(step.makespan),
         "complete": step.complete,
         "rows": [list(map(_event, row)) for row in step.events],
+        "beside": [_beside((each.collective, each.start, each.end) for each in row) for row in step.collectives],
         "messages": [
             [
                 send.rank,
@@ -263,13 +286,26 @@ def critical_places(rows: Sequence[Sequence[Event]], timeline: Timeline) -> list
 def timeline_data(timeline: Timeline) -> dict[str, Any]:
     """Return a timeline without messages."""
     rows: Sequence[Sequence[Event]] = timeline.events
-    return {"makespan": _microseconds(timeline.makespan), "rows": [list(map(_event, row)) for row in rows]}
+    return {
+        "makespan": _microseconds(timeline.makespan),
+        "rows": [list(map(_event, row)) for row in rows],
+        "beside": [_beside(each.events) for each in timeline.collectives] or [[] for _ in rows],
+    }
 
 
 def _event(event: Event) -> list[Any]:
     action = event.action
     times = map(_microseconds, (event.start, event.end))
     return [action.kind.value, action.stage, action.microbatch, *times]
+
+
+def _beside(collectives: Iterable[tuple[Collective, float, float]]) -> list[list[Any]]:
+    """Return the collectives of a rank that take time, as events without a microbatch."""
+    return [
+        [each.kind.value, each.stage, None, _microseconds(start), _microseconds(end)]
+        for each, start, end in collectives
+        if each.kind in COLLECTIVES and end > start
+    ]
 
 
 def _microseconds(seconds: float) -> float:

@@ -38,19 +38,20 @@ class TensorBoardWriter:
     """Writes `StepFigures` and timelines of all ranks into a run's folder.
 
     Scalars, by step: ``loss``, ``bubble``, ``time/step`` and ``time/step_predicted``, ``time/iteration`` (with the
-    optimizer), ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` of whole iterations,
-    ``rank_00/time/forward`` and so on for each of `PARTS`, ``rank_00/time/collectives`` beside them in a mesh whose
-    schedule has them, ``rank_00/memory/peak_MiB``. With all ranks in one process there is one ``memory/peak_MiB``, and
-    no bubble. Text: ``plan``. Images: ``timeline/predicted`` and ``timeline/measured``. Hyper-parameters: the schedule,
-    sizes, the model, kernels, recompute and device.
+    optimizer), ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` of whole iterations and of all
+    data-parallel ranks, ``rank_00/time/forward`` and so on for each of `PARTS`, ``rank_00/time/collectives`` beside
+    them in a mesh whose schedule has them, ``rank_00/memory/peak_MiB``; a rank has its number in the mesh. With all
+    ranks in one process there is one ``memory/peak_MiB``, and no bubble. Text: ``plan``. Images: ``timeline/predicted``
+    and ``timeline/measured``, of a mesh's first pipeline. Hyper-parameters: the schedule, sizes, the mesh, the model,
+    kernels, recompute and device.
     """
 
     def __init__(self, folder: str | PathLike[str], pipe: Pipeline, hardware: Hardware | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         package, self._schedule = pipe.package, pipe.schedule
-        processes = self._schedule.ranks // len(pipe.ranks)
-        in_turn = processes < self._schedule.ranks
+        in_turn = len(pipe.ranks) == self._schedule.ranks > 1
+        processes = 1 if in_turn else pipe.grid.size
         expected = predict_step(package.manifest, self._schedule, hardware, in_turn)
         self._expected = expected.step
         self._writer = SummaryWriter(str(folder), flush_secs=_FLUSHED)
@@ -114,6 +115,7 @@ def _settings(pipe: Pipeline, processes: int) -> dict[str, str | float]:
         "stages": schedule.stages,
         "microbatches": schedule.microbatches,
         "processes": processes,
+        "mesh": " × ".join(f"{name} {length}" for name, length in zip(pipe.grid.names, pipe.grid.shape, strict=True)),
         "kernels": pipe.kernels,
         "recompute": pipe.recompute,
         "device": pipe.device.type,

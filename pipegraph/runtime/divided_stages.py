@@ -5,21 +5,30 @@ Nothing here is sent but what the ranks refuse, so that all of them refuse it wi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from pipegraph.arguments import for_asker
+from pipegraph.arguments import argument, for_asker
 from pipegraph.errors import ArgumentError
-from pipegraph.kernels.sharded import wrapper_of
+from pipegraph.kernels.sharded import layout_text, wrapper_of
 from pipegraph.package import Manifest
 from pipegraph.runtime import tensor_parallel
 from pipegraph.runtime.divided_boundaries import divided_boundaries
-from pipegraph.runtime.fully_sharded import ShardedGroup, check_options, fully_shard_stage
-from pipegraph.runtime.parameters import computed_in
+from pipegraph.runtime.fully_sharded import (
+    ShardedGroup,
+    adopt_groups,
+    check_options,
+    fully_shard_stage,
+    sharded_modules,
+)
+from pipegraph.runtime.internals import sharding_policy
+from pipegraph.runtime.parameters import computed_in, owner_of
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, REPLICATE, SHARD, TENSOR
 from pipegraph.runtime.processes.world import World
+from pipegraph.runtime.ties import find_ties
 
 
 def divide_tensors(
@@ -66,6 +75,7 @@ def divide_tensors(
         tensor_parallel.parallelize(stages, plan, manifest, mesh)
 
     _together(world, divide)
+    _check_ties(stages, manifest, world, "tp_plan")
     return divided_boundaries(stages, manifest, size, world.gather_text)
 
 
@@ -75,7 +85,7 @@ def shard_stages(
     world: World | None,
     options: Mapping[str, Any] | None,
 ) -> tuple[dict[int, list[ShardedGroup]], Manifest]:
-    """Divide parameters between the ranks along `dp_shard`, in place. Collective.
+    """Divide parameters between the ranks along `dp_shard`, in place, or take over what is divided. Collective.
 
     Args:
         options: as for `Pipeline`.
@@ -84,7 +94,7 @@ def shard_stages(
         The groups of each stage, and the manifest with the dtypes in which the stages compute.
 
     Raises:
-        ArgumentError: the options do not fit, or `parallelize_fn` has sharded a stage itself; on every rank.
+        ArgumentError: the options do not fit, or not what `parallelize_fn` has done; on every rank.
     """
     if options is not None:
         check_options(options)
@@ -94,19 +104,27 @@ def shard_stages(
     mesh = world.mesh(*(DATA if has_replicas else (SHARD,)))
     dtypes = {str(each.dtype).removeprefix("torch.") for stage in stages.values() for each in stage.parameters()}
     groups: dict[int, list[ShardedGroup]] = {}
+    policies = {(options or {}).get("mp_policy")}
 
     def shard() -> None:
         for index, stage in stages.items():
-            if wrapper := wrapper_of(stage.modules()):
+            wrapper = wrapper_of(stage.modules())
+            if wrapper == "fully_shard" and options is None:
+                policies.update(map(sharding_policy, sharded_modules(stage)))
+                groups[index] = adopt_groups(index, stage, mesh, world.device)
+            elif wrapper is not None:
                 raise ArgumentError(
                     f"parallelize_fn applied {wrapper} to stage {index}, and the mesh has ranks along dp_shard, "
                     "between which the pipeline divides the parameters.\n"
-                    "Try: the stage without it, and its options as fsdp=…."
+                    "Try: the stage without it, and its options as fsdp=…; or fully_shard with all of its options, "
+                    "and neither fsdp nor precision."
                 )
-            groups[index] = fully_shard_stage(stage, mesh, options or {})
+            else:
+                groups[index] = fully_shard_stage(stage, mesh, options or {})
 
     _together(world, shard)
-    policy = (options or {}).get("mp_policy")
+    _check_ties(stages, manifest, world, "fsdp")
+    policy = next((each for each in policies if each is not None), None) if len(policies - {None}) == 1 else None
     dtype = None if policy is None else policy.output_dtype or policy.param_dtype
     return groups, manifest if dtype is None else computed_in(manifest, dtype, dtypes)
 
@@ -116,6 +134,29 @@ def resident_stages(options: Mapping[str, Any] | None, resident: int | None) -> 
     if resident is not None and (type(resident) is not int or resident < 1):
         raise ArgumentError(f"resident cannot be {resident!r}: give how many stages of a rank may be whole, from 1 on.")
     return 2 if resident is None and (options or {}).get("reshard_after_forward") else resident
+
+
+def _check_ties(stages: Mapping[int, nn.Module], manifest: Manifest, world: World, by: str) -> None:
+    """Raise ArgumentError, on every rank, if the copies of a tied weight are divided differently. Collective."""
+    ties = find_ties(manifest)
+    if not ties:
+        return
+    own = {}
+    for stage, name in (place for tie in ties for place in tie.places if place[0] in stages):
+        module, attribute = owner_of(stages[stage], name)
+        own[f"{stage} {name}"] = layout_text(getattr(module, attribute))
+    layouts: dict[str, str] = {}
+    for text in world.gather_text(json.dumps(own), *DIMENSIONS):
+        layouts |= json.loads(text)
+    for tie in ties:
+        (first, of_first), *others = [(place, layouts[f"{place[0]} {place[1]}"]) for place in tie.places]
+        for other, of_other in others:
+            if of_other != of_first:
+                raise ArgumentError(
+                    f"{argument(by)} leaves {first[1]} of stage {first[0]} as {of_first}, and {other[1]} of stage "
+                    f"{other[0]}, which is the same parameter, as {of_other}.\nTry: what divides both alike, such as "
+                    'the styles "embedding_rowwise" and "colwise_gather_output".'
+                )
 
 
 def _together(world: World, work: Callable[[], None]) -> None:

@@ -4,6 +4,8 @@ fully_shard ─▶ parameters as DTensors, their dtypes ─┐
 hooks that gather and reduce: taken off              ├─▶ ShardedGroup: what UNSHARD gathers and REDUCE_GRAD reduces
 parameters before it ─▶ what a gathered one is like ─┘
 
+A user may have called `fully_shard`; then what a gathered parameter is like follows from the part and its mesh.
+
 The hooks gather for each microbatch anew and belong to autograd. Here the schedule says when, and kernels compute with
 plain parameters, which are in the modules during a step: empty, but for the time between UNSHARD and RESHARD.
 """
@@ -21,9 +23,9 @@ from torch import Tensor, nn
 
 from pipegraph.arguments import require_type
 from pipegraph.errors import ArgumentError, nearest
-from pipegraph.kernels.internals import hook_dicts
-from pipegraph.kernels.sharded import local, rebuilt
-from pipegraph.runtime.internals import packed_dim, pytree
+from pipegraph.kernels.sharded import is_sharded, local, rebuilt, remove_fsdp_hooks, runs_fsdp_hooks
+from pipegraph.runtime.internals import packed_dim, pytree, sharding_policy
+from pipegraph.runtime.processes.rank_grid import DATA, SHARD
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -133,12 +135,8 @@ def fully_shard_stage(stage: nn.Module, mesh: DeviceMesh, options: Mapping[str, 
     for module in (*repeated_layers(stage), stage):
         taken = {id(each.whole) for group in groups for each in group.parameters}
         before = _places(module)
-        hooks = {name: set(held) for name, held in hook_dicts(module).items()}
         fully_shard(module, mesh=mesh, **options)
-        for name, held in hook_dicts(module).items():
-            if name.startswith("_forward"):
-                for number in held.keys() - hooks.get(name, set()):
-                    del held[number]
+        remove_fsdp_hooks(module)
         parameters = []
         for parameter, places in before:
             owner, name = places[0]
@@ -148,6 +146,74 @@ def fully_shard_stage(stage: nn.Module, mesh: DeviceMesh, options: Mapping[str, 
         if parameters:
             groups.append(ShardedGroup(tuple(parameters), policy.reduce_dtype))
     return groups
+
+
+def sharded_modules(stage: nn.Module) -> list[nn.Module]:
+    """The modules to which a user has applied `fully_shard`, each before those around it."""
+    return [module for module in reversed(list(stage.modules())) if runs_fsdp_hooks(module)]
+
+
+def adopt_groups(index: int, stage: nn.Module, mesh: DeviceMesh, device: torch.device) -> list[ShardedGroup]:
+    """Take over what a user has divided by `fully_shard`, each call of it a group. Its hooks are taken off.
+
+    Parameters that are in no such module stay whole.
+
+    Args:
+        stage: changed in place.
+        mesh: as for `fully_shard_stage`.
+        device: where the stage computes.
+
+    Raises:
+        ArgumentError: a parameter is divided between other ranks than those of the mesh.
+    """
+    groups: list[ShardedGroup] = []
+    names = {id(each): name for name, each in stage.named_parameters()}
+    taken: set[int] = set()
+    for module in sharded_modules(stage):
+        policy, parameters = sharding_policy(module), []
+        for parameter, places in _places(module):
+            if id(parameter) not in taken and is_sharded(parameter) and not _only_tensor_parallel(parameter):
+                taken.add(id(parameter))
+                if _ranks_of(parameter) != mesh[SHARD].mesh.tolist():
+                    raise ArgumentError(
+                        f"parallelize_fn divides {names[id(parameter)]} of stage {index} by fully_shard between other "
+                        'ranks than those along dp_shard.\nTry: fully_shard(module, mesh=mesh["dp_shard"]), with the '
+                        "mesh that Pipeline is given."
+                    )
+                whole = _whole_like(parameter, device)
+                parameters.append(ShardedParameter(places, whole, _compute_dtype(parameter, policy)))
+        remove_fsdp_hooks(module)
+        _cast_at(module, policy)
+        if parameters:
+            groups.append(ShardedGroup(tuple(parameters), policy.reduce_dtype))
+    return groups[::-1]
+
+
+def _names_of(parameter: Any) -> tuple[str, ...]:
+    return tuple(parameter.device_mesh.mesh_dim_names or ())
+
+
+def _only_tensor_parallel(parameter: Any) -> bool:
+    names = _names_of(parameter)
+    return bool(names) and not {*names} & {*DATA}
+
+
+def _ranks_of(parameter: Any) -> Any:
+    """Between which ranks `fully_shard` divides a parameter; None if they have no name of ours."""
+    return parameter.device_mesh[SHARD].mesh.tolist() if SHARD in _names_of(parameter) else None
+
+
+def _whole_like(parameter: Any, device: torch.device) -> nn.Parameter:
+    """What a parameter was before `fully_shard`: plain, or divided along the other dimensions of its mesh."""
+    others = [place for place, name in enumerate(_names_of(parameter)) if name not in DATA]
+    if not others:
+        return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
+    from torch.distributed.tensor import empty
+
+    mesh = parameter.device_mesh[tuple(_names_of(parameter)[place] for place in others)]
+    placements = [parameter.placements[place] for place in others]
+    whole = empty(parameter.shape, dtype=parameter.dtype, device_mesh=mesh, placements=placements)
+    return nn.Parameter(whole, parameter.requires_grad)
 
 
 def _placement_function(stage: nn.Module, mesh: DeviceMesh, given: Any) -> Callable[[nn.Parameter], Any]:

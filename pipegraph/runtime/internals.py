@@ -227,6 +227,14 @@ def has_communication_hook(wrapper: DistributedDataParallel) -> bool:
     return bool(wrapper._comm_hooks)
 
 
+def sharding_policy(module: Any) -> Any:
+    """The MixedPrecisionPolicy with which a user has applied `fully_shard` to a module, which has no public way to it.
+
+    Everything else of that follows from the parameters and their public layouts.
+    """
+    return module._get_fsdp_state()._mp_policy
+
+
 def packed_shard(dim: int, parts: int) -> Any:
     """A placement that divides each of so many parts of a dimension, which lie one after the other, between all ranks.
 

@@ -306,6 +306,8 @@ class MeasuredRun:
         processes: how many ran it: one for each rank, or one for all.
         kernels: that were run.
         collectives: of each stage and kind.
+        parts: of each stage, the part of its parameters' bytes that a rank has; () if it has all of each.
+        tensor_ranks: how many ranks along tp divide each stage.
     """
 
     steps: int
@@ -318,3 +320,5 @@ class MeasuredRun:
     kernels: str
     bubble: float | None = None
     collectives: Mapping[tuple[int, CollectiveKind], MeasuredCollective] = field(default_factory=dict)
+    parts: tuple[float, ...] = ()
+    tensor_ranks: int = 1

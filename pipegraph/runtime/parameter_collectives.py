@@ -109,11 +109,9 @@ class ParameterCollectives:
 
     def finish(self) -> None:
         """Wait for all reductions, and put their results into `.grad`."""
-        every = [each for transfers in self._transfers.values() for each in transfers]
-        for each in every:
-            each.start_adding()
-        for each in every:
-            each.finish_reduce()
+        for transfers in self._transfers.values():
+            for each in transfers:
+                each.finish_reduce()
         if self._reduction is not None:
             self._reduction.finish()
 

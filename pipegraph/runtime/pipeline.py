@@ -22,9 +22,9 @@ from pipegraph.runtime.divided_stages import resident_stages
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.loss_reduction import LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
+from pipegraph.runtime.pipeline_ranks import PipelineRanks
 from pipegraph.runtime.pipeline_state import PipelineState
 from pipegraph.runtime.prepared_stages import StageRequest, prepare_stages
-from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS
 from pipegraph.runtime.processes.world import LoneProcess, World, guard_of, join_world
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pipegraph.kernels.kernel_report import KernelCount
 
 
-class Pipeline(PipelineState):
+class Pipeline(PipelineState, PipelineRanks):
     """Runs a package under a schedule.
 
     Under a launcher such as torchrun, or with a process group, every process holds the stages of one rank, and all
@@ -74,7 +74,8 @@ class Pipeline(PipelineState):
             the package's own plan: that of the model file, or of a Hugging Face model.
         fsdp: options of torch's `fully_shard` (`mp_policy`, `reshard_after_forward`, `shard_placement_fn`, …), which
             divides the parameters of each repeated layer, and of the rest of a stage, between the ranks along
-            "dp_shard". They are gathered when the schedule says so, and kernels compute with the whole.
+            "dp_shard". They are gathered when the schedule says so, and kernels compute with the whole. A
+            `parallelize_fn` may call `fully_shard` itself instead, over that dimension of the mesh.
         resident: how many stages of this rank may be whole at a time; by default all, or 2 with
             ``reshard_after_forward=True``: one that computes and one that is being gathered.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block" (every repeated
@@ -305,24 +306,6 @@ class Pipeline(PipelineState):
                     pipe.step(tokens, target=labels)
         """
         return self._observers.add(observer, evals or not self.schedule.trains)
-
-    def gather(self, figures: Sequence[float], everywhere: bool = False) -> list[list[float]]:
-        """The figures of every process of this pipeline, by rank. Collective: all must call it, with equally many.
-
-        No process goes on before all have called. In a mesh these are the ranks along `pp`, or all with `everywhere`.
-        """
-        with self._guard:
-            return self._processes.gather(figures, *(DIMENSIONS if everywhere else ()))
-
-    def gather_text(self, text: str) -> list[str]:
-        """The texts of every process of this pipeline, by rank. Collective: all must call it."""
-        with self._guard:
-            return self._processes.gather_text(text)
-
-    def clock_offset(self) -> ClockOffset:
-        """Measure by messages how far this process's clock is from rank 0's. Collective: every rank must call it."""
-        with self._guard:
-            return self._processes.clock_offset()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip as `torch.nn.utils.clip_grad_norm_` does, by the norm of the gradients of the whole model.

@@ -1,7 +1,7 @@
 """The messages of a group of sharded parameters: their gathering, and the reduction of their gradients.
 
 gather     a │ part of p │ part of q │   of each rank ─▶ whole p, whole q
-reduce     row of rank 0 │ of p │ of q │ counts │        of each row the sum over ranks ─▶ its rank
+reduce     row of rank 0 │ of p │ of q │ counts │        of each row the sum over ranks and replicas ─▶ its rank
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ from pipegraph.kernels.sharded import local, rebuilt
 from pipegraph.runtime.collective_times import Sent
 from pipegraph.runtime.fully_sharded import ShardedGroup, ShardedParameter
 from pipegraph.runtime.measurements import Message
-from pipegraph.runtime.processes.group import Group
 from pipegraph.runtime.processes.rank_grid import SHARD
-from pipegraph.runtime.processes.shard_group import ShardLine
+from pipegraph.runtime.processes.shard_group import Reduction, ShardLine
 
 
 class GroupTransfers:
     """What is sent for one group of parameters.
 
     Args:
-        line: the ranks that have a part each.
-        replicas: the ranks that have the same part as this one; None if there are no others.
+        line: the ranks that have a part each, and their replicas.
     """
 
-    def __init__(self, group: ShardedGroup, line: ShardLine, replicas: Group | None) -> None:
+    def __init__(self, group: ShardedGroup, line: ShardLine) -> None:
         self._parameters, self._reduce_dtype = group.parameters, group.reduce_dtype
-        self._line, self._replicas = line, replicas
+        self._line = line
         self._sums: dict[ShardedParameter, Tensor] = {}
         self._gathering: tuple[Work, Tensor] | None = None
-        self._reducing: tuple[Work, Tensor, Tensor] | None = None
+        self._reducing: tuple[list[Reduction], Tensor, Tensor] | None = None
         self._reduced: Tensor | None = None
-        self._adding: Work | None = None
         self._missing: set[ShardedParameter] = set()
 
     def start_gather(self) -> Sent:
@@ -67,7 +64,7 @@ class GroupTransfers:
 
     def end(self) -> None:
         """Free and forget what a step has left, also one that failed."""
-        self._gathering = self._reducing = self._reduced = self._adding = None
+        self._gathering = self._reducing = self._reduced = None
         self._sums.clear()
         for each in self._parameters:
             each.whole.grad = None
@@ -93,7 +90,7 @@ class GroupTransfers:
                     self._sums[each] = own.to(self._reduce_dtype)
 
     def start_reduce(self) -> list[Sent]:
-        """Start to add up the gradients over ranks, each rank those of its part. Returns the messages: one or none."""
+        """Start to add up the gradients over ranks, each rank those of its part. Returns the messages."""
         trained = self._trained()
         if not trained:
             return []
@@ -115,30 +112,22 @@ class GroupTransfers:
             padded = torch.zeros(whole, dtype=dtype, device=like.device)
             padded.narrow(dim, 0, gradient.shape[dim]).copy_(gradient)
             row.copy_(padded.unflatten(dim, (self._line.size, -1)).movedim(dim, 0).flatten(1))
-        work, reduced = self._line.start_reduce(sent)
-        self._reducing = work, reduced, sent
-        return [(work, Message("reduce" if self._line.scatters else "all_reduce", sent.nbytes, self._line.ranks))]
+        started, reduced = self._line.start_reduce(sent)
+        self._reducing = started, reduced, sent
+        return [(each.work, Message(each.what, each.size, each.ranks)) for each in started]
 
     def free_reduced(self) -> None:
         """Keep this rank's part alone of what has been reduced by now."""
-        if self._reducing is not None and self._reducing[0].is_completed():
+        if self._reducing is not None and self._reducing[0][-1].work.is_completed():
             self._wait_for_part()
-
-    def start_adding(self) -> None:
-        """Wait for the reduction, and start to add up its results over replicas."""
-        if self._reducing is not None:
-            self._wait_for_part()
-        if self._reduced is not None and self._replicas is not None:
-            self._adding = self._replicas.start_all_reduce(self._reduced)
 
     def finish_reduce(self) -> None:
         """Add the results to `.grad` of the parts. A parameter that has no gradient on any rank keeps what it has."""
+        if self._reducing is not None:
+            self._wait_for_part()
         reduced, self._reduced = self._reduced, None
         if reduced is None:
             return
-        if self._adding is not None and self._replicas is not None:
-            self._replicas.wait(self._adding)
-            self._adding = None
         trained = self._trained()
         lengths = [math.prod(self._part_shape(each)) for each in trained]
         *parts, counts = reduced.split([*lengths, len(trained)])
@@ -148,8 +137,8 @@ class GroupTransfers:
 
     def _wait_for_part(self) -> None:
         assert self._reducing is not None
-        work, reduced, _ = self._reducing
-        self._line.wait(work)
+        started, reduced, _ = self._reducing
+        self._line.wait(*(each.work for each in started))
         self._reduced, self._reducing = self._line.own_row(reduced), None
 
     def _take_gradient(self, parameter: ShardedParameter) -> Tensor | None:

@@ -252,14 +252,11 @@ class StepRunner:
         transfers: dict[int, list[GroupTransfers]] = {}
         if groups:
             line = world.shard_line()
-            replicas = world.along(REPLICATE) if world.grid.length(REPLICATE) > 1 else None
-            transfers = {
-                index: [GroupTransfers(group, line, replicas) for group in own] for index, own in groups.items()
-            }
-            if replicas is not None:
+            transfers = {index: [GroupTransfers(group, line) for group in own] for index, own in groups.items()}
+            if world.grid.length(REPLICATE) > 1:
                 first = world.grid.line(world.rank, REPLICATE)[0]
                 parts = [each.sharded for own in groups.values() for each in all_parameters(own)]
-                make_equal(list(dict.fromkeys(parts)), replicas, first)
+                make_equal(list(dict.fromkeys(parts)), world.along(REPLICATE), first)
         self._collectives = ParameterCollectives(groups, transfers, reduction)
 
     def _during_step(self, observer: Observer | None) -> AbstractContextManager[None]:

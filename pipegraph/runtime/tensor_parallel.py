@@ -144,6 +144,13 @@ def check_whole_gradients(stages: Mapping[int, nn.Module], world: World) -> None
             )
 
 
+def tensor_ranks(stages: Mapping[int, nn.Module]) -> int:
+    """Return how many ranks along `tp` divide the parameters of stages."""
+    parameters: list[Any] = [each for stage in stages.values() for each in stage.parameters()]
+    divided = [(each.device_mesh, names) for each in parameters if TENSOR in (names := _dimensions(each))]
+    return max((mesh.shape[names.index(TENSOR)] for mesh, names in divided), default=1)
+
+
 def _dimensions(parameter: Any) -> tuple[str, ...]:
     """The dimensions of the mesh over which a parameter is laid out; none for a plain one."""
     return tuple(parameter.device_mesh.mesh_dim_names or ()) if is_sharded(parameter) else ()

@@ -15,7 +15,7 @@ import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,12 @@ class MergedTrace:
 
 
 def merge_traces(
-    run: RecordedRun, file: Path, expected: Timeline | None = None, operations: bool = False
+    runs: Sequence[RecordedRun], file: Path, expected: Timeline | None = None, operations: bool = False
 ) -> MergedTrace:
     """Write a run as one Chrome trace. Times are microseconds of rank 0's clock since the first event.
 
     Args:
-        run: the recorded run.
+        runs: the recorded run: all pipelines of its mesh.
         file: written wholly or not at all; compressed if the name ends in ``.gz``.
         expected: the predicted step, to show it with each measured one.
         operations: whether to keep what torch recorded besides the actions.
@@ -67,61 +67,84 @@ def merge_traces(
     Raises:
         PipegraphError: the file cannot be written.
     """
-    merge = _EventMerge(run, measured_steps(run), operations)
+    counts: Counter[str] = Counter()
+    merges = [_EventMerge(run, measured_steps(run), operations, counts) for run in runs]
+    first = min(merge.begin for merge in merges)
 
     def events() -> Iterator[Event]:
-        yield from merge.names(expected)
-        for trace in run.ranks.values():
-            yield from merge.rank(trace)
-        yield from merge.flows()
-        if expected is not None:
-            yield from merge.predicted(expected)
+        for merge in merges:
+            merge.first = first
+            yield from merge.names(expected)
+            for trace in merge.run.ranks.values():
+                yield from merge.rank(trace)
+            yield from merge.flows()
+            if expected is not None:
+                yield from merge.predicted(expected)
 
-    _write(file, events(), _metadata(run))
-    return MergedTrace(*(merge.counts[name] for name in ("slices", "flows", "left out", "early")))
+    _write(file, events(), _metadata(runs))
+    return MergedTrace(*(counts[name] for name in ("slices", "flows", "left out", "early")))
+
+
+def problems_of(runs: Iterable[RecordedRun]) -> list[str]:
+    """Return the problems of all pipelines of a run, each once."""
+    return list(dict.fromkeys(problem for run in runs for problem in run.problems))
 
 
 def describe_rank(run: RecordedRun, rank: int) -> str:
-    """Return ``rank 1: stages 1, 2``."""
+    """Return ``rank 1: stages 1, 2``, in a mesh with the rank's place."""
     held = [str(stage) for stage, place in enumerate(run.schedule.placement) if place == rank]
-    return f"rank {rank}: stage{'s' if len(held) > 1 else ''} {', '.join(held)}"
+    return f"{run.grid.text(run.line[rank])}: stage{'s' if len(held) > 1 else ''} {', '.join(held)}"
 
 
 @dataclass
 class _EventMerge:
-    """Makes the events of a merged trace, and counts them."""
+    """Makes the events of one pipeline of a merged trace, and counts them.
+
+    Attributes:
+        first: the time that becomes 0, in nanoseconds on rank 0's clock.
+    """
 
     run: RecordedRun
     steps: Sequence[MeasuredStep]
     operations: bool
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str]
+    first: int = 0
 
-    def __post_init__(self) -> None:
+    @property
+    def begin(self) -> int:
+        """The time of its first event, in nanoseconds on rank 0's clock."""
         traces = self.run.ranks.values()
         firsts = [trace.spans[0].start for trace in traces if trace.spans]
         firsts += [start for trace in traces for start, _ in trace.steps.values()]
         if self.operations:
             firsts += [start for trace in traces for file in trace.files for start, _, _ in file.events()]
-        self.first = min(firsts, default=0.0)  # the time that becomes 0
+        return self.run.origin + round(min(firsts, default=0.0) * 1e9)
 
     def nanoseconds(self, time: float) -> int:
-        return round((time - self.first) * 1e9)
+        return self.run.origin - self.first + round(time * 1e9)
 
-    def slice(self, process: int, thread: int, name: str, category: str, times: Sequence[float], args: Event) -> _Slice:
+    def slice(self, rank: int, thread: int, name: str, category: str, times: Sequence[float], args: Event) -> _Slice:
         start, end = map(self.nanoseconds, times)
-        event: Event = {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread}
+        event: Event = {"ph": "X", "name": name, "cat": category, "pid": self.process(rank), "tid": thread}
         return start, end, {**event, "ts": start / 1000, "dur": (end - start) / 1000, "args": args}
+
+    def process(self, rank: int) -> int:
+        """Return the number of a rank's process, or of that of a predicted one, which is beyond the pipeline's."""
+        ranks = self.run.schedule.ranks
+        return self.run.line[rank] if rank < ranks else self.run.grid.size + self.run.line[rank - ranks]
 
     def names(self, expected: Timeline | None) -> Iterator[Event]:
         ranks = self.run.schedule.ranks
         for rank in range(ranks):
             trace, name = self.run.ranks.get(rank), describe_rank(self.run, rank)
             lanes = _LANE if trace is not None and trace.collectives else {}
-            yield from _process(rank, name, {**_THREADS, **lanes})
-            yield _meta(rank, "process_labels", labels=_clock(trace) if trace else "no trace")
+            yield from _process(self.process(rank), name, {**_THREADS, **lanes})
+            label = _clock(trace, self.run.line[rank]) if trace else "no trace"
+            yield _meta(self.process(rank), "process_labels", labels=label)
             if expected is not None:
                 lanes = _LANE if expected.collectives else {}
-                yield from _process(ranks + rank, f"predicted {name}", {COMPUTE: "compute", **lanes})
+                threads = {COMPUTE: "compute", **lanes}
+                yield from _process(self.process(ranks + rank), f"predicted {name}", threads)
 
     def rank(self, trace: RankTrace) -> Iterator[Event]:
         """Yield the actions and collectives of a rank and, if wanted, the operations below them."""
@@ -140,7 +163,7 @@ class _EventMerge:
             for thread, name, found in self.operation_slices(trace):
                 if thread not in slices:
                     slices[thread] = []
-                    yield from _threads(trace.rank, {thread: name})
+                    yield from _threads(self.process(trace.rank), {thread: name})
                 slices[thread].append(found)
         for of_thread in slices.values():
             yield from self.nested(of_thread)
@@ -205,9 +228,9 @@ class _EventMerge:
                 self.counts["flows"] += 1
                 self.counts["early"] += end < start
                 both = {"cat": "message", "name": "message", "id": self.counts["flows"]}
-                yield {"ph": "s", **both, "pid": send.rank, "tid": SENDS, "ts": start / 1000}
-                arrives = max(begin, end - 1) / 1000
-                yield {"ph": "f", "bp": "e", **both, "pid": receive.rank, "tid": RECEIVES, "ts": arrives}
+                yield {"ph": "s", **both, "pid": self.process(send.rank), "tid": SENDS, "ts": start / 1000}
+                arrives, process = max(begin, end - 1) / 1000, self.process(receive.rank)
+                yield {"ph": "f", "bp": "e", **both, "pid": process, "tid": RECEIVES, "ts": arrives}
 
     def predicted(self, expected: Timeline) -> Iterator[Event]:
         """Yield the predicted step at the start of each measured one, on another thread if the last one still runs."""
@@ -217,17 +240,18 @@ class _EventMerge:
             free[lane : lane + 1] = [step.start + expected.makespan]
             thread = COMPUTE if lane == 0 else _LATER + lane
             for rank, row in enumerate(expected.events):
-                process = self.run.schedule.ranks + rank
+                shown = self.run.schedule.ranks + rank
                 if lane:
-                    yield _meta(process, "thread_name", thread, name=f"compute, overlapping steps {lane}")
+                    name = f"compute, overlapping steps {lane}"
+                    yield _meta(self.process(shown), "thread_name", thread, name=name)
                 for event in row:
                     args = {"step": step.number, "stage": event.action.stage, "microbatch": event.action.microbatch}
                     times = (step.start + event.start, step.start + event.end)
-                    yield self.slice(process, thread, action_name(event.action), "predicted", times, args)[2]
+                    yield self.slice(shown, thread, action_name(event.action), "predicted", times, args)[2]
                 for each in expected.collectives[rank].events if expected.collectives and not lane else ():
                     name, args = collective_name(each.collective), {"step": step.number}
                     times = (step.start + each.start, step.start + each.end)
-                    yield self.slice(process, COLLECTIVES, name, "predicted", times, args)[2]
+                    yield self.slice(shown, COLLECTIVES, name, "predicted", times, args)[2]
 
 
 def _process(number: int, name: str, threads: Mapping[int, str]) -> Iterator[Event]:
@@ -246,8 +270,8 @@ def _meta(process: int, what: str, thread: int = 0, **args: Any) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
 
 
-def _clock(trace: RankTrace) -> str:
-    if trace.rank == 0:
+def _clock(trace: RankTrace, rank: int) -> str:
+    if rank == 0:
         return "rank 0's clock"
     if trace.clock.error is None:
         return "clock not compared with rank 0's"
@@ -268,20 +292,23 @@ def _main_thread(events: Iterable[tuple[float, float, Event]]) -> tuple[Any, Any
     return None
 
 
-def _metadata(run: RecordedRun) -> Event:
+def _metadata(runs: Sequence[RecordedRun]) -> Event:
+    first = runs[0]
     clocks = {
-        str(rank): {
+        str(run.line[rank]): {
             "offset_ns": round(trace.clock.offset * 1e9),
             "error_ns": None if trace.clock.error is None else round(trace.clock.error * 1e9),
         }
+        for run in runs
         for rank, trace in run.ranks.items()
     }
     return {
-        "run": run.info.run,
-        "schedule": run.schedule.name,
-        "ranks": run.schedule.ranks,
+        "run": first.info.run,
+        "schedule": first.schedule.name,
+        "ranks": first.schedule.ranks,
+        "mesh": dict(zip(first.grid.names, first.grid.shape, strict=True)),
         "clocks": clocks,
-        "problems": list(run.problems),
+        "problems": problems_of(runs),
     }
 
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from pipegraph.errors import ScheduleError
+from pipegraph.errors import ArgumentError, ScheduleError
+from pipegraph.runtime.processes.rank_grid import PIPELINE, RankGrid, check_dimensions
 from pipegraph.schedule import Action, Collective, CollectiveKind, Kind
 from pipegraph.tracing import COLLECTIVE_EVENT
 from pipegraph.tracing.recorded_run import RankClock, TraceError, read_trace
 
 FILE_NAME: Final = re.compile(r"rank_(\d+)\.(\d+)\.pt\.trace\.json(\.gz)?")
+_MOST_RANKS: Final = 1 << 16
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _HOST, _GPU = "user_annotation", "gpu_user_annotation"
 
@@ -35,7 +37,8 @@ class RankFile:
     """The content of a file. ``problem`` says why it is not complete; empty if it is.
 
     Attributes:
-        run, ranks: of the run that wrote it; "" and None if it does not say.
+        run, mesh: of the run that wrote it; "" and None if it does not say.
+        rank: its number in the mesh.
         base: the time from which its times count, in nanoseconds on its rank's clock; None if it does not say.
         host, gpu: actions by (step, action), as the host and as the GPU took them.
         steps: step → (start, end).
@@ -47,7 +50,7 @@ class RankFile:
     window: str
     problem: str = ""
     run: str = ""
-    ranks: int | None = None
+    mesh: RankGrid | None = None
     base: int | None = None
     clock: RankClock = field(default_factory=RankClock)
     host: dict[tuple[int, Action], RawSpan] = field(default_factory=dict)
@@ -110,11 +113,20 @@ def read_rank_file(path: Path) -> RankFile:
 def _read_header(found: RankFile, header: Mapping[str, Any]) -> None:
     try:
         found.run, found.rank = str(header["run"]), int(header["rank"])
-        found.window, found.ranks = str(header["digits"]), int(header["ranks"])
+        found.window, found.mesh = str(header["digits"]), read_mesh(header.get("mesh", {PIPELINE: header["ranks"]}))
         clock = header["clock"]
         found.clock = RankClock(float(clock["offset_ns"]) / 1e9, float(clock["error_ns"]) / 1e9)
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, ArgumentError):
         found.problem = f"{found.path.name}: its entry of pipegraph is damaged"
+
+
+def read_mesh(lengths: Mapping[str, Any]) -> RankGrid:
+    """Return the grid of the ranks along dimensions. Raises ArgumentError, ValueError, TypeError or AttributeError."""
+    check_dimensions(tuple(lengths))
+    grid = RankGrid(tuple(lengths), tuple(map(int, lengths.values())))
+    if min(grid.shape, default=1) < 1 or grid.size > _MOST_RANKS:
+        raise ValueError(f"a mesh of {grid.shape}")
+    return grid
 
 
 def _read_event(found: RankFile, event: Mapping[str, Any]) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pipegraph.arguments import require_path
-from pipegraph.errors import PackageError, PipegraphError, ScheduleError
+from pipegraph.arguments import argument, require_path
+from pipegraph.errors import ArgumentError, PackageError, PipegraphError, ScheduleError
 from pipegraph.package import MANIFEST, Manifest
 from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
+from pipegraph.runtime.processes.rank_grid import PIPELINE, RankGrid, single
 from pipegraph.schedule import Schedule, from_csv
-from pipegraph.tracing.rank_file import FILE_NAME, RankFile, read_rank_file
+from pipegraph.tracing.rank_file import FILE_NAME, RankFile, read_mesh, read_rank_file
 from pipegraph.tracing.recorded_run import (
     RankTrace,
     RecordedCollective,
@@ -23,33 +24,77 @@ from pipegraph.tracing.recorded_run import (
     RunInfo,
     TraceFile,
 )
+from pipegraph.units import format_number_of
 
 _TRY = "Try: pipegraph run OUT --profile DIR, which records one."
 
 
-def read_run(path: str | PathLike[str]) -> RecordedRun:
-    """Read a run's folder or, of a folder of runs, the newest one.
+def read_run(path: str | PathLike[str], pipeline: int = 0) -> RecordedRun:
+    """Read one pipeline of a run's folder or, of a folder of runs, of the newest one.
 
-    Raises PipegraphError if nothing can be shown: no trace is there, or none can be read.
+    Args:
+        path: the folder.
+        pipeline: which of those that a mesh has, counted in the order of its ranks.
+
+    Raises PipegraphError if nothing can be shown: no trace is there, or none can be read; and for a pipeline that the
+    mesh does not have.
     """
     folder, notes = _choose(require_path(path, "A run is given by its folder", error=PipegraphError))
     problems: list[str] = []
     info, manifest = _read_info(folder, problems), _read_manifest(folder, problems)
-    files = [read_rank_file(file) for file in _traces(folder)]
+    wanted = None if info.mesh is None else _line(info.mesh, pipeline)
+    files = [read_rank_file(file) for file in _traces(folder) if wanted is None or _may_be_of(wanted, file, info.mesh)]
     problems += [file.problem for file in files if file.problem]
     files = [file for file in files if file.host or file.gpu]
     if not files:
         raise PipegraphError(f"{folder} has no trace that can be read: {'; '.join(problems)}.\n{_TRY}")
     files = list(_of_one_run(files, info.run, problems))
+    grid = info.mesh or _most_common(file.mesh for file in files) or single(1 + max(file.rank for file in files))
+    line = _line(grid, pipeline)
+    files = [file for file in files if file.mesh not in (None, grid) or _is_of(line, file.rank, grid)]
+    for file in files:
+        file.rank = line.index(file.rank) if file.rank in line else file.rank
     schedule = _read_schedule(folder, info.schedule or "recorded", files, problems)
     schedule = _with_edges(schedule, manifest, problems)
-    ranks = _ranks(files, schedule, problems)
-    problems += _missing(files, ranks, schedule, info)
-    return RecordedRun(folder, info, manifest, schedule, ranks, tuple(problems), tuple(notes))
+    origin, ranks = _ranks(files, schedule, grid, problems)
+    problems += _missing(files, ranks, schedule, info, line)
+    return RecordedRun(folder, info, manifest, schedule, ranks, grid, line, origin, tuple(problems), tuple(notes))
+
+
+def read_pipelines(path: str | PathLike[str]) -> list[RecordedRun]:
+    """Read all pipelines of a run's folder, as `read_run` does."""
+    first = read_run(path)
+    return [first, *(read_run(first.folder, number) for number in range(1, len(first.grid.lines(PIPELINE))))]
+
+
+def _line(grid: RankGrid, pipeline: int) -> tuple[int, ...]:
+    """Return the ranks of a pipeline. Raises ArgumentError if there are not so many."""
+    lines = grid.lines(PIPELINE)
+    if not 0 <= pipeline < len(lines):
+        raise ArgumentError(
+            f"{argument('pipeline', pipeline)} is not there: the run has {format_number_of('pipeline', len(lines))}.\n"
+            f"Try: {argument('pipeline', len(lines) - 1)}."
+        )
+    return lines[pipeline]
 
 
 def _traces(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if FILE_NAME.fullmatch(file.name))
+
+
+def _may_be_of(line: Sequence[int], file: Path, grid: RankGrid | None) -> bool:
+    """Return whether a file is of one of these ranks by its name, so that those of other pipelines are not read."""
+    match = FILE_NAME.fullmatch(file.name)
+    return match is None or grid is None or _is_of(line, int(match[1]), grid)
+
+
+def _is_of(line: Sequence[int], rank: int, grid: RankGrid) -> bool:
+    """Return whether a rank is of a pipeline, or of none: that is told."""
+    return rank in line or rank >= grid.size
+
+
+def _most_common(found: Iterable[RankGrid | None]) -> RankGrid | None:
+    return next((grid for grid, _ in Counter(filter(None, found)).most_common(1)), None)
 
 
 def _choose(path: Path) -> tuple[Path, list[str]]:
@@ -79,10 +124,11 @@ def _read_info(folder: Path, problems: list[str]) -> RunInfo:
         windows = tuple(str(window["digits"]) for window in found.get("windows", []))
         names = ("run", "package", "schedule", "device", "torch", "kernels")
         texts = {name: str(found.get(name, "")) for name in names}
-        return RunInfo(processes=int(found["processes"]), windows=windows, **texts)
+        mesh = read_mesh(found["mesh"]) if "mesh" in found else None
+        return RunInfo(processes=int(found["processes"]), windows=windows, mesh=mesh, **texts)
     except OSError as error:
         problems.append(f"run.json cannot be read ({error.strerror}): how many processes ran is not known")
-    except (ValueError, KeyError, TypeError, OverflowError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, AttributeError, RecursionError, ArgumentError) as error:
         problems.append(f"run.json is damaged ({type(error).__name__}: {error})")
     return RunInfo()
 
@@ -143,26 +189,29 @@ def _with_edges(schedule: Schedule, manifest: Manifest | None, problems: list[st
     return schedule.changed(actions=tuple(rows), **edges)
 
 
-def _ranks(files: Sequence[RankFile], schedule: Schedule, problems: list[str]) -> dict[int, RankTrace]:
-    """Join the files of each rank. Times count from the first span of all ranks."""
+def _ranks(
+    files: Sequence[RankFile], schedule: Schedule, grid: RankGrid, problems: list[str]
+) -> tuple[int, dict[int, RankTrace]]:
+    """Join the files of each rank. Times count from the first span of all ranks, which is returned, too."""
     parts: dict[int, list[RankFile]] = {}
     for file in sorted(files, key=lambda file: (file.rank, file.window)):
         if file.base is None:
             problems.append(f"{file.path.name} has no time base, and is left out")
-        elif mismatch := _mismatch(file, schedule):
+        elif mismatch := _mismatch(file, schedule, grid):
             problems.append(f"{file.path.name} is of another plan: {mismatch}; it is left out")
         else:
             parts.setdefault(file.rank, []).append(file)
     if not parts:
         raise PipegraphError(f"No trace fits the schedule of its folder: {'; '.join(problems)}.\n{_TRY}")
     origin = min(span.start + file.offset for found in parts.values() for file in found for span in file.spans())
-    return {rank: _rank(rank, found, origin) for rank, found in parts.items()}
+    return origin, {rank: _rank(rank, found, origin) for rank, found in parts.items()}
 
 
-def _mismatch(file: RankFile, schedule: Schedule) -> str:
+def _mismatch(file: RankFile, schedule: Schedule, grid: RankGrid) -> str:
     """Return why a file cannot be of this schedule; empty if it can."""
-    if file.rank >= schedule.ranks or (file.ranks or schedule.ranks) != schedule.ranks:
-        return f"it is of rank {file.rank} of {file.ranks or '?'}, and the schedule has {schedule.ranks} ranks"
+    of = grid if file.mesh is None else file.mesh
+    if file.rank >= schedule.ranks or of != grid or of.length(PIPELINE) != schedule.ranks:
+        return f"it is of rank {file.rank} of {of.size}, and the schedule has {schedule.ranks} ranks"
     known = set(schedule.actions[file.rank])
     for span in file.spans():
         if not span.action.kind.is_transfer and span.action not in known:
@@ -190,7 +239,11 @@ def _rank(rank: int, files: Sequence[RankFile], origin: int) -> RankTrace:
 
 
 def _missing(
-    files: Sequence[RankFile], ranks: Mapping[int, RankTrace], schedule: Schedule, info: RunInfo
+    files: Sequence[RankFile],
+    ranks: Mapping[int, RankTrace],
+    schedule: Schedule,
+    info: RunInfo,
+    line: Sequence[int],
 ) -> Iterator[str]:
     """Ranks and windows of which there is no file, and clocks of which the offset is not known."""
     windows = sorted({*info.windows, *(file.window for file in files)})
@@ -202,5 +255,5 @@ def _missing(
         yield from (f"rank {rank} has no trace of window {window}" for window in windows if window not in there)
     if info.processes != 1:
         for rank, trace in ranks.items():
-            if rank and any(file.clock.error is None for file in trace.files):
+            if line[rank] and any(file.clock.error is None for file in trace.files):
                 yield f"rank {rank}'s clock was not compared with rank 0's: its times may be off"

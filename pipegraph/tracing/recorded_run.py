@@ -16,6 +16,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest
 from pipegraph.planner.step_prediction import StepPrediction, predict_step
 from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
+from pipegraph.runtime.processes.rank_grid import PIPELINE, RankGrid
 from pipegraph.schedule import Action, Collective, Schedule
 from pipegraph.units import format_bytes
 
@@ -137,7 +138,7 @@ class TraceFile:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded.
+    """What one rank of a pipeline recorded.
 
     Attributes:
         spans: in the order of their starts.
@@ -173,19 +174,47 @@ class RunInfo:
     torch: str = ""
     kernels: str = ""
     windows: tuple[str, ...] = ()
+    mesh: RankGrid | None = None
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run's folder. ``problems`` say what is missing or wrong, and ``notes`` what was chosen."""
+    """One pipeline of a run's folder. ``problems`` say what is missing or wrong, and ``chosen`` which run it is.
+
+    Attributes:
+        ranks: by their places in the pipeline.
+        grid: where the ranks of the mesh are; without a mesh those of the pipeline.
+        line: the numbers of the pipeline's ranks in the grid.
+        origin: the time from which times count, in nanoseconds on rank 0's clock.
+    """
 
     folder: Path
     info: RunInfo
     manifest: Manifest | None
     schedule: Schedule
     ranks: Mapping[int, RankTrace]
+    grid: RankGrid
+    line: tuple[int, ...]
+    origin: int = 0
     problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was chosen: the run, and the pipeline of its mesh."""
+        if not self.place:
+            return self.chosen
+        lines = self.grid.lines(PIPELINE)
+        other = (lines.index(self.line) + 1) % len(lines)
+        note = f"this is the pipeline at {self.place}, one of {len(lines)}; --pipeline {other} shows another"
+        return (*self.chosen, note)
+
+    @property
+    def place(self) -> str:
+        """Return where the pipeline is in the mesh, as ``dp_shard 1, tp 0``; empty if it is the only one."""
+        found = self.grid.coordinates(self.line[0])
+        beside = [f"{name} {at}" for name, at in found.items() if name != PIPELINE and self.grid.length(name) > 1]
+        return ", ".join(beside)
 
     @cached_property
     def prediction(self) -> StepPrediction | None:
@@ -204,6 +233,6 @@ class RecordedRun:
         """Seconds by which two ranks' times may differ: the sum of their errors. None if an error is not known."""
         if self.shares_process:
             return 0.0
-        errors = [trace.clock.error for rank, trace in self.ranks.items() if rank != 0]
+        errors = [trace.clock.error for rank, trace in self.ranks.items() if self.line[rank] != 0]
         known = sorted(error for error in errors if error is not None)
         return sum(known[-2:]) if len(known) == len(errors) else None

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from pipegraph.runtime.measurements import (
     SavedBytes,
 )
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.tensor_parallel import tensor_ranks
 from pipegraph.schedule import CollectiveKind
 from pipegraph.workflows.batch import Batch
 
@@ -87,11 +89,15 @@ class RunMeasurement:
         row = [medians.get(key, _NONE) for key in keys]
         row += [self._state(rank) if self._holds(rank) else _NONE for rank in ranks]
         row += [_NONE if each is None else each for each in peaks]
+        row += [self._part(stage) for stage in range(schedule.stages)]
         gpu = self._pipeline.device.type == "cuda"
         row.append(torch.cuda.max_memory_allocated(self._pipeline.device) if gpu else _NONE)
         rows = self._pipeline.gather(row)
         known = list(map(max, zip(*rows, strict=True)))
-        times, state, kept = known[: len(keys)], known[len(keys) : -1 - len(ranks)], known[-1 - len(ranks) : -1]
+        parts = iter(known)
+        times, state, kept, held = (
+            list(islice(parts, count)) for count in (len(keys), len(ranks), len(ranks), schedule.stages)
+        )
         return MeasuredRun(
             steps=len(self._seconds),
             times={key: figure for key, figure in zip(keys, times, strict=True) if figure != _NONE},
@@ -103,6 +109,8 @@ class RunMeasurement:
             kernels=self._kernels,
             bubble=statistics.median(self._bubbles) if self._bubbles else None,
             collectives=self._collectives(),
+            parts=tuple(held),
+            tensor_ranks=tensor_ranks(self._pipeline.stages),
         )
 
     def _collectives(self) -> dict[tuple[int, CollectiveKind], MeasuredCollective]:
@@ -134,6 +142,14 @@ class RunMeasurement:
 
     def _holds(self, rank: int) -> bool:
         return any(self._pipeline.schedule.placement[stage] == rank for stage in self._pipeline.stages)
+
+    def _part(self, stage: int) -> float:
+        """Return the part of a stage's parameters that this process has, by bytes, if it has the stage."""
+        if stage not in self._pipeline.stages:
+            return _NONE
+        parameters = list(self._pipeline.stages[stage].parameters())
+        whole = sum(each.numel() * each.itemsize for each in parameters)
+        return sum(local(each.detach()).nbytes for each in parameters) / whole if whole else 1.0
 
     def _state(self, rank: int) -> int:
         """Return the bytes of a rank's parameters, buffers, gradients and optimizer state."""

@@ -244,7 +244,7 @@ def test_collectives_are_priced_by_their_messages() -> None:
         (0, CollectiveKind.REDUCE_GRAD): MeasuredCollective(0.001, (reduce,)),
         (0, CollectiveKind.RESHARD): MeasuredCollective(0.0, ()),
     }
-    measured = replace(MEASURED, collectives=taken)
+    measured = replace(MEASURED, collectives=taken, parts=(0.5, 0.5))
     found = compare_run(PRICED, plain.changed(collectives=collectives), measured, HERE)
     half = 0.001 + MIB / 2 / 1e9
     (first, second) = found.collectives

@@ -6,6 +6,7 @@ import html
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from pipegraph.report import html_pages
 from pipegraph.report.colours import MEANING, colour
 from pipegraph.report.colours import ink as ink_on
 from pipegraph.report.html_pages import page_data, script_json, trace_page
-from pipegraph.schedule import Event, Times, build
+from pipegraph.schedule import Event, Times, build, lower, simulate, without_transfers
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis, analyse_run
 from pipegraph.tracing.read_run import read_run
 from tests.report.browser import needs_chromium, opened
@@ -35,6 +36,17 @@ def analysed(
     rows: Sequence[Sequence[Event]] = rows_of(schedule, times)
     made = manifest(schedule.stages, times, name=layer)
     return analyse_run(read_run(write_run(folder / "run", schedule, {4: rows, 5: rows, 6: rows}, made)))
+
+
+def analysed_with_collectives(folder: Path) -> RunAnalysis:
+    """Both stages are gathered before the step, and their gradients reduced beside it."""
+    schedule = without_transfers(lower(SCHEDULE, sharded=range(2)))
+    schedule = SCHEDULE.changed(collectives=schedule.collectives)
+    times = replace(TIMES, unshard=0.0005, reduce_grad=0.0004)
+    beside = [each.events for each in simulate(schedule, times).collectives]
+    rows = rows_of(schedule, times)
+    run = write_run(folder / "run", schedule, {4: rows, 5: rows}, manifest(2, TIMES), beside=beside)
+    return analyse_run(read_run(run))
 
 
 class Outline(HTMLParser):
@@ -103,6 +115,21 @@ def test_the_data_are_the_actions_and_messages_of_each_step(tmp_path: Path) -> N
     assert [each["short"] for each in data["below"]] == ["predicted", "simulated"]
 
 
+def test_collectives_lie_beside_the_actions_of_their_rank(tmp_path: Path) -> None:
+    analysis = analysed_with_collectives(tmp_path)
+    data = page_data(analysis)
+    assert set(data["collectives"]) == {"UNSHARD", "REDUCE_GRAD"}
+    for shown in (data["steps"][0], next(each for each in data["below"] if each["short"] == "simulated")):
+        gather, reduction = shown["beside"][0]
+        assert (gather[:3], reduction[:3]) == (["UNSHARD", 0, None], ["REDUCE_GRAD", 0, None])
+        assert reduction[4] - reduction[3] == pytest.approx(400)
+    last = data["steps"][0]["rows"][0][-1]
+    assert data["steps"][0]["beside"][0][1][3] == pytest.approx(last[4])  # when the last backward is done
+    page = trace_page(analysis)
+    assert "Collectives beside them, in µs (medians)" in page and "below each, its collectives" in page
+    assert "Collectives beside" not in trace_page(analysed(tmp_path))
+
+
 def test_a_page_holds_as_many_steps_as_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     analysis = analysed(tmp_path)
     size = sum(map(len, (*analysis.step.events, *analysis.step.transfers)))
@@ -167,6 +194,34 @@ def test_a_browser_draws_it_and_its_controls_work(tmp_path: Path) -> None:
     assert body["docked"].startswith("Rank 1, forward: stage 1, microbatch 0")
     assert "Measured: 1.000 ms" in body["measured"]
     assert "action=1-0" in body["address"] and "span=1200.000-2200.000" in body["address"]
+
+
+HOVER = """
+<script>
+  const canvas = document.getElementById("timeline"), box = canvas.getBoundingClientRect();
+  setTimeout(() => {
+    for (let y = 26; y < 200 && !document.body.dataset.tip; y++) {
+      canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: box.x + 115, clientY: box.y + y }));
+      const said = document.getElementById("tip").textContent;
+      if (said.startsWith("parameters gathered")) document.body.dataset.tip = said;
+    }
+    document.body.dataset.legend = document.getElementById("legend").textContent;
+    document.body.dataset.done = "yes";
+  }, 300);
+</script>
+"""
+
+
+@needs_chromium
+def test_a_browser_draws_collectives(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(trace_page(analysed_with_collectives(tmp_path)).replace("</body>", f"{HOVER}</body>"))
+    found = opened(file, until=' data-done="')
+    assert found.console == ()
+    body = dict(re.findall(r'data-(\w+)="([^"]*)"', found.dom))
+    assert (body["drawn"], body["beside"]) == ("12", "4")
+    assert body["tip"].startswith("parameters gathered: stage 0")
+    assert "parameters gathered" in body["legend"] and "gradients reduced" in body["legend"]
 
 
 @needs_chromium

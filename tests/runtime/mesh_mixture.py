@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
 import pipegraph
+from pipegraph.errors import PipegraphError
 from pipegraph.kernels.sharded import local
 from tests.runtime.meshes import Shape, near, rows_of, whole
 
@@ -159,6 +160,20 @@ def write(folder: Path, model: str, stages: int) -> str:
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def train_each(rank: int, cases: list[tuple[Any, ...]]) -> list[list[float] | str]:
+    """What `train` returns of all cases, one after the other in the same processes, or how it is refused."""
+    said: list[list[float] | str] = []
+    for case in cases:
+        try:
+            said.append(train(rank, *case))
+        except PipegraphError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        except BaseException as error:
+            error.add_note(f"case: {case[1:]}")
+            raise
+    return said
 
 
 def train(

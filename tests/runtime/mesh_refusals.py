@@ -63,7 +63,8 @@ def _sharded(rank: int, folder: str, how: str) -> None:
         "part": {"fsdp": {"reshard_after_forward": 2}},
         "type": {"fsdp": True},
         "resident": {"resident": 0},
-        "again": {"parallelize_fn": lambda stage: fully_shard(stage)},
+        "again": {"parallelize_fn": fully_shard, "fsdp": {"reshard_after_forward": False}},
+        "elsewhere": {"parallelize_fn": fully_shard},
     }[how]
     make(folder, {"dp_shard": 2}, "1f1b", **options)
 

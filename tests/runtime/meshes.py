@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.processes.group import Group
-from pipegraph.schedule import Collective
 from tests.runtime.packages import Reference, Sketch, Stage, loss
 
 WIDTH, HIDDEN, WORDS, LENGTH = 8, 16, 6, 4
@@ -114,6 +109,8 @@ def make(folder: str, shape: Shape, schedule: str, microbatches: int = 4, **opti
     """A pipeline over a new mesh, and the mesh."""
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     options = {"loss_fn": metered_loss, "kernels": "eager", "timeout": 60, **options}
+    if "shard_by_hand" in options:
+        options["parallelize_fn"] = partial(shard_by_hand, mesh[options.pop("shard_by_hand")])
     return Pipeline(Package.open(folder), schedule, microbatches, mesh=mesh, **options), mesh
 
 
@@ -134,6 +131,26 @@ def train(
         mine = rows_of(shape, rows, mesh)
         assert_trained(pipe, mine, sum(rows), options.get("loss_fn", metered_loss))
     return [str(each.message) for each in caught if "traced" in str(each.message)]
+
+
+def shard_by_hand(mesh: Any, stage: nn.Module) -> None:
+    """The first layer by itself, then all that is left but for the norms, which every rank has whole."""
+    ignored = {each for name, each in stage.named_parameters() if "norms" in name}
+    layer = next(module for module in stage.modules() if isinstance(module, nn.Sequential))
+    fully_shard(layer, mesh=mesh)
+    fully_shard(stage, mesh=mesh, ignored_params=ignored)
+
+
+def train_each(rank: int, cases: list[tuple[Any, ...]]) -> list[str]:
+    """What `train` returns of all cases, one after the other in the same processes."""
+    said = []
+    for case in cases:
+        try:
+            said += train(rank, *case)
+        except BaseException as error:
+            error.add_note(f"case: {case[1:]}")
+            raise
+    return said
 
 
 def assert_trained(pipe: Pipeline, mine: slice, rows: int, loss_fn: Callable[..., Any]) -> None:
@@ -240,71 +257,21 @@ def start_and_state(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str
     return state, {"scale": scale.weight.grad, "start": scale.weight.detach(), "flags": pipe.stages[0].flags}
 
 
-class Messages(TorchDispatchMode):
-    """Counts the collectives of torch by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            self.counts[function.overloadpacket.__name__] += 1
-        return function(*args, **kwargs or {})
-
-
-def count_messages(rank: int, folder: str, resident: int | None) -> tuple[dict[str, int], dict[str, int], int, int]:
-    """Of a step of 4 stages on 2 ranks, each shared by 2: its messages, those of the schedule, and bytes of parameters.
-
-    The bytes are those of whole parameters, and of this rank's parts, after the step.
-    """
-    pipe, _ = make(folder, {"pp": 2, "dp_shard": 2}, "interleaved-1f1b", resident=resident)
-    tokens, target = torch.zeros(8, LENGTH, dtype=torch.int64), torch.zeros(8)
-    with Messages() as messages:
-        pipe.step(tokens, target=target)
-    groups = 3  # two layers, and what is left of the stage
-    for kernels in pipe._runner.kernels.values():  # equal layers are one block
-        assert [len(variant.divided.blocks) for variant in kernels.variants] == [1]
-    kinds = Counter(
-        each.kind.value
-        for each in pipe._runner.executors.training.program(pipe.ranks[0])
-        if isinstance(each, Collective)
-    )
-    gc.collect()
-    alive = [each for each in gc.get_objects() if isinstance(each, nn.Parameter)]
-    whole_bytes = sum(each.untyped_storage().nbytes() for each in alive if not isinstance(each, DTensor))
-    parts = {id(each): each.to_local().untyped_storage().nbytes() for each in pipe.parameters()}
-    return (
-        dict(messages.counts),
-        {kind: count * groups for kind, count in kinds.items()},
-        whole_bytes,
-        sum(parts.values()),
-    )
-
-
-def sent_bytes(rank: int, folder: str) -> list[int]:
-    """What values take that this rank sends in a step: with whole boundaries, and with parts of the sequence."""
-    found, sizes, send = [], list[int](), Group.send
-
-    def count(group: Group, tensor: Tensor, receiver: int) -> Any:
-        sizes.append(tensor.nbytes if tensor.is_floating_point() else 0)  # the first message of a step has sizes
-        return send(group, tensor, receiver)
-
-    for plan in (TP_PLAN, sequence_plan()):
-        pipe, _ = make(folder, {"pp": 2, "tp": 2}, "1f1b", tp_plan=plan)
-        tokens, target = torch.zeros(8, LENGTH, dtype=torch.int64), torch.zeros(8)
-        sizes.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Group, "send", count)
-            pipe.step(tokens, target=target)
-        found.append(sum(sizes))
-    return found
-
-
 def mixed_precision(rank: int, folder: str) -> str:
     """In bfloat16, with gradients that are added up in float32: what crosses, and what is trained."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    pipe, mesh = make(folder, {"pp": 2, "dp_shard": 2}, "zb-h1", fsdp={"mp_policy": policy}, strict=True)
+    shape = {"pp": 2, "dp_shard": 2}
+    given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))["dp_shard"]
+
+    def by_hand(stage: nn.Module) -> None:
+        fully_shard(stage, mesh=given, mp_policy=policy)
+
+    for options in ({"fsdp": {"mp_policy": policy}}, {"parallelize_fn": by_hand}):
+        assert_near_in_bfloat16(*make(folder, shape, "zb-h1", strict=True, **options))
+    return "near"
+
+
+def assert_near_in_bfloat16(pipe: Pipeline, mesh: Any) -> None:
     assert {value.dtype for value in pipe.package.manifest.values.values()} == {"int64", "bfloat16"}
     tokens = torch.randint(WORDS, (16, LENGTH), generator=torch.Generator().manual_seed(0))
     target = torch.randn(16, generator=torch.Generator().manual_seed(1))
@@ -321,7 +288,6 @@ def mixed_precision(rank: int, folder: str) -> str:
         assert parameter.dtype == gradient.dtype == torch.float32
         assert_close(gradient, reference.parameters[name].grad, rtol=0.1, atol=0.02, msg=name)
         assert not torch.equal(gradient, gradient.to(torch.bfloat16).float()) or gradient.numel() < 9, name
-    return "near"
 
 
 def load_and_save(rank: int, folder: str, shape: Shape, plan: Any) -> str:

@@ -19,7 +19,9 @@ from pipegraph.errors import PipegraphError
 # Ranks are forked from a process that has imported torch and done nothing with it, so that it has no threads: importing
 # takes seconds, forking none. It ends with the process that asked for it.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.fsdp"])
+_CONTEXT.set_forkserver_preload(
+    ["torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.testing", "pipegraph.runtime.pipeline"]
+)
 
 
 def run(

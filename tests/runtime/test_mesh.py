@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,41 +10,41 @@ from typing import Any
 import pytest
 import torch
 
-from pipegraph.package import Package
+from pipegraph.schedule import build, names
+from pipegraph.schedule.recipes import trains
 from tests.runtime import mesh_refusals, meshes, ranks
-from tests.runtime.packages import Reference, write
+from tests.runtime.packages import write
+
+Case = tuple[meshes.Shape, str, tuple[int, ...], bool, dict[str, Any]]
+"""(mesh, schedule, rows of each data-parallel rank, whether a weight is tied, options)"""
 
 
-def train(
-    path: Path, shape: meshes.Shape, schedule: str, rows: tuple[int, ...], tied: bool = True, **options: Any
-) -> list[Any]:
-    stages = (4 if schedule in ("zb-v", "interleaved-1f1b") else 2) // (1 if shape.get("pp", 1) > 1 else 2)
-    folder = str(write(meshes.perceptrons(max(stages, 1), tied), path / "perceptrons"))
-    count = 1
-    for length in shape.values():
-        count *= length
-    return ranks.run(meshes.train, count, folder, shape, schedule, rows, options, timeout=110)
+def assert_trained(path: Path, *cases: Case) -> None:
+    """Each case trains as the whole model. All of them have as many processes, which are started once."""
+    given = []
+    for shape, schedule, rows, tied, options in cases:
+        stages = build(schedule, 2, 4).stages // (1 if shape.get("pp", 1) > 1 else 2)
+        package = path / f"{stages}-{tied}"
+        folder = str(package if package.exists() else write(meshes.perceptrons(max(stages, 1), tied), package))
+        given.append((folder, shape, schedule, rows, options))
+    (count,) = {math.prod(shape.values()) for shape, *_ in cases}
+    said = ranks.run(meshes.train_each, count, given, timeout=60 + 30 * len(cases))
+    assert said == [[]] * count, said[0]
 
 
-@pytest.mark.parametrize(
-    ("shape", "schedule", "rows", "tied"),
-    [
-        ({"pp": 2, "dp_replicate": 2}, "1f1b", (8, 8), True),
-        ({"dp_replicate": 2, "pp": 2}, "zb-v", (9, 5), False),
-        pytest.param({"pp": 2, "dp_replicate": 2}, "zb-v", (8, 8), True, marks=pytest.mark.slow),
-        ({"pp": 1, "dp_replicate": 2}, "1f1b", (7, 3), True),
-        pytest.param({"dp_replicate": 2}, "1f1b", (6, 6), False, marks=pytest.mark.slow),
-    ],
-)
-def test_replicas(shape: meshes.Shape, schedule: str, rows: tuple[int, ...], tied: bool, tmp_path: Path) -> None:
-    said = train(tmp_path, shape, schedule, rows, tied)
-    assert said == [[]] * len(said), said[0]
+def test_replicas(tmp_path: Path) -> None:
+    one: Case = ({"pp": 2, "dp_replicate": 2}, "1f1b", (8, 8), True, {})
+    assert_trained(tmp_path, one, ({"dp_replicate": 2, "pp": 2}, "zb-v", (9, 5), False, {}))
+
+
+def test_replicas_of_one_rank(tmp_path: Path) -> None:
+    one: Case = ({"pp": 1, "dp_replicate": 2}, "1f1b", (7, 3), True, {})
+    assert_trained(tmp_path, one, ({"dp_replicate": 2}, "1f1b", (6, 6), False, {}))
 
 
 def test_sums_add_up_over_replicas(tmp_path: Path) -> None:
     options = {"loss_fn": meshes.summed_loss, "loss_reduction": "sum", "kernels": "autograd"}
-    said = train(tmp_path, {"pp": 2, "dp_replicate": 2}, "1f1b", (5, 3), **options)
-    assert said == [[]] * 4
+    assert_trained(tmp_path, ({"dp_replicate": 2}, "1f1b", (5, 3), True, options))
 
 
 @pytest.mark.parametrize(("how", "error"), [("action", "ValueError: broken on purpose"), ("batch", "BatchError: ")])
@@ -89,38 +90,17 @@ def test_replicas_start_equal_and_stay_so(tmp_path: Path) -> None:
     assert one["flags"].tolist() == other["flags"].tolist() == [False, True, True]
 
 
-@pytest.mark.parametrize(
-    ("shape", "schedule", "tied", "kernels"),
-    [
-        ({"pp": 2, "tp": 2}, "1f1b", False, "eager"),
-        ({"tp": 2, "pp": 2}, "zb-v", True, "eager"),
-        pytest.param({"dp_replicate": 2, "tp": 2}, "1f1b", True, "autograd", marks=pytest.mark.slow),
-    ],
-)
-def test_tensor_parallel(shape: meshes.Shape, schedule: str, tied: bool, kernels: str, tmp_path: Path) -> None:
-    rows = (8, 6) if "dp_replicate" in shape else (8,)
-    said = train(tmp_path, shape, schedule, rows, tied, tp_plan=meshes.TP_PLAN, kernels=kernels)
-    assert said == [[]] * len(said), said[0]
-
-
-@pytest.mark.parametrize(
-    ("shape", "schedule"),
-    [
-        pytest.param({"pp": 2, "tp": 2}, "zb-v", marks=pytest.mark.slow),
-        ({"pp": 2, "dp_shard": 1, "tp": 2}, "1f1b"),
-    ],
-)
-def test_sequence_parallel_boundaries(shape: meshes.Shape, schedule: str, tmp_path: Path) -> None:
-    """Parts of the sequence cross between stages."""
-    said = train(tmp_path, shape, schedule, (8,), tp_plan="sequence", strict=True)
-    assert said == [[]] * len(said), said[0]
-
-
-def test_parts_of_the_sequence_take_as_much_less_on_each_link(tmp_path: Path) -> None:
-    """Two ranks divide the sequence, so that each sends half of a value, and of its gradient."""
-    folder = str(write(meshes.perceptrons(2), tmp_path / "perceptrons"))
-    for whole, part in ranks.run(meshes.sent_bytes, 4, folder):
-        assert whole == 2 * part == 4 * 8 * meshes.LENGTH * meshes.WIDTH
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Also with parts of the sequence between stages, and without kernels of its own."""
+    plan = {"tp_plan": meshes.TP_PLAN}
+    sequence = {"tp_plan": "sequence", "strict": True}
+    assert_trained(
+        tmp_path,
+        ({"pp": 2, "tp": 2}, "1f1b", (8,), False, plan),
+        ({"tp": 2, "pp": 2}, "zb-v", (8,), True, plan),
+        ({"pp": 2, "dp_shard": 1, "tp": 2}, "zb-v", (8,), True, sequence),
+        ({"dp_replicate": 2, "tp": 2}, "1f1b", (8, 6), True, {**plan, "kernels": "autograd"}),
+    )
 
 
 def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -135,6 +115,10 @@ def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
         (None, "nothing says how they divide the model"),
         ({"layers1.*.0": "colwise"}, "stage 1 does not run with its parameters divided along tp"),
         ({"head": "colwise"}, "stage 1 returns logits as .* on each of 2 ranks, and the whole is"),
+        (
+            {"embed": "embedding_colwise", "head": "colwise_gather_output"},
+            r"embed.weight of stage 0 as S\(1\).*head.weight of stage 1, which is the same parameter, as S\(0\)",
+        ),
     ]
     assert_refused(tmp_path, 2, 4, "plan", [(plan, f"^ArgumentError: .*{message}") for plan, message in cases])
 
@@ -152,63 +136,44 @@ def test_a_rank_that_fails_wakes_those_that_wait_in_a_collective_of_a_stage(tmp_
         assert seconds < 10
 
 
-@pytest.mark.parametrize(
-    ("shape", "schedule", "rows", "tied", "options"),
-    [
+def test_fully_sharded(tmp_path: Path) -> None:
+    """Also of parameters that are divided already."""
+    assert_trained(
+        tmp_path,
         ({"pp": 2, "dp_shard": 2}, "1f1b", (8, 8), False, {}),
         ({"dp_shard": 2, "pp": 2}, "zb-v", (9, 5), True, {"resident": 1}),
-        ({"dp_shard": 3}, "1f1b", (4, 3, 2), True, {"kernels": "autograd"}),
-        ({"dp_shard": 2}, "1f1b", (4, 3), True, {"fsdp": {"shard_placement_fn": meshes.last_dimension}}),
-        pytest.param({"dp_shard": 2, "dp_replicate": 2}, "1f1b", (8, 8, 6, 4), True, {}, marks=pytest.mark.slow),
-        pytest.param(
-            {"pp": 2, "dp_shard": 2}, "interleaved-1f1b", (8, 8), True, {"resident": 1}, marks=pytest.mark.slow
+        ({"dp_shard": 2, "tp": 2}, "1f1b", (8, 6), True, {"tp_plan": meshes.TP_PLAN, "strict": True}),
+    )
+
+
+def test_sharded_by_the_user(tmp_path: Path) -> None:
+    """What parallelize_fn has divided is gathered and reduced as the schedule says, and computed with compiled."""
+    by_hand = {"shard_by_hand": "dp_shard", "strict": True}
+    assert_trained(
+        tmp_path,
+        ({"pp": 2, "dp_shard": 2}, "zb-v", (9, 5), False, {**by_hand, "resident": 1}),
+        ({"dp_shard": 2, "tp": 2}, "1f1b", (8, 6), True, {**by_hand, "tp_plan": meshes.TP_PLAN}),
+        (
+            {"dp_replicate": 2, "dp_shard": 2},
+            "1f1b",
+            (4, 3, 2, 5),
+            True,
+            {**by_hand, "shard_by_hand": ("dp_replicate", "dp_shard")},
         ),
-        pytest.param({"pp": 2, "dp_shard": 2}, "zb-h1", (8, 8), True, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_fully_sharded(
-    shape: meshes.Shape, schedule: str, rows: tuple[int, ...], tied: bool, options: dict[str, Any], tmp_path: Path
-) -> None:
-    said = train(tmp_path, shape, schedule, rows, tied, **options)
-    assert said == [[]] * len(said), said[0]
+    )
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"dp_shard": 2, "tp": 2},
-        pytest.param({"pp": 2, "dp_replicate": 2, "dp_shard": 1, "tp": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_shards_of_divided_parameters(shape: meshes.Shape, tmp_path: Path) -> None:
-    options = {"tp_plan": meshes.TP_PLAN, "strict": True}
-    said = train(tmp_path, shape, "1f1b", (8, 6), **options)
-    assert said == [[]] * len(said), said[0]
+def test_shards_of_uneven_sizes_and_other_dimensions(tmp_path: Path) -> None:
+    placed = {"fsdp": {"shard_placement_fn": meshes.last_dimension}}
+    assert_trained(tmp_path, ({"dp_shard": 3}, "1f1b", (4, 3, 2), True, {"kernels": "autograd"}))
+    assert_trained(tmp_path, ({"dp_shard": 2}, "1f1b", (4, 3), True, placed))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("schedule", "kernels"), [("1f1b", "eager"), ("zb-v", "eager"), ("zb-v", "inductor")])
-def test_all_dimensions(schedule: str, kernels: str, tmp_path: Path) -> None:
-    shape = {"pp": 2, "dp_shard": 2, "tp": 2}
-    options = {"tp_plan": meshes.TP_PLAN, "strict": True, "kernels": kernels, "timeout": 200}
-    said = train(tmp_path, shape, schedule, (8, 8), **options)
-    assert said == [[]] * 8, said[0]
-
-
-@pytest.mark.parametrize(("resident", "gathers"), [(None, 2), pytest.param(1, None, marks=pytest.mark.slow)])
-def test_messages_are_those_of_the_schedule_and_rest_takes_no_more_than_parts(
-    resident: int | None, gathers: int | None, tmp_path: Path
-) -> None:
-    folder = str(write(meshes.perceptrons(4, tied=False), tmp_path / "perceptrons"))
-    whole = sum(4 * parameter.numel() for parameter in Reference(Package.open(folder)).parameters.values())
-    for messages, placed, whole_bytes, parts in ranks.run(meshes.count_messages, 4, folder, resident):
-        assert messages["_allgather_base_"] == placed["UNSHARD"]
-        assert messages["allreduce_"] == placed["REDUCE_GRAD"] == 6  # by which gloo reduces, of ours as of torch's
-        assert messages.keys() == {"_allgather_base_", "allreduce_"}
-        assert gathers is None or placed["UNSHARD"] == 3 * gathers
-        assert whole_bytes == 0
-        assert parts <= whole / 4 * 1.2  # half of half the stages; the first and the last one have more than others
+def test_compiled_in_all_dimensions(tmp_path: Path) -> None:
+    options = {"tp_plan": meshes.TP_PLAN, "strict": True, "kernels": "inductor", "timeout": 200}
+    assert_trained(tmp_path, ({"pp": 2, "dp_shard": 2, "tp": 2}, "zb-v", (8, 8), True, options))
 
 
 def test_mixed_precision(tmp_path: Path) -> None:
@@ -223,6 +188,7 @@ def test_sharding_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ("type", "fsdp has the options of torch's fully_shard"),
         ("resident", "resident cannot be 0"),
         ("again", "parallelize_fn applied fully_shard to stage 0"),
+        ("elsewhere", "parallelize_fn divides .* of stage 0 by fully_shard between other ranks than those along"),
     ]
     assert_refused(tmp_path, 1, 2, "sharding", [(how, f"^ArgumentError: {message}") for how, message in cases])
 
@@ -248,16 +214,44 @@ def test_a_rank_that_fails_wakes_those_that_wait_for_its_parameters(tmp_path: Pa
         assert seconds < 10
 
 
+ORDERS = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b")
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "shape",
-    [{"pp": 2, "dp_replicate": 2}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2, "dp_shard": 2}],
+    ("shape", "rows"),
+    [
+        ({"pp": 2, "dp_replicate": 2}, (8, 6)),
+        ({"pp": 2, "dp_shard": 2}, (8, 6)),
+        ({"pp": 2, "dp_replicate": 2, "dp_shard": 2}, (8, 6, 8, 10)),
+    ],
     ids=["dp_replicate", "dp_shard", "hsdp"],
 )
-def test_every_schedule(shape: meshes.Shape, schedule: str, tied: bool, tmp_path: Path) -> None:
-    rows = (8, 6, 8, 10) if len(shape) == 3 else (8, 6)
-    said = train(tmp_path, shape, schedule, rows, tied, timeout=200)
-    assert said == [[]] * len(said), said[0]
+def test_copies_and_shards(shape: meshes.Shape, rows: tuple[int, ...], tmp_path: Path) -> None:
+    cases: list[Case] = [
+        (shape, schedule, rows, tied, {"timeout": 200}) for schedule in ORDERS for tied in (True, False)
+    ]
+    assert_trained(tmp_path, *cases)
+
+
+TP = {"tp_plan": meshes.TP_PLAN, "strict": True, "timeout": 200}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("shape", "rows", "options"),
+    [
+        ({"pp": 2, "dp_shard": 2}, (8, 8), {"timeout": 200}),
+        ({"pp": 2, "tp": 2}, (8,), TP),
+        ({"dp_shard": 2, "tp": 2}, (8, 8), TP),
+        ({"pp": 2, "dp_shard": 2, "tp": 2}, (8, 8), TP),
+        ({"pp": 2, "dp_replicate": 2, "tp": 2}, (8, 8), TP),
+    ],
+    ids=lambda each: "-".join(each) if "tp_plan" not in each and isinstance(each, dict) else "",
+)
+def test_every_schedule(shape: meshes.Shape, rows: tuple[int, ...], options: dict[str, Any], tmp_path: Path) -> None:
+    """As torch's own tests compose its schedules, with FSDP, with tensor parallelism and with both."""
+    schedules = [name for name in names() if trains(name)] if "pp" in shape else ["1f1b", "interleaved-1f1b"]
+    assert_trained(tmp_path, *((shape, schedule, rows, True, options) for schedule in schedules))

@@ -52,6 +52,7 @@ def record(rank: int, package: str, folder: str, shape: Shape, options: dict[str
     program = pipe.schedule_with_collectives.program(pipe.ranks[0])
     return {
         "folder": str(profiler.folder),
+        "rank": rank,
         "place": pipe.ranks[0],
         "program": [str(each) for each in program if isinstance(each, Collective)],
         "seen": seen.collectives,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ from msgspec import structs
 
 from pipegraph.package import Manifest, ModelEntry, PlanEntry, StageCost, StageEntry, Value
 from pipegraph.package.prediction import Cut
-from pipegraph.schedule import Action, Event, Kind, Schedule, Times, build, lower, simulate, to_csv
+from pipegraph.schedule import Action, CollectiveEvent, Event, Kind, Schedule, Times, build, lower, simulate, to_csv
+from pipegraph.tracing import COLLECTIVE_EVENT, collective_name
 from tests.package.predictions import prediction
 
 BASE = 1_700_000_000_000_000_000
@@ -108,10 +110,19 @@ def write_run(
     error: float = 2e-6,
     extra: Sequence[dict[str, Any]] = (),
     run: str = RUN,
+    beside: Sequence[Sequence[CollectiveEvent]] = (),
+    mesh: Mapping[str, int] | None = None,
+    line: Sequence[int] | None = None,
+    begin: float = 1.0,
 ) -> Path:
-    """Write ``steps`` (number → events of each rank) one after the other. ``offsets``: rank 0's clock − the rank's."""
+    """Write ``steps`` (number → events of each rank) one after the other. ``offsets``: rank 0's clock − the rank's.
+
+    ``beside``: the collectives of each rank, in each step. ``line``: the numbers of the ranks in a ``mesh``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     ranks = schedule.ranks
+    line = range(ranks) if line is None else line
+    of_mesh: dict[str, Any] = {} if mesh is None else {"mesh": dict(mesh)}
     offsets = [0.0] * ranks if offsets is None else offsets
     info = {
         "schema_version": 1,
@@ -127,6 +138,7 @@ def write_run(
         "torch": "2.13.0",
         "kernels": "eager",
         "windows": [{"digits": DIGITS, "steps": [min(steps), max(steps)]}],
+        **of_mesh,
     }
     (folder / "run.json").write_text(json.dumps(info))
     (folder / "schedule.csv").write_text(to_csv(schedule))
@@ -136,14 +148,19 @@ def write_run(
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "python"}}
         ]
-        start = 1.0 - offsets[rank]
+        start = begin - offsets[rank]
         for number, rows in steps.items():
             length = max(event.end for row in rows for event in row)
             events.append(
                 _event("user_annotation", f"ProfilerStep#{number}", start - gap / 4, start + length + gap / 4, {})
             )
             for event in rows[rank]:
-                events += _copies(event, rank, number, start, schedule)
+                events += _copies(event, line[rank], number, start, schedule)
+            for each in beside[rank] if beside else ():
+                collective, *times = each
+                args = {"stage": collective.stage, "kind": collective.kind.value, "step": number}
+                begun, ended = (start + time for time in times)
+                events.append(_event(COLLECTIVE_EVENT, collective_name(collective), begun, ended, args))
             start += length + gap
         trace = {
             "schemaVersion": 1,
@@ -152,14 +169,15 @@ def write_run(
             "baseTimeNanoseconds": BASE,
             "pipegraph": {
                 "run": run,
-                "rank": rank,
-                "ranks": ranks,
+                "rank": line[rank],
+                "ranks": ranks if mesh is None else math.prod(mesh.values()),
                 "digits": DIGITS,
-                "clock": {"offset_ns": offsets[rank] * 1e9, "error_ns": error * 1e9 if rank else 0},
+                **of_mesh,
+                "clock": {"offset_ns": offsets[rank] * 1e9, "error_ns": error * 1e9 if line[rank] else 0},
             },
             "traceEvents": [*events, *extra],
         }
-        file = folder / f"rank_{rank:02d}.{DIGITS}.pt.trace.json.gz"
+        file = folder / f"rank_{line[rank]:02d}.{DIGITS}.pt.trace.json.gz"
         file.write_bytes(gzip.compress(json.dumps(trace).encode(), mtime=0))
     return folder
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from pipegraph.report.text.trace_report import render_trace_report
-from pipegraph.schedule import Collective, CollectiveKind, read_csv
+from pipegraph.schedule import Collective, CollectiveKind
 from pipegraph.tracing import COLLECTIVE_EVENT, collective_name
 from pipegraph.tracing.analysis.run_analysis import analyse_run
 from pipegraph.tracing.merged_trace import COLLECTIVES, merge_traces
-from pipegraph.tracing.read_run import read_run
+from pipegraph.tracing.read_run import read_pipelines
 from pipegraph.tracing.recording.action_spans import ActionSpans
 from tests.runtime import ranks
 from tests.runtime.meshes import Shape, perceptrons
@@ -42,10 +42,8 @@ def test_every_collective_has_its_span(shape: Shape, options: dict[str, Any], tm
     for rank in found:
         assert_seen(rank)
         assert_written(rank)
-    by_folder = {rank["folder"]: rank for rank in found}
-    assert len(by_folder) == 2  # each pipeline records itself
-    for folder in map(Path, by_folder):
-        assert_read(folder, {rank["place"]: rank["program"] for rank in found if rank["folder"] == str(folder)})
+    (folder,) = {rank["folder"] for rank in found}  # one of the whole mesh
+    assert_read(Path(folder), {rank["rank"]: rank["program"] for rank in found})
 
 
 def test_an_interrupted_clock_keeps_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +72,7 @@ def assert_seen(rank: dict[str, Any]) -> None:
 
 def assert_written(rank: dict[str, Any]) -> None:
     """The trace of each step has them, on another thread than the actions, and on that one nothing else."""
-    (file,) = Path(rank["folder"]).glob(f"rank_{rank['place']:02d}.*")
+    (file,) = Path(rank["folder"]).glob(f"rank_{rank['rank']:02d}.*")
     trace = read(file)
     spans = actions(trace, COLLECTIVE_EVENT)
     for step in (1, 2):
@@ -87,28 +85,24 @@ def assert_written(rank: dict[str, Any]) -> None:
 
 
 def assert_read(folder: Path, programs: dict[int, list[str]]) -> None:
-    assert [len(program) for program in programs.values()] == [
-        sum(run_rank == rank for run_rank in map(rank_of(folder), read_csv(folder / "schedule.csv").collectives))
-        for rank in programs
-    ]
-    run = read_run(folder)
-    assert not run.problems
-    for rank, program in programs.items():
-        for step in (1, 2):
-            spans = [each for each in run.ranks[rank].collectives if each.step == step]
-            assert [str(each.collective) for each in spans] == program
-    text = render_trace_report(analyse_run(run))
+    runs = read_pipelines(folder)
+    assert [run.line for run in runs] == [(0, 2), (1, 3)]
+    for run in runs:
+        assert not run.problems
+        for place, rank in enumerate(run.line):
+            placed = [each for each in run.schedule.collectives if run.schedule.placement[each.stage] == place]
+            assert len(placed) == len(programs[rank])
+            for step in (1, 2):
+                spans = [each for each in run.ranks[place].collectives if each.step == step]
+                assert [str(each.collective) for each in spans] == programs[rank]
+    text = render_trace_report(analyse_run(runs[1]))
     assert "collectives of each stage, beside its actions, in" in text and "REDUCE_GRAD" in text
+    assert f"at {runs[1].place}" in text.splitlines()[0] and "4 processes" in text.splitlines()[0]
     merged = folder / "merged.json"
-    merge_traces(run, merged)
+    merge_traces(runs, merged)
     events = read_plain(merged)
     lanes = Counter(each["pid"] for each in events if each["ph"] == "X" and each["tid"] == COLLECTIVES)
     assert lanes == {rank: 2 * len(program) for rank, program in programs.items()}
-
-
-def rank_of(folder: Path) -> Any:
-    placement = read_csv(folder / "schedule.csv").placement
-    return lambda collective: placement[collective.stage]
 
 
 def read_plain(file: Path) -> list[dict[str, Any]]:

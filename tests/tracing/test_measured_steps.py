@@ -17,7 +17,7 @@ from tests.tracing.test_idle_causes import EVEN, FAR, SCHEDULE, SLOW_HOST, UNEVE
 
 def step(schedule: Schedule, *rows: Sequence[Event]) -> MeasuredStep:
     ranks = schedule.ranks
-    return MeasuredStep(0, 0.0, tuple(map(tuple, rows)), ((),) * ranks, (True,) * ranks, (None,) * ranks)
+    return MeasuredStep(0, 0.0, tuple(map(tuple, rows)), ((),) * ranks, (True,) * ranks, (None,) * ranks, ((),) * ranks)
 
 
 def test_backwards_whole_and_divided_take_their_mean() -> None:

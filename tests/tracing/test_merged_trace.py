@@ -35,7 +35,7 @@ def names(trace: dict[str, Any], what: str) -> dict[tuple[int, int], str]:
 
 def test_a_process_per_rank_and_a_thread_per_direction(folder: Path, tmp_path: Path) -> None:
     run, file = read_run(folder), tmp_path / "trace.json.gz"
-    merged = merge_traces(run, file, run.prediction and run.prediction.timeline)
+    merged = merge_traces([run], file, run.prediction and run.prediction.timeline)
     trace = read_strictly(file)
     assert list(names(trace, "process_name").values()) == [
         "rank 0: stages 0, 3",
@@ -57,7 +57,7 @@ def test_a_process_per_rank_and_a_thread_per_direction(folder: Path, tmp_path: P
 
 
 def test_arrows_lead_from_a_send_to_its_receive(folder: Path, tmp_path: Path) -> None:
-    merge_traces(read_run(folder), tmp_path / "trace.json")
+    merge_traces([read_run(folder)], tmp_path / "trace.json")
     trace = read_strictly(tmp_path / "trace.json")
     first, last = (next(each for each in trace["traceEvents"] if each["ph"] == phase) for phase in "sf")
     assert (first["pid"], first["tid"], last["pid"], last["tid"]) == (0, SENDS, 1, RECEIVES)
@@ -65,7 +65,7 @@ def test_arrows_lead_from_a_send_to_its_receive(folder: Path, tmp_path: Path) ->
 
 
 def test_ranks_are_on_one_clock_with_its_error(folder: Path, tmp_path: Path) -> None:
-    merge_traces(read_run(folder), tmp_path / "trace.json")
+    merge_traces([read_run(folder)], tmp_path / "trace.json")
     trace = read_strictly(tmp_path / "trace.json")
     starts = [slices(trace, rank, COMPUTE)[0]["ts"] for rank in range(2)]
     assert starts[1] - starts[0] == pytest.approx(1100, abs=0.01)
@@ -82,7 +82,7 @@ def test_the_predicted_step_starts_with_each_measured_one(tmp_path: Path) -> Non
     slow = manifest(2, Times.equal(2, 0.004, 0.004, 0.004))  # predicted four times too long: steps overlap
     rows = rows_of(schedule, Times.equal(2, 0.001, 0.001, 0.001))
     run = read_run(write_run(tmp_path / "run", schedule, {1: rows, 2: rows}, slow, gap=0.001))
-    merge_traces(run, tmp_path / "trace.json", run.prediction and run.prediction.timeline)
+    merge_traces([run], tmp_path / "trace.json", run.prediction and run.prediction.timeline)
     trace = read_strictly(tmp_path / "trace.json")
     measured = [each["ts"] for each in slices(trace, 0, COMPUTE) if each["name"] == "F stage 0 microbatch 0"]
     threads = [thread for process, thread in names(trace, "thread_name") if process == 2]
@@ -109,8 +109,8 @@ def test_operations_stand_below_their_action(tmp_path: Path) -> None:
         operation("not a slice of Perfetto's", 0.4, 0.3, "Trace"),
     ]
     folder = write_run(tmp_path / "run", schedule, {1: rows}, extra=extra)
-    assert merge_traces(read_run(folder), tmp_path / "few.json").slices == 4
-    merged = merge_traces(read_run(folder), tmp_path / "trace.json", operations=True)
+    assert merge_traces([read_run(folder)], tmp_path / "few.json").slices == 4
+    merged = merge_traces([read_run(folder)], tmp_path / "trace.json", operations=True)
     trace = read_strictly(tmp_path / "trace.json")
     below = [each["name"] for each in slices(trace, 0, COMPUTE)]
     assert below[:5] == ["ProfilerStep#1", "around", "F stage 0 microbatch 0", "inner", "inmost"]
@@ -123,7 +123,7 @@ def test_operations_stand_below_their_action(tmp_path: Path) -> None:
 def test_a_rank_without_a_trace_is_left_empty(folder: Path, tmp_path: Path) -> None:
     (folder / f"rank_01.{DIGITS}.pt.trace.json.gz").unlink()
     run = read_run(folder)
-    assert merge_traces(run, tmp_path / "trace.json").flows == 0
+    assert merge_traces([run], tmp_path / "trace.json").flows == 0
     trace = read_strictly(tmp_path / "trace.json")
     assert trace["pipegraph"]["problems"] == ["rank 1 of 2 has no trace"]
     assert slices(trace, 0, COMPUTE) and not slices(trace, 1, COMPUTE)
@@ -135,7 +135,7 @@ def test_clocks_that_are_off_are_noticed(tmp_path: Path) -> None:
     trace = json.loads(gzip.decompress(file.read_bytes()))
     trace["pipegraph"]["clock"]["offset_ns"] = -1_000_000_000
     file.write_bytes(gzip.compress(json.dumps(trace).encode()))
-    merged = merge_traces(read_run(folder), tmp_path / "trace.json")
+    merged = merge_traces([read_run(folder)], tmp_path / "trace.json")
     read_strictly(tmp_path / "trace.json")
     assert merged.early > 0
 
@@ -143,8 +143,8 @@ def test_clocks_that_are_off_are_noticed(tmp_path: Path) -> None:
 def test_nothing_is_left_if_the_file_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PipegraphError, match="cannot be written"):
-        merge_traces(read_run(folder), tmp_path / "file" / "trace.json")
+        merge_traces([read_run(folder)], tmp_path / "file" / "trace.json")
     (tmp_path / "trace.json").mkdir()
     with pytest.raises(PipegraphError, match="cannot be written"):
-        merge_traces(read_run(folder), tmp_path / "trace.json")
+        merge_traces([read_run(folder)], tmp_path / "trace.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run", "trace.json"]

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from pipegraph.errors import PipegraphError
+from pipegraph.errors import ArgumentError, PipegraphError
 from pipegraph.schedule import Times, build
 from pipegraph.tracing.analysis.run_analysis import analyse_run
-from pipegraph.tracing.read_run import read_run
+from pipegraph.tracing.merged_trace import merge_traces
+from pipegraph.tracing.read_run import read_pipelines, read_run
 from tests.tracing.recordings import DIGITS, manifest, rows_of, write_run
 
 SCHEDULE = build("1f1b", 2, 3)
@@ -151,6 +152,34 @@ def test_files_of_another_plan_are_left_out(folder: Path) -> None:
 def test_files_of_more_ranks_are_left_out(folder: Path) -> None:
     changed(file_of(folder, 1), lambda trace: trace["pipegraph"].update(ranks=4))
     assert "rank 1 of 4, and the schedule has 2 ranks" in read_run(folder).problems[0]
+
+
+@pytest.mark.parametrize("with_info", [True, False])
+def test_a_run_of_a_mesh_is_read_pipeline_by_pipeline(with_info: bool, tmp_path: Path) -> None:
+    mesh, rows = {"pp": 2, "dp_shard": 2}, {4: rows_of(SCHEDULE, TIMES)}
+    for number, line in enumerate(((0, 2), (1, 3))):
+        how: dict[str, Any] = {"mesh": mesh, "line": line, "processes": 4, "begin": 1 + 0.25 * number}
+        run = write_run(tmp_path / "run", SCHEDULE, rows, manifest(2, TIMES), **how)
+    if not with_info:
+        (run / "run.json").unlink()
+    first, second = read_pipelines(run)
+    assert (first.line, second.line) == ((0, 2), (1, 3))
+    assert (first.place, second.place) == ("dp_shard 0", "dp_shard 1")
+    assert second.origin - first.origin == pytest.approx(0.25e9)
+    assert len(first.ranks) == len(second.ranks) == 2 and not first.shares_process
+    assert not second.problems or not with_info
+    assert "this is the pipeline at dp_shard 1, one of 2; --pipeline 0 shows another" in second.notes
+    merge_traces([first, second], tmp_path / "merged.json")
+    events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+    names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert names[3] == "rank 3 (pp 1, dp_shard 1): stage 1" and names.keys() == {0, 1, 2, 3}
+    starts = [min(each["ts"] for each in events if each["ph"] == "X" and each["pid"] == rank) for rank in range(2)]
+    assert starts[1] - starts[0] == pytest.approx(0.25e6)
+
+
+def test_a_pipeline_that_a_run_does_not_have_is_refused(folder: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"pipeline=1 is not there: the run has 1 pipeline\.\nTry: pipeline=0"):
+        read_run(folder, 1)
 
 
 def test_a_manifest_of_another_plan_is_named(folder: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_run_that_went_as_predicted(name: str, tmp_path: Path) -> None:
     if schedule.trains:
         assert analysis.critical is not None and analysis.critical.makespan == pytest.approx(analysis.makespan)
     assert "problem" not in render_trace_report(analysis)
-    merged = merge_traces(run, tmp_path / "trace.json", analysis.expected)
+    merged = merge_traces([run], tmp_path / "trace.json", analysis.expected)
     trace = read_strictly(tmp_path / "trace.json")
     computed = sum(map(len, schedule.actions))
     assert (merged.slices, merged.early) == (computed + 2 * merged.flows, 0)

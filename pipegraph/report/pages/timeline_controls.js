@@ -4,23 +4,31 @@ function find(pixelX, pixelY) {
   if (pixelX < gutter()) return null;
   const rank = Math.floor((pixelY - TOP) / lane());
   if (rank < 0 || rank >= data.ranks.length) return null;
-  const inside = pixelY - top(rank), measured = inside <= MEASURED;
-  if (!measured && (!below || inside > MEASURED + 2 + BELOW)) return null;
-  const actions = measured ? step.rows[rank] : below.rows[rank], when = at(pixelX);
-  const position = actions.findIndex((action) => action[3] <= when && when < action[4]);
-  return position < 0 ? null : { rank, position, measured, action: actions[position] };
+  const inside = pixelY - top(rank), when = at(pixelX);
+  for (const [measured, collective] of [[true, false], [true, true], [false, false], [false, true]]) {
+    const [from, height] = placeOf(measured, collective), shown = measured ? step : below;
+    if (!shown || inside < from || inside >= from + height) continue;
+    const row = (collective ? shown.beside : shown.rows)[rank];
+    const position = row.findIndex((action) => action[3] <= when && when < action[4]);
+    return position < 0 ? null : { rank, position, measured, collective, action: row[position] };
+  }
+  return null;
 }
 
 function facts(found) {
   const [kind, stage, microbatch, start, end] = found.action;
   const when = (at) => moment(at, end - start);
   const lines = [["from", `${when(start)} to ${when(end)}`], [found.measured && !data.simulated ? "took" : "takes", time(end - start)]];
-  const other = (found.measured ? (below ? below.rows : []) : step.rows)[found.rank] || [];
-  const same = other.find((action) => action[0] === kind && action[1] === stage && action[2] === microbatch);
+  const rowOf = (shown) => (shown ? (found.collective ? shown.beside : shown.rows)[found.rank] : []);
+  const equal = (action) => action[0] === kind && action[1] === stage && action[2] === microbatch;
+  // A stage may be gathered several times in a step.
+  const number = rowOf(found.measured ? step : below).slice(0, found.position).filter(equal).length;
+  const same = rowOf(found.measured ? below : step).filter(equal)[number];
   if (same) {
     const name = found.measured ? below.short : "measured";
     lines.push([name, `${time(same[4] - same[3])}, from ${when(same[3])}`]);
   }
+  if (found.collective) return { title: `${data.collectives[kind].meaning}: stage ${stage}`, lines };
   if (found.measured) {
     const before = found.position ? step.rows[found.rank][found.position - 1][4] : 0;
     if (start - before > 0) lines.push(["idle before", time(start - before)]);
@@ -117,7 +125,7 @@ function legend() {
       sign.style.backgroundColor = fill;
       sign.style.color = ink;
       sign.textContent = letter;
-      sign.classList.add(`kind-${letter}`);
+      if (letter) sign.classList.add(`kind-${letter}`);
     }
     item.append(sign);
     item.append(text);
@@ -140,6 +148,7 @@ function legend() {
     tones.textContent = data.tones;
     place.append(tones);
   }
+  for (const { fill, ink, meaning } of Object.values(data.collectives)) entry(meaning, "", fill, "", ink);
   if (!data.simulated) entry("waiting for a message", "wait");
   entry("critical path", "path");
 }
@@ -147,6 +156,7 @@ function legend() {
 function set() {
   step = data.steps[Number(box.step.value)];
   below = box.below.value === "" ? null : data.below[Number(box.below.value)];
+  ends = Math.max(last(step), below ? last(below) : 0);
   hovered = chosen = span = null;
   said.textContent = "";
   showTip(null);
@@ -232,7 +242,7 @@ canvas.addEventListener("pointerup", (event) => {
   drag = null;
   if (done && !done.moved) {
     const found = find(event.offsetX, event.offsetY);
-    if (found && found.measured) choose(found.rank, found.position);
+    if (found && found.measured && !found.collective) choose(found.rank, found.position);
   }
   draw();
 });

@@ -30,7 +30,9 @@ function paint() {
   mark(pen, chosen, true);
   if (span) measure(pen, height);
   pen.restore();
-  canvas.dataset.drawn = String(step.rows.reduce((sum, actions) => sum + actions.length, 0));
+  const count = (rows) => String(rows.reduce((sum, row) => sum + row.length, 0));
+  canvas.dataset.drawn = count(step.rows);
+  canvas.dataset.beside = count(step.beside);
 }
 
 function axis(pen, height) {
@@ -67,7 +69,7 @@ function axis(pen, height) {
     pen.fillStyle = colours.quiet;
     const held = rank.stages.length > 3 ? `${rank.stages.slice(0, 2).join(", ")} … ${rank.stages.at(-1)}` : rank.stages.join(", ");
     pen.fillText(narrow() ? held : `stage${one ? "" : "s"} ${held}`, 0, y + 22);
-    if (below && !narrow()) pen.fillText(below.short, 0, y + MEASURED + 10);
+    if (below && !narrow()) pen.fillText(below.short, 0, y + placeOf(false)[0] + 8);
   });
 }
 
@@ -82,10 +84,13 @@ function row(pen, rank) {
     }
   }
   boxes(pen, step.rows[rank], y, MEASURED, 1);
+  collectives(pen, step.beside[rank], y + placeOf(true, true)[0], 1);
   if (below) {
+    const [under] = placeOf(false);
     pen.fillStyle = colours.lane;
-    pen.fillRect(gutter(), y + MEASURED + 2, x(below.makespan) - gutter(), BELOW);
-    boxes(pen, below.rows[rank], y + MEASURED + 2, BELOW, 0.72);
+    pen.fillRect(gutter(), y + under, x(below.makespan) - gutter(), BELOW);
+    boxes(pen, below.rows[rank], y + under, BELOW, 0.72);
+    collectives(pen, below.beside[rank], y + placeOf(false, true)[0], 0.72);
   }
   if (step.rows[rank].length === 0) {
     pen.fillStyle = colours.quiet;
@@ -124,6 +129,28 @@ function boxes(pen, actions, y, height, opacity) {
       pen.fillStyle = opacity < 1 ? inkOn(look.fill, opacity) : look.ink;
       const from = Math.max(left, gutter()), to = Math.min(left + wide, gutter() + width());
       pen.fillText(text, Math.min(Math.max((from + to) / 2, left + 8), left + wide - 8), y + height / 2 + 0.5);
+    }
+  }
+  pen.globalAlpha = 1;
+}
+
+// What a rank's collectives gather and reduce, with the number of the stage.
+function collectives(pen, row, y, opacity) {
+  pen.textAlign = "center";
+  pen.font = "10px system-ui, sans-serif";
+  for (let n = firstVisible(row); n < row.length && row[n][3] <= view.to; n++) {
+    const [kind, stage, , start, end] = row[n], look = data.collectives[kind];
+    const left = x(start), wide = x(end) - left, height = BESIDE - 2;
+    pen.globalAlpha = opacity;
+    pen.fillStyle = look.fill;
+    pen.beginPath();
+    pen.roundRect(left, y + 1, Math.max(wide - Math.min(1, wide / 4), 0.3), height, Math.min(2.5, wide / 8));
+    pen.fill();
+    const text = String(stage), from = Math.max(left, gutter()), to = Math.min(left + wide, gutter() + width());
+    if (to - from > text.length * 6 + 3) {
+      pen.globalAlpha = 1;
+      pen.fillStyle = opacity < 1 ? inkOn(look.fill, opacity) : look.ink;
+      pen.fillText(text, (from + to) / 2, y + 1 + height / 2 + 0.5);
     }
   }
   pen.globalAlpha = 1;
@@ -221,7 +248,7 @@ function criticalPath(pen) {
 // A selection has a double frame outside of its box, and what is pointed at a thin one: neither looks like the critical path.
 function mark(pen, found, selected) {
   if (!found) return;
-  const y = top(found.rank) + (found.measured ? 0 : MEASURED + 2), height = found.measured ? MEASURED : BELOW;
+  const [under, height] = placeOf(found.measured, found.collective), y = top(found.rank) + under;
   const left = x(found.action[3]), wide = Math.max(x(found.action[4]) - left, 1);
   if (selected) {
     pen.lineWidth = 5;

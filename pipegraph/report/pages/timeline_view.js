@@ -1,6 +1,7 @@
 // The timeline of timeline.html.jinja, in three parts that make one function: what is seen, how it is painted, and what
 // the user does. Times in the data are microseconds from the start of a step.
 //   actions: [kind, stage, microbatch, start, end]      of each rank, in order
+//   collectives (beside): likewise, without a microbatch
 // A step that was not measured (data.simulated) stands in the same place.
 //   messages: [from rank, to rank, handed over, waited for from, there, kind, stage, peer, microbatch, bytes]
 
@@ -12,10 +13,11 @@ const said = document.getElementById("said");
 const details = document.getElementById("details");
 const box = { step: byId("step"), below: byId("below"), arrows: byId("arrows"), critical: byId("critical") };
 const TOP = 26, MEASURED = 26, BELOW = 15, GAP = 12, MOST_ARROWS = 600;
+const BESIDE = Object.keys(data.collectives).length ? 13 : 0;
 const narrow = () => frame.clientWidth < 620;
 const gutter = () => (narrow() ? 58 : 112);
 const view = { from: 0, to: 1 };
-let step, below, hovered = null, chosen = null, span = null, drag = null, pending = false, colours = {};
+let step, below, ends, hovered = null, chosen = null, span = null, drag = null, pending = false, colours = {};
 
 function byId(id) { return document.getElementById(id); }
 
@@ -51,12 +53,17 @@ function bytes(number) {
 }
 
 
-const lane = () => MEASURED + (below ? BELOW + 2 : 0) + GAP;
+// A lane: what was measured, its collectives, and below them the same of what it is compared with.
+const lane = () => MEASURED + BESIDE + (below ? BELOW + BESIDE + 2 : 0) + GAP;
 const top = (rank) => TOP + rank * lane();
+const placeOf = (measured, collective) =>
+  measured ? (collective ? [MEASURED, BESIDE - 1] : [0, MEASURED])
+    : collective ? [MEASURED + BESIDE + 2 + BELOW, BESIDE - 1] : [MEASURED + BESIDE + 2, BELOW];
 const width = () => frame.clientWidth - gutter() - 2;
 const x = (at) => gutter() + ((at - view.from) / (view.to - view.from)) * width();
 const at = (pixel) => view.from + ((pixel - gutter()) / width()) * (view.to - view.from);
-const whole = () => Math.max(step.makespan, below ? below.makespan : 0, 1e-3) * 1.004;
+const last = (shown) => shown.beside.flat().reduce((end, each) => Math.max(end, each[4]), shown.makespan);
+const whole = () => Math.max(ends, 1e-3) * 1.004;
 
 function look(from, to) {
   const shortest = whole() / 5000, longest = whole();

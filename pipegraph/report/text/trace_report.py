@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pipegraph.report.text.predicted_vs_measured import render_stage_times, stag
 from pipegraph.schedule import CollectiveKind, Timeline
 from pipegraph.tracing.analysis.idle_causes import RankIdleTime
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis
-from pipegraph.tracing.merged_trace import MergedTrace, describe_rank
+from pipegraph.tracing.merged_trace import MergedTrace, describe_rank, problems_of
 from pipegraph.tracing.recorded_run import RecordedRun
 from pipegraph.units import UNKNOWN, TimeFormat, format_number_of, format_percent, format_seconds
 
@@ -52,19 +52,26 @@ def render_trace_report(analysis: RunAnalysis, width: int | None = None) -> str:
 
 def _collectives(analysis: RunAnalysis, width: int | None) -> str:
     unit = TimeFormat.of_column(analysis.collectives.values())
+    found = table(*collective_table(analysis), width)
+    return f"collectives of each stage, beside its actions, in {unit.unit} (medians)\n{found}"
+
+
+def collective_table(analysis: RunAnalysis) -> Table:
+    """Return what the collectives of each stage take, the median."""
+    unit = TimeFormat.of_column(analysis.collectives.values())
     kinds = [kind for kind in CollectiveKind if any(kind is found for _, found in analysis.collectives)]
     rows = [
         [str(stage), str(rank), *(unit.number(analysis.collectives.get((stage, kind))) for kind in kinds)]
         for stage, rank in enumerate(analysis.run.schedule.placement)
     ]
-    found = table(["stage", "rank", *map(str, kinds)], rows, width)
-    return f"collectives of each stage, beside its actions, in {unit.unit} (medians)\n{found}"
+    return ["stage", "rank", *map(str, kinds)], rows
 
 
 def heading(analysis: RunAnalysis) -> str:
     """Return what ran, and where: ``1f1b with 8 microbatches on 2 ranks; 2 processes on cpu, kernels: inductor``."""
     run, info = analysis.run, analysis.run.info
     what = describe_step(run.schedule.name, run.schedule.microbatches, run.schedule.ranks)
+    what += f" at {run.place}" if run.place else ""
     where = "" if info.processes is None else format_number_of("process", info.processes)
     where += f" on {info.device}" if where and info.device else ""
     details = ", ".join(filter(None, [where, f"kernels: {info.kernels}" if info.kernels else ""]))
@@ -146,13 +153,15 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
             "ranks": run.schedule.ranks,
             "microbatches": run.schedule.microbatches,
             "placement": list(run.schedule.placement),
+            "mesh": dict(zip(run.grid.names, run.grid.shape, strict=True)),
+            "pipeline": list(run.line),
             "processes": info.processes,
             "device": info.device or None,
             "kernels": info.kernels or None,
         },
         "problems": list(run.problems),
         "notes": [*run.notes, *analysis.times.assumed],
-        "clocks": _clocks(run),
+        "clocks": _clocks([run]),
         "takes_turns": run.shares_process,
         "step": {
             "measured": None if run.shares_process else analysis.makespan,
@@ -206,43 +215,46 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
 
 
 def render_merge(
-    run: RecordedRun, file: Path, merged: MergedTrace, expected: Timeline | None, width: int | None = None
+    runs: Sequence[RecordedRun], file: Path, merged: MergedTrace, expected: Timeline | None, width: int | None = None
 ) -> str:
     """Return the text of ``pipegraph trace merge``: what was written, and how well the clocks agree."""
     parts = [f"wrote {file}: {merged.slices} slices, {merged.flows} messages"]
     if expected is None:
         parts[0] += "; the package has no predicted times"
-    rows = []
-    for rank, trace in sorted(run.ranks.items()):
-        error = "not known" if trace.clock.error is None else f"± {format_seconds(trace.clock.error)}"
-        offset = format_seconds(trace.clock.offset)
-        rows.append([describe_rank(run, rank), str(len(trace.spans)), offset, error if rank else ""])
-    parts.append(table(["", "actions", "clock offset", "error"], rows, width))
-    notes = [f"note: {note}" for note in run.notes]
+    rows = {}
+    for run in runs:
+        for rank, trace in run.ranks.items():
+            error = "not known" if trace.clock.error is None else f"± {format_seconds(trace.clock.error)}"
+            offset, number = format_seconds(trace.clock.offset), run.line[rank]
+            rows[number] = [describe_rank(run, rank), str(len(trace.spans)), offset, error if number else ""]
+    parts.append(table(["", "actions", "clock offset", "error"], [rows[number] for number in sorted(rows)], width))
+    notes = [f"note: {note}" for note in runs[0].chosen]
     if merged.early:
         notes.append(f"problem: {merged.early} messages arrive before they were sent: the clocks are further off")
     if merged.left_out:
         notes.append(f"note: {merged.left_out} operations that begin in one slice and end in another were left out")
-    notes += [f"problem: {problem}" for problem in run.problems]
+    notes += [f"problem: {problem}" for problem in problems_of(runs)]
     return "\n\n".join(filter(None, [*parts, "\n".join(map(one_line, notes))]))
 
 
-def merge_dict(run: RecordedRun, file: Path, merged: MergedTrace, expected: Timeline | None) -> dict[str, Any]:
+def merge_dict(
+    runs: Sequence[RecordedRun], file: Path, merged: MergedTrace, expected: Timeline | None
+) -> dict[str, Any]:
     """Return the same as data, for ``--json``: seconds."""
     return {
         "file": str(file),
-        "run": str(run.folder),
+        "run": str(runs[0].folder),
         **asdict(merged),
         "predicted": expected is not None,
-        "clocks": _clocks(run),
-        "problems": list(run.problems),
-        "notes": list(run.notes),
+        "clocks": _clocks(runs),
+        "problems": problems_of(runs),
+        "notes": list(runs[0].chosen),
     }
 
 
-def _clocks(run: RecordedRun) -> list[dict[str, Any]]:
-    ranks = sorted(run.ranks.items())
-    return [{"rank": rank, "offset": trace.clock.offset, "error": trace.clock.error} for rank, trace in ranks]
+def _clocks(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
+    traces = sorted((run.line[rank], trace.clock) for run in runs for rank, trace in run.ranks.items())
+    return [{"rank": rank, "offset": clock.offset, "error": clock.error} for rank, clock in traces]
 
 
 def _idle_dict(each: RankIdleTime) -> dict[str, float]:

@@ -65,6 +65,13 @@ class RankGrid:
         own = self._elsewhere(rank, names)
         return tuple(other for other in range(self.size) if self._elsewhere(other, names) == own)
 
+    def lines(self, *names: str) -> list[tuple[int, ...]]:
+        """All lines along these dimensions, in the order of their first ranks."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            found.setdefault(tuple(self._elsewhere(rank, names)), []).append(rank)
+        return list(map(tuple, found.values()))
+
     def first(self, place: int) -> int:
         """The first rank at a place along `pp`."""
         return next(rank for rank in range(self.size) if self._all_coordinates[rank].get(PIPELINE, 0) == place)

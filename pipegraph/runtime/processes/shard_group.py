@@ -1,9 +1,15 @@
-"""A line of ranks that share parameters: they gather them, and add up gradients for each rank's part."""
+"""A line of ranks that share parameters: they gather them, and add up gradients for each rank's part.
+
+If the line has replicas, gradients are added up over these as well:
+
+gloo   all-reduce over all ranks of all replicas          ─▶ this rank's row
+NCCL   reduce-scatter over the line ─▶ this rank's row ─▶ all-reduce over the ranks that have the same row
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,31 +17,52 @@ from torch import Tensor
 
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.group import lost_connections
+from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE, SHARD, RankGrid
 
 # torch 2.13 has given both another name.
 _GATHER: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Reduction(NamedTuple):
+    """One message of a sum that is under way.
+
+    Attributes:
+        what: "reduce" or "all_reduce".
+        size: bytes of the whole.
+        ranks: that take part.
+    """
+
+    work: dist.Work
+    what: str
+    size: int
+    ranks: tuple[int, ...]
+
+
 class ShardLine:
     """Connections between ranks that share parameters. Its messages are torch's collectives, which profilers see.
 
+    Making it is collective for all ranks of the grid.
+
     Args:
-        lines: the ranks of every such line, by their numbers in the default group. All of them make theirs together.
+        grid: where the ranks are.
+        processes: of each rank, its number in the default group.
 
     Attributes:
         size: how many ranks a line has.
-        ranks: of this one.
+        ranks: of this one, by their numbers in the default group.
         place: this process's among them.
-        scatters: whether a rank gets its part of a sum alone.
     """
 
-    def __init__(self, lines: Sequence[Sequence[int]], device: torch.device, timeout: float) -> None:
-        self.size = len(lines[0])
-        self.ranks = tuple(next(line for line in lines if dist.get_rank() in line))
+    def __init__(self, grid: RankGrid, processes: Sequence[int], device: torch.device, timeout: float) -> None:
+        self._grid, self._processes = grid, processes
+        self.size, self.ranks = grid.length(SHARD), self._line(SHARD)
         self.place = self.ranks.index(dist.get_rank())
-        self.scatters = device.type == "cuda"
-        self._group: dist.ProcessGroup | None = internals.make_group(lines, device.type, timeout)
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        summed = (SHARD,) if grid.length(REPLICATE) == 1 else DATA if self._beside is None else (REPLICATE,)
+        self._summed = self._line(*summed)
+        groups = {names: self._connect(names, device, timeout) for names in dict.fromkeys(((SHARD,), summed))}
+        self._group, self._sums = groups[SHARD,], groups[summed]
 
     def start_gather(self, rows: Tensor) -> dist.Work:
         """Start to gather the rows [ranks, elements] of which each rank has its own."""
@@ -43,35 +70,50 @@ class ShardLine:
             work: dist.Work = _GATHER(rows.view(-1), rows[self.place], group=self._group, async_op=True)
             return work
 
-    def start_reduce(self, rows: Tensor) -> tuple[dist.Work, Tensor]:
-        """Start to add up rows [ranks, elements] over ranks, which uses them up. Each rank gets its own.
+    def start_reduce(self, rows: Tensor) -> tuple[list[Reduction], Tensor]:
+        """Start to add up rows [ranks, elements] over ranks and replicas, which uses them up. Each rank gets its own.
 
-        Gloo adds up all of them on every rank whatever it is asked for. So it is asked for that: it then needs no copy
-        of them, and its work says when it is done.
+        Gloo adds up all rows on every rank whatever it is asked for. So it is asked for that, once for all replicas: it
+        then needs no copy of the rows, and its work says when it is done. NCCL's sum over replicas is behind that of
+        the line in a stream of its own, so that all ranks start both in the same order and none waits.
 
         Returns:
-            The work, and what `own_row` finds the sum in once that is waited for.
+            The messages, and what `own_row` finds the sum in once that is waited for.
         """
-        work: dist.Work
         with lost_connections(None):
-            if not self.scatters:
-                work = dist.all_reduce(rows, group=self._group, async_op=True)
-                return work, rows
-            received = torch.empty_like(rows[0])
-            work = _REDUCE(received, rows.view(-1), group=self._group, async_op=True)
-            return work, received
+            if self._beside is None:
+                work = dist.all_reduce(rows, group=self._sums, async_op=True)
+                return [Reduction(work, "all_reduce", rows.nbytes, self._summed)], rows
+            own = torch.empty_like(rows[0])
+            work = _REDUCE(own, rows.view(-1), group=self._group, async_op=True)
+            started = [Reduction(work, "reduce", rows.nbytes, self.ranks)]
+            if self._sums is not self._group:
+                with torch.cuda.stream(self._beside):
+                    work.wait()  # of this stream
+                    work = dist.all_reduce(own, group=self._sums, async_op=True)
+                started.append(Reduction(work, "all_reduce", own.nbytes, self._summed))
+            return started, own
 
     def own_row(self, reduced: Tensor) -> Tensor:
         """This rank's row of what was reduced, with memory of its own."""
         return reduced if reduced.dim() == 1 else reduced[self.place].clone()
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, *works: dist.Work) -> None:
         """Wait for what was started; on a GPU the current stream waits."""
         with lost_connections(None):
-            work.wait()
+            for work in works:
+                work.wait()
 
     def close(self) -> None:
         """Close the connections, which wakes every rank that waits for this one."""
-        group, self._group = self._group, None
-        if group is not None:
-            internals.release_groups([group])
+        groups = dict.fromkeys(group for group in (self._sums, self._group) if group is not None)
+        self._group = self._sums = None
+        internals.release_groups(list(groups))
+
+    def _line(self, *names: str) -> tuple[int, ...]:
+        own = self._processes.index(dist.get_rank())
+        return tuple(self._processes[rank] for rank in self._grid.line(own, *names))
+
+    def _connect(self, names: tuple[str, ...], device: torch.device, timeout: float) -> dist.ProcessGroup | None:
+        numbered = [[self._processes[rank] for rank in line] for line in self._grid.lines(*names)]
+        return internals.make_group(numbered, device.type, timeout)

@@ -20,7 +20,7 @@ from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group, call_within, check_timeout, lost_connections
 from pipegraph.runtime.processes.launch import exit_with_parent
 from pipegraph.runtime.processes.meeting import Meeting, environment_store, restart_count
-from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, SHARD, TENSOR, RankGrid, check_mesh, single
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, TENSOR, RankGrid, check_mesh, single
 from pipegraph.runtime.processes.shard_group import ShardLine
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class LoneProcess:
     def gather(self, figures: Sequence[float], *names: str) -> list[list[float]]:
         return [list(figures)]
 
-    def gather_text(self, text: str) -> list[str]:
+    def gather_text(self, text: str, *names: str) -> list[str]:
         return [text]
 
     def clock_offset(self) -> ClockOffset:
@@ -135,9 +135,8 @@ class World:
 
     def shard_line(self) -> ShardLine:
         """The ranks that share the parameters of this one's stages. Collective: every rank must call it."""
-        lines = dict.fromkeys(self.grid.line(rank, SHARD) for rank in range(self.grid.size))
         self._agree_on_names()
-        line = ShardLine([[self._processes[rank] for rank in ranks] for ranks in lines], self.device, self.timeout)
+        line = ShardLine(self.grid, self._processes, self.device, self.timeout)
         self._lines.append(line)
         return line
 
@@ -190,8 +189,8 @@ class World:
         return texts
 
     def clock_offset(self) -> ClockOffset:
-        """Measure this process's clock against that of the first rank of the pipeline. Collective over the pipeline."""
-        return measure_offset(self.along(PIPELINE, on_cpu=True), self.rank, self.pipeline)
+        """Measure this process's clock against that of the first rank. Collective: every rank must call it."""
+        return measure_offset(self.along(*DIMENSIONS, on_cpu=True), self.rank, range(self.size))
 
     def close(self, abort: bool) -> None:
         """End every connection. That wakes every rank that waits for this one.

@@ -11,14 +11,14 @@ from pipegraph.schedule import Event, Kind, Schedule, Timeline, Times, peak_acti
 from pipegraph.schedule.action import BACKWARD
 from pipegraph.schedule.stages import Edge
 from pipegraph.schedule.timeline import Place
-from pipegraph.tracing.recorded_run import RecordedRun, RecordedSpan
+from pipegraph.tracing.recorded_run import RecordedCollective, RecordedRun, RecordedSpan
 
 _StageTimes = tuple[float, float, float]  # F, I, W
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step, from the first start to the last end of an action that computes on any rank.
+    """A step, from the first start to the last end of an action that computes, or a collective, on any rank.
 
     Attributes:
         start: of the step, in seconds of the run.
@@ -26,6 +26,7 @@ class MeasuredStep:
         transfers: of each rank, its SENDs and RECVs, likewise.
         whole: of each rank, whether it ran exactly the schedule's actions, in order.
         iterations: of each rank, seconds of the step with data and optimizer; None if no trace has them.
+        collectives: of each rank, what ran beside its actions, likewise.
     """
 
     number: int
@@ -34,10 +35,12 @@ class MeasuredStep:
     transfers: tuple[tuple[RecordedSpan, ...], ...]
     whole: tuple[bool, ...]
     iterations: tuple[float | None, ...]
+    collectives: tuple[tuple[RecordedCollective, ...], ...]
 
     @property
     def makespan(self) -> float:
-        return max((row[-1].end for row in self.events if row), default=0.0)
+        ends = [row[-1].end for row in self.events if row]
+        return max([*ends, *(row[-1].end for row in self.collectives if row)], default=0.0)
 
     @property
     def complete(self) -> bool:
@@ -64,8 +67,13 @@ def measured_steps(run: RecordedRun) -> tuple[MeasuredStep, ...]:
 
 
 def _step(number: int, spans: Sequence[RecordedSpan], run: RecordedRun) -> MeasuredStep:
-    start = min(span.start for span in spans if not span.action.kind.is_transfer)
     ranks = range(run.schedule.ranks)
+    beside = [
+        [each for each in (run.ranks[rank].collectives if rank in run.ranks else ()) if each.step == number]
+        for rank in ranks
+    ]
+    starts = [span.start for span in spans if not span.action.kind.is_transfer]
+    start = min([*starts, *(each.start for row in beside for each in row)])
     events: list[list[Event]] = [[] for _ in ranks]
     transfers: list[list[RecordedSpan]] = [[] for _ in ranks]
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
@@ -81,6 +89,7 @@ def _step(number: int, spans: Sequence[RecordedSpan], run: RecordedRun) -> Measu
         tuple(map(tuple, transfers)),
         tuple(tuple(event.action for event in events[rank]) == run.schedule.actions[rank] for rank in ranks),
         tuple(None if each is None else each[1] - each[0] for each in iterations),
+        tuple(tuple(each._replace(start=each.start - start, end=each.end - start) for each in row) for row in beside),
     )
 
 

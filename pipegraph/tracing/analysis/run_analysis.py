@@ -40,7 +40,7 @@ class RunAnalysis:
             wait for each other.
         idle: the mean over steps; if ranks shared a process, that of the ``simulated`` step.
         stages: of each stage, seconds of each kind of action that the schedule has; measured: the median.
-        simulated: the schedule with the measured times, hops included.
+        simulated: the schedule with the measured times, hops and collectives included.
         expected: the same with the predicted times; None if nothing was predicted.
         collectives: of each stage and kind that was recorded, the median seconds; a RESHARD is left out.
         critical: the shown step, with what waited for what; None if that is not complete, or ranks shared a process.
@@ -91,7 +91,8 @@ def analyse_run(run: RecordedRun) -> RunAnalysis:
         raise PipegraphError(f"{run.folder} holds no action that computes.\nTry: a longer run, with more active steps.")
     predicted = run.prediction.times if run.prediction else None
     times = measured_times(steps, schedule, predicted, shared_process)
-    simulated = simulate(schedule, times.times)
+    collectives = _collectives(run)
+    simulated = simulate(schedule, _with_collectives(times.times, collectives))
     simulated_idle = SimulatedIdleTimes.of(schedule, times)
     idle_by_step = tuple(() if shared_process else idle_of_step(step, simulated_idle) for step in steps)
     complete = sorted((step.makespan, index) for index, step in enumerate(steps) if step.complete)
@@ -109,7 +110,7 @@ def analyse_run(run: RecordedRun) -> RunAnalysis:
         expected=run.prediction.timeline if run.prediction else None,
         critical=measured_timeline(steps[shown], schedule, times.hops) if has_critical_path else None,
         advice=_advice(run, times, steps),
-        collectives=_collectives(run),
+        collectives=collectives,
     )
 
 
@@ -120,6 +121,14 @@ def _collectives(run: RecordedRun) -> dict[tuple[int, CollectiveKind], float]:
             if each.collective.kind is not CollectiveKind.RESHARD:
                 taken[each.collective.stage, each.collective.kind].append(each.end - each.start)
     return {key: statistics.median(found) for key, found in sorted(taken.items())}
+
+
+def _with_collectives(times: Times, taken: Mapping[tuple[int, CollectiveKind], float]) -> Times:
+    unshard, reduce_grad = (
+        tuple(taken.get((stage, kind), 0.0) for stage in range(times.stages))
+        for kind in (CollectiveKind.UNSHARD, CollectiveKind.REDUCE_GRAD)
+    )
+    return replace(times, unshard=unshard, reduce_grad=reduce_grad)
 
 
 def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep]) -> Advice:

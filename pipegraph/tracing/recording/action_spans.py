@@ -93,10 +93,10 @@ def _ahead_of_perf_counter() -> int:
 def action_arguments(pipe: Pipeline) -> Callable[[Action | Collective], dict[str, Any]]:
     """Return what gives the arguments of the event of an action or a collective in a trace.
 
-    They are `stage`, `kind` and `rank`; of an action also `microbatch`; of a transfer also `peer` (the stage at its
-    other end), `peer_rank` and `bytes`, which are those of the sizes at capture.
+    They are `stage`, `kind` and `rank`, by its number in the mesh; of an action also `microbatch`; of a transfer also
+    `peer` (the stage at its other end), `peer_rank` and `bytes`, which are those of the sizes at capture.
     """
-    manifest, placement = pipe.package.manifest, pipe.schedule.placement
+    manifest, placement = pipe.package.manifest, [pipe.mesh_ranks[rank] for rank in pipe.schedule.placement]
     wiring, sizes = stage_wirings(manifest), manifest.captured_sizes
 
     @cache

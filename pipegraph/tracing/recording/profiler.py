@@ -43,7 +43,7 @@ from pipegraph.tracing.recording.tensorboard_plugin import (
 class LoopProfiler:
     """A context around a training loop, which records its steps; `pipegraph.profile` makes it.
 
-    Collective: every process of the pipeline enters it, calls `step`, and leaves it.
+    Collective: every process of the mesh enters it, calls `step`, and leaves it.
     """
 
     folder: Path
@@ -156,7 +156,7 @@ class LoopProfiler:
         with record_function(LOSS_SPAN):
             if self._reporter is not None:
                 return self._reporter.end_step(None if math.isnan(own) else own)
-            rows = self._pipe.gather([own])
+            rows = self._pipe.gather([own], everywhere=True)
         return next((loss for (loss,) in rows if not math.isnan(loss)), None)
 
     def _write(self) -> None:
@@ -164,17 +164,18 @@ class LoopProfiler:
         if self._failed or not self._losses:
             return
         clock = self._clock.until(ended := self._pipe.clock_offset())
-        digits = self._pipe.gather_text(str(time.time_ns()))[0]
+        digits = self._pipe.gather_text(str(time.time_ns()) if self._run.is_first else "", everywhere=True)[0]
         first, last = min(self._losses), max(self._losses)
         trace: dict[str, Any] = {}
         run_on_all_ranks(self._pipe, Path(tempfile.gettempdir()), lambda: trace.update(export_trace(self._torch)))
         lane = self._spans.take_collectives(trace.get("baseTimeNanoseconds"))
         events: list[Event] = events_until([*trace.pop("traceEvents"), *lane], last)
         events = adapt_events(events, action_arguments(self._pipe))
-        events = match_collectives(events, self._pipe.gather(count_collectives(events)))
-        traces = {}
-        for rank, own in events_by_rank(events, self._pipe.ranks).items():
-            header = {"run": self._run.run, "rank": rank, "ranks": self._pipe.schedule.ranks, "digits": digits}
+        events = match_collectives(events, self._pipe.gather(count_collectives(events), everywhere=True))
+        traces, grid = {}, self._pipe.grid
+        for rank, own in events_by_rank(events, [self._pipe.mesh_ranks[each] for each in self._pipe.ranks]).items():
+            header = {"run": self._run.run, "rank": rank, "ranks": grid.size, "digits": digits}
+            header["mesh"] = dict(zip(grid.names, grid.shape, strict=True))
             name = {"traceName": trace_file(rank, digits)}
             # The events come last: the plugin adds its own to a GPU's, at the last bracket that it finds.
             traces[rank] = {**trace, **name, "pipegraph": {**header, "clock": asdict(clock)}, "traceEvents": own}
@@ -208,13 +209,13 @@ _profiler_lock = threading.Lock()
 
 @contextmanager
 def exclusive_profiling(pipe: Pipeline) -> Iterator[None]:
-    """Hold torch's profiler while the body runs. Collective: every process of the pipeline must enter it.
+    """Hold torch's profiler while the body runs. Collective: every process of the mesh must enter it.
 
     Raises PipegraphError, in all processes, if something else is recording in one of them.
     """
     is_ours = _profiler_lock.acquire(blocking=False)
     try:
-        rows = pipe.gather([not is_ours or profiler_is_recording()])
+        rows = pipe.gather([not is_ours or profiler_is_recording()], everywhere=True)
         taken = [rank for rank, (is_taken,) in enumerate(rows) if is_taken]
         if taken:
             where = f"rank {taken[0]}" if len(rows) > 1 else "this process"

@@ -1,7 +1,7 @@
 """The folder of a recorded run: made by all processes together, and filled window by window.
 
 DIR/transformer_1f1b_2026-10-01_12-30-00/
-  rank_00.1790857026000000000.pt.trace.json.gz   of each rank and window; all ranks of a window have one number
+  rank_00.1790857026000000000.pt.trace.json.gz   of each rank of the mesh and window; a window has one number
   pipeline.json                                  the package's manifest
   schedule.csv                                   what was run, with its collectives
   run.json                                       where, when, and how
@@ -75,7 +75,7 @@ class RunFolder:
     @property
     def is_first(self) -> bool:
         """Whether this is the process that writes what is not a trace."""
-        return 0 in self._pipe.ranks
+        return _is_first(self._pipe)
 
     def add_window(self, traces: Mapping[int, Mapping[str, Any]], digits: str, about: Mapping[str, Any]) -> None:
         """Write the traces of this process's ranks. Either the traces of all ranks appear, or none.
@@ -125,14 +125,14 @@ class RunFolder:
 
 
 def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
-    """Make a new folder in `parent`, which is made too. Collective: every process of the pipeline must call it.
+    """Make a new folder in `parent`, which is made too. Collective: every process of the mesh must call it.
 
     Raises PipegraphError, in all processes, if one of them cannot write into it.
     """
     schedule, manifest = pipe.schedule, pipe.package.manifest
     words = (manifest.model.class_name or "model").lower(), schedule.name, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     name = "_".join(re.sub(r"[^\w.-]+", "-", word) for word in words)
-    run = pipe.gather_text(uuid.uuid4().hex)[0]
+    run = pipe.gather_text(uuid.uuid4().hex if _is_first(pipe) else "", everywhere=True)[0]
     about = {
         "schema_version": SCHEMA_VERSION,
         "generator": f"pipegraph {__version__}",
@@ -142,7 +142,8 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
         "ranks": schedule.ranks,
         "microbatches": schedule.microbatches,
         "placement": list(schedule.placement),
-        "processes": len(pipe.gather([0.0])),
+        "mesh": dict(zip(pipe.grid.names, pipe.grid.shape, strict=True)),
+        "processes": len(pipe.gather([0.0], everywhere=True)),
         "device": pipe.device.type,
         "torch": torch.__version__,
         "kernels": pipe.kernels,
@@ -157,7 +158,8 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
             folder.path = _make_new(parent, name)
 
     run_on_all_ranks(pipe, parent, make)
-    made, _, own = pipe.gather_text(f"{folder.made} {folder.path.name}")[0].partition(" ")
+    own = f"{folder.made} {folder.path.name}" if folder.is_first else ""
+    made, _, own = pipe.gather_text(own, everywhere=True)[0].partition(" ")
     folder.path, folder.made = parent / own, int(made)
 
     def fill() -> None:
@@ -179,19 +181,23 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
 def run_on_all_ranks(pipe: Pipeline, folder: Path, do: Callable[[], None]) -> None:
     """Call `do` in every process, and return when all are done. Raises PipegraphError, in all, if one fails.
 
-    Collective: every process of the pipeline must call it.
+    Collective: every process of the mesh must call it.
     """
     failed: OSError | None = None
     try:
         do()
     except OSError as error:
         failed = error
-    rows: Sequence[Sequence[float]] = pipe.gather([failed is not None])
+    rows: Sequence[Sequence[float]] = pipe.gather([failed is not None], everywhere=True)
     if failed is not None:
         raise write_error(folder, failed) from failed
     others = [rank for rank, (fails,) in enumerate(rows) if fails]
     if others:
         raise PipegraphError(f"rank {others[0]} cannot write a trace to {folder}; its own error says why.")
+
+
+def _is_first(pipe: Pipeline) -> bool:
+    return 0 in [pipe.mesh_ranks[rank] for rank in pipe.ranks]
 
 
 def _make_new(parent: Path, name: str) -> Path:

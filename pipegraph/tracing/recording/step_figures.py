@@ -19,6 +19,7 @@ from pipegraph.package import CALLER, Manifest, leaves
 from pipegraph.runtime.measurements import ActionTimes, StepTimes
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.clock import ClockOffset
+from pipegraph.runtime.processes.rank_grid import DATA, PIPELINE
 from pipegraph.runtime.step_data import StepSizes
 from pipegraph.schedule import Event, Kind, Schedule, Timeline
 from pipegraph.schedule.lifetimes import peak_activations
@@ -36,6 +37,9 @@ PARTS = {
 }
 """What a rank's time goes into. A transfer hands a message over, a wait ends when one has arrived."""
 
+_OWN: Final = 6
+"""how many figures a process tells of itself, before those of its ranks"""
+
 COLLECTIVES: Final = "collectives"
 """The part beside the others: how long collectives of the schedule ran."""
 
@@ -47,12 +51,12 @@ class StepFigures:
     Attributes:
         index: of the step, from 0.
         loss: None if the step has none.
-        samples, tokens: of the batch, as `batch_sizes` counts them.
+        samples, tokens: of the batch of all data-parallel ranks, as `batch_sizes` counts them.
         seconds: of the pipeline: from the first action of any rank to the end of the last one.
         iteration: seconds of a whole iteration of the user's loop, the optimizer included: from the begin in the first
             process to the end in the last one.
         bubble: the share of ``seconds`` in which ranks computed nothing, their mean; None if they share a process.
-        ranks: of each rank, the seconds that went into each of `PARTS` and, beside them, into `COLLECTIVES`.
+        ranks: of each rank of the mesh, the seconds that went into each of `PARTS`, and beside them into `COLLECTIVES`.
         peak_bytes: of each process, since it began: the peak of what torch had allocated on its GPU or, without a GPU,
             of the machine's memory that the process held.
     """
@@ -95,6 +99,9 @@ class StepRecorder:
         self._last, self._last_start = self.times.end_step(), self._start + self.offset
         stop = self._last_start + time.perf_counter() - self._watch
         row = [math.nan if loss is None else float(loss), float(self._peak_bytes()), self._last_start, stop]
+        sizes = self._pipe.last_sizes
+        counts = (None, None) if sizes is None else batch_sizes(self._pipe.package.manifest, sizes)
+        row += [math.nan if count is None else count for count in counts]
         for rank in self._pipe.ranks:
             spans = self._last.spans.get(rank, ())
             row.append(self._last_start + min((span.begin for span in spans), default=math.inf))
@@ -105,14 +112,14 @@ class StepRecorder:
             for each in self._last.collectives.get(rank, ()):
                 sums[COLLECTIVES] += each.end - each.begin
             row += sums.values()
-        figures = self._figures(self._pipe.gather(row))
+        figures = self._figures(self._pipe.gather(row, everywhere=True))
         self._index += 1
         return figures
 
     def timeline(self) -> Timeline | None:
         """Return when the actions of the last step ran, from 0 on; None if not all of them ran.
 
-        Collective: every process must call it.
+        In a mesh these are the actions of the first pipeline. Collective: every process must call it.
         """
         schedule = self._pipe.schedule
         actions = [[action for action in row if not action.kind.is_transfer] for row in schedule.actions]
@@ -125,8 +132,11 @@ class StepRecorder:
                 spans = []
             times = [self._last_start + each for span in spans for each in (span.begin, span.end)]
             row += [*times, *[math.nan] * (longest - len(times))]
-        rows = self._pipe.gather(row)
-        by_rank = rows if len(rows) > 1 else [rows[0][at : at + longest] for at in range(0, len(rows[0]), longest)]
+        rows = self._pipe.gather(row, everywhere=True)
+        if len(rows) > 1:
+            by_rank = [rows[rank] for rank in self._pipe.grid.line(0, PIPELINE)]
+        else:
+            by_rank = [rows[0][at : at + longest] for at in range(0, len(rows[0]), longest)]
         found = [times[: 2 * len(each)] for times, each in zip(by_rank, actions, strict=True)]
         if any(map(math.isnan, (each for times in found for each in times))):
             return None
@@ -141,20 +151,19 @@ class StepRecorder:
         return Timeline(events, peak_activations(schedule))
 
     def _figures(self, rows: list[list[float]]) -> StepFigures:
-        ranks = self._pipe.schedule.ranks
+        ranks, grid = self._pipe.schedule.ranks, self._pipe.grid
         in_turn = len(rows) < ranks
         width = 2 + len(self._parts)
-        by_rank = [rows[0][4 + at * width :] for at in range(ranks)] if in_turn else [row[4:] for row in rows]
+        by_rank = [rows[0][_OWN + at * width :] for at in range(ranks)] if in_turn else [row[_OWN:] for row in rows]
         seconds = max(0.0, max(each[1] for each in by_rank) - min(each[0] for each in by_rank))
         parts = [dict(zip(self._parts, each[2:width], strict=True)) for each in by_rank]
         computing = {PARTS[kind] for kind in PARTS if not kind.is_transfer}
         busy = fmean(sum(spent for part, spent in each.items() if part in computing) for each in parts)
-        sizes = self._pipe.last_sizes
-        samples, tokens = (None, None) if sizes is None else batch_sizes(self._pipe.package.manifest, sizes)
+        samples, tokens = (sum(rows[rank][at] for rank in grid.line(0, *DATA)) for at in (4, 5))
         return StepFigures(
             index=self._index,
-            samples=samples,
-            tokens=tokens,
+            samples=None if math.isnan(samples) else int(samples),
+            tokens=None if math.isnan(tokens) else int(tokens),
             loss=next((row[0] for row in rows if not math.isnan(row[0])), None),
             seconds=seconds,
             iteration=max(row[3] for row in rows) - min(row[2] for row in rows),

@@ -1,0 +1,88 @@
+"""Small models of transformers over meshes by their own plans: what each rank runs, beside the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+
+import pipegraph
+from tests.runtime.meshes import Shape, near, rows_of, whole
+
+WORDS, LENGTH, ROWS = 96, 16, 8
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": WORDS,
+    "use_cache": False,
+}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "tie_word_embeddings": False},
+    "llama, tied": {**SMALL, "tie_word_embeddings": True},
+    "mixtral": {**SMALL, **EXPERTS, "num_local_experts": 4},
+    "qwen3_moe": {
+        **SMALL,
+        **EXPERTS,
+        "num_experts": 4,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],  # which is dense
+    },
+}
+
+
+def build(model: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model.partition(",")[0], **MODELS[model])
+    made: nn.Module = AutoModelForCausalLM.from_config(config)
+    return made
+
+
+def write(folder: Path, model: str, stages: int) -> str:
+    captured = pipegraph.capture(build(model), (), {"input_ids": torch.randint(WORDS, (2, LENGTH))})
+    points = [f"model.layers.{4 // stages * index}" for index in range(1, stages)]
+    return str(pipegraph.write_package(pipegraph.plan(captured, points=points), folder).path)
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+
+
+def train(rank: int, folder: str, shape: Shape, schedule: str, kernels: str, name: str) -> str:
+    """Three steps of AdamW. Nothing is left to autograd."""
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    pipe = pipegraph.Pipeline(folder, schedule, 4, loss_fn=loss, mesh=mesh, kernels=kernels, strict=True, timeout=250)
+    model = build(name)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    options: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
+    ours, theirs = torch.optim.AdamW(pipe.parameters(), **options), torch.optim.AdamW(model.parameters(), **options)
+    generator = torch.Generator().manual_seed(3)
+    rows = (ROWS,) * shape.get("dp_shard", 1)
+    for _ in range(3):
+        tokens, target = (torch.randint(WORDS, (sum(rows), LENGTH), generator=generator) for _ in range(2))
+        mine = rows_of(shape, rows, mesh)
+        result = pipe.step(input_ids=tokens[mine], target=target[mine])
+        value = loss(model(input_ids=tokens), target)
+        value.backward()
+        if result.loss is not None:
+            near(result.loss, value.detach(), "loss")
+        for each, parameter in pipe.named_parameters():
+            near(whole(parameter.grad), parameters[each].grad, each)
+        near(pipe.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(model.parameters(), 1.0), "norm")
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for each, tensor in pipe.state_dict().items():
+        if each in parameters:
+            near(whole(tensor), parameters[each].detach(), each)
+    return "equal"
