@@ -11,11 +11,17 @@ AutocastState = tuple[tuple[bool, torch.dtype], ...]
 """Of each device type, whether autocast is on, and its dtype."""
 
 _DEVICES = ("cpu", "cuda")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def autocast_state() -> AutocastState:
     """Return the state of autocast here."""
     return tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES)
+
+
+def autocast_number(device: str) -> int:
+    """Return a number for the state of autocast on a type of device: 0 if it is off."""
+    return 1 + _DTYPES.index(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else 0
 
 
 @contextmanager

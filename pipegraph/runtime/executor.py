@@ -25,8 +25,9 @@ from pipegraph.runtime.processes.faults import ActionFailed
 from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.step_data import StepInputs
 from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepOutputs, StepState, receives_due
+from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.protocol import Transport, share_memory
-from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer_of, zeros
+from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer_of
 from pipegraph.schedule import Action, Collective, Kind, Schedule
 from pipegraph.schedule.action import BACKWARD
 
@@ -35,8 +36,8 @@ class Executor:
     """One rank's part of a lowered schedule, over the kernels of that rank's stages. Each `run` is one step.
 
     `observer`, if there is one, sees every action. `processes` has, for each rank of the schedule, the number by which
-    the transport knows it. `numbers` is told of each microbatch, whose random numbers it seeds. `collectives` does
-    those of the schedule; without it there are none.
+    the transport knows it. `numbers` is told of each microbatch, whose random numbers it seeds. `ties` adds up the
+    gradients of tied weights. `collectives` does those of the schedule; without it there are none.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Executor:
         device: torch.device,
         processes: Sequence[int],
         numbers: RandomNumbers,
+        ties: TiedWeights,
         collectives: ParameterCollectives | None = None,
     ) -> None:
         self.rank = rank
@@ -62,6 +64,7 @@ class Executor:
         self._transport = transport
         self._device = device
         self._numbers = numbers
+        self._ties = ties
         self._collectives = collectives
         self._before: dict[int, list[Collective]] = defaultdict(list)  # by position: the collectives before the action
         position = 0
@@ -165,7 +168,7 @@ class Executor:
                     [
                         given.batch.inputs[value.name][microbatch]
                         if value.producer == CALLER
-                        else zeros(value, given.shape(value, microbatch), self._device)
+                        else given.zeros(value, microbatch, self._device)
                         for value in self._wiring[stage].inputs
                     ],
                     target=given.batch.targets[microbatch] if with_loss else None,
@@ -217,7 +220,8 @@ class Executor:
             with_loss=with_loss,
             differentiable=self._trains,
         )
-        outputs = named_outputs(wiring, forward.outputs, given.batch.sizes.microbatches[microbatch].shape)
+        shape = given.batch.sizes.microbatches[microbatch].shape
+        outputs = named_outputs(wiring, forward.outputs, shape, given.dtype)
         if self._trains:
             step.saved[key] = forward.saved
             for value, returned in zip(wiring.outputs, forward.outputs, strict=True):
@@ -241,18 +245,21 @@ class Executor:
 
     def _backward(self, step: StepState, action: Action) -> None:
         saved = step.saved.pop((action.stage, action.microbatch))
-        gradients = self._kernels[action.stage].backward(saved, self._output_gradients(step, action))
+        with self._ties.adding(action.stage):
+            gradients = self._kernels[action.stage].backward(saved, self._output_gradients(step, action))
         self._return_gradients(step, action, gradients)
         step.release((action.stage, action.microbatch))
 
     def _input_backward(self, step: StepState, action: Action) -> None:
         saved = step.saved[action.stage, action.microbatch]
-        gradients = self._kernels[action.stage].input_backward(saved, self._output_gradients(step, action))
+        with self._ties.adding(action.stage):
+            gradients = self._kernels[action.stage].input_backward(saved, self._output_gradients(step, action))
         self._return_gradients(step, action, gradients)
 
     def _weight_backward(self, step: StepState, action: Action) -> None:
         key = action.stage, action.microbatch
-        self._kernels[action.stage].weight_backward(step.saved.pop(key))
+        with self._ties.adding(action.stage):
+            self._kernels[action.stage].weight_backward(step.saved.pop(key))
         step.release(key)
 
     def _output_gradients(self, step: StepState, action: Action) -> list[Tensor | None]:
@@ -284,9 +291,7 @@ class Executor:
                 step.gradients[edge.producer, microbatch].add((name, by_name[name]) for name in names)
             elif edge.gradients:
                 step.outgoing[stage, edge.producer, microbatch] = [
-                    by_name[value.name]
-                    if value.name in by_name
-                    else zeros(value, step.given.shape(value, microbatch), self._device)
+                    by_name[value.name] if value.name in by_name else step.given.zeros(value, microbatch, self._device)
                     for value in edge.gradients
                 ]
         if key in step.received:

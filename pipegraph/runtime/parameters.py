@@ -67,7 +67,7 @@ def parallelize_stages(
 ) -> tuple[dict[int, nn.Module], Manifest]:
     """Call `parallelize_fn` with each stage. Return the stages, and the manifest with the dtypes that they have now.
 
-    Raises PipegraphError if it returns anything but a module with parameters of the same names.
+    Raises PipegraphError if it returns anything but a module with the same parameters, and more if it adds some.
     """
     require_type(parallelize_fn, Callable, "parallelize_fn is a function of a stage", "parallelize_fn=shard")
     before = _dtypes(stages)
@@ -82,11 +82,11 @@ def parallelize_stages(
         changed[index] = stage if returned is None else returned
         check_replication(index, changed[index])
         missing, added = differing_names(package, index, unwrapped(changed[index]))
-        if missing or added:
+        if missing:
             raise PipegraphError(
                 f"parallelize_fn gave the parameters of stage {index} other names: missing {missing}, added {added}. "
                 f"State dicts and tied weights go by names. Try: change the stage in place, as parallelize_module and "
-                f"fully_shard do."
+                f"fully_shard do; an adapter as a parameter of the module that it adapts, not as one around it."
             )
     after = _dtypes({index: unwrapped(stage) for index, stage in changed.items()})
     return changed, _converted(package.manifest, before, after)

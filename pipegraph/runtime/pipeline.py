@@ -84,7 +84,7 @@ class Pipeline(PipelineState, PipelineRanks):
             place of a choice a function that answers for each operation, as
             `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it; or a sequence with one of these for
             each stage. By default the package's plan says it, else it is "min-cut".
-        parallelize_fn: called with each stage of this process once its weights are loaded. It shards, freezes or
+        parallelize_fn: called with each stage of this process once its weights are loaded. It shards, freezes, adds or
             replaces what it likes in place, or returns another module with parameters of the same names, also in
             `DistributedDataParallel` over the stage's replicas in other pipelines. Kernels are traced from the result,
             DTensors included; stages take and return plain tensors. If it gives all parameters another dtype on every
@@ -104,7 +104,7 @@ class Pipeline(PipelineState, PipelineRanks):
             `loss_weight(target)` returns how many count in a microbatch. The loss of a step, and each metric, is then
             the sum over microbatches and data-parallel ranks, divided by all that counts there.
         seed: what dropout and all other random operations draw from. Their numbers depend on it, the step, the
-            microbatch, the data-parallel rank and what draws, and on nothing else: not on cuts, schedule, processes,
+            microbatch of the whole batch and what draws, and on nothing else: not on cuts, schedule, processes,
             kernels or recompute. By default they come from torch's generators. Parameters of a package without weights
             follow from it, too.
         precision: "bf16" or "fp16": stages compute and send in this dtype, and parameters, gradients, the optimizer's

@@ -71,6 +71,7 @@ class PipelineState:
         extra: Mapping[str, Any] | None = None,
         background: bool = False,
         keep: int | None = None,
+        frozen: bool = True,
     ) -> Path:
         """Save a checkpoint as ``folder/step-00000123``, which is there whole or not at all. Collective.
 
@@ -91,6 +92,8 @@ class PipelineState:
                 `load`, or `wait_for_save`, waits for it and raises its errors. The process does not end before it is
                 done. A step that fails ends it, and the checkpoint before it is the newest.
             keep: how many checkpoints stay, this one and the newest before it; by default all.
+            frozen: whether parameters that need no gradient are saved as well. Without them, as for adapters alone,
+                `load` leaves those as they are that need none then.
 
         Returns:
             The checkpoint's folder. With `background` it is there later.
@@ -100,7 +103,8 @@ class PipelineState:
                 pipeline can go on.
             RuntimeFault: a rank is gone.
         """
-        request = SaveRequest(Path(folder), step, keep, background, optimizer, extra or {}, self._numbers.steps)
+        steps = self._numbers.steps
+        request = SaveRequest(Path(folder), step, keep, background, optimizer, extra or {}, steps, frozen)
         return self._checkpointer.save(request)
 
     def wait_for_save(self) -> Path | None:

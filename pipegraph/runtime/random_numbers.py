@@ -1,8 +1,9 @@
-"""The keys of random numbers under `Pipeline(seed=)`: by step, microbatch, data-parallel rank, and what draws.
+"""The keys of random numbers under `Pipeline(seed=)`: by step, microbatch of the whole batch, and what draws.
 
-Nothing of the cuts, the schedule or the processes is in a key. A draw is called after its module in the model and its
-place among the draws of that module: ``layers.3.dropout#0``. A stage that has a part of a module, or of its calls,
-lists the names of the draws that it makes in pipeline.json.
+Nothing of the cuts, the schedule or the processes is in a key. The microbatches of data-parallel ranks are counted one
+rank after the other, so that a batch may be divided among any number of ranks. A draw is called after its module in the
+model and its place among the draws of that module: ``layers.3.dropout#0``. A stage that has a part of a module, or of
+its calls, lists the names of the draws that it makes in pipeline.json.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ class RandomNumbers:
         seed: that of the user; None for torch's own generators.
         steps: how many steps have been done, which a checkpoint keeps.
         microbatch: the one that runs.
+        microbatches: how many each data-parallel rank has in this step.
         evaluates: whether it is in an evaluation.
     """
 
     seed: int | None
     steps: int = 0
     microbatch: int = 0
+    microbatches: int = 1
     evaluates: bool = False
 
     def __post_init__(self) -> None:
@@ -44,7 +47,7 @@ class RandomNumbers:
     def key(self, draw: str, replica: int) -> int:
         """The key of a draw on a data-parallel rank: an odd number of 64 bits, with a sign."""
         call = "evaluate" if self.evaluates else "step"
-        text = f"{self.seed} {call} {self.steps} {self.microbatch} {replica} {draw}"
+        text = f"{self.seed} {call} {self.steps} {replica * self.microbatches + self.microbatch} {draw}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True) | 1
 
 

@@ -14,6 +14,7 @@ from pipegraph.errors import BatchError, RuntimeFault
 from pipegraph.package import Manifest, Value
 from pipegraph.package.sizes import BATCH
 from pipegraph.runtime.loss_reduction import LossReduction
+from pipegraph.runtime.wiring import torch_dtype
 
 NO_TARGET: Final = object()
 """In the place of a target that the caller left out."""
@@ -159,6 +160,9 @@ class StepInputs:
         reduction: of the losses of microbatches.
         replicas: of the last stage, over which the mean of gradients is taken.
         rows: those of each microbatch, if the inputs of this process are cut.
+
+    Attributes:
+        dtypes: of values that have another dtype in this call than in the manifest.
     """
 
     def __init__(
@@ -179,6 +183,7 @@ class StepInputs:
         self._known, self._names, self._cut = dict(known), names, cut
         self._batch: StepBatch | None = None
         self._total: float | None = None
+        self.dtypes: Mapping[str, torch.dtype] = {}
 
     @property
     def unknown(self) -> list[str]:
@@ -290,6 +295,14 @@ class StepInputs:
     def shape(self, value: Value, microbatch: int) -> tuple[int, ...]:
         """The shape of a value in a microbatch."""
         return self.batch.sizes.microbatches[microbatch].shape(value)
+
+    def dtype(self, value: Value) -> torch.dtype:
+        """The dtype of a value in this call."""
+        return self.dtypes.get(value.name) or torch_dtype(value)
+
+    def zeros(self, value: Value, microbatch: int, device: torch.device) -> Tensor:
+        """Zeros in the place of a value of a microbatch."""
+        return torch.zeros(self.shape(value, microbatch), dtype=self.dtype(value), device=device)
 
 
 @dataclass(frozen=True)

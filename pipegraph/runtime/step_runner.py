@@ -15,6 +15,7 @@ from pipegraph.errors import PipegraphError, ScheduleError
 from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels
 from pipegraph.package import Manifest
 from pipegraph.runtime.batch_shares import BatchShares
+from pipegraph.runtime.boundary_dtypes import BoundaryDtypes
 from pipegraph.runtime.collective_times import CollectiveTimer
 from pipegraph.runtime.executor import Executor, run_executors
 from pipegraph.runtime.fully_sharded import ShardedGroup
@@ -115,6 +116,7 @@ class StepRunner:
         self._missing = MissingGradients(manifest)
         find_parts(groups, stages)
         self._wiring = wiring = stage_wirings(manifest)
+        self._boundaries = BoundaryDtypes(manifest, wiring, stages, places)
         self.kernels = _make_kernels(makers, stages, wiring, _packed_loss(manifest, loss_fn))
         if precision is not None:
             for index, kernels in self.kernels.items():
@@ -132,7 +134,16 @@ class StepRunner:
             manifest.gradient_edges(),
             lambda lowered: [
                 Executor(
-                    rank, lowered, wiring, self.kernels, self.transport, device, pipeline, numbers, self._collectives
+                    rank,
+                    lowered,
+                    wiring,
+                    self.kernels,
+                    self.transport,
+                    device,
+                    pipeline,
+                    numbers,
+                    self.ties,
+                    self._collectives,
                 )
                 for rank in ranks
             ],
@@ -146,12 +157,14 @@ class StepRunner:
 
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
         self.transport: Transport = LocalTransport()
+        self._distributed: DistributedTransport | None = None
         if world:
             world.check_agreement(f"{manifest.to_json()} {schedule.actions} {world.grid} {resident} {numbers.seed}")
             if world.grid.length(*DATA) > 1:
                 self._connect_copies(world, loss_fn, groups)
             self.ties.connect(world)
-            self.transport = DistributedTransport(world, rank_pairs(self.executors.training, pipeline), guard.report)
+            self._distributed = DistributedTransport(world, rank_pairs(self.executors.training, pipeline), guard.report)
+            self.transport = self._distributed
         guard.closing.callback(self.transport.close)
         if world and device.type == "cuda":
             guard.watch(lambda: world.close(abort=True))
@@ -184,7 +197,8 @@ class StepRunner:
         if self._shares is not None:
             self._shares.agree(given, evaluates, self.batches.has_last_stage and request.with_loss)
         given.check_divisor()
-        executors = self.executors.executors(evaluates, len(given.batch.sizes.microbatches), asked)
+        self._numbers.microbatches = len(given.batch.sizes.microbatches)
+        executors = self.executors.executors(evaluates, self._numbers.microbatches, asked)
         observer = observers.joined(evaluates)
         for executor in executors:
             executor.observer = observer
@@ -192,6 +206,7 @@ class StepRunner:
         self._numbers.evaluates = evaluates
         if trains:
             with self._during_step(observer), self.ties.summed_gradients():
+                given.dtypes = self._boundaries.under_autocast(given, self._distributed)
                 run_executors(executors, given, results)
                 redistribute_gradients(self.stages)
                 if self._collectives is not None:
@@ -205,6 +220,7 @@ class StepRunner:
                 self._divided = None
         else:
             with self._during_step(observer):
+                given.dtypes = self._boundaries.under_autocast(given, self._distributed)
                 run_executors(executors, given, results)
         self.transport.finish()
         self._numbers.steps += not evaluates
@@ -258,6 +274,7 @@ class StepRunner:
                 parts = [each.sharded for own in groups.values() for each in all_parameters(own)]
                 make_equal(list(dict.fromkeys(parts)), world.along(REPLICATE), first)
         self._collectives = ParameterCollectives(groups, transfers, reduction)
+        self.ties.add_up_together()
 
     def _during_step(self, observer: Observer | None) -> AbstractContextManager[None]:
         if self._collectives is None:

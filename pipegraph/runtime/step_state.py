@@ -124,7 +124,7 @@ class StepState:
     (stage, microbatch), with True for what comes back, or (from stage, to stage, microbatch).
 
     Attributes:
-        cast: the dtypes that outputs had before they were cast to the manifest's, by name.
+        cast: the dtypes that outputs had before they were cast to those that their consumers expect, by name.
         received: messages whose memory goes back to the transport.
     """
 

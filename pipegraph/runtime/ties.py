@@ -2,6 +2,9 @@
 
 Stages of one process share one `nn.Parameter`. Across ranks every copy starts as the first stage's. At the end of a
 step the copies' gradients are summed, so that every copy holds the whole gradient and the copies never drift apart.
+
+The gradient of each stage is added up by itself, and then those of the stages, also within one process: the sum of two
+stages is the same to the last digit wherever they are.
 """
 
 from __future__ import annotations
@@ -60,6 +63,12 @@ class TiedWeights:
             id(parameter) for tie, parameter in self._parameters.items() if tie.owner(placement) not in ranks
         }
         self._copies: list[tuple[nn.Parameter, Group]] = []
+        self._by_stage: dict[int, list[nn.Parameter]] = {}  # those that several stages here have
+        for tie, parameter in self._parameters.items():
+            here = dict.fromkeys(stage for stage, _ in tie.places if stage in stages)
+            for stage in here if len(here) > 1 else ():
+                self._by_stage.setdefault(stage, []).append(parameter)
+        self._sums: dict[tuple[int, int], torch.Tensor | None] = {}  # by parameter and stage
 
     def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters without those that another rank counts, so that all ranks count each weight once."""
@@ -83,21 +92,43 @@ class TiedWeights:
             groups[ranks].broadcast(local(parameter.data), tie.owner(self._placement))
             self._copies.append((parameter, groups[ranks]))
 
+    def add_up_together(self) -> None:
+        """Add the gradients of all stages of this process up in one sum, which collectives take as it grows."""
+        self._by_stage.clear()
+
+    @contextmanager
+    def adding(self, stage: int) -> Iterator[None]:
+        """A context around a backward of a stage."""
+        parameters = self._by_stage.get(stage, ())
+        for parameter in parameters:
+            parameter.grad = self._sums.pop((id(parameter), stage), None)
+        yield
+        for parameter in parameters:
+            self._sums[id(parameter), stage], parameter.grad = parameter.grad, None
+
     @contextmanager
     def summed_gradients(self) -> Iterator[None]:
-        """A context around a step: sums what the step adds to the gradients of copies on several ranks."""
-        before = [parameter.grad for parameter, _ in self._copies]
-        for parameter, _ in self._copies:
+        """A context around a step: sums what the step adds to the gradients of tied weights."""
+        of_stages = [parameter for parameters in self._by_stage.values() for parameter in parameters]
+        held = list(dict.fromkeys([*(parameter for parameter, _ in self._copies), *of_stages]))
+        before = [parameter.grad for parameter in held]
+        for parameter in held:
             parameter.grad = None
+        self._sums.clear()
         try:
             yield
+            for stage in sorted(self._by_stage):
+                for parameter in self._by_stage[stage]:
+                    own = self._sums.pop((id(parameter), stage), None)
+                    if own is not None:
+                        parameter.grad = own if parameter.grad is None else parameter.grad.add_(own)
             for parameter, group in self._copies:
                 # A frozen copy takes part with zeros, because other ranks may not have frozen theirs.
                 total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
                 group.all_reduce(local(total.detach()))
                 parameter.grad = total.detach() if parameter.requires_grad else None
         finally:
-            for (parameter, _), old in zip(self._copies, before, strict=True):
+            for parameter, old in zip(held, before, strict=True):
                 if old is not None:
                     parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 

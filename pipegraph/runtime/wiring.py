@@ -126,15 +126,18 @@ def rank_pairs(schedule: Schedule, processes: Sequence[int]) -> set[tuple[int, i
 
 
 def named_outputs(
-    wiring: StageWiring, outputs: Sequence[Any], shape: Callable[[Value], tuple[int, ...]]
+    wiring: StageWiring,
+    outputs: Sequence[Any],
+    shape: Callable[[Value], tuple[int, ...]],
+    dtype: Callable[[Value], torch.dtype],
 ) -> dict[str, Tensor]:
     """A stage's outputs by name, as its consumers take them: contiguous, because a consumer compiles for one layout.
 
-    If a region of autocast around the step has given a float another dtype, it is cast to the manifest's. Raises
-    RuntimeFault if the outputs are not those that the manifest promises.
+    If a region of autocast around the step has given a float another dtype than its consumers expect, it is cast.
+    Raises RuntimeFault if the outputs are not those that the manifest promises.
 
     Args:
-        shape: returns the shape of a value in this microbatch.
+        shape, dtype: of a value in this microbatch.
     """
     if len(outputs) != len(wiring.outputs):
         names = ", ".join(value.name for value in wiring.outputs)
@@ -146,7 +149,7 @@ def named_outputs(
         by_name[value.name] = output
         if not value.consumers:
             continue
-        promised = torch_dtype(value)
+        promised = dtype(value)
         if output.dtype != promised and _is_autocast(output, promised):
             output = output.to(promised)
         if not (output.shape == shape(value) and output.dtype == promised):
@@ -163,10 +166,6 @@ def _is_autocast(output: Tensor, promised: torch.dtype) -> bool:
     """Whether a region of autocast explains that the output has another dtype than was promised."""
     are_floats = output.is_floating_point() and promised.is_floating_point
     return are_floats and torch.is_autocast_enabled(output.device.type)
-
-
-def zeros(value: Value, shape: Sequence[int], device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=torch_dtype(value), device=device)
 
 
 def torch_dtype(value: Value) -> torch.dtype:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pipegraph.errors import PackageError
+from pipegraph.errors import CheckpointError, PackageError
 from pipegraph.package import CONFIG, Manifest, Package
 from pipegraph.package.staged_folder import staged_folder
 from pipegraph.package.tensor_files import write_tensor_index, write_tensors
@@ -101,8 +101,8 @@ def export(
         timeout: seconds that a rank waits for another one.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or it is of another model; or nothing can be written there, such
-            as on a full disk. On every rank.
+        CheckpointError: there is no whole checkpoint, or it is of another model, or of a part of one; or nothing can be
+            written there, such as on a full disk. On every rank.
         PackageError: the folder holds files, or transformers stores a tensor in a form that only it can write.
     """
     out = Path(out)
@@ -115,7 +115,12 @@ def export(
             with guard:
                 world.open()
         ranks = CheckpointRanks(world or LoneProcess(), guard)
-        place, _ = find_newest(Path(checkpoint), ranks)
+        place, index = find_newest(Path(checkpoint), ranks)
+        if index.without_frozen:
+            raise CheckpointError(
+                f"{place} was saved without its frozen parameters.\n"
+                "Try: pipe.load of it into the model that it was trained with, and pipe.save of all."
+            )
         tensors = ranks.agree(lambda: _tensors(place, package))
         shards = _shards(tensors, min(shard_bytes, math.ceil(sum(each.bytes for each in tensors) / ranks.size)))
         files = {f"model-{number:05}-of-{len(shards):05}.safetensors": each for number, each in enumerate(shards, 1)}

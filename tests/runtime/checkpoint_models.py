@@ -18,18 +18,16 @@ WIDTH, WORDS, LENGTH, LAYERS = 8, 6, 4, 8
 FROZEN = "layers.1.0.weight"
 
 
-def perceptrons(stages: int, width: int = WIDTH, tied: bool = True) -> Sketch:
+def perceptrons(stages: int, width: int = WIDTH, tied: bool = True, dropout: float = 0.0) -> Sketch:
     """Eight layers with the same names however they are cut. Stages start as nobody else's: seeds are their numbers."""
     each = LAYERS // stages
+    layer = f"nn.Sequential(nn.Linear({width}, {width}), nn.Tanh(), nn.Dropout({dropout}))"
     wide = ("float32", ("batch", LENGTH, width), True)
     values: dict[str, Any] = {"tokens": ("int64", ("batch", LENGTH), False)}
     parts = []
     for index in range(stages):
         own = range(index * each, (index + 1) * each)
-        init = (
-            f"self.layers = nn.ModuleDict({{str(i): nn.Sequential(nn.Linear({width}, {width}), nn.Tanh()) for i in "
-            f"range({own.start}, {own.stop})}})\n"
-        )
+        init = f"self.layers = nn.ModuleDict({{str(i): {layer} for i in range({own.start}, {own.stop})}})\n"
         taken = "tokens" if index == 0 else f"h{index - 1}"
         body = "x = self.embed(tokens)\n" if index == 0 else f"x = {taken}\n"
         body += "for layer in self.layers.values():\n    x = x + layer(x)\n"
@@ -74,8 +72,8 @@ class MasterSGD(torch.optim.SGD):
 class Run:
     """A training run: some parameters decay, one is frozen, and the learning rate falls."""
 
-    def __init__(self, pipe: Pipeline, rows: slice = slice(None)) -> None:
-        self.pipe, self.rows = pipe, rows
+    def __init__(self, pipe: Pipeline, batch: int, rows: slice = slice(None)) -> None:
+        self.pipe, self.batch, self.rows = pipe, batch, rows
         decayed, others = [], []
         for name, parameter in self.pipe.named_parameters():
             parameter.requires_grad_(name != FROZEN)
@@ -95,7 +93,8 @@ class Run:
         losses = []
         for step in range(first, last):
             generator = torch.Generator().manual_seed(step)
-            tokens, target = torch.randint(WORDS, (8, LENGTH), generator=generator), torch.randn(8, generator=generator)
+            tokens = torch.randint(WORDS, (self.batch, LENGTH), generator=generator)
+            target = torch.randn(self.batch, generator=generator)
             self.optimizer.zero_grad()
             found = self.pipe.step(tokens[self.rows], target=target[self.rows]).loss
             self.optimizer.step()
@@ -110,16 +109,18 @@ class Run:
         return self.pipe.load(folder, self.optimizer, self.extra)
 
 
-def start(package: str | Path, schedule: str = "1f1b", shape: dict[str, int] | None = None, **options: Any) -> Run:
+def start(
+    package: str | Path, schedule: str = "1f1b", shape: dict[str, int] | None = None, batch: int = 8, **options: Any
+) -> Run:
     """A run in this process, or over a mesh of real ones; each data-parallel rank takes its rows."""
     options = {"kernels": "eager", "loss_fn": loss, "microbatches": 4, **options}
     if not shape:
-        return Run(Pipeline(Package.open(package), schedule, **options))
+        return Run(Pipeline(Package.open(package), schedule, **options), batch)
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     count, place = 1, 0
     for name in ("dp_replicate", "dp_shard"):
         if name in shape:
             count, place = count * shape[name], place * shape[name] + mesh.get_local_rank(name)
-    rows = 8 // count
+    rows = batch // count
     run = Pipeline(Package.open(package), schedule, mesh=mesh, **{**options, "microbatches": 4 // count})
-    return Run(run, slice(place * rows, (place + 1) * rows))
+    return Run(run, batch, slice(place * rows, (place + 1) * rows))

@@ -86,7 +86,7 @@ def reference_step(precision: str) -> tuple[Tensor, dict[str, Tensor], dict[str,
     return torch.stack(losses).mean().detach(), gradients, statistics
 
 
-def start(package: Path | str, precision: str, schedule: str = "1f1b", **options: Any) -> Pipeline:
+def start(package: Path | str, precision: str | None, schedule: str = "1f1b", **options: Any) -> Pipeline:
     options = {"kernels": "eager", "loss_fn": loss, "microbatches": MICROBATCHES, **options}
     return pipeline(package, schedule, precision=precision, **options)
 

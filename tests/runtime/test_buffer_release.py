@@ -18,7 +18,6 @@ from torch.testing import assert_close
 from pipegraph import Pipeline
 from pipegraph.kernels import Forward, maker
 from pipegraph.kernels.autograd import AutogradKernels
-from pipegraph.package import Package
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.step_state import ReceivedMessages
 from pipegraph.runtime.transport.distributed import BufferPool
@@ -201,9 +200,8 @@ def test_a_wrong_release_shows(tmp_path: Path) -> None:
     assert all(tensor.isnan().all() for tensor in made[1].kept)
 
 
-def test_a_pool_has_as_many_buffers_as_were_held_at_once(tmp_path: Path) -> None:
-    package = Package.open(write(chain(2), tmp_path / "chain"))
-    pool, shapes = BufferPool([package.manifest.values["h0"]], torch.device("cpu")), ((2, 8),)
+def test_a_pool_has_as_many_buffers_as_were_held_at_once() -> None:
+    pool, shapes = BufferPool([torch.float32], torch.device("cpu")), ((2, 8),)
     first, second = pool.take(shapes), pool.take(shapes)
     assert not share_memory(first, second)
     pool.release(first)
@@ -213,9 +211,8 @@ def test_a_pool_has_as_many_buffers_as_were_held_at_once(tmp_path: Path) -> None
     assert (third[0].shape, third[0].dtype) == ((2, 8), torch.float32)
 
 
-def test_a_pool_drops_buffers_of_shapes_that_are_no_longer_used(tmp_path: Path) -> None:
-    package = Package.open(write(chain(2), tmp_path / "chain"))
-    pool = BufferPool([package.manifest.values["h0"]], torch.device("cpu"))
+def test_a_pool_drops_buffers_of_shapes_that_are_no_longer_used() -> None:
+    pool = BufferPool([torch.float32], torch.device("cpu"))
     kept, dropped = pool.take(((2, 8),)), pool.take(((5, 8),))
     pool.drop_unused()
     pool.release(kept)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -109,9 +110,8 @@ def test_an_evaluation_draws_its_own_and_moves_nothing_on(packages: Path, losses
     assert models.train(pipe) == losses
 
 
-@pytest.mark.parametrize("dimension", ["dp_replicate", "dp_shard"])
-def test_data_parallel_ranks_differ(packages: Path, dimension: str) -> None:
-    first, second = ranks.run(models.replicas, 2, str(packages / "one"), dimension)
+def test_data_parallel_ranks_differ(packages: Path) -> None:
+    first, second = ranks.run(models.replicas, 2, str(packages / "one"), "dp_shard")
     assert len({*first, *second}) == 2 * models.MICROBATCHES
 
 
@@ -138,25 +138,48 @@ def test_a_stage_lists_what_is_called_after_other_modules(packages: Path) -> Non
     assert inside[1].draws == {"body.layers.1": ("body.layers.1#2",), "body.between": ("body.between#1",)}
 
 
-def test_a_checkpoint_around_a_dropout_is_refused(tmp_path: Path) -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(self.linear(x), 0.5, self.training)
+@pytest.mark.parametrize("kernels", ["eager", "autograd"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_runs_again_draws_the_same(
+    packages: Path, losses: Losses, reentrant: bool, kernels: str
+) -> None:
+    """One checkpoint inside another, around modules that draw and around what draws by itself."""
 
     def checkpointed(stage: nn.Module) -> None:
-        half: Any = stage.get_submodule("0")
-        run = half.forward
-        half.forward = lambda x: checkpoint(run, x, use_reentrant=False)
+        for name in ("body.layers.1", "body.layers.1.attention", "body.layers.3"):
+            layer: Any = stage.get_submodule(name)
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=reentrant)
 
-    captured = pipegraph.capture(nn.Sequential(Half(), Half()), (torch.randn(2, 4),))
-    package = pipegraph.write_package(pipegraph.plan(captured, stages=1), tmp_path / "package")
-    pipe = pipeline(package, loss_fn=lambda output, _: output.mean(), parallelize_fn=checkpointed, seed=0)
-    with pytest.raises(RuntimeFault, match=r"(?s)draws random numbers.*recompute"):
-        pipe.step(torch.randn(2, 4), target=None)
+    warned = pytest.warns(UserWarning, match="left to autograd") if reentrant and kernels == "eager" else nullcontext()
+    with warned:
+        pipe = models.start(packages / "one", kernels=kernels, parallelize_fn=checkpointed)
+        assert models.train(pipe) == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_backward_that_draws_by_itself_is_refused(packages: Path) -> None:
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient + torch.randn_like(gradient)
+
+    def noisy(output: Tensor, target: Tensor) -> Tensor:
+        return models.loss(Noise.apply(output), target)
+
+    pipe = models.start(packages / "one", kernels="autograd", loss_fn=noisy)
+    with pytest.raises(RuntimeFault, match=r"(?s)backward draws random numbers.*checkpoint"):
+        models.train(pipe)
+
+
+def test_a_batch_draws_the_same_on_any_number_of_data_parallel_ranks(packages: Path) -> None:
+    pipe = models.start(packages / "one", microbatches=2 * models.MICROBATCHES)
+    batch = models.tokens(1).expand(2 * models.MICROBATCHES, -1)
+    alone = pipe.step(batch, target=batch, return_losses=True).losses
+    first, second = ranks.run(models.replicas, 2, str(packages / "one"), "dp_replicate")
+    assert alone is not None and [*first, *second] == alone.tolist()
 
 
 @pytest.mark.parametrize(("seed", "kernels", "message"), [("0", "eager", "whole number"), (0, None, "draw_from")])

@@ -2,6 +2,7 @@
 
 A key is found by the module that draws and by how many draws the module has made before in the same forward. Names
 stay out of graphs, so that equal layers share one: a graph takes the keys of its draws as one more tensor [draws].
+What torch's checkpoint runs again in the backward draws with the keys of the first time.
 
 stage    keys [5] ─┬─ [0:2] ─▶ block of layers.0     keys [2] ─┬─ [0] ─▶ dropout of attn
                    ├─ [2:4] ─▶ block of layers.1               └─ [1] ─▶ dropout of mlp
@@ -46,6 +47,8 @@ class Draws:
         self._names = {id(module): name for name, module in root.named_modules()}
         self._calls = [outside]
         self._key = key
+        self._keys: dict[int, Key] = {}  # by position, for what is run again when other microbatches have drawn
+        self._again: int | None = None  # the position of the next draw of what is run again
         self._thread = threading.get_ident()
 
     @contextmanager
@@ -56,7 +59,7 @@ class Draws:
             register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            with internals.redirecting(self._dispatch):
+            with self._redirected():
                 yield
         finally:
             for handle in handles:
@@ -64,9 +67,36 @@ class Draws:
 
     def take(self, modules: Sequence[str]) -> slice:
         """Note the draws of a block that the innermost module is now, by their names inside it; return their places."""
-        start, outer = len(self.modules), self._calls[-1]
-        self.modules += [f"{outer}.{name}" if outer and name else outer or name for name in modules]
-        return slice(start, len(self.modules))
+        start, outer = self._next, self._calls[-1]
+        if self._again is None:
+            self.modules += [f"{outer}.{name}" if outer and name else outer or name for name in modules]
+        else:
+            self._again += len(modules)
+        return slice(start, start + len(modules))
+
+    @property
+    def _next(self) -> int:
+        """The position of the next draw."""
+        return len(self.modules) if self._again is None else self._again
+
+    @contextmanager
+    def _redirected(self) -> Iterator[None]:
+        with internals.redirecting(self._dispatch), internals.checkpointing(self._repeatable):
+            yield
+
+    def _repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What a checkpoint that begins now is to run again: with the keys of the draws to come."""
+        start = self._next
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            before, self._again = self._again, start
+            try:
+                with self._redirected():
+                    return function(*args, **kwargs)
+            finally:
+                self._again = before
+
+        return again
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -81,14 +111,15 @@ class Draws:
             return operation(*args, **kwargs)
         if internals.takes_distributed(types):  # it draws for the shard of this rank, by an operation of its own
             return NotImplemented
-        position = len(self.modules)
-        self.modules.append(self._calls[-1])
+        position = self.take([""]).start
         given = internals.arguments(operation, args, kwargs)
         device = _device(given)
         self.device = self.device or device
         if self._key is None:
             return operation(*args, **kwargs)
-        return _drawn(operation, args, kwargs, given, self._key(position), device)
+        if position not in self._keys:
+            self._keys[position] = self._key(position)
+        return _drawn(operation, args, kwargs, given, self._keys[position], device)
 
 
 def is_draw(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -156,8 +187,8 @@ def refusing_draws() -> Iterator[None]:
     def dispatch(operation: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if is_draw(operation, args, kwargs):
             raise PipegraphError(
-                f"a backward runs a forward again that draws random numbers ({operation}), as a checkpoint around a "
-                'dropout does, and seed= cannot repeat them.\nTry: recompute="block" in place of the checkpoint.'
+                f"a backward draws random numbers ({operation}), and seed= cannot tell which of the forward's they "
+                'are.\nTry: torch.utils.checkpoint, or recompute="block", for what is to be computed again.'
             )
         return operation(*args, **kwargs)
 

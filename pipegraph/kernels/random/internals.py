@@ -5,8 +5,9 @@ All were checked with torch 2.11, 2.13 and 2.15. One that a new torch breaks rai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 
@@ -41,3 +42,33 @@ def takes_distributed(types: Sequence[type]) -> bool:
     """Return whether an operation with arguments of these classes is one of DTensors. `types` holds their classes, and
     that of DTensor is not imported for it."""
     return any(each.__name__ == "DTensor" for each in types)
+
+
+@contextmanager
+def checkpointing(repeatable: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Let `torch.utils.checkpoint`, called in this thread, run another function again in the backward: what
+    `repeatable` makes of its own when the checkpoint begins.
+
+    A checkpoint puts the state of torch's generators back, and tells nobody. Its public `context_fn` is the caller's.
+    """
+    from torch.utils import checkpoint
+
+    thread = threading.get_ident()
+    frame, forward = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction.forward
+
+    def make_frame(run_again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return frame(repeatable(run_again) if threading.get_ident() == thread else run_again, *args, **kwargs)
+
+    def reentrant(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        again = repeatable(function) if threading.get_ident() == thread else function
+        outputs = forward(ctx, function, *args)
+        ctx.run_function = again
+        return outputs
+
+    checkpoint._CheckpointFrame = make_frame  # type: ignore[assignment, misc]
+    checkpoint.CheckpointFunction.forward = staticmethod(reentrant)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        checkpoint._CheckpointFrame = frame  # type: ignore[misc]
+        checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]

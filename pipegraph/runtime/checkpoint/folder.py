@@ -56,6 +56,7 @@ class CheckpointIndex(Entry, frozen=True, kw_only=True):
         mesh: the dimensions of the ranks that saved, and how many there were along each.
         pipeline_steps: how many steps the pipeline had done, from which seeded random numbers go on: with accumulation
             more than `step`. None in a checkpoint of an older version.
+        without_frozen: whether parameters that needed no gradient were left out.
     """
 
     schema_version: int = 1
@@ -66,6 +67,7 @@ class CheckpointIndex(Entry, frozen=True, kw_only=True):
     extra: dict[Name, SavedExtra]
     files: dict[Name, SavedFile]
     pipeline_steps: Count | None = None
+    without_frozen: bool = False
 
 
 _KIND: Final = FileKind(

@@ -16,7 +16,7 @@ from pipegraph.errors import CheckpointError
 from pipegraph.package import Manifest
 from pipegraph.runtime.checkpoint import extra_state, folder, optimizer_state, random_state, storage
 from pipegraph.runtime.checkpoint.folder import CheckpointIndex
-from pipegraph.runtime.checkpoint.model_state import check_same_model, model_tensors, parameter_names
+from pipegraph.runtime.checkpoint.model_state import check_same_model, frozen_names, model_tensors, parameter_names
 from pipegraph.runtime.checkpoint.optimizer_state import OptimizerShare, OptimizerState
 from pipegraph.runtime.checkpoint.plain_values import decoded
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
@@ -93,13 +93,20 @@ def load(
     Raises:
         CheckpointError: it does not fit; on every rank, and nothing was changed.
     """
-    model = model_tensors(manifest, stages)
-    everywhere = [name for names in ranks.gather(list(model)) for name in names]
+    held, frozen = model_tensors(manifest, stages), frozen_names(manifest, stages) if index.without_frozen else set()
+    everywhere = {
+        name: is_frozen
+        for own in ranks.gather({each: each in frozen for each in held})
+        for name, is_frozen in own.items()
+    }
     before = RankGrid(tuple(name for name, _ in index.mesh), tuple(length for _, length in index.mesh))
 
-    def plan() -> tuple[dict[str, Any], dict[str, str], dict[str, Tensor], OptimizerState | None]:
+    def plan() -> tuple[dict[str, Any], dict[str, Any], dict[str, str], dict[str, Tensor], OptimizerState | None]:
         stored = storage.stored(place)
-        check_same_model(model, everywhere, stored)
+        model = {name: each for name, each in held.items() if name in stored or name not in frozen}
+        check_same_model(
+            model, [name for name, is_frozen in everywhere.items() if name in stored or not is_frozen], stored
+        )
         if extra is not None:
             extra_state.check_names(extra, index.extra)
         taken = _extra_names(index, before, ranks, is_asked=extra is not None)
@@ -112,9 +119,10 @@ def load(
             wanted.append(OPTIMIZER)
         if before == ranks.grid:
             wanted += [name for name in random_state.stored_names(ranks.rank) if name in stored]
-        return stored, taken, {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in wanted}, state
+        values = {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in wanted}
+        return stored, model, taken, values, state
 
-    stored, taken, values, state = ranks.agree(plan)
+    stored, model, taken, values, state = ranks.agree(plan)
     ranks.agree(lambda: storage.read(values, place))
     shares = ranks.gather(None if state is None else state.share())
 

@@ -20,6 +20,12 @@ def model_tensors(manifest: Manifest, stages: Mapping[int, nn.Module]) -> dict[s
     return {f"{PREFIX}{manifest.stored_name(name)}": each for name, each in parameters.state_dict(stages).items()}
 
 
+def frozen_names(manifest: Manifest, stages: Mapping[int, nn.Module]) -> set[str]:
+    """The names in storage of parameters that need no gradient."""
+    named = (each for stage in stages.values() for each in parameters.parameters_of(stage, every_name=True))
+    return {f"{PREFIX}{manifest.stored_name(name)}" for name, each in named if not each.requires_grad}
+
+
 def parameter_names(manifest: Manifest, stages: Mapping[int, nn.Module]) -> dict[int, str]:
     """The name of each parameter in a checkpoint, by its `id`."""
     return {id(each): manifest.stored_name(name) for name, each in parameters.named_parameters(stages)}

@@ -16,7 +16,7 @@ from pipegraph.errors import CheckpointError
 from pipegraph.package import Manifest
 from pipegraph.runtime.checkpoint import extra_state, folder, optimizer_state, storage
 from pipegraph.runtime.checkpoint.folder import CheckpointIndex, SavedFile
-from pipegraph.runtime.checkpoint.model_state import model_tensors, parameter_names
+from pipegraph.runtime.checkpoint.model_state import frozen_names, model_tensors, parameter_names
 from pipegraph.runtime.checkpoint.optimizer_state import OptimizerShare, OptimizerState
 from pipegraph.runtime.checkpoint.plain_values import encoded, fingerprint
 from pipegraph.runtime.checkpoint.random_state import random_states
@@ -38,6 +38,7 @@ class SaveRequest:
     optimizer: torch.optim.Optimizer | None
     extra: Mapping[str, Any]
     pipeline_steps: int = 0
+    frozen: bool = True
 
     @property
     def place(self) -> Path:
@@ -46,7 +47,7 @@ class SaveRequest:
 
     def text(self) -> str:
         """What has to be the same on every rank."""
-        return f"step={self.step}, keep={self.keep}, background={self.background}"
+        return f"step={self.step}, keep={self.keep}, background={self.background}, frozen={self.frozen}"
 
     def check(self) -> None:
         """Raise CheckpointError for numbers that cannot be."""
@@ -90,7 +91,9 @@ def collect(
 
     def own() -> tuple[dict[str, Tensor], dict[str, Tensor], _Share]:
         request.check()
-        tensors = {**model_tensors(manifest, stages), **random_states(ranks.rank, device)}
+        left_out = set[str]() if request.frozen else frozen_names(manifest, stages)
+        model = {name: each for name, each in model_tensors(manifest, stages).items() if name not in left_out}
+        tensors = {**model, **random_states(ranks.rank, device)}
         share = None
         if request.optimizer is not None:
             state = OptimizerState(request.optimizer, names)
@@ -126,6 +129,7 @@ def collect(
                 extra=saved,
                 files={},
                 pipeline_steps=request.pipeline_steps,
+                without_frozen=not request.frozen,
             ),
         )
 

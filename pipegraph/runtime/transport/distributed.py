@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipegraph.package import Value
+from pipegraph.kernels.autocast import autocast_number
 from pipegraph.runtime.processes.faults import SendFailed
 from pipegraph.runtime.processes.group import Group, lost_connections
 from pipegraph.runtime.processes.world import World
@@ -25,13 +25,16 @@ from pipegraph.runtime.step_data import StepInputs
 from pipegraph.runtime.transport.headers import DeferredHeaders, PipelineCall, ReceivedHeader, expected
 from pipegraph.runtime.transport.protocol import overwrite, verifies_releases
 from pipegraph.runtime.transport.sends import GlooSends, NcclSends, PendingSend, SendQueue
-from pipegraph.runtime.wiring import Transfer, torch_dtype
+from pipegraph.runtime.wiring import Transfer
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class BufferPool:
-    """Buffers for the messages of one direction of one edge, each with room for all `values` of a message.
+    """Buffers for the messages of one direction of one edge, each with room for all values of a message.
+
+    Args:
+        dtypes: of the values.
 
     take ─▶ a message is written ─▶ actions read it ─▶ release ─▶ taken again
                                                   └──▶ or never released, if something that left the executor shares it
@@ -45,8 +48,8 @@ class BufferPool:
     when everything is done that the current stream holds at that moment.
     """
 
-    def __init__(self, values: Sequence[Value], device: torch.device) -> None:
-        self._dtypes = list(map(torch_dtype, values))
+    def __init__(self, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+        self._dtypes = tuple(dtypes)
         self._device = device
         self._free: dict[Shapes, list[tuple[Tensor, ...]]] = {}
         self._used: set[Shapes] = set()
@@ -133,7 +136,7 @@ class DistributedTransport:
 
     def __init__(self, world: World, pairs: Iterable[tuple[int, int]], report: Callable[[SendFailed], None]) -> None:
         self._device = world.device
-        self._pools: dict[tuple[int, int], BufferPool] = {}
+        self._pools: dict[tuple[int, int, tuple[torch.dtype, ...]], BufferPool] = {}
         self._unfinished: set[DistributedReceive] = set()
         self._call = PipelineCall()
         self._given: StepInputs | None = None
@@ -153,7 +156,7 @@ class DistributedTransport:
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         sent = [tensor.contiguous() for tensor in tensors if tensor.numel()]
-        if self._is_first(transfer) and self._given is not None:
+        if self._is_first(transfer.ranks) and self._given is not None:
             sent.insert(0, self._call_with(self._given).header(self._device))
         self._sends.add(PendingSend(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
 
@@ -163,22 +166,41 @@ class DistributedTransport:
         call = header.wait()
         given.learn_numbers(call.sizes, call.rows)
 
+    def tell(self, ranks: tuple[int, int], numbers: Sequence[int]) -> None:
+        """Send whole numbers to the second rank, before the messages of the call."""
+        sent = [torch.tensor(numbers, dtype=torch.int64, device=self._device)]
+        if self._is_first(ranks) and self._given is not None:
+            sent.insert(0, self._call_with(self._given).header(self._device))
+        self._sends.add(PendingSend(self._groups[ranks], ranks[1], sent))
+
+    def hear(self, ranks: tuple[int, int], count: int, given: StepInputs) -> list[int]:
+        """Wait for the numbers that the first rank tells."""
+        header = self._first_header(ranks, given)
+        numbers = torch.zeros(count, dtype=torch.int64, device=self._device)
+        work = self._groups[ranks].receive(numbers, ranks[0])
+        if header is not None:
+            header.wait()
+        with expected(ranks[0], self._sends):
+            work.wait()
+        return numbers.tolist()
+
     def receive(self, transfer: Transfer, given: StepInputs) -> DistributedReceive:
-        stages = transfer.sender, transfer.receiver
-        if stages not in self._pools:
-            self._pools[stages] = BufferPool(transfer.values, self._device)
+        dtypes = tuple(map(given.dtype, transfer.values))
+        message = transfer.sender, transfer.receiver, dtypes
+        if message not in self._pools:
+            self._pools[message] = BufferPool(dtypes, self._device)
         group, peer = self._groups[transfer.ranks], transfer.ranks[0]
-        header = None
-        if self._is_first(transfer):
-            header = ReceivedHeader(group, peer, self._call_with(given), self._device, self._sends)
+        header = self._first_header(transfer.ranks, given)
         shapes = tuple(given.shape(value, transfer.microbatch) for value in transfer.values)
-        pool = self._pools[stages]
+        pool = self._pools[message]
         return DistributedReceive(group, peer, pool, shapes, header, self._deferred, self._unfinished, self._sends)
 
     def start(self, kind: str, given: StepInputs) -> None:
         if self._deferred is not None:
             self._deferred.check()
-        self._call, self._given = PipelineCall(self._call.number + 1, kind, given.microbatches), given
+        autocast = autocast_number(self._device.type)
+        self._call = PipelineCall(self._call.number + 1, kind, given.microbatches, autocast=autocast)
+        self._given = given
         self._headed.clear()
 
     def finish(self) -> None:
@@ -196,8 +218,14 @@ class DistributedTransport:
     def _call_with(self, given: StepInputs) -> PipelineCall:
         return replace(self._call, sizes=given.numbers, rows=given.known_rows)
 
-    def _is_first(self, transfer: Transfer) -> bool:
-        """Whether this is the first message of the call from its sender to its receiver."""
-        first = transfer.ranks not in self._headed
-        self._headed.add(transfer.ranks)
+    def _first_header(self, ranks: tuple[int, int], given: StepInputs) -> ReceivedHeader | None:
+        """The header that comes before the first message of the call; None before the others."""
+        if not self._is_first(ranks):
+            return None
+        return ReceivedHeader(self._groups[ranks], ranks[0], self._call_with(given), self._device, self._sends)
+
+    def _is_first(self, ranks: tuple[int, int]) -> bool:
+        """Whether this is the first message of the call from one rank to another."""
+        first = ranks not in self._headed
+        self._headed.add(ranks)
         return first

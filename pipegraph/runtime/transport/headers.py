@@ -28,6 +28,7 @@ class PipelineCall:
         microbatches: how many were asked for.
         sizes: of the batch; −1 for one that is not known.
         rows: those of each microbatch; empty if the batch is cut evenly; None if they are not known.
+        autocast: a number for the state of autocast that it is made in; 0 for none.
     """
 
     number: int = 0
@@ -35,27 +36,29 @@ class PipelineCall:
     microbatches: int = 1
     sizes: tuple[int, ...] = ()
     rows: tuple[int, ...] | None = ()
+    autocast: int = 0
 
     def header(self, device: torch.device) -> Tensor:
-        """A tensor [3 + sizes + rows] that says which call this is.
+        """A tensor [4 + sizes + rows] that says which call this is.
 
         Rows have the room of a multiple of `_ROOM`, so that headers for other numbers of microbatches arrive as well.
         """
         number = self.number * len(_KINDS) + _KINDS.index(self.kind)
         cut = -1 if self.rows is None else len(self.rows)
-        numbers = number, self.microbatches, cut, *self.sizes, *(self.rows or ())
+        numbers = number, self.microbatches, self.autocast, cut, *self.sizes, *(self.rows or ())
         room = math.ceil(self.microbatches / _ROOM) * _ROOM
-        header = torch.zeros(3 + len(self.sizes) + room, dtype=torch.int64, device=device)
+        header = torch.zeros(4 + len(self.sizes) + room, dtype=torch.int64, device=device)
         for index, each in enumerate(numbers):
             header[index].fill_(each)  # on the device: a copy from the host would be waited for
         return header
 
     def received(self, header: Tensor) -> PipelineCall:
         """The call that a header names which came for this one. Waits for a GPU."""
-        first, microbatches, cut, *rest = header.tolist()
+        first, microbatches, autocast, cut, *rest = header.tolist()
         number, kind = divmod(first, len(_KINDS))
         sizes, rows = rest[: len(self.sizes)], rest[len(self.sizes) :]
-        return PipelineCall(number, _KINDS[kind], microbatches, (*sizes,), None if cut < 0 else (*rows[:cut],))
+        of_each = None if cut < 0 else (*rows[:cut],)
+        return PipelineCall(number, _KINDS[kind], microbatches, (*sizes,), of_each, autocast)
 
     def check(self, header: Tensor, peer: int) -> None:
         """Raise RuntimeFault unless the header that came from rank `peer` is that of this call. Waits for a GPU."""
@@ -80,6 +83,11 @@ class PipelineCall:
             raise RuntimeFault(
                 f"rank {peer} is in {other}, and this rank in {self}. All ranks make the same calls of a pipeline, in "
                 f"the same order: look for one that only some of them make."
+            )
+        if other.autocast != self.autocast:
+            raise RuntimeFault(
+                f"rank {peer} makes this call in another region of torch.autocast than this rank. All ranks make it in "
+                "the same one, with the same dtype, or outside of any."
             )
 
     def __str__(self) -> str:

@@ -1,0 +1,136 @@
+"""The dtypes in which values cross between stages in a region of `torch.autocast`: those that their stages make there.
+
+stage 0 ─ run without memory ─▶ bfloat16 ─ told to its consumers ─▶ stage 1 ─ run without memory ─▶ …
+
+A receiver has to know the dtype of a message before it comes. It is found at the first call in such a region; all
+ranks make their calls in the same ones, which the header before the first message says.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipegraph.errors import PipegraphError
+from pipegraph.kernels.autocast import AutocastState, autocast_state
+from pipegraph.kernels.internals import fake_tensors
+from pipegraph.kernels.module_state import ModuleState
+from pipegraph.kernels.sharded import local
+from pipegraph.kernels.trace_guard import unchanged
+from pipegraph.package import Manifest
+from pipegraph.runtime.step_data import StepInputs
+from pipegraph.runtime.wiring import Edge, StageWiring, torch_dtype
+
+Dtypes = dict[str, torch.dtype]
+"""value → its dtype"""
+
+_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_AS_PROMISED: Final = -1
+
+
+class NumberTransport(Protocol):
+    """Carries whole numbers between ranks, before the messages of a call."""
+
+    def tell(self, ranks: tuple[int, int], numbers: Sequence[int]) -> None:
+        """Send to the second rank."""
+        ...
+
+    def hear(self, ranks: tuple[int, int], count: int, given: StepInputs) -> list[int]:
+        """Wait for what the first rank sends."""
+        ...
+
+
+class BoundaryDtypes:
+    """Finds the dtypes of what the stages of this process take and send, once for each state of autocast.
+
+    Args:
+        manifest: its dtypes are those of values without autocast, and of what is no float.
+        wiring: of all stages.
+        stages: of this process.
+        places: the rank of each stage.
+    """
+
+    def __init__(
+        self, manifest: Manifest, wiring: Sequence[StageWiring], stages: Mapping[int, nn.Module], places: Sequence[int]
+    ) -> None:
+        self._sizes, self._wiring, self._stages, self._places = manifest.captured_sizes, wiring, stages, places
+        self._found: dict[AutocastState, Dtypes] = {}
+
+    def under_autocast(self, given: StepInputs, transport: NumberTransport | None) -> Dtypes:
+        """The dtypes of floats that differ from the manifest's here and now; none outside of autocast.
+
+        Collective at the first call in a state of autocast. `transport` is None for a plain process.
+        """
+        state = autocast_state()
+        if not any(is_enabled for is_enabled, _ in state):
+            return {}
+        if state not in self._found:
+            self._found[state] = self._find(given, transport)
+        return self._found[state]
+
+    def _find(self, given: StepInputs, transport: NumberTransport | None) -> Dtypes:
+        found: Dtypes = {}
+        waiting: dict[tuple[int, int], deque[Edge]] = defaultdict(deque)  # in the order in which they are told
+        for producer in range(len(self._wiring)):
+            for edge in self._wiring[producer].leaving:
+                if producer not in self._stages and edge.consumer in self._stages:
+                    waiting[self._ranks(edge)].append(edge)
+        for index in sorted(self._stages):
+            for edge in self._wiring[index].arriving:
+                edges = waiting[self._ranks(edge)]
+                while transport is not None and edge in edges:
+                    next_edge = edges.popleft()
+                    numbers = transport.hear(self._ranks(edge), len(next_edge.values), given)
+                    pairs = zip(next_edge.names, numbers, strict=True)
+                    found |= {name: _FLOATS[number] for name, number in pairs if number != _AS_PROMISED}
+            found |= self._made_by(index, found)
+            for edge in self._wiring[index].leaving:
+                if transport is not None and edge.consumer not in self._stages:
+                    own = [_FLOATS.index(found[name]) if name in found else _AS_PROMISED for name in edge.names]
+                    transport.tell(self._ranks(edge), own)
+        return found
+
+    def _ranks(self, edge: Edge) -> tuple[int, int]:
+        return self._places[edge.producer], self._places[edge.consumer]
+
+    def _made_by(self, index: int, arriving: Dtypes) -> Dtypes:
+        """The dtypes that a stage gives to floats, by running it without memory for the captured sizes."""
+        stage, wiring = self._stages[index], self._wiring[index]
+        modules = list(stage.modules())
+        state = ModuleState(modules)
+        device = next((each.device for each in state.tensors()), torch.device("cpu"))
+        try:
+            with unchanged(modules), fake_tensors(), torch.no_grad():
+                own = [torch.empty_like(local(each), device=each.device) for each in state.tensors()]
+                inputs = [
+                    torch.zeros(
+                        value.shape_at(self._sizes), dtype=arriving.get(value.name, torch_dtype(value)), device=device
+                    )
+                    for value in wiring.inputs
+                ]
+                with state.replaced(own):
+                    returned = stage(*inputs)
+        except PipegraphError:
+            raise
+        except Exception as error:  # whatever an operation raises on a tensor without memory
+            warnings.warn(
+                f"what stage {index} makes under autocast cannot be told beforehand ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}): what it sends is cast to the package's dtypes.",
+                stacklevel=2,
+            )
+            return {}
+        outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
+        return {
+            value.name: output.dtype
+            for value, output in zip(wiring.outputs, outputs, strict=False)
+            if value.consumers
+            and isinstance(output, Tensor)
+            and output.dtype in _FLOATS
+            and torch_dtype(value) in _FLOATS
+            and output.dtype != torch_dtype(value)
+        }

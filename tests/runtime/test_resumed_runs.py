@@ -1,0 +1,68 @@
+"""A run that goes on elsewhere has the losses that it would have had, to the last digit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime import checkpoint_models as models
+from tests.runtime import checkpoint_ranks, ranks
+from tests.runtime.packages import write
+
+SEED = 3
+BATCHES = 8, 2
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packages")
+    for stages in (2, 4):
+        write(models.perceptrons(stages, dropout=0.1), folder / str(stages))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[float | None]]]:
+    """By the rows of a batch, the folder of a run that was saved at step 5, and its losses after that."""
+    runs = {}
+    for batch in BATCHES:
+        run = models.start(packages / "2", batch=batch, seed=SEED)
+        run.train(0, 5)
+        folder = run.save(tmp_path_factory.mktemp("run"), 5)
+        runs[batch] = folder, run.train(5, 10)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "shape", "batch"),
+    [
+        ("4", "zb-v", {"pp": 2}, 8),
+        ("4", "zb-h1", {"pp": 4}, 8),
+        # A microbatch for each rank: with more of them, gradients are added up in another order.
+        ("2", "1f1b", {"pp": 2, "dp_shard": 2}, 2),
+    ],
+)
+def test_it_goes_on_in_processes(
+    packages: Path,
+    saved: dict[int, tuple[Path, list[float | None]]],
+    stages: str,
+    schedule: str,
+    shape: dict[str, int],
+    batch: int,
+) -> None:
+    folder, losses = saved[batch]
+    count = shape["pp"] * shape.get("dp_shard", 1)
+    said = ranks.run(checkpoint_ranks.resume, count, str(packages / stages), schedule, shape, str(folder), batch, SEED)
+    known = [each for each in said if each[0] is not None]
+    assert known == [losses] * shape.get("dp_shard", 1)
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [("4", "zb-v"), ("4", "zb-h1"), ("2", "gpipe")])
+def test_it_goes_on_in_one_process(
+    packages: Path, saved: dict[int, tuple[Path, list[float | None]]], stages: str, schedule: str
+) -> None:
+    for batch, (folder, losses) in saved.items():
+        run = models.start(packages / stages, schedule, batch=batch, seed=SEED)
+        run.load(folder)
+        assert run.train(5, 10) == losses
