@@ -23,6 +23,7 @@ from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.loss_reduction import LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.pipeline_state import PipelineState
+from pipegraph.runtime.pipeline_text import describe_pipeline
 from pipegraph.runtime.prepared_stages import StageRequest, prepare_stages
 from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
@@ -172,19 +173,14 @@ class Pipeline(PipelineState):
             self.recompute = describe_stages(again)
             makers = stage_makers(kernels, again, max_variants, strict)
             self._runner = StepRunner(
-                prepared,
-                self.schedule,
-                schedule,
-                makers,
-                loss_fn,
-                self._reduction,
-                self.device,
-                world,
-                self._guard,
-                resident_stages(fsdp, resident),
-                numbers,
-            )
+                prepared, self.schedule, schedule, makers, loss_fn, self._reduction, self.device, world, self._guard,
+                resident_stages(fsdp, resident), numbers,
+            )  # fmt: skip
         super().__init__(prepared.manifest, self._runner.stages, self.device, self._processes, self._guard, numbers)
+
+    def __repr__(self) -> str:
+        name = self.package.path.name
+        return describe_pipeline(name, self.schedule, self.ranks, self.stages, self.device, self.kernels)
 
     def step(
         self,

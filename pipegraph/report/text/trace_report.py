@@ -217,7 +217,7 @@ def render_merge(
         error = "not known" if trace.clock.error is None else f"± {format_seconds(trace.clock.error)}"
         offset = format_seconds(trace.clock.offset)
         rows.append([describe_rank(run, rank), str(len(trace.spans)), offset, error if rank else ""])
-    parts.append(table(["", "actions", "clock offset", "error"], rows, width))
+    parts.append(table(["", "actions", "clock offset", "known to"], rows, width))
     notes = [f"note: {note}" for note in run.notes]
     if merged.early:
         notes.append(f"problem: {merged.early} messages arrive before they were sent: the clocks are further off")
