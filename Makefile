@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train train-killed test test-all lint format docs survey clean
+.PHONY: help setup demo train train-killed test test-all lint format docs pictures survey clean
 
 help:  ## List what can be done
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ format: $(READY)  ## Put the source in order
 
 docs: $(VENV)/.docs-ready  ## Build the pages of docs/ into build/docs; a warning is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky docs build/docs
+
+pictures: $(READY)  ## Draw docs/images anew, with Chromium (some minutes of an idle machine)
+	$(BIN)/python -m benchmarks.pictures
 
 # In an environment of its own: transformers imports torchvision where it is there, and beside a torch for the CPU that
 # fails unless torchvision's operators are declared first.

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from pipegraph.errors import one_line
 from pipegraph.graph.initialisation import Initialisation
 from pipegraph.graph.internals import call_name
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.symbolic_size import SizeLimits
 from pipegraph.recompute import DEFAULT, Recompute
+from pipegraph.units import format_count, format_number_of
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,15 @@ class Captured:
     training: bool = True
     segments: tuple[Segment, ...] = ()
     device_branch: str = ""
+
+    def __repr__(self) -> str:
+        weights = (entry for entry in self.state.values() if entry.kind == "parameter" and entry.fqn == entry.canonical)
+        parts = [
+            format_number_of("segment", len(self.segments)),
+            format_count(sum(entry.numel for entry in weights), "parameters"),
+            f"sizes {', '.join(self.sizes.captured)}" if self.sizes.captured else "all sizes fixed",
+        ]
+        return one_line(f"Captured({self.model_name}: {', '.join(parts)})")
 
     @cached_property
     def nodes(self) -> tuple[fx.Node, ...]:

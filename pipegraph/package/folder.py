@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pipegraph.arguments import require_path
-from pipegraph.errors import PackageError
+from pipegraph.errors import PackageError, one_line
+from pipegraph.notebook import draw
 from pipegraph.package.json_file import FileKind, Name
 from pipegraph.package.manifest import Manifest, path_problem
 from pipegraph.progress import track
+from pipegraph.units import format_number_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,6 +67,13 @@ class Package:
     path: Path
     manifest: Manifest
     identity: tuple[int, int] | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        model, stages = self.manifest.model.class_name or "model", format_number_of("stage", len(self.manifest.stages))
+        return one_line(f"Package({self.path}: {model} in {stages})")
+
+    def _repr_html_(self) -> str | None:
+        return draw("package_html", self)
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Package:

@@ -11,7 +11,7 @@ from pipegraph.errors import ArgumentError
 from pipegraph.package.json_errors import FieldError
 from pipegraph.package.json_file import Count, Entry, Figure, Name, Text, one_of
 from pipegraph.recompute import describe_stages, parse_stages
-from pipegraph.units import format_bytes, format_count, format_percent, format_seconds
+from pipegraph.units import format_bytes, format_count, format_number_of, format_percent, format_seconds
 
 SMALLEST, LARGEST = 0.01, 100.0
 """A profile whose predictions are further off is none of that device."""
@@ -182,6 +182,14 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         if self.in_seconds:
             return format_seconds(value)
         return format_bytes(value) if self.unit == "bytes" else format_count(value, self.unit)
+
+    @property
+    def in_a_line(self) -> str:
+        """The value and its schedule: ``250 ms a step of zb-v with 8 microbatches``."""
+        if not self.in_seconds:
+            return f"{self.amount(self.value)} in the largest stage"
+        microbatches = format_number_of("microbatch", self.microbatches)
+        return f"{self.amount(self.value)} a step of {self.schedule} with {microbatches}"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, with the gap. What says nothing is left out: a ratio that corrects nothing, no costs."""

@@ -21,12 +21,13 @@ from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel
 from pipegraph.cost.stage_cost import stage_cost
 from pipegraph.debug import dump
-from pipegraph.errors import ArgumentError, PlanError
+from pipegraph.errors import ArgumentError, PlanError, one_line
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import graph_text, stage_modules, stages_text
 from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark, points_of_pipe_splits
 from pipegraph.graph.partition.stages import Boundary, StageGraph, boundaries, divide_into_stages
 from pipegraph.graph.partition.stages import relay_skips as relay
+from pipegraph.notebook import draw
 from pipegraph.package import StageCost
 from pipegraph.package.prediction import Prediction, StagePrediction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, given_cuts, refine_cuts
@@ -34,7 +35,7 @@ from pipegraph.planner.plan_options import PlanOptions, check_number
 from pipegraph.planner.recompute_options import choose_recompute, parse_recompute
 from pipegraph.planner.solver.option_search import OptionSolution
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
-from pipegraph.planner.solver.solve_arguments import parse_memory
+from pipegraph.planner.solver.solve_arguments import either_memory, parse_memory
 from pipegraph.recompute import AUTO, Recompute
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes, format_number_of
@@ -65,6 +66,14 @@ class Plan:
     prediction: Prediction | None = None
     priced: PricedModel | None = field(default=None, repr=False)
     solution: Solution | OptionSolution | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        points, stages = ", ".join(map(str, self.points)), format_number_of("stage", len(self.stages))
+        step = "" if self.prediction is None else f"; {self.prediction.in_a_line}"
+        return one_line(f"Plan({self.captured.model_name} in {stages}, cut at {points}{step})")
+
+    def _repr_html_(self) -> str | None:
+        return draw("plan_html", self)
 
     def describe(self) -> list[str]:
         """Return a line per stage: ``stage 0: embed, layers.0 – layers.3``."""
@@ -118,6 +127,7 @@ def plan(
     setting: MeasureOptions | None = None,
     cache: Cache | None = None,
     relay_skips: bool = False,
+    memory: float | str | Sequence[float | str] | None = None,
 ) -> Plan:
     """Cut a captured model.
 
@@ -148,6 +158,7 @@ def plan(
         setting, cache: for ``measured``; see `pipegraph.cost.price.price`.
         relay_skips: whether a value for a later stage than the next one is handed on by those in between, as torch's
             ``PipelineStage`` needs it, in place of being sent straight there. What a step takes is predicted without.
+        memory: another name of ``memory_bytes``.
 
     Raises:
         ArgumentError: an argument has a value that it cannot have for any model.
@@ -156,6 +167,7 @@ def plan(
         ScheduleError: an unknown schedule, or one that cannot have these numbers.
     """
     _check_types(captured, schedule, hardware, loss, setting, cache)
+    memory_bytes = either_memory(memory, memory_bytes)
     if points is not None and stages is not None:
         choice = f"{argument('points')} or {argument('stages')}"
         raise PlanError(f"Both split points and a number of stages were given.\nTry: {choice}, not both.")

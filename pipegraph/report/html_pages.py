@@ -19,7 +19,7 @@ from pipegraph.errors import one_line
 from pipegraph.planner.step_prediction import describe_step
 from pipegraph.report.colours import COLLECTIVE_MEANING, COLLECTIVES, MEANING, ActionColours, colour, ink
 from pipegraph.report.text import is_number
-from pipegraph.report.text.predicted_vs_measured import prediction_error, stage_time_format
+from pipegraph.report.text.predicted_vs_measured import ERROR, prediction_error, stage_time_format
 from pipegraph.report.text.trace_report import (
     CAUSES,
     collective_table,
@@ -167,7 +167,7 @@ def _stages(analysis: RunAnalysis) -> dict[str, Any]:
                 ],
             }
         )
-    headers = ["a microbatch", "", f"predicted {unit.unit}", f"measured {unit.unit}", "error", "one above the other"]
+    headers = ["a microbatch", "", f"predicted {unit.unit}", f"measured {unit.unit}", ERROR, "one above the other"]
     return {"stages": rows, "stage_headers": headers}
 
 

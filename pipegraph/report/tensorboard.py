@@ -14,7 +14,12 @@ from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
 from pipegraph.planner.step_prediction import predict_step
 from pipegraph.report.text import markdown, markdown_table
-from pipegraph.report.text.package_tables import boundary_table, explain_cuts, package_title, stage_table
+from pipegraph.report.text.package_tables import (
+    explain_cuts,
+    package_title,
+    short_boundary_table,
+    short_stage_table,
+)
 from pipegraph.report.text.schedule_report import schedule_title
 from pipegraph.report.timeline_picture import timeline_drawing
 from pipegraph.runtime.pipeline import Pipeline
@@ -41,8 +46,10 @@ class TensorBoardWriter:
     optimizer), ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` of whole iterations and of all
     data-parallel ranks, ``rank_00/time/forward`` and so on for each of `PARTS`, ``rank_00/time/collectives`` beside
     them in a mesh whose schedule has them, ``rank_00/memory/peak_MiB``; a rank has its number in the mesh. With all
-    ranks in one process there is one ``memory/peak_MiB``, and no bubble. Text: ``plan``. Images: ``timeline/predicted``
-    and ``timeline/measured``, of a mesh's first pipeline. Hyper-parameters: the schedule, sizes, the mesh, the model,
+    ranks in one process there is one ``memory/peak_MiB``, and no bubble. The first step compiles, and would set the
+    scale of all others: its times have tags of their own, ``first_step/step`` and ``first_step/iteration``, and its
+    other figures that depend on time are left out. Text: ``plan``. Images: ``timeline/predicted`` and
+    ``timeline/measured``, of a mesh's first pipeline. Hyper-parameters: the schedule, sizes, the mesh, the model,
     kernels, recompute and device.
     """
 
@@ -62,18 +69,11 @@ class TensorBoardWriter:
 
     def step(self, figures: StepFigures) -> None:
         """Write the scalars of a step."""
-        scalars: dict[str, float | None] = {
-            "loss": figures.loss,
-            "bubble": figures.bubble,
-            "time/step": figures.seconds,
-            "time/step_predicted": self._expected,
-            "time/iteration": figures.iteration,
-        }
-        for name, count in (("samples", figures.samples), ("tokens", figures.tokens)):
-            if count is not None and figures.iteration > 0:
-                scalars[f"throughput/{name}_per_second"] = count / figures.iteration
-        for rank, parts in enumerate(figures.ranks):
-            scalars |= {f"rank_{rank:02}/time/{part}": seconds for part, seconds in parts.items()}
+        scalars: dict[str, float | None] = {"loss": figures.loss, "time/step_predicted": self._expected}
+        if figures.index == 0:
+            scalars |= {"first_step/step": figures.seconds, "first_step/iteration": figures.iteration}
+        else:
+            scalars |= _timed(figures)
         for process, held in enumerate(figures.peak_bytes):
             of = f"rank_{process:02}/" if len(figures.peak_bytes) > 1 else ""
             scalars[f"{of}memory/peak_MiB"] = held / _MIB
@@ -104,6 +104,17 @@ class TensorBoardWriter:
             file.add_summary(summary)
 
 
+def _timed(figures: StepFigures) -> dict[str, float | None]:
+    """Return the scalars of a step that depend on how long things took."""
+    scalars = {"bubble": figures.bubble, "time/step": figures.seconds, "time/iteration": figures.iteration}
+    for name, count in (("samples", figures.samples), ("tokens", figures.tokens)):
+        if count is not None and figures.iteration > 0:
+            scalars[f"throughput/{name}_per_second"] = count / figures.iteration
+    for rank, parts in enumerate(figures.ranks):
+        scalars |= {f"rank_{rank:02}/time/{part}": seconds for part, seconds in parts.items()}
+    return scalars
+
+
 def _settings(pipe: Pipeline, processes: int) -> dict[str, str | float]:
     """Return the settings on which a run's figures depend."""
     schedule = pipe.schedule
@@ -125,14 +136,11 @@ def _settings(pipe: Pipeline, processes: int) -> dict[str, str | float]:
 def _plan(package: Package, schedule: Schedule) -> str:
     """The package and its plan as Markdown."""
     manifest = package.manifest
-    headers, rows = stage_table(package)
-    headers = ["stage", "rank", *headers[1:-1]]  # without the files of the weights
-    rows = [[row[0], str(rank), *row[1:-1]] for row, rank in zip(rows, schedule.placement, strict=True)]
     parts = [
         f"## {markdown(package_title(manifest))}",
         markdown(schedule_title(schedule)),
-        markdown_table(headers, rows),
-        markdown_table(*boundary_table(manifest)),
+        markdown_table(*short_stage_table(manifest, schedule.placement)),
+        markdown_table(*short_boundary_table(manifest)),
         "\n".join(f"- {markdown(line)}" for line in explain_cuts(manifest)),
     ]
     return "\n\n".join(filter(None, parts))

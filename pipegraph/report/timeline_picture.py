@@ -22,11 +22,12 @@ from pipegraph.schedule import CollectiveKind, Kind, Schedule, Timeline
 from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.units import TimeFormat, format_number_of, format_percent, tick_marks
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 64, 92, 40  # around the lanes
+_LEFT, _BOTTOM = 80, 40  # around the lanes
+_ROW = 22  # of a legend
 _BOX, _MEMORY, _BETWEEN = 24, 14, 8  # heights of a box and the curve below it, and the gap to the next lane
 _STRIP = 14  # height of a rank's collectives, between its boxes and its curve
 _NARROWEST, _WIDEST = 780, 3600  # of the lanes
-_WIDEST_MEASURED = 1900
+_IMAGE = 350  # lanes of an image, whose type has to be readable on a card of TensorBoard
 _DIGIT = 6.2  # width of a digit in a box
 _MOST_ARROWS = 64
 _COLLECTIVE_MEANING = {
@@ -52,34 +53,36 @@ def schedule_drawing(simulated: SimulatedSchedule) -> Drawing:
     ]
     if timeline.collectives:
         figures.append(f"at most {format_number_of('gather', max(simulated.schedule.gathers))} on a rank")
-    lanes = _Lanes(simulated.schedule, timeline, unit, _WIDEST)
-    shapes = [
-        *lanes.grounds(),
-        *lanes.memory(),
-        *lanes.boxes(),
-        *lanes.collectives(),
-        *lanes.arrows(),
-        *lanes.critical_path(),
-    ]
-    return lanes.drawing(schedule_title(simulated.schedule), figures, shapes)
+    lanes = _Lanes(simulated.schedule, timeline, unit)
+    shapes = [*lanes.grounds(), *lanes.memory(), *lanes.boxes(), *lanes.collectives(), *lanes.arrows()]
+    return lanes.drawing(schedule_title(simulated.schedule), figures, [*shapes, *lanes.critical_path()])
+
+
+def simulated_timeline_drawing(schedule: Schedule, timeline: Timeline) -> Drawing:
+    """Draw a timeline in its own unit, with its critical path and the activations that ranks hold."""
+    unit = TimeFormat()
+    figures = [f"makespan {unit.text(timeline.makespan)} (bubble {format_percent(timeline.bubble)})"]
+    lanes = _Lanes(schedule, timeline, unit)
+    shapes = [*lanes.grounds(), *lanes.memory(), *lanes.boxes(), *lanes.collectives(), *lanes.critical_path()]
+    return lanes.drawing(schedule_title(schedule), figures, shapes)
 
 
 def timeline_drawing(schedule: Schedule, timeline: Timeline, what: str) -> Drawing:
-    """Draw the actions of a timeline in seconds; ``what`` it is, such as ``predicted``."""
+    """Draw the actions of a timeline in seconds as an image; ``what`` it is, such as ``predicted``."""
     unit = TimeFormat.of(timeline.makespan)
-    figures = [f"step {unit.text(timeline.makespan)} (bubble {format_percent(timeline.bubble)})"]
-    lanes = _Lanes(schedule, timeline, unit, _WIDEST_MEASURED)
-    return lanes.drawing(f"{schedule_title(schedule)} · {what}", figures, [*lanes.grounds(), *lanes.boxes()])
+    figures = [what, f"step {unit.text(timeline.makespan)}", f"bubble {format_percent(timeline.bubble)}"]
+    lanes = _Lanes(schedule, timeline, unit, is_image=True)
+    return lanes.drawing(schedule_title(schedule), figures, [*lanes.grounds(), *lanes.boxes()])
 
 
 @dataclass(frozen=True)
 class _Lanes:
-    """The places of ranks and times in a picture whose lanes are ``widest`` at most."""
+    """The places of ranks and times in a picture; ``is_image``: a small one, of actions alone."""
 
     schedule: Schedule
     timeline: Timeline
     unit: TimeFormat
-    widest: float
+    is_image: bool = False
 
     @cached_property
     def colours(self) -> ActionColours:
@@ -93,14 +96,33 @@ class _Lanes:
             return 0.0
         lasting = sorted(event.end - event.start for row in self.timeline.events for event in row)
         shortest = next((each for each in lasting if each > 0), makespan)  # only messages may take time
-        if self.widest < _WIDEST:  # the shortest measured action may be far too short
-            shortest = max(shortest, lasting[len(lasting) // 4])
         wanted = self.number_width / shortest * makespan
-        return min(max(wanted, self.narrowest), self.widest) / makespan
+        return (_IMAGE if self.is_image else min(max(wanted, self.narrowest), _WIDEST)) / makespan
 
     @cached_property
     def narrowest(self) -> float:
-        return max(_NARROWEST, sum(width for _, width in self.legend()) - _RIGHT)
+        """The width of the lanes at least: of the legend in one row, but for an image."""
+        if self.is_image:
+            return _IMAGE
+        return max(_NARROWEST, sum(width for _, width in self.legend) - self.right)
+
+    @property
+    def right(self) -> float:
+        """The width beside the lanes: of the most activations that each rank holds."""
+        return 16 if self.is_image else 64
+
+    @cached_property
+    def legend_rows(self) -> list[list[tuple[list[Shape], float]]]:
+        rows: list[list[tuple[list[Shape], float]]] = [[]]
+        for entry in self.legend:
+            if rows[-1] and sum(wide for _, wide in rows[-1]) + entry[1] > self.narrowest + self.right + 1:
+                rows.append([])
+            rows[-1].append(entry)
+        return rows
+
+    @property
+    def top(self) -> float:
+        return 70 + _ROW * len(self.legend_rows)
 
     @property
     def number_width(self) -> float:
@@ -115,25 +137,28 @@ class _Lanes:
 
     @property
     def lane(self) -> float:
-        return _BOX + self.strip + _MEMORY + _BETWEEN
+        return _BOX + self.strip + (0 if self.is_image else _MEMORY) + _BETWEEN
 
     def y(self, rank: int) -> float:
-        return _TOP + rank * self.lane
+        return self.top + rank * self.lane
 
     def drawing(self, title: str, figures: list[str], shapes: list[Shape]) -> Drawing:
         """The lanes below a title, figures and a legend."""
-        width = _LEFT + max(self.timeline.makespan * self.scale, self.narrowest) + _RIGHT
-        height = _TOP + self.schedule.ranks * self.lane + _BOTTOM
+        width = _LEFT + max(self.timeline.makespan * self.scale, self.narrowest) + self.right
+        height = self.top + self.schedule.ranks * self.lane + _BOTTOM
+        left, size = (12, 15) if self.is_image else (_LEFT, 17)
         head: list[Shape] = [
-            Label(_LEFT, 26, clip(title, 90), 17, bold=True),
-            Label(_LEFT, 45, "  ·  ".join(figures), 12, GREY),
+            Label(left, 26, clip(title, 54 if self.is_image else 90), size, bold=True),
+            Label(left, 45, "  ·  ".join(figures), 12, GREY),
         ]
-        x: float = _LEFT
-        for entry, wide in self.legend():
-            head += Drawing(0, 0, entry).moved(x, 58)
-            x += wide
+        for number, row in enumerate(self.legend_rows):
+            x: float = left
+            for entry, wide in row:
+                head += Drawing(0, 0, entry).moved(x, 58 + _ROW * number)
+                x += wide
         return Drawing(width, height, [*head, *shapes])
 
+    @cached_property
     def legend(self) -> list[tuple[list[Shape], float]]:
         """(shapes from (0, 0) on, their width) for everything that is to be explained."""
         parts = []
@@ -148,9 +173,9 @@ class _Lanes:
         for collective, fill in COLLECTIVES.items() if self.timeline.collectives else ():
             sign: list[Shape] = [Rectangle(0, 2, 18, _STRIP - 2, fill, 2), Label(9, 11.5, "0", 9, ink(fill), "middle")]
             parts.append(_explained(sign, 18, _COLLECTIVE_MEANING[collective]))
-        if self.widest == _WIDEST:
+        if not self.is_image:
             parts.append(_explained([Rectangle(1, 1, 18, 14, "none", 2, _CRITICAL, 2)], 20, "critical path"))
-        if self.widest == _WIDEST and self.schedule.trains:
+        if not self.is_image and self.schedule.trains:
             curve = [(0, 16), (0, 11), (6, 11), (6, 5), (12, 5), (12, 13), (18, 13), (18, 16)]
             parts.append(_explained([Line(curve, fill=_CURVE)], 18, "held activations, and peak"))
         return parts
@@ -169,7 +194,7 @@ class _Lanes:
             yield Rectangle(_LEFT, y, length, _BOX, LIGHT)
         for tick in tick_marks(self.timeline.makespan / self.unit.size, max(2, int(length / 80))):
             x = self.x(tick * self.unit.size)
-            yield Line([(x, _TOP - 4), (x, bottom + 6)], LINE, 0.7)
+            yield Line([(x, self.top - 4), (x, bottom + 6)], LINE, 0.7)
             yield Label(x, bottom + 19, self.unit.number(tick * self.unit.size), fill=GREY, anchor="middle")
         name = f"time in {self.unit.unit}" if self.unit.unit else "time"
         yield Label(_LEFT - 10, bottom + 19, name, fill=GREY, anchor="end")

@@ -24,6 +24,7 @@ from pipegraph.runtime.loss_reduction import LossReduction, LossWeight, checked_
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.pipeline_ranks import PipelineRanks
 from pipegraph.runtime.pipeline_state import PipelineState
+from pipegraph.runtime.pipeline_text import describe_pipeline
 from pipegraph.runtime.prepared_stages import StageRequest, prepare_stages
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS
@@ -173,19 +174,14 @@ class Pipeline(PipelineState, PipelineRanks):
             self.recompute = describe_stages(again)
             makers = stage_makers(kernels, again, max_variants, strict)
             self._runner = StepRunner(
-                prepared,
-                self.schedule,
-                schedule,
-                makers,
-                loss_fn,
-                self._reduction,
-                self.device,
-                world,
-                self._guard,
-                resident_stages(fsdp, resident),
-                numbers,
-            )
+                prepared, self.schedule, schedule, makers, loss_fn, self._reduction, self.device, world, self._guard,
+                resident_stages(fsdp, resident), numbers,
+            )  # fmt: skip
         super().__init__(prepared.manifest, self._runner.stages, self.device, self._processes, self._guard, numbers)
+
+    def __repr__(self) -> str:
+        name = self.package.path.name
+        return describe_pipeline(name, self.schedule, self.ranks, self.stages, self.device, self.kernels)
 
     def step(
         self,

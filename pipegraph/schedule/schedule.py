@@ -10,6 +10,7 @@ from typing import Any
 
 from pipegraph.arguments import require_type
 from pipegraph.errors import ScheduleError
+from pipegraph.notebook import draw
 from pipegraph.schedule.action import BACKWARD, Action, Collective, CollectiveKind, Kind
 from pipegraph.schedule.action_arrays import ActionArrays
 from pipegraph.schedule.replay import grid, slots
@@ -211,6 +212,9 @@ class Schedule:
         return f"{self.name}: {sizes}\n{grid(self.cells(), slots(self.arrays))}"
 
     __repr__ = __str__
+
+    def _repr_svg_(self) -> str | None:
+        return draw("schedule_svg", self)
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)  # the dataclass is frozen to everyone else

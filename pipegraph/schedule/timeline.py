@@ -7,9 +7,10 @@ from functools import cached_property
 from statistics import fmean
 from typing import NamedTuple
 
+from pipegraph.notebook import draw
 from pipegraph.schedule.action import Action
 from pipegraph.schedule.collective_stream import RankCollectives
-from pipegraph.units import format_percent
+from pipegraph.units import format_number_of, format_percent
 
 Place = tuple[int, int]
 """(rank, position among the events of that rank)"""
@@ -153,7 +154,12 @@ class Timeline:
         return ": ".join(filter(None, (" → ".join(shown), ", ".join(parts))))
 
     def __repr__(self) -> str:
+        actions = format_number_of("action", sum(map(len, self.events)))
         return (
-            f"Timeline(makespan={self.makespan:g}, span={self.span:g}, bubble={self.bubble:.4f}, "
-            f"span_bubble={self.span_bubble:.4f}, peak_activations={self.peak_activations})"
+            f"Timeline(makespan {self.makespan:g}, bubble {format_percent(self.bubble)}, {actions} on "
+            f"{format_number_of('rank', len(self.events))}, at most {max(self.peak_activations, default=0)} saved "
+            "activations)"
         )
+
+    def _repr_svg_(self) -> str | None:
+        return draw("timeline_svg", self)

@@ -13,10 +13,15 @@ from pipegraph import errors
 
 
 def test_all_names_everything_public() -> None:
-    public = {name for name in dir(pipegraph) if not name.startswith("_")}
+    known = {*vars(pipegraph), *pipegraph.__all__}
+    public = {name for name in known if not name.startswith("_")}
     modules = {name for name in public if inspect.ismodule(getattr(pipegraph, name))}
     imported = {"TYPE_CHECKING", "annotations"}
     assert public - (modules - {"schedule"}) - imported | {"__version__"} == set(pipegraph.__all__)
+
+
+def test_dir_has_the_public_names_alone() -> None:
+    assert dir(pipegraph) == sorted(pipegraph.__all__)
 
 
 @pytest.mark.parametrize("name", pipegraph.__all__)

@@ -24,6 +24,7 @@ def test_make_alone_lists_what_can_be_done() -> None:
         "lint",
         "format",
         "docs",
+        "pictures",
         "survey",
         "clean",
     ]

@@ -30,6 +30,7 @@ def opened(
     until: str = "",
     tries: int = 3,
     fragment: str = "",
+    dark: bool = False,
 ) -> Opened:
     """Open a file, without a network, and wait until nothing is to be done any more.
 
@@ -47,10 +48,11 @@ def opened(
         "--run-all-compositor-stages-before-draw",
         "--virtual-time-budget=4000",
         "--dump-dom",
+        f"--blink-settings=preferredColorScheme={int(not dark)}",
     ]
     address = f"{file.as_uri()}#{fragment}" if fragment else file.as_uri()
     done = subprocess.run([CHROMIUM, *switches, address], capture_output=True, text=True, timeout=90, check=False)
     found = Opened(done.stdout, tuple(re.findall(r"CONSOLE[^\n]*", done.stderr)))
     if until in found.dom or tries == 1:
         return found
-    return opened(file, width, height, profile, until, tries - 1, fragment)
+    return opened(file, width, height, profile, until, tries - 1, fragment, dark)

@@ -86,16 +86,22 @@ def test_scalars_of_every_step(run: Path) -> None:
             "time/step",
             "time/iteration",
             "throughput/samples_per_second",
+            "first_step/step",
+            "first_step/iteration",
             *(f"rank_0{rank}/time/{part}" for rank in (0, 1) for part in ("forward", "backward", "transfer", "wait")),
             "rank_00/memory/peak_MiB",
             "rank_01/memory/peak_MiB",
         ]
     )
     found = {name: [each.value for each in events.Scalars(name)] for name in events.Tags()["scalars"]}
-    assert all(len(values) == STEPS for values in found.values())
+    by_every_step = {name for name in found if name == "loss" or "memory" in name}
+    for name, values in found.items():
+        assert len(values) == (STEPS if name in by_every_step else 1 if "first_step" in name else STEPS - 1)
     assert [each.step for each in events.Scalars("loss")] == [0, 1, 2]
-    for index in range(STEPS):
-        step, of = found["time/step"][index], {name: values[index] for name, values in found.items()}
+    assert [each.step for each in events.Scalars("time/step")] == [1, 2]
+    for index in range(STEPS - 1):
+        step = found["time/step"][index]
+        of = {name: values[index] for name, values in found.items() if "first_step" not in name}
         busy = [of[f"rank_0{rank}/time/forward"] + of[f"rank_0{rank}/time/backward"] for rank in (0, 1)]
         assert of["bubble"] == pytest.approx(1 - sum(busy) / 2 / step, abs=1e-4)
         assert 0 < step <= of["time/iteration"] + 1e-6
@@ -109,7 +115,9 @@ def test_the_plan_and_the_timeline(run: Path) -> None:
     (plan,) = events.Tensors("plan/text_summary")
     text = plan.tensor_proto.string_val[0].decode()
     assert "1f1b: 2 ranks, 2 stages, 4 microbatches" in text
-    assert "| stage | rank | holds |" in text
+    tables = [line for line in text.splitlines() if line.startswith("| ")]
+    assert tables[0].startswith("| stage | rank | holds |")
+    assert {line.count("|") - 1 for line in tables} == {5}
     assert events.Tags()["images"] == ["timeline/measured"]
     (image,) = events.Images("timeline/measured")
     assert image.step == STEPS - 1

@@ -5,20 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from pipegraph.cost.hardware import Hardware
+from pipegraph.planner.comparison import PlanComparison
+from pipegraph.planner.cut_choice import CutChoice
+from pipegraph.planner.joint_plan.search import JointComparison
 from pipegraph.planner.run_comparison import compare_run
 from pipegraph.report.text import bar_width, short_modules, table, wrap
 from pipegraph.report.text.hardware_profile import render_hardware
+from pipegraph.report.text.joint_tables import render_joint_comparison
 from pipegraph.report.text.package_tables import render_package
-from pipegraph.report.text.plan_tables import render_prediction, render_prediction_summary
+from pipegraph.report.text.plan_tables import render_plan_comparison, render_prediction, render_prediction_summary
 from pipegraph.report.text.predicted_vs_measured import render_run_comparison
 from pipegraph.report.text.schedule_report import render_schedule
-from pipegraph.report.text.trace_report import render_trace_report
+from pipegraph.report.text.trace_report import render_merge, render_trace_report
 from pipegraph.schedule import Times, build, names
 from pipegraph.schedule.lower_bound import SimulatedSchedule
+from pipegraph.tracing.merged_trace import MergedTrace
 from tests.report.test_package_picture import PRICED, package
 from tests.report.test_plan_tables import PREDICTION
 from tests.report.test_predicted_vs_measured import MEASURED
@@ -49,7 +56,40 @@ def _hardware(width: int | None, folder: Path) -> str:
     return render_hardware(Hardware.load("h100"), width)
 
 
-REPORTS = (_package, _prediction, _run, _trace, _hardware)
+def _merge(width: int | None, folder: Path) -> str:
+    run = analysed(folder, "interleaved-1f1b", 2, 4).run
+    return render_merge(run, Path("build/trace.json.gz"), MergedTrace(192, 48, 2, 3), None, width)
+
+
+def _plan_comparison(width: int | None, folder: Path) -> str:
+    choices = tuple(_choice(name, stages) for name, stages in (("interleaved-1f1b", 16), ("1f1b", 8)))
+    return render_plan_comparison(
+        cast("PlanComparison", SimpleNamespace(choices=choices, best=choices[0], considered=72)), width
+    )
+
+
+def _joint_comparison(width: int | None, folder: Path) -> str:
+    layout = SimpleNamespace(pp=8, dp_replicate=16, dp_shard=32, tp=4)
+    choices = []
+    for name, stages in (("interleaved-1f1b", 16), ("dualpipe-v", 16)):
+        candidate = SimpleNamespace(layout=layout, schedule=name, rows=2, microbatches=64)
+        fields = vars(_choice(name, stages)) | {"candidate": candidate, "step": 12.5, "solution": _choice(name, stages)}
+        choices.append(SimpleNamespace(**fields))
+    neighbours = [SimpleNamespace(axis="dp_replicate", value="8", choice=choices[1])]
+    neighbours.append(SimpleNamespace(axis="recompute", value="min-cut", choice=None))
+    of_all = {"considered": 123_456, "searched": 12, "gap": 0.004}
+    comparison = SimpleNamespace(choices=choices, best=choices[0], neighbours=neighbours, **of_all)
+    return render_joint_comparison(cast("JointComparison", comparison), 4096, 16384, 8192, width)
+
+
+def _choice(name: str, stages: int) -> CutChoice:
+    schedule, options = SimpleNamespace(name=name, stages=stages, microbatches=64), SimpleNamespace()
+    options.recompute_text = "stages 0 – 3: block, stages 4 – 15: layers.*=block, *.mlp=none"
+    figures = {"value": 12.5, "per_microbatch": 0.195, "peak": 79 * 2**30}
+    return cast("CutChoice", SimpleNamespace(schedule=schedule, options=options, **figures))
+
+
+REPORTS = (_package, _prediction, _run, _trace, _merge, _hardware, _plan_comparison, _joint_comparison)
 
 
 def words(text: str) -> set[str]:
@@ -66,7 +106,7 @@ def test_a_report_fits(report: Callable[[int | None, Path], str], width: int, tm
     assert not [line for line in too_long if len(re.findall(r"\S  +\S", line)) > 1]  # prose, and no row of a table
     shown = wrap(laid_out, width)
     assert max(map(len, shown.split("\n"))) <= width
-    notes = words("\n".join(line for line in shown.split("\n") if line.startswith("left out: ")))
+    notes = words("\n".join(line for line in laid_out.split("\n") if line.startswith("left out: ")))
     headers = {"stage", "rank", "predicted", "measured", "error", "F", "I", "W", "B"}
     broken = {word for word in words(shown) - words(whole) - notes - headers if not word.endswith("…")}
     assert not {word for word in broken if not re.fullmatch(r"\d[FIWB]\d+|[−+]?[\d.]+", word)}

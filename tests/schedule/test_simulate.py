@@ -89,9 +89,7 @@ def test_both_measures() -> None:
     assert (timeline.makespan, timeline.span, timeline.busy) == (27, 24, (24,) * 4)
     assert (timeline.bubble, timeline.span_bubble) == (1 - 24 / 27, 0)
     assert timeline.peak_activations == peak_activations(build("zb-h2", 4, 8)) == (7, 7, 7, 7)
-    assert repr(timeline) == (
-        "Timeline(makespan=27, span=24, bubble=0.1111, span_bubble=0.0000, peak_activations=(7, 7, 7, 7))"
-    )
+    assert repr(timeline) == "Timeline(makespan 27, bubble 11.1 %, 96 actions on 4 ranks, at most 7 saved activations)"
 
 
 def test_the_bubble_is_the_mean_over_ranks() -> None:

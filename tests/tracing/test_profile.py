@@ -76,7 +76,7 @@ def test_a_loop_of_all_ranks_in_one_process(loop: Loop, tmp_path: Path) -> None:
     assert looked_at == [False, True, True, True] * 2 + [False, False]
     folder = profiler.folder
     assert folder.parent == tmp_path / "runs"
-    assert re.fullmatch(r"\w+_1f1b_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", folder.name)
+    assert re.fullmatch(r"1f1b_m\d+_\w+_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", folder.name)
     files = [f"rank_{rank:02d}.{window}.pt.trace.json.gz" for rank in (0, 1) for window in (0, 1)]
     assert names(folder) == sorted([*files, *STATIC])
     manifest = loop.pipe.package.manifest

@@ -18,7 +18,13 @@ from pipegraph.planner.solver.makespan import Links, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.objective import MemoryLimited, Objective, SlowestStage
 from pipegraph.planner.solver.prefix_sums import HELD, SAVED, TIMES, Integers, PrefixSums
-from pipegraph.planner.solver.solve_arguments import check_costs, check_numbers, memory_of_ranks, resolve_schedule
+from pipegraph.planner.solver.solve_arguments import (
+    check_costs,
+    check_numbers,
+    either_memory,
+    memory_of_ranks,
+    resolve_schedule,
+)
 from pipegraph.schedule import Schedule, Times, simulate
 from pipegraph.units import format_bytes
 
@@ -80,6 +86,7 @@ def solve(
     alternatives: int = 5,
     effort: float = 1.0,
     names: Sequence[str] | None = None,
+    memory: float | str | Sequence[float | str] | None = None,
 ) -> Solution:
     """Choose where to cut a chain of segments.
 
@@ -106,6 +113,7 @@ def solve(
         alternatives: how many other cuts to return, at most.
         effort: scales how long the search goes on. 1 is a few seconds.
         names: of the segments, for messages.
+        memory: another name of ``memory_bytes``.
 
     Raises:
         PlanError: fewer segments than stages, or arguments that are impossible or do not fit together; a
@@ -121,23 +129,23 @@ def solve(
         )
     sums, resolved = PrefixSums(costs), resolve_schedule(schedule, stages, microbatches, placement, ranks)
     memory_of = partial(MemoryNeed, sums, state_factor=state_factor, receives_ahead=receives_ahead)
-    memory = memory_of(resolved, limits=memory_of_ranks(memory_bytes, resolved.ranks))
+    need = memory_of(resolved, limits=memory_of_ranks(either_memory(memory, memory_bytes), resolved.ranks))
     makespan = Makespan(sums, resolved, link)
     seconds: Objective = makespan if objective == "makespan" else SlowestStage(sums, stages, resolved.trains)
     space = CutSpace.all_cuts(sums.segments, stages)
     starts = [equal_parts(sums, stages, TIMES if resolved.trains else TIMES[:1])]
-    if memory.limits:
-        space = space.restrict(memory.allows)
+    if need.limits:
+        space = space.restrict(need.allows)
 
         def with_stages(stages: int) -> MemoryNeed:
             ranks = stages // (resolved.stages // resolved.ranks)
             return memory_of(resolve_schedule(schedule, stages, microbatches, None, ranks))
 
-        starts = _starts_that_fit(sums, memory, starts, effort, with_stages)
-        seconds = MemoryLimited(seconds, memory, float(seconds.values(starts[0][None])[0]))
-    incumbents = Incumbents(seconds, memory.fits, 1 + alternatives)
+        starts = _starts_that_fit(sums, need, starts, effort, with_stages)
+        seconds = MemoryLimited(seconds, need, float(seconds.values(starts[0][None])[0]))
+    incumbents = Incumbents(seconds, need.fits, 1 + alternatives)
     bound = search_cuts(incumbents, space, starts, effort)
-    return _solution(incumbents, bound, sums.segments, makespan, memory, resolved, objective)
+    return _solution(incumbents, bound, sums.segments, makespan, need, resolved, objective)
 
 
 def _solution(

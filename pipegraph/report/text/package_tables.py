@@ -11,7 +11,7 @@ import msgspec
 from rich.text import Text
 
 from pipegraph.errors import one_line
-from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
+from pipegraph.package import CALLER, Manifest, Package, StageCost, StageEntry, Value
 from pipegraph.report.text import Table, clip, short_modules, table
 from pipegraph.report.text.plan_tables import render_prediction_summary
 from pipegraph.report.text.schedule_report import render_grid, render_legend, schedule_title
@@ -110,24 +110,63 @@ def package_title(manifest: Manifest) -> str:
 
 def has_times(manifest: Manifest) -> bool:
     """Return whether F, I and W of every stage were predicted or measured."""
-    return all(stage.cost.times and stage.cost.saved_bytes is not None for stage in manifest.stages)
+    return _have_times([stage.cost for stage in manifest.stages])
+
+
+def _have_times(costs: Sequence[StageCost]) -> bool:
+    return all(cost.times and cost.saved_bytes is not None for cost in costs)
 
 
 def stage_table(package: Package) -> Table:
     """Return headers and rows: what each stage holds, and what it costs as far as that is known."""
     manifest = package.manifest
+    held = [held_modules(manifest, stage.index) for stage in manifest.stages]
+    headers, rows = cost_table(held, [stage.cost for stage in manifest.stages])
+    for row, stage in zip(rows, manifest.stages, strict=True):
+        row[2] = row[2] or str(len(stage.parameters))
+        row.append(_weights(package, stage))
+    return [*headers, "weights"], rows
+
+
+def cost_table(held: Sequence[str], costs: Sequence[StageCost]) -> Table:
+    """Return headers and rows of stages: their modules, sizes and, if all have them, times and what is kept."""
+    headers = ["stage", "holds", "parameters", "forward"]
     rows = [
-        [str(stage.index), clip(short_modules(held_modules(manifest, stage.index))), *_costs(package, stage)]
-        for stage in manifest.stages
+        [
+            str(number),
+            clip(short_modules(modules)),
+            "" if cost.parameters is None else format_count(cost.parameters),
+            "" if cost.flops is None else format_count(cost.flops, "FLOP"),
+        ]
+        for number, (modules, cost) in enumerate(zip(held, costs, strict=True))
     ]
-    headers = ["stage", "holds", "parameters", "forward", "weights"]
-    if has_times(manifest):
-        times = [stage.cost.times or (0.0, 0.0, 0.0) for stage in manifest.stages]
+    if _have_times(costs):
+        times = [cost.times or (0.0, 0.0, 0.0) for cost in costs]
         unit = TimeFormat.of_column(map(sum, times))
-        headers[4:4] = ["F", "I", "W", unit.unit, "keeps"]
-        for row, stage, figures in zip(rows, manifest.stages, times, strict=True):
-            row[4:4] = [*map(unit.number, (*figures, sum(figures))), format_bytes(stage.cost.saved_bytes)]
+        headers += ["F", "I", "W", unit.unit, "keeps"]
+        for row, cost, figures in zip(rows, costs, times, strict=True):
+            row += [*map(unit.number, (*figures, sum(figures))), format_bytes(cost.saved_bytes)]
     return headers, rows
+
+
+def short_stage_table(manifest: Manifest, placement: Sequence[int]) -> Table:
+    """Return headers and rows of five columns: stage, rank, modules, parameters, and the times of F, I and W."""
+    unit = TimeFormat.of_column(sum(stage.cost.times or ()) for stage in manifest.stages)
+    timed, rows = has_times(manifest), []
+    for stage, rank in zip(manifest.stages, placement, strict=True):
+        flops = stage.cost.flops
+        work = " + ".join(map(unit.number, stage.cost.times or ())) if timed else format_count(flops or 0, "FLOP")
+        parameters = format_count(stage.cost.parameters or 0)
+        held = clip(short_modules(held_modules(manifest, stage.index)))
+        rows.append([str(stage.index), str(rank), held, parameters, work])
+    return ["stage", "rank", "holds", "parameters", f"F + I + W, {unit.unit}" if timed else "forward"], rows
+
+
+def short_boundary_table(manifest: Manifest) -> Table:
+    """Return the table of boundaries with five columns: the way of each tensor stands in one of them."""
+    _, rows = boundary_table(manifest)
+    found = [[name, tensor, f"{start} → {end}", size, grad] for name, tensor, start, end, size, grad in rows]
+    return ["boundary", "tensor", "way", "microbatch", "gradient"], found
 
 
 def boundary_table(manifest: Manifest) -> Table:
@@ -164,13 +203,11 @@ def _changes(package: Package) -> dict[str, Sequence[str]]:
     return {"edited since it was written": package.edited(), "missing": package.missing()}
 
 
-def _costs(package: Package, stage: StageEntry) -> list[str]:
-    parameters, flops = stage.cost.parameters, stage.cost.flops
-    return [
-        str(len(stage.parameters)) if parameters is None else format_count(parameters),
-        "" if flops is None else format_count(flops, "FLOP"),
-        clip(stage.weights) if stage.weights and package.has_weights else "buffers only" if stage.weights else "none",
-    ]
+def _weights(package: Package, stage: StageEntry) -> str:
+    """Where the weights of a stage are."""
+    if not stage.weights:
+        return "none"
+    return clip(stage.weights) if package.has_weights else "buffers only"
 
 
 def _crossing(manifest: Manifest) -> list[Value]:

@@ -73,7 +73,7 @@ def render_plan_comparison(comparison: PlanComparison, width: int | None = None)
     best = comparison.best
     unit = TimeFormat.of_column(choice.per_microbatch for choice in comparison.choices)
     headers = ["", "schedule", "stages", "microbatches", "recompute", "step", "a microbatch", "slower", "memory"]
-    less = "saves", "step", "stages", "recompute"
+    less = "saves", "step", "stages", "recompute", "slower"
     rows = [
         [
             "*" if choice is best else "",

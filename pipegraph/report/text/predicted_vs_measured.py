@@ -11,6 +11,9 @@ from pipegraph.report.text import Table, fits, table
 from pipegraph.schedule import CollectiveKind, Kind
 from pipegraph.units import TimeFormat, format_bytes, format_number_of, format_percent
 
+ERROR = "predicted ÷ measured − 1"
+"""What a column called error has."""
+
 
 def render_run_comparison(compared: RunComparison, width: int | None = None) -> str:
     """Return tables of stages, step and memory, and the hints."""
@@ -71,10 +74,15 @@ def render_stage_times(
     width: int | None = None,
     of: type[Kind] | type[CollectiveKind] = Kind,
 ) -> str:
-    """Return `stage_time_table` if the terminal is wide enough for it; else with a line for each kind of a stage."""
+    """Return `stage_time_table` if the terminal is wide enough for it; else with a line for each kind of a stage.
+
+    A line below says what an error is, if there is any.
+    """
+    known = any(each.error is not None for stage in stages for each in stage.values())
+    legend = f"\nerror: {ERROR}" if known else ""
     side_by_side = table(*stage_time_table(stages, placement, of))
     if fits(side_by_side, width):
-        return side_by_side
+        return side_by_side + legend
     unit, rows = stage_time_format(stages), []
     for number, (stage, rank) in enumerate(zip(stages, placement, strict=True)):
         names = [str(number), str(rank)]
@@ -82,7 +90,7 @@ def render_stage_times(
             figures = [unit.number(each.predicted), unit.number(each.measured), prediction_error(each)]
             rows.append([*names, str(kind), *figures])
             names = ["", ""]
-    return table(["stage", "rank", "", "predicted", "measured", "error"], rows, width)
+    return table(["stage", "rank", "", "predicted", "measured", "error"], rows, width) + legend
 
 
 def stage_time_table(

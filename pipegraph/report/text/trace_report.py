@@ -227,7 +227,7 @@ def render_merge(
             error = "not known" if trace.clock.error is None else f"± {format_seconds(trace.clock.error)}"
             offset, number = format_seconds(trace.clock.offset), run.line[rank]
             rows[number] = [describe_rank(run, rank), str(len(trace.spans)), offset, error if number else ""]
-    parts.append(table(["", "actions", "clock offset", "error"], [rows[number] for number in sorted(rows)], width))
+    parts.append(table(["", "actions", "clock offset", "known to"], [rows[number] for number in sorted(rows)], width))
     notes = [f"note: {note}" for note in runs[0].chosen]
     if merged.early:
         notes.append(f"problem: {merged.early} messages arrive before they were sent: the clocks are further off")

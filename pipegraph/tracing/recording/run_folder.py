@@ -1,6 +1,6 @@
 """The folder of a recorded run: made by all processes together, and filled window by window.
 
-DIR/transformer_1f1b_2026-10-01_12-30-00/
+DIR/1f1b_m8_transformer_2026-10-01_12-30-00/
   rank_00.1790857026000000000.pt.trace.json.gz   of each rank of the mesh and window; a window has one number
   pipeline.json                                  the package's manifest
   schedule.csv                                   what was run, with its collectives
@@ -130,7 +130,9 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
     Raises PipegraphError, in all processes, if one of them cannot write into it.
     """
     schedule, manifest = pipe.schedule, pipe.package.manifest
-    words = (manifest.model.class_name or "model").lower(), schedule.name, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    model, moment = (manifest.model.class_name or "model").lower(), f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    # What differs comes first: a narrow list of runs cuts names off.
+    words = schedule.name, f"m{schedule.microbatches}", model, moment
     name = "_".join(re.sub(r"[^\w.-]+", "-", word) for word in words)
     run = pipe.gather_text(uuid.uuid4().hex if _is_first(pipe) else "", everywhere=True)[0]
     about = {

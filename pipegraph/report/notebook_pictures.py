@@ -1,0 +1,84 @@
+"""What notebooks show: tables of plans and packages as HTML, schedules and timelines as SVG.
+
+`pipegraph.notebook.draw` calls these functions by their names.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from pipegraph.package import Package
+from pipegraph.planner.plan import Plan
+from pipegraph.planner.step_prediction import PlannedStep
+from pipegraph.report.html_pages import templates
+from pipegraph.report.package_picture import simulated_package
+from pipegraph.report.text import Table
+from pipegraph.report.text.package_tables import (
+    cost_table,
+    explain_cuts,
+    package_title,
+    short_boundary_table,
+    short_stage_table,
+)
+from pipegraph.report.text.plan_tables import render_prediction_summary
+from pipegraph.report.timeline_picture import schedule_drawing, simulated_timeline_drawing
+from pipegraph.schedule import Schedule, Timeline, Times, build
+from pipegraph.schedule.lower_bound import SimulatedSchedule
+from pipegraph.units import format_number_of
+
+_MOST = 2_000  # actions in a picture; a notebook with more of them is slow
+
+
+def plan_html(plan: Plan) -> str:
+    """Return the stages of a plan with their costs, what a step is predicted to take, and the reasons of the cuts."""
+    held = [line.partition(": ")[2] for line in plan.describe()]
+    title = f"{plan.captured.model_name} in {format_number_of('stage', len(plan.stages))}"
+    lines: list[str] = []
+    if plan.prediction is not None:
+        cuts = enumerate(plan.prediction.with_reasons().cuts, 1)
+        reasons = [f"stage {number} begins at {cut.point}: {cut.reason}" for number, cut in cuts]
+        lines = [*render_prediction_summary(plan.prediction).split("\n"), *reasons]
+    return _html(title, [cost_table(held, plan.costs)], lines)
+
+
+def package_html(package: Package) -> str:
+    """Return the stages of a package, what crosses between them, and the step that it was planned for."""
+    manifest, schedule = package.manifest, _planned(package)
+    picture = None
+    if sum(map(len, schedule.actions)) <= _MOST:
+        drawn = schedule_drawing(simulated_package(manifest, schedule))
+        picture = drawn.to_svg(schedule.name)
+    tables = [short_stage_table(manifest, schedule.placement), short_boundary_table(manifest)]
+    return _html(package_title(manifest), tables, explain_cuts(manifest), picture)
+
+
+def schedule_svg(schedule: Schedule) -> str | None:
+    """Return a schedule over time, as if F, I and W took the same time on every stage; None if it is too large."""
+    if sum(map(len, schedule.actions)) > _MOST:
+        return None
+    drawn = schedule_drawing(SimulatedSchedule(schedule, Times.equal(schedule.stages)))
+    return drawn.to_svg(schedule.name)
+
+
+def timeline_svg(timeline: Timeline) -> str | None:
+    """Return a timeline, with times in its own unit; None if it is too large."""
+    actions = tuple(tuple(event.action for event in row) for row in timeline.events)
+    if not any(actions) or sum(map(len, actions)) > _MOST:
+        return None
+    ranks = {action.stage: rank for rank, row in enumerate(actions) for action in row}
+    microbatches = 1 + max(action.microbatch for action in chain.from_iterable(actions))
+    schedule = Schedule("timeline", tuple(ranks[stage] for stage in sorted(ranks)), microbatches, actions)
+    return simulated_timeline_drawing(schedule, timeline).to_svg("timeline")
+
+
+def _planned(package: Package) -> Schedule:
+    """Return the schedule that a package was planned for, if its name and numbers make it, else 1f1b."""
+    stages, planned = len(package.manifest.stages), PlannedStep.of(package.manifest)
+    if planned is None or not planned.is_buildable:
+        return build("1f1b", stages, planned.microbatches if planned else stages)
+    return build(planned.schedule, planned.ranks, planned.microbatches, stages // planned.ranks)
+
+
+def _html(title: str, tables: list[Table], lines: list[str], picture: str | None = None) -> str:
+    page = templates().get_template("notebook.html.jinja")
+    return page.render(title=title, tables=tables, lines=lines, picture=picture)
