@@ -75,8 +75,8 @@ class Pipeline(PipelineState):
         fsdp: options of torch's `fully_shard` (`mp_policy`, `reshard_after_forward`, `shard_placement_fn`, …), which
             divides the parameters of each repeated layer, and of the rest of a stage, between the ranks along
             "dp_shard". They are gathered when the schedule says so, and kernels compute with the whole.
-        resident: how many stages of this rank may be whole at a time; by default all, or 2 with
-            ``reshard_after_forward=True``: one that computes and one that is being gathered.
+        resident: how many stages of this rank may be whole at a time; by default as the package was planned; else all,
+            or 2 with ``reshard_after_forward=True``: one that computes and one that is being gathered.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block" (every repeated
             layer, from what goes into it); such a choice for patterns of module names, of which the last that fits
             counts (``{"layers.*": "block", "*.mlp": "none"}``, ``{"layers[::2]": "block"}`` for every second layer); in
@@ -181,7 +181,7 @@ class Pipeline(PipelineState):
                 self.device,
                 world,
                 self._guard,
-                resident_stages(fsdp, resident),
+                resident_stages(fsdp, resident, self.package.manifest.prediction),
                 numbers,
             )
         super().__init__(prepared.manifest, self._runner.stages, self.device, self._processes, self._guard, numbers)
