@@ -73,9 +73,9 @@ def run(
     context: typer.Context,
     out: PackageArgument,
     nproc: ProcessesOption = None,
-    dp_replicate: ReplicateOption = 1,
-    dp_shard: ShardOption = 1,
-    tp: TensorOption = 1,
+    dp_replicate: ReplicateOption = None,
+    dp_shard: ShardOption = None,
+    tp: TensorOption = None,
     mesh_order: MeshOrderOption = "pp,dp_replicate,dp_shard,tp",
     schedule: PlannedScheduleOption = None,
     microbatches: MicrobatchesOption = None,
@@ -105,8 +105,8 @@ def run(
     """Train a package, and measure the steps.
 
     It trains on the data of a model file, or on one batch. Each step is printed with its loss and time, then predicted
-    beside measured figures. A package that was planned runs its plan: its schedule, microbatches and ranks, unless
-    options say otherwise. It starts its own processes, unless torchrun has.
+    beside measured figures. A package that was planned runs its plan, unless options say otherwise: its schedule,
+    microbatches, rows, ranks and mesh. It starts its own processes, unless torchrun has.
 
     \b
     Example:
@@ -118,7 +118,8 @@ def run(
             "they belong to --model; without it the package's own sizes are used.\nTry: --model too",
             param_hint="--batch / --seq",
         )
-    lengths = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
+    lengths = {name: length for name, length in given.items() if length is not None}
     if recalibrate is not None:
         check_recalibrate(STEPS if steps is None and model is None else steps, kernels)
     if profile is not None:
@@ -144,7 +145,7 @@ def run(
             return
         # The rank that knows the loss prints, and shows progress.
         quiet = is_launched() and int(os.environ["RANK"]) != grid.first(chosen.placement[-1])
-        source = _source(model, batch, seq)
+        source = _source(model, batch, seq, package)
         with progress("loading", quiet) as say:
             from pipegraph.workflows.run_checkpoints import CheckpointOptions, Termination
             from pipegraph.workflows.train import Training
@@ -197,12 +198,12 @@ def _choose(
 
     package = Package.open(out)
     plan = package.manifest.prediction
-    if plan is not None and plan.mesh and schedule is None and all(length == 1 for length in lengths.values()):
-        lengths = plan.mesh
+    planned = {} if plan is None else plan.mesh
+    lengths = {**planned, **lengths}
     if weights is not None:
         checkpoint_folder(weights)
     launched = is_launched()
-    asked = pipeline_ranks(int(os.environ["WORLD_SIZE"]) if launched else nproc, lengths, launched)
+    asked = pipeline_ranks(int(os.environ["WORLD_SIZE"]) if launched else nproc, lengths, launched, planned)
     chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
     ranks = asked or chosen.ranks
     grid = grid_of(ranks, lengths, order)
@@ -247,12 +248,13 @@ def _launch(context: typer.Context, processes: int, debug: bool, grace: float) -
         launch(arguments, processes, debug, environment, folders, grace)
 
 
-def _source(model: str | None, batch: int | None, seq: int | None) -> ModelSource | None:
+def _source(model: str | None, batch: int | None, seq: int | None, package: Package) -> ModelSource | None:
     if model is None:
         return None
     from pipegraph.graph.sources import load
+    from pipegraph.workflows.batch import planned_rows
 
-    return load(model, weights=False, batch=batch, seq=seq)
+    return load(model, weights=False, batch=batch or planned_rows(package.manifest), seq=seq)
 
 
 def _prepare_profile(folder: Path) -> None:
@@ -302,7 +304,7 @@ def _train(
     kernels, is_compiled = training.kernels()
     if not training.knows_loss:
         return
-    compared = compare_run(package.manifest, training.schedule, measured, hardware)
+    compared = compare_run(package.manifest, training.schedule, measured, hardware, training.mesh)
     result: dict[str, Any] = {
         "schedule": schedule.name,
         "ranks": schedule.ranks,

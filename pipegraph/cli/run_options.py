@@ -20,21 +20,36 @@ ProcessesOption = Annotated[
         help="Processes to start; 1 runs every stage in this one. [default: the ranks of the schedule]",
     ),
 ]
+_PLANNED = "[default: the plan's, else 1]"
 ReplicateOption = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--dp-replicate", metavar="N", min=1, help="Pipelines that train the model together, each with the whole of it."
+        "--dp-replicate",
+        metavar="N",
+        min=1,
+        show_default=False,
+        help=f"Pipelines that train the model together, each with the whole of it. {_PLANNED}",
     ),
 ]
 ShardOption = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--dp-shard", metavar="N", min=1, help="Ranks that share a stage's parameters, for batches of their own."
+        "--dp-shard",
+        metavar="N",
+        min=1,
+        show_default=False,
+        help=f"Ranks that share a stage's parameters, for batches of their own. {_PLANNED}",
     ),
 ]
 TensorOption = Annotated[
-    int,
-    typer.Option("--tp", metavar="N", min=1, help="Ranks that divide each layer, by the package's own tp_plan."),
+    int | None,
+    typer.Option(
+        "--tp",
+        metavar="N",
+        min=1,
+        show_default=False,
+        help=f"Ranks that divide each layer, by the package's own tp_plan. {_PLANNED}",
+    ),
 ]
 MeshOrderOption = Annotated[
     str,

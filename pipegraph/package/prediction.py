@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -93,6 +94,8 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         cuts: between stages.
         mesh: the dimensions of the mesh besides the pipeline's, by name; empty for one pipeline. ``value`` counts what
             their collectives take.
+        resident: how many stages of a rank are whole at a time, if ranks along dp_shard divide their parameters; None
+            for all.
         stages: of each stage; empty in a manifest, where the entries of stages hold it.
         measured_ratio: of the hardware, as it was when this was priced.
     """
@@ -112,6 +115,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     mesh: dict[Annotated[str, one_of("dp_replicate", "dp_shard", "tp")], Annotated[int, Meta(ge=1, le=65536)]] = (
         msgspec.field(default_factory=dict)
     )
+    resident: Annotated[int, Meta(ge=1, le=65536)] | None = None
     stages: tuple[StagePrediction, ...] = ()
     cuts: tuple[Cut, ...]
 
@@ -130,6 +134,11 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     def recompute_text(self) -> str:
         """What backwards compute again, in a line."""
         return describe_stages(parse_stages(self.recompute, len(self.placement)))
+
+    @property
+    def mesh_text(self) -> str:
+        """``pp 2 × dp_shard 2, with 1 stage of a rank whole at a time``; empty for one pipeline."""
+        return mesh_text(self.ranks, self.mesh, self.resident)
 
     @property
     def in_seconds(self) -> bool:
@@ -194,7 +203,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     def to_dict(self) -> dict[str, Any]:
         """As plain values, with the gap. What says nothing is left out: a ratio that corrects nothing, no costs."""
         silent = {"costs"} if not self.stages else set()
-        silent |= set() if self.mesh else {"mesh"}
+        silent |= {name for name in ("mesh", "resident") if not getattr(self, name)}
         silent |= {"measured_ratio"} if self.measured_ratio == UNCORRECTED else set()
         found: dict[str, Any] = {}
         for name, value in msgspec.to_builtins(self).items():
@@ -203,3 +212,10 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
             if name not in silent:
                 found[name] = value
         return found
+
+
+def mesh_text(ranks: int, mesh: Mapping[str, int], resident: int | None = None) -> str:
+    """Return the dimensions of a mesh with a pipeline of so many ranks, without those of one; empty for a pipeline."""
+    others = [f"{name} {length}" for name, length in mesh.items() if length > 1]
+    whole = "" if resident is None else f", with {format_number_of('stage', resident)} of a rank whole at a time"
+    return f"{' × '.join([f'pp {ranks}', *others])}{whole}" if others else ""

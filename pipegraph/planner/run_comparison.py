@@ -9,6 +9,7 @@ from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import one_line
 from pipegraph.package import Manifest
+from pipegraph.package.prediction import mesh_text
 from pipegraph.planner.step_prediction import PlannedStep, describe_step, predict_step, pricing_profile
 from pipegraph.runtime.measurements import COMPUTING, MeasuredRun, Message
 from pipegraph.schedule import CollectiveKind, Kind, Schedule
@@ -64,11 +65,16 @@ class RunComparison:
 
 
 def compare_run(
-    manifest: Manifest, schedule: Schedule, measured: MeasuredRun, hardware: Hardware | None = None
+    manifest: Manifest,
+    schedule: Schedule,
+    measured: MeasuredRun,
+    hardware: Hardware | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> RunComparison:
     """Compare a run with the prediction of its package for the run's schedule, with its collectives.
 
-    ``hardware`` is the profile with the links; see `predict_step`.
+    ``hardware`` is the profile with the links; see `predict_step`. ``mesh`` has the lengths of the mesh's other
+    dimensions; without it they count as planned.
     """
     plan, in_turn = manifest.prediction, measured.processes < schedule.ranks
     collectives = tuple(
@@ -97,7 +103,7 @@ def compare_run(
         }
         for stage in range(schedule.stages)
     )
-    hints = [_other_plan_hint(manifest, schedule), *_hints(manifest, stages, measured, expected.links_known)]
+    hints = [_other_plan_hint(manifest, schedule, mesh), *_hints(manifest, stages, measured, expected.links_known)]
     states = [rank.state for rank in memory] if memory else [None] * schedule.ranks
     saved = [rank.saved for rank in memory] if memory else [None] * schedule.ranks
     return RunComparison(
@@ -148,15 +154,23 @@ def _seconds(cost: SegmentCost, kind: Kind) -> float:
     }[kind]
 
 
-def _other_plan_hint(manifest: Manifest, schedule: Schedule) -> str:
-    """Return a hint if the plan was made for another step than the one that ran, else an empty string."""
-    planned = PlannedStep.of(manifest)
-    if planned is None or planned.is_of(schedule):
+def _other_plan_hint(manifest: Manifest, schedule: Schedule, mesh: Mapping[str, int] | None) -> str:
+    """Return a hint if the plan was made for another step or mesh than what ran, else an empty string."""
+    plan, planned = manifest.prediction, PlannedStep.of(manifest)
+    if plan is None or planned is None:
         return ""
-    ran = describe_step(schedule.name, schedule.microbatches, schedule.ranks)
+    was, ran = plan.mesh_text, plan.mesh_text if mesh is None else mesh_text(schedule.ranks, mesh, plan.resident)
+    if planned.is_of(schedule) and was == ran:
+        return ""
+    step = describe_step(schedule.name, schedule.microbatches, schedule.ranks)
     options = "without --schedule, --microbatches and --nproc"
+    if was != ran:
+        options = f"{options}, --dp-replicate, --dp-shard and --tp"
+        was, ran = (f" in a mesh of {each}" if each else " in one pipeline" for each in (was, ran))
+    else:
+        was = ran = ""
     how = options if planned.is_buildable else "--schedule with the plan's CSV file"
-    return f"The plan was {planned}, and this was {ran}. Try: {how}"
+    return f"The plan was {planned}{was}, and this was {step}{ran}. Try: {how}"
 
 
 def _hints(

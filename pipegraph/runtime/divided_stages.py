@@ -15,6 +15,7 @@ from pipegraph.arguments import argument, for_asker
 from pipegraph.errors import ArgumentError
 from pipegraph.kernels.sharded import layout_text, wrapper_of
 from pipegraph.package import Manifest
+from pipegraph.package.prediction import Prediction
 from pipegraph.runtime import tensor_parallel
 from pipegraph.runtime.divided_boundaries import divided_boundaries
 from pipegraph.runtime.fully_sharded import (
@@ -129,10 +130,17 @@ def shard_stages(
     return groups, manifest if dtype is None else computed_in(manifest, dtype, dtypes)
 
 
-def resident_stages(options: Mapping[str, Any] | None, resident: int | None) -> int | None:
-    """How many sharded stages of a rank may be whole at a time; None for all. Raises ArgumentError."""
+def resident_stages(
+    options: Mapping[str, Any] | None, resident: int | None, plan: Prediction | None = None
+) -> int | None:
+    """How many sharded stages of a rank may be whole at a time, by default as planned; None for all.
+
+    Raises ArgumentError.
+    """
     if resident is not None and (type(resident) is not int or resident < 1):
         raise ArgumentError(f"resident cannot be {resident!r}: give how many stages of a rank may be whole, from 1 on.")
+    if resident is None and plan is not None and plan.resident is not None:
+        return plan.resident
     return 2 if resident is None and (options or {}).get("reshard_after_forward") else resident
 
 

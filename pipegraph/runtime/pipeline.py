@@ -77,8 +77,8 @@ class Pipeline(PipelineState, PipelineRanks):
             divides the parameters of each repeated layer, and of the rest of a stage, between the ranks along
             "dp_shard". They are gathered when the schedule says so, and kernels compute with the whole. A
             `parallelize_fn` may call `fully_shard` itself instead, over that dimension of the mesh.
-        resident: how many stages of this rank may be whole at a time; by default all, or 2 with
-            ``reshard_after_forward=True``: one that computes and one that is being gathered.
+        resident: how many stages of this rank may be whole at a time; by default as the package was planned; else all,
+            or 2 with ``reshard_after_forward=True``: one that computes and one that is being gathered.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block" (every repeated
             layer, from what goes into it); such a choice for patterns of module names, of which the last that fits
             counts (``{"layers.*": "block", "*.mlp": "none"}``, ``{"layers[::2]": "block"}`` for every second layer); in
@@ -174,9 +174,18 @@ class Pipeline(PipelineState, PipelineRanks):
             self.recompute = describe_stages(again)
             makers = stage_makers(kernels, again, max_variants, strict)
             self._runner = StepRunner(
-                prepared, self.schedule, schedule, makers, loss_fn, self._reduction, self.device, world, self._guard,
-                resident_stages(fsdp, resident), numbers,
-            )  # fmt: skip
+                prepared,
+                self.schedule,
+                schedule,
+                makers,
+                loss_fn,
+                self._reduction,
+                self.device,
+                world,
+                self._guard,
+                resident_stages(fsdp, resident, self.package.manifest.prediction),
+                numbers,
+            )
         super().__init__(prepared.manifest, self._runner.stages, self.device, self._processes, self._guard, numbers)
 
     def __repr__(self) -> str:

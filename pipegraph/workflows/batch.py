@@ -42,6 +42,14 @@ def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) ->
     return Batch(args, kwargs)
 
 
+def planned_rows(manifest: Manifest) -> int | None:
+    """Return the rows of a microbatch that a package was planned for; None without a plan."""
+    if manifest.prediction is None:
+        return None
+    cut = (value for value in manifest.values.values() if value.producer < 0 and value.batch_dim == 0)
+    return next((value.shape_at(manifest.captured_sizes)[0] for value in cut), None)
+
+
 def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
     """Return the example inputs and target of a model file, repeated for each microbatch, with as many rows and tokens
     as the source asks for."""

@@ -62,6 +62,7 @@ class Training:
         done: the steps that are done, those before the checkpoint included.
         went_on_from: the checkpoint that was read; None if the run began anew.
         has_data: whether the model file gives data.
+        mesh: the lengths of its dimensions besides the pipeline's; empty without a grid.
         was_terminated: whether SIGTERM ended `steps`.
 
     Raises:
@@ -96,6 +97,7 @@ class Training:
         if grid is not None and mesh is not None:
             place = mesh.get_local_rank(REPLICATE) * grid.length(SHARD) + mesh.get_local_rank(SHARD)
             self._share = place, grid.length(REPLICATE, SHARD)
+        self.mesh = {} if grid is None else {name: grid.length(name) for name in DIMENSIONS if name != PIPELINE}
         self._pipeline = Pipeline(
             package,
             schedule,

@@ -15,7 +15,7 @@ import pipegraph
 from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, collective_seconds
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import PlanError
-from pipegraph.planner.joint_plan.joint import joint_plan
+from pipegraph.planner.joint_plan.joint import joint_plan, plan_of_choice
 from pipegraph.planner.joint_plan.layout import Layout, layouts
 from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
 from pipegraph.planner.joint_plan.search import JointSearch
@@ -24,6 +24,7 @@ from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.planner.solver.solve import MemoryShortage
+from pipegraph.runtime.divided_stages import resident_stages
 
 A100 = Hardware.load("a100")
 TP_PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -119,6 +120,21 @@ def test_what_bounds_rule_out_is_not_better(costs: LayoutCosts, part: float | No
         assert comparison.best.step >= free.best.step * (1 - 1e-3)
     else:
         assert comparison.best.candidate.layout.pp == 1  # four devices hold the model, and a pipeline has a bubble
+
+
+def test_fewer_stages_are_whole_where_that_saves_memory(costs: LayoutCosts) -> None:
+    """They are gathered more often, and a run takes their number from the plan's file."""
+    search = JointSearch(costs, 4, 32, 2**40, ["interleaved-1f1b"])
+    every = [each for each in search.candidates if each.layout == Layout(2, 1, 2, 1) and each.rows == 2]
+    assert [each.resident for each in every] == [None, 1]
+    whole, resident = map(search.search, every)
+    assert whole is not None and resident is not None
+    assert resident.step > whole.step and resident.peak < whole.peak
+    made = plan_of_choice(captured(2), resident, PlanOptions(hardware=A100), 0.0)
+    again = PlanFile.from_json(PlanFile.of(made).to_json(), "it")
+    assert again.prediction.mesh_text == "pp 2 × dp_shard 2, with 1 stage of a rank whole at a time"
+    assert resident_stages(None, None, again.prediction) == 1 and resident_stages(None, 2, again.prediction) == 2
+    assert {each.resident for each in JointSearch(costs, 4, 32, None, ["interleaved-1f1b"]).candidates} == {None}
 
 
 def test_what_cannot_be_is_refused(costs: LayoutCosts) -> None:

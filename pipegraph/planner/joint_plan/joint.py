@@ -10,6 +10,7 @@ from msgspec import structs
 
 from pipegraph.cost.model_output import LossOf
 from pipegraph.graph.captured import Captured
+from pipegraph.package.prediction import ShiftedCut
 from pipegraph.planner.cut_choice import CutChoice, rounded
 from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
 from pipegraph.planner.joint_plan.search import SCHEDULES, JointChoice, JointComparison, JointSearch
@@ -54,10 +55,12 @@ def joint_plan(
     comparison = search.run()
     best = comparison.best
     model, _ = captured.get(best.candidate.rows) or capture_rows(best.candidate.rows)
-    return comparison, _plan_of(model, best, options, comparison.lower_bound)
+    return comparison, plan_of_choice(model, best, options, comparison.lower_bound)
 
 
-def _plan_of(captured: Captured, choice: JointChoice, options: PlanOptions, bound: float) -> Plan:
+def plan_of_choice(captured: Captured, choice: JointChoice, options: PlanOptions, bound: float) -> Plan:
+    """Return the plan of a choice, of which no plan takes less than ``bound`` seconds, for a model that was captured
+    with its rows of a microbatch."""
     candidate, layout = choice.candidate, choice.candidate.layout
     own = replace(
         options,
@@ -65,17 +68,29 @@ def _plan_of(captured: Captured, choice: JointChoice, options: PlanOptions, boun
         microbatches=candidate.microbatches,
         ranks=layout.pp,
         recompute=choice.recompute,
-        state_factor=layout.state_factor,
+        state_factor=candidate.state_factor,
         stride=layout.stride,
     )
     cuts = CutChoice(choice.costs, own, choice.solution.cuts, choice.solution.schedule, choice.solution)
     mesh = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
+    predicted = cuts.predict()
+    collectives = choice.step - choice.solution.value
     prediction = structs.replace(
-        cuts.predict(),
+        predicted,
         value=rounded(choice.step),
         lower_bound=rounded(min(bound, choice.step)),
         mesh=mesh if layout.stride > 1 else {},
-    )
+        resident=candidate.resident,
+        cuts=tuple(
+            structs.replace(cut, earlier=_with(cut.earlier, collectives), later=_with(cut.later, collectives))
+            for cut in predicted.cuts
+        ),
+    ).with_reasons()
     points = [str(point) for point in cuts.points]
     made = plan(captured, points=points) if points else plan(captured, stages=1, balance="uniform")
     return replace(made.predicted(prediction), priced=choice.costs.priced)
+
+
+def _with(cut: ShiftedCut | None, collectives: float) -> ShiftedCut | None:
+    """The next place for a cut, with the seconds of collectives, as the value of the plan counts them."""
+    return cut if cut is None or cut.value is None else structs.replace(cut, value=rounded(cut.value + collectives))

@@ -13,6 +13,8 @@ from pipegraph.planner.joint_plan.tensor_shares import TensorShare
 from pipegraph.planner.plan_options import ChainCosts
 from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.recompute import Recompute
+from pipegraph.schedule import Schedule, Times, simulate
+from pipegraph.schedule.collectives import place_collectives
 
 
 class SummedCosts(ChainCosts):
@@ -127,3 +129,23 @@ def exposed_seconds(
     first = {rank: stage for stage, rank in reversed(list(enumerate(placement)))}
     sizes = [stages[stage].parameter_bytes for stage in first.values()]
     return max(layout.gather_seconds(hardware, size) + layout.reduce_seconds(hardware, size) for size in sizes)
+
+
+def resident_seconds(
+    stages: Sequence[SegmentCost],
+    schedule: Schedule,
+    times: Times,
+    resident: int,
+    layout: Layout,
+    hardware: Hardware,
+) -> float:
+    """Return what gathering and reducing add to a step in which only so many stages of a rank are whole at a time, so
+    that they are gathered again and again."""
+    sizes = [stage.parameter_bytes for stage in stages]
+    with_collectives = replace(
+        times,
+        unshard=tuple(layout.gather_seconds(hardware, size) for size in sizes),
+        reduce_grad=tuple(layout.reduce_seconds(hardware, size) for size in sizes),
+    )
+    placed = place_collectives(schedule, range(schedule.stages), (), resident)
+    return max(0.0, simulate(placed, with_collectives).makespan - simulate(schedule, times).makespan)

@@ -12,11 +12,12 @@ from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Link
 from pipegraph.errors import PlanError
 from pipegraph.planner.joint_plan.layout import Layout, layouts
-from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, exposed_seconds
+from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, exposed_seconds, resident_seconds
 from pipegraph.planner.plan_options import StagedCosts
 from pipegraph.planner.solver.option_search import OptionSolution, solve_options
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.planner.solver.solve_arguments import resolve_schedule
+from pipegraph.planner.step_prediction import stage_times
 from pipegraph.progress import track
 from pipegraph.recompute import Recompute
 from pipegraph.schedule import Schedule
@@ -33,13 +34,24 @@ _ROWS = (1, 2, 4, 8)  # times the rows of the example
 
 @dataclass(frozen=True)
 class JointCandidate:
-    """One plan of the space, without its cuts and what is computed again."""
+    """One plan of the space, without its cuts and what is computed again.
+
+    ``resident`` is how many of a rank's ``chunks`` stages are whole at a time, if ranks along dp_shard divide their
+    parameters; None for all.
+    """
 
     layout: Layout
     schedule: str
     chunks: int
     rows: int
     microbatches: int
+    resident: int | None = None
+
+    @property
+    def state_factor(self) -> float:
+        """How many times a rank holds the parameters of its stages that have a gradient."""
+        resharded = 0.0 if self.resident is None else 1 - self.resident / self.chunks
+        return self.layout.state_factor - resharded
 
 
 @dataclass(frozen=True)
@@ -145,8 +157,14 @@ class JointSearch:
                     allowed = not find_recipe(name).rule(layout.pp, microbatches)
                     actions = 3 * layout.pp * chunks * microbatches
                     if allowed and layout.pp * chunks <= self._costs.segments and actions <= _MOST_ACTIONS:
-                        found.append(JointCandidate(layout, name, chunks, rows, microbatches))
+                        each = JointCandidate(layout, name, chunks, rows, microbatches)
+                        found += [replace(each, resident=resident) for resident in self._residents(layout, chunks)]
         return tuple(found)
+
+    def _residents(self, layout: Layout, chunks: int) -> list[int | None]:
+        """How many stages of a rank may be whole at a time: fewer than all only where that saves memory."""
+        fewer = range(1, chunks) if layout.dp_shard > 1 and self._memory is not None else ()
+        return [None, *fewer]
 
     def run(self) -> JointComparison:
         """Search all candidates that their bounds do not rule out.
@@ -202,16 +220,21 @@ class JointSearch:
                 memory_bytes=self._memory,
                 link=self.link(candidate.layout),
                 uniform=self._costs.single.uniform,
-                state_factor=candidate.layout.state_factor,
+                state_factor=candidate.state_factor,
                 effort=effort,
             )
         except MemoryShortage:
             self._found[candidate] = None
             return None
         costs = StagedCosts([options[option] for option in solution.options])
-        exposed = exposed_seconds(
-            costs.stages(solution.cuts), solution.schedule.placement, candidate.layout, self._costs.hardware
-        )
+        stages = costs.stages(solution.cuts)
+        if candidate.resident is None:
+            exposed = exposed_seconds(stages, solution.schedule.placement, candidate.layout, self._costs.hardware)
+        else:
+            times = stage_times(stages, solution.schedule, self.link(candidate.layout))
+            exposed = resident_seconds(
+                stages, solution.schedule, times, candidate.resident, candidate.layout, self._costs.hardware
+            )
         recompute = tuple(self._costs.recompute[option] for option in solution.options)
         least = max(self.bound(candidate), solution.lower_bound)
         choice = JointChoice(candidate, solution, solution.value + exposed, least, recompute, costs)
@@ -241,7 +264,7 @@ class JointSearch:
         if self._memory is None:
             return True
         each = self._each(candidate)
-        held = sum(costs[0].parameter_bytes * candidate.layout.state_factor for costs in each)
+        held = sum(costs[0].parameter_bytes * candidate.state_factor for costs in each)
         kept = sum(min(cost.saved_bytes for cost in costs) for costs in each)
         return (held + kept) / candidate.layout.pp <= self._memory
 
@@ -253,7 +276,7 @@ class JointSearch:
                 solve_options(
                     [costs.segments for costs in options], candidate.layout.pp * candidate.chunks,
                     self._schedule(candidate), memory_bytes=1.0, uniform=(),
-                    state_factor=candidate.layout.state_factor, effort=_LOW_EFFORT,
+                    state_factor=candidate.state_factor, effort=_LOW_EFFORT,
                 )  # fmt: skip
             except MemoryShortage as shortage:
                 least = min(least, shortage.needed)
@@ -287,14 +310,18 @@ class JointSearch:
                     other = Layout(**changed)
                     microbatches = self._batch // (other.copies * best.rows)
                     schedule, chunks = ("1f1b", 1) if other.pp == 1 else (best.schedule, best.chunks)
-                    candidate = replace(best, layout=other, microbatches=microbatches, schedule=schedule, chunks=chunks)
+                    resident = best.resident if other.dp_shard > 1 and chunks == best.chunks else None
+                    candidate = JointCandidate(other, schedule, chunks, best.rows, microbatches, resident)
                     yield f"{more} × 2", f"{less} ÷ 2", candidate
         for rows in (best.rows * 2, best.rows // 2):
             if rows:
                 microbatches = self._batch // (layout.copies * rows)
                 yield "rows", str(rows), replace(best, rows=rows, microbatches=microbatches)
         for recipe in self._schedules if layout.pp > 1 else ():
-            yield "schedule", recipe.name, replace(best, schedule=recipe.name, chunks=recipe.chunks)
+            resident = best.resident if recipe.chunks == best.chunks else None
+            yield "schedule", recipe.name, replace(best, schedule=recipe.name, chunks=recipe.chunks, resident=resident)
+        for resident in self._residents(layout, best.chunks):
+            yield "resident", "all" if resident is None else str(resident), replace(best, resident=resident)
 
 
 def _front(choices: Sequence[JointChoice]) -> tuple[JointChoice, ...]:

@@ -21,13 +21,16 @@ def render_joint_comparison(
     best = comparison.best
     unit = TimeFormat.of_column(choice.step for choice in comparison.choices)
     rate = "rows/s a device" if tokens is None else "tokens/s a device"
-    headers = ["", *_MESH, "schedule", "stages", "rows", "microbatches", "step", rate, "slower", "memory"]
+    shown = any(choice.candidate.resident for choice in comparison.choices)
+    headers = ["", *_MESH, "schedule", "stages", *["resident"] * shown, "rows"]
+    headers += ["microbatches", "step", rate, "slower", "memory"]
     rows = [
         [
             "*" if choice is best else "",
             *(str(getattr(choice.candidate.layout, name)) for name in _MESH),
             choice.candidate.schedule if choice.candidate.layout.pp > 1 else "no pipeline",
             str(choice.solution.schedule.stages),
+            *[str(choice.candidate.resident or "all")] * shown,
             str(choice.candidate.rows),
             str(choice.candidate.microbatches),
             unit.text(choice.step),
@@ -37,7 +40,7 @@ def render_joint_comparison(
         ]
         for choice in comparison.choices
     ]
-    less = ["slower", "stages", "microbatches", "rows", rate, "memory"]
+    less = ["slower", "resident", "stages", "microbatches", "rows", rate, "memory"]
     return (
         f"{table(headers, rows, width, less)}\n\n"
         f"* the best of {comparison.considered:,} plans. Bounds rule out all but {comparison.searched}, whose cuts "
@@ -81,6 +84,7 @@ def _dict(choice: JointChoice) -> dict[str, Any]:
         "stages": choice.solution.schedule.stages,
         "rows": candidate.rows,
         "microbatches": candidate.microbatches,
+        "resident": candidate.resident,
         "recompute": [str(each) for each in choice.recompute],
         "step": choice.step,
         "lower_bound": choice.lower_bound,

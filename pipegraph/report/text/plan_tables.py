@@ -42,7 +42,7 @@ def render_prediction_summary(prediction: Prediction) -> str:
     again = f" with recompute {one_line(prediction.recompute_text)}" if trains(prediction.schedule) else ""
     return (
         f"predicted  {format_seconds(prediction.value)} a step of {one_line(prediction.schedule)} with {microbatches} "
-        f"on {one_line(prediction.hardware)}{sureness}\n"
+        f"{f'on {prediction.mesh_text} ' if prediction.mesh_text else ''}on {one_line(prediction.hardware)}{sureness}\n"
         f"memory     {format_bytes(prediction.peak)} on the fullest rank{again}"
     )
 

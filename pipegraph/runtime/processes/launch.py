@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -119,8 +119,12 @@ def check_processes(schedule: Schedule, processes: int, launched: bool = False, 
     )
 
 
-def pipeline_ranks(processes: int | None, lengths: Mapping[str, int], launched: bool = False) -> int | None:
+def pipeline_ranks(
+    processes: int | None, lengths: Mapping[str, int], launched: bool = False, planned: Collection[str] = ()
+) -> int | None:
     """How many of so many processes a pipeline has, if others lie along other dimensions; None if that is left open.
+
+    Those in ``planned`` are of a plan, which options set aside.
 
     Raises ArgumentError if they do not make whole pipelines.
     """
@@ -129,9 +133,12 @@ def pipeline_ranks(processes: int | None, lengths: Mapping[str, int], launched: 
         return None if processes is None else processes // others
     named = " × ".join(f"{name} {length}" for name, length in lengths.items() if length > 1)
     option = "--nproc-per-node" if launched else "--nproc"
+    aside = " ".join(f"--{name.replace('_', '-')} 1" for name in planned if lengths[name] > 1)
+    instead = f"; or {aside}, without the mesh of the plan" if aside else ""
+    count = f"{processes} process is" if processes == 1 else f"{processes} processes are"
     raise ArgumentError(
-        f"{processes} processes are no mesh of pp × {named}, which takes {others} for each rank of a pipeline.\n"
-        f"Try: {option} {max(1, processes // others) * others}."
+        f"{count} no mesh of pp × {named}, which takes {others} for each rank of a pipeline.\n"
+        f"Try: {option} {max(1, processes // others) * others}{instead}."
     )
 
 
