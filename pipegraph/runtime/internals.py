@@ -118,8 +118,13 @@ def make_mesh(shape: torch.Tensor, names: Sequence[str], kind: str, timeout: flo
 def release_mesh(mesh: DeviceMesh) -> None:
     """Close the connections of a mesh that `make_mesh` made, which wakes every rank that waits in one of its groups.
 
-    The mesh keeps its groups in a private table, and so their connections open.
+    The mesh keeps its groups in a private table, and so their connections open. DTensor's caches keep meshes as well,
+    and give them to DTensors of the next mesh over the same ranks, which counts as equal; torch's functions that empty
+    them are private, too.
     """
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
     groups = mesh.get_all_groups()
     if hasattr(mesh, "_pg_registry"):  # not in every torch
         mesh._pg_registry.clear()

@@ -40,7 +40,7 @@ def profile(
                 profiler.step(result)
         print(profiler.folder)
 
-    Collective: every process of the pipeline must call it, enter the context, and call ``profiler.step``.
+    Collective: every process must call it, those of a whole mesh, enter the context, and call ``profiler.step``.
 
     Args:
         pipe: the pipeline that the loop runs.

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipegraph.kernels.sharded import local
 from pipegraph.schedule import Times
 from pipegraph.schedule.parameter_memory import parameter_bytes
-from tests.runtime.meshes import make
+from tests.runtime.meshes import Shape, make
 from tests.runtime.packages import Sketch, Stage
 
 WIDTH, LAYERS = 64, 24
@@ -66,9 +66,16 @@ class Alive(TorchDispatchMode):
         return returned
 
 
-def measure(rank: int, folder: str, schedule: str, resident: int | None) -> dict[str, tuple[float, float]]:
-    """Bytes of parameters and gradients as measured, and as simulated: between steps, in an evaluation, in a step."""
-    pipe, _ = make(folder, {"pp": 2, "dp_shard": 2}, schedule, resident=resident, loss_fn=mean)
+def measure(rank: int, cases: list[tuple[str, Shape, str, int | None]]) -> list[dict[str, tuple[float, float]]]:
+    """Of each case: bytes of parameters and gradients as measured, and as simulated.
+
+    They are those between steps, in an evaluation, and in a step.
+    """
+    return [_measure(*case) for case in cases]
+
+
+def _measure(folder: str, shape: Shape, schedule: str, resident: int | None) -> dict[str, tuple[float, float]]:
+    pipe, _ = make(folder, shape, schedule, resident=resident, loss_fn=mean)
     x, target = torch.randn(ROWS, WIDTH), torch.zeros(ROWS)
     pipe.evaluate(x, target=target)
     pipe.step(x, target=target)  # both trace

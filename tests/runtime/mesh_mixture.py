@@ -92,7 +92,7 @@ class ExpertModel(nn.Module):
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(ExpertLayer(bias) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(ExpertLayer(bias) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class SlopedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(SlopedLayer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(SlopedLayer() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
     forward = ExpertModel.forward
@@ -153,8 +153,10 @@ def build(model: str) -> nn.Module:
 
 
 def write(folder: Path, model: str, stages: int) -> str:
-    captured = pipegraph.capture(build(model), (torch.zeros(2, 8, dtype=torch.int64),))
-    points = [f"layers.{LAYERS // stages * index}" for index in range(1, stages)]
+    made = build(model)
+    captured = pipegraph.capture(made, (torch.zeros(2, 8, dtype=torch.int64),))
+    layers = len(list(made.get_submodule("layers").children()))
+    points = [f"layers.{layers // stages * index}" for index in range(1, stages)]
     return str(pipegraph.write_package(pipegraph.plan(captured, points=points), folder).path)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import init_device_mesh
+from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,6 +40,8 @@ def _on_a_mesh(rank: int, folder: str, how: str) -> None:
     options: dict[str, Any] = {"loss_fn": loss, "kernels": "eager", "timeout": 30, "mesh": mesh}
     if how == "type":
         options["mesh"] = (1, 2)
+    elif how == "outside":
+        options["mesh"] = DeviceMesh("cpu", [[0]], mesh_dim_names=names)
     elif how == "group":
         options["group"] = dist.group.WORLD
     elif how == "wrapper":
