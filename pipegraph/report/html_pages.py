@@ -167,8 +167,9 @@ def _stages(analysis: RunAnalysis) -> dict[str, Any]:
                 ],
             }
         )
-    headers = ["a microbatch", "", f"predicted {unit.unit}", f"measured {unit.unit}", ERROR, "one above the other"]
-    return {"stages": rows, "stage_headers": headers}
+    headers = ["a microbatch", "", f"predicted {unit.unit}", f"measured {unit.unit}", "error", "one above the other"]
+    known = any(each.error is not None for _, _, each in actions)
+    return {"stages": rows, "stage_headers": headers, "stage_note": f"error: {ERROR}" if known else ""}
 
 
 def _collectives(analysis: RunAnalysis) -> dict[str, Any]:

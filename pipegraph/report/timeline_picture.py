@@ -137,7 +137,7 @@ class _Lanes:
 
     @property
     def lane(self) -> float:
-        return _BOX + self.strip + (0 if self.is_image else _MEMORY) + _BETWEEN
+        return _BOX + self.strip + (_BETWEEN if self.is_image else _MEMORY) + _BETWEEN
 
     def y(self, rank: int) -> float:
         return self.top + rank * self.lane

@@ -31,6 +31,7 @@ a microbatch of each stage, in ms (medians)
 stage  rank  F predicted  measured   error  B predicted  measured    error
     0     0        1.000     1.000  +0.0 %        1.500     2.000  −25.0 %
     1     1        1.000     1.000  +0.0 %        1.500     2.000  −25.0 %
+error: predicted ÷ measured − 1
 
 what each rank does in a step (mean), in ms, and why it is idle
 rank  computes  idle  of the step  warm-up and drain  imbalance  transfers  overhead

@@ -142,8 +142,8 @@ def test_columns_are_left_out_in_their_order() -> None:
         "left out: file; --wide shows all"
     )
     assert table(HEADERS, ROWS, 40, ("file", "bytes")).split("\n")[:2] == [
-        "stage  holds                       bytes",
-        "    0  embed, layers.0 – lay…    2.0 MiB",
+        "stage  holds                    bytes",
+        "    0  embed, layers.0 – …    2.0 MiB",
     ]
     long = [["0", "a.b" * 20, "2.0 MiB", "stage-00000-of-00002.safetensors"]]
     headers = [*HEADERS[:3], "a column of its own"]

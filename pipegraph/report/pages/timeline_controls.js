@@ -251,6 +251,7 @@ canvas.addEventListener("pointerleave", () => { hovered = null; showTip(null); d
 canvas.addEventListener("dblclick", (event) => zoom(0.4, at(event.offsetX)));
 canvas.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
+  showTip(hovered = null);  // what the pointer is on moves away from below it
   const { key } = event;
   const letter = key.toLowerCase();
   if (key === "+" || key === "=" || letter === "w") zoom(0.6);

@@ -133,7 +133,14 @@ def _clip_words(columns: Sequence[_Column], room: int) -> None:
             return
         widest = max(wide, key=lambda column: column.width)
         target = max(widest.least, widest.width - excess)
-        widest.cells = [clip(cell, target) for cell in widest.cells]
+        widest.cells = [_clip_cell(cell, target) for cell in widest.cells]
+
+
+def _clip_cell(cell: str, width: int) -> str:
+    """Cut off a cell between two words, unless that leaves less than half of the width."""
+    cut = clip(cell, width)
+    head, space, _ = cut.rpartition(" ")
+    return f"{head} …" if cut != cell and space and len(head) >= width // 2 else cut
 
 
 def short_modules(modules: str) -> str:
