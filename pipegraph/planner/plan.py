@@ -330,7 +330,12 @@ def _cost(made: Plan, stage: StageGraph) -> StageCost:
 
 
 def _with_prediction(cost: StageCost, stage: StagePrediction, in_seconds: bool) -> StageCost:
-    cost = structs.replace(cost, saved_bytes=stage.saved_bytes, weight_saved_bytes=stage.weight_saved_bytes)
+    cost = structs.replace(
+        cost,
+        saved_bytes=stage.saved_bytes,
+        weight_saved_bytes=stage.weight_saved_bytes,
+        offloaded_bytes=stage.offloaded_bytes,
+    )
     if not in_seconds:
         return cost
     return structs.replace(cost, forward=stage.forward, input_grad=stage.input_grad, weight_grad=stage.weight_grad)

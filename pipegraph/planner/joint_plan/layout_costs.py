@@ -26,7 +26,16 @@ class SummedCosts(ChainCosts):
 
     def stage(self, start: int, stop: int) -> SegmentCost:
         own = self.segments[start:stop]
-        names = ("forward", "input_grad", "weight_grad", "saved_bytes", "parameter_bytes", "flops", "buffer_bytes")
+        names = (
+            "forward",
+            "input_grad",
+            "weight_grad",
+            "saved_bytes",
+            "parameter_bytes",
+            "flops",
+            "buffer_bytes",
+            "offloaded_bytes",
+        )
         sums = {name: sum(getattr(cost, name) for cost in own) for name in names}
         kept = sum(cost.saved_bytes if cost.weight_saved_bytes is None else cost.weight_saved_bytes for cost in own)
         trained = sum(cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes for cost in own)
@@ -102,6 +111,7 @@ def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCos
         saved_bytes=round(at("saved_bytes")),
         flops=round(at("flops")),
         weight_saved_bytes=kept,
+        offloaded_bytes=round(at("offloaded_bytes")),
     )
 
 
@@ -114,6 +124,7 @@ def _divided(cost: SegmentCost, share: TensorShare, tp: int, forward: float, bac
         weight_grad=cost.weight_grad * time,
         saved_bytes=round(cost.saved_bytes * saved),
         weight_saved_bytes=None if cost.weight_saved_bytes is None else round(cost.weight_saved_bytes * saved),
+        offloaded_bytes=min(round(cost.saved_bytes * saved), round(cost.offloaded_bytes * saved)),
         parameter_bytes=round(cost.parameter_bytes * held),
         trained_bytes=None
         if cost.trained_bytes is None

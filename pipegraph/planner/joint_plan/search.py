@@ -17,7 +17,7 @@ from pipegraph.planner.plan_options import StagedCosts
 from pipegraph.planner.solver.option_search import OptionSolution, solve_options
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.planner.solver.solve_arguments import resolve_schedule
-from pipegraph.planner.step_prediction import stage_times
+from pipegraph.planner.step_prediction import stage_times, step_seconds
 from pipegraph.progress import track
 from pipegraph.recompute import Recompute
 from pipegraph.schedule import Schedule
@@ -228,16 +228,18 @@ class JointSearch:
             return None
         costs = StagedCosts([options[option] for option in solution.options])
         stages = costs.stages(solution.cuts)
+        link, host_link = self.link(candidate.layout), self._costs.hardware.host_link
+        value = step_seconds(stages, solution.schedule, link, host_link)
         if candidate.resident is None:
             exposed = exposed_seconds(stages, solution.schedule.placement, candidate.layout, self._costs.hardware)
         else:
-            times = stage_times(stages, solution.schedule, self.link(candidate.layout))
+            times = stage_times(stages, solution.schedule, link, host_link)
             exposed = resident_seconds(
                 stages, solution.schedule, times, candidate.resident, candidate.layout, self._costs.hardware
             )
         recompute = tuple(self._costs.recompute[option] for option in solution.options)
         least = max(self.bound(candidate), solution.lower_bound)
-        choice = JointChoice(candidate, solution, solution.value + exposed, least, recompute, costs)
+        choice = JointChoice(candidate, solution, value + exposed, least, recompute, costs)
         before = self._found.get(candidate)
         if before is not None and before.step < choice.step:
             choice = replace(before, lower_bound=max(before.lower_bound, least))
