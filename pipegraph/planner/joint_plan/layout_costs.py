@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -75,6 +76,18 @@ class LayoutCosts:
     def options(self, layout: Layout, rows: int) -> tuple[SummedCosts, ...]:
         """Return the costs with each choice."""
         return _options(self, layout.tp, rows)
+
+    def hidden(self, layout: Layout, rows: int) -> list[int]:
+        """Return the options whose copies to the memory of the host take no longer than the shortest of F, I and W, and
+        those without copies."""
+        link, found = self.hardware.host_link, []
+        for option, costs in enumerate(self.options(layout, rows)):
+            away = [cost for cost in costs.segments if cost.offloaded_bytes]
+            took = sum(link.seconds(cost.offloaded_bytes) for cost in away) if link is not None else math.inf
+            times = [[cost.forward, cost.input_grad, cost.weight_grad] for cost in away]
+            if not away or took <= min(filter(None, map(sum, zip(*times, strict=True))), default=0.0):
+                found.append(option)
+        return found
 
     def chain(self, option: int, tp: int, rows: int) -> list[SegmentCost]:
         """Return the costs of segments with one choice."""

@@ -212,6 +212,7 @@ class JointSearch:
     def search(self, candidate: JointCandidate, effort: float = _LOW_EFFORT) -> JointChoice | None:
         """Return a candidate with the best cuts and choices that were found; None if nothing fits."""
         options = self._costs.options(candidate.layout, candidate.rows)
+        hidden = self._costs.hidden(candidate.layout, candidate.rows)
         try:
             solution = solve_options(
                 [costs.segments for costs in options],
@@ -219,7 +220,8 @@ class JointSearch:
                 self._schedule(candidate),
                 memory_bytes=self._memory,
                 link=self.link(candidate.layout),
-                uniform=self._costs.single.uniform,
+                allowed=None if len(hidden) == len(options) else [hidden] * (candidate.layout.pp * candidate.chunks),
+                uniform=[option for option in self._costs.single.uniform if option in hidden],
                 state_factor=candidate.state_factor,
                 effort=effort,
             )
